@@ -58,12 +58,12 @@ class Admission:
             if lease is not None:
                 sequence.lease = lease
                 return True
-        asked = (sequence.number, budget, alone, whole, self._cache.version)
-        if self._refused == asked:
+        attempt = (sequence.number, budget, alone, whole, self._cache.version)
+        if self._refused == attempt:
             return False  # nothing has changed since it was tried
         admitted = self._try(sequence, budget, alone=alone, whole=whole)
         if not admitted and not sequence.fetching:
-            self._refused = (*asked[:-1], self._cache.version)
+            self._refused = (*attempt[:-1], self._cache.version)
         return admitted
 
     def _try(self, sequence: Sequence, budget: int, *, alone: bool, whole: bool) -> bool:
@@ -74,20 +74,20 @@ class Admission:
             limit=sequence.num_tokens - 1,
             complete_experts=(self._complete_experts or sequence.request.complete_experts)
             and sequence.experts is not None,
-            logprobs=sequence.job.wanted_rows,
+            logprobs=sequence.group.wanted_rows,
         )
         # What made a step fail is computed anew.
-        if not sequence.suspect_until and self._ask_tiers(sequence, match):
+        if not sequence.suspect_until and self._fetch_from_tiers(sequence, match):
             return False
         if self._start(sequence, match, budget, whole=whole):
-            self._account(sequence, match)
+            self._record_admission(sequence, match)
             return True
         if alone and match.boundary and self._start(sequence, None, budget, whole=whole):
-            self._account(sequence, match, used=0)
+            self._record_admission(sequence, match, used=0)
             return True
         return False
 
-    def _ask_tiers(self, sequence: Sequence, match: Match) -> bool:
+    def _fetch_from_tiers(self, sequence: Sequence, match: Match) -> bool:
         """True if the sequence is to wait for their answer."""
         if self._tiers is None or sequence.fetched is not None:
             return False
@@ -114,7 +114,7 @@ class Admission:
         sequence.lease = lease
         if sequence.experts is not None:
             sequence.experts.replay(self._cache.cached_experts(lease))
-        log = sequence.job.prompt_log
+        log = sequence.group.prompt_log
         if log is not None and match is not None:
             log.replay(match.logprobs)
         sequence.num_cached = sequence.num_computed = start
@@ -131,10 +131,10 @@ class Admission:
         )
         return True
 
-    def _account(self, sequence: Sequence, match: Match, used: int | None = None) -> None:
-        job, experts = sequence.job, sequence.experts
+    def _record_admission(self, sequence: Sequence, match: Match, used: int | None = None) -> None:
+        group, experts = sequence.group, sequence.experts
         boundary = match.boundary if used is None else used
-        replay = job.report is not None
+        replay = group.report is not None
         fetched, sequence.fetched = sequence.fetched, None
         if fetched is not None and fetched.failed and match.reason != "full":
             match = replace(match, reason="tier_error")
@@ -144,10 +144,10 @@ class Admission:
         )
         if replay:
             return
-        log, length = job.prompt_log, len(sequence.prompt)
+        log, length = group.prompt_log, len(sequence.prompt)
         segments = prompt_segments(boundary, length, fetched.segments if fetched else ())
-        job.cached_tokens = boundary
-        job.report = CacheReport(
+        group.cached_tokens = boundary
+        group.report = CacheReport(
             prompt_tokens=length,
             kv_boundary=match.kv_boundary,
             state_boundary=match.state_boundary,

@@ -39,8 +39,10 @@ class Answer:
             frozenset() if params.ignore_eos else language.stop_tokens
         )
         self._min_tokens = params.min_tokens
-        room = language.max_length - len(request.prompt)
-        self._max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        tokens_left = language.max_length - len(request.prompt)
+        self._max_tokens = (
+            tokens_left if params.max_tokens is None else min(tokens_left, params.max_tokens)
+        )
         self._detokenizer = Detokenizer(tokenizer, params.stop)
         self._all = np.packbits(np.ones(language.vocabulary, dtype=bool), bitorder="little")
         self._bad_words = request.bad_words
@@ -50,7 +52,7 @@ class Answer:
             flags[list(params.allowed_token_ids)] = True
             self._allowed = np.packbits(flags, bitorder="little")
 
-    def room(self, count: int) -> int:
+    def tokens_left(self, count: int) -> int:
         """Tokens that may come after the answer's first `count`."""
         return self._max_tokens - count
 

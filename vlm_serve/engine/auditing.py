@@ -14,7 +14,7 @@ from typing import Literal
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.request import Request
-from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.sampling_params import MAX_LOGPROBS, SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class AuditCounts:
 class _Audit:
     """A finished request, and the cold run's tokens so far."""
 
-    job: Job
+    group: SequenceGroup
     answer: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -76,9 +76,9 @@ class Auditor:
         self._num_eligible = 0
         self._pending: deque[_Audit] = deque()
 
-    def consider(self, job: Job) -> None:
+    def consider(self, group: SequenceGroup) -> None:
         """A request has ended. Notes it for an audit if it is its turn."""
-        if not self._rate or not _eligible(job):
+        if not self._rate or not _eligible(group):
             return
         before = math.floor(self._num_eligible * self._rate)
         self._num_eligible += 1
@@ -87,7 +87,7 @@ class Auditor:
         if len(self._pending) == MAX_PENDING:
             self.counts.dropped += 1
             return
-        self._pending.append(_Audit(job, job.sequences[0].generated))
+        self._pending.append(_Audit(group, group.sequences[0].generated))
 
     def start(self) -> Request | None:
         """The next cold request; None if nothing is to be audited."""
@@ -95,7 +95,7 @@ class Auditor:
         if not self._pending:
             return None
         audit = self._pending.popleft()
-        audited = audit.job.request
+        audited = audit.group.request
         self.running = Request(
             request_id=f"audit of {audited.request_id}",
             prompt=audited.prompt,
@@ -123,9 +123,9 @@ class Auditor:
             self.counts.mismatches += 1
             _log.error(
                 "request %s answered otherwise from the cache (%d of %d tokens) than it does cold",
-                audit.job.request.request_id,
-                audit.job.cached_tokens,
-                len(audit.job.request.prompt),
+                audit.group.request.request_id,
+                audit.group.cached_tokens,
+                len(audit.group.request.prompt),
             )
 
 
@@ -143,12 +143,12 @@ def judge(
     return "equal" if len(answer) == len(cold) else "mismatch"
 
 
-def _eligible(job: Job) -> bool:
-    request, params = job.request, job.request.params
+def _eligible(group: SequenceGroup) -> bool:
+    request, params = group.request, group.request.params
     return (
         not request.cold
-        and job.cached_tokens > 0
-        and job.sequences[0].answer.finish_reason in ("stop", "length")
+        and group.cached_tokens > 0
+        and group.sequences[0].answer.finish_reason in ("stop", "length")
         and params.temperature == 0
         and request.grammar is None
         and not (params.bad_words or params.logit_bias or params.allowed_token_ids)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from vlm_serve.engine.plan import SequenceInfo, Slice
-from vlm_serve.engine.sampler import Chooser
+from vlm_serve.engine.sampler import SequenceSampler
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.models.batch import ForwardBatch
 
@@ -26,8 +26,8 @@ class KnownSequence:
     def __init__(self, info: SequenceInfo) -> None:
         self.info = info
         self.table = array("i")
-        self.chooser = Chooser(info)
-        self.cleared = 0
+        self.sampler = SequenceSampler(info)
+        self.mtp_cleared_until = 0
 
     def take(self, item: Slice) -> None:
         """Takes over what is new in a slice. Doing so twice changes nothing."""
@@ -36,7 +36,7 @@ class KnownSequence:
         self.table.extend(item.blocks)
         # Of drafts the chooser learns as they turn out to hold.
         certain = item.token_ids[:1] if item.kind == "verify" else item.token_ids
-        self.chooser.replace(max(0, item.start - len(self.info.token_ids)), certain)
+        self.sampler.replace(max(0, item.start - len(self.info.token_ids)), certain)
 
     def token_ids(self, item: Slice) -> tuple[int, ...]:
         """All tokens of a slice."""
@@ -89,7 +89,7 @@ def make_batch(
             task_rows.extend([len(logit_rows)] * len(item.samples))
             logit_rows.append(len(token_ids) - 1)
         wants_experts |= sequence.info.params.return_routed_experts
-        greedy |= bool(item.samples) and sequence.chooser.is_plain
+        greedy |= bool(item.samples) and sequence.sampler.is_plain
     decodes = [item for item in packed if item.kind == "decode"]
     prefills = [item for item in packed if item.kind == "prefill"]
     drafts = [item for item in packed if item.kind == "verify"]

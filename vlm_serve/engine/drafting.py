@@ -6,21 +6,21 @@ from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from typing import NamedTuple
 
+from vlm_serve.engine.drafts.acceptance import AcceptanceTracker
 from vlm_serve.engine.drafts.base import Drafter
-from vlm_serve.engine.drafts.lengths import CostCurve, Wish, depths, share
+from vlm_serve.engine.drafts.lengths import Candidate, CostCurve, depths, share
 from vlm_serve.engine.drafts.mtp import MtpDrafter
-from vlm_serve.engine.drafts.trial import Trial
-from vlm_serve.engine.drafts.trust import Trusts
+from vlm_serve.engine.drafts.payoff_probe import PayoffProbe
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
-from vlm_serve.engine.roster import Roster
+from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.sequence import Sequence
-from vlm_serve.engine.verifying import verify_room, verify_slice
+from vlm_serve.engine.verifying import verify_capacity, verify_slice
 
-MOST_ALONE = 32
+MAX_DRAFTS_WHEN_FEW = 32
 """Drafts of a sequence in one step, where few sequences run."""
 
 
-def most_drafts(most: int, running: int, sequences: int) -> int:
+def max_drafts(most: int, running: int, sequences: int) -> int:
     """Drafts of a sequence in one step: while at most a quarter of the `sequences` run that may, or
     one alone, each has the place of one of the others too.
 
@@ -28,7 +28,7 @@ def most_drafts(most: int, running: int, sequences: int) -> int:
         most: while more run.
     """
     few = sequences > 1 and running <= max(1, sequences // 4)
-    return max(most, min(2 * most + 1, MOST_ALONE)) if few else most
+    return max(most, min(2 * most + 1, MAX_DRAFTS_WHEN_FEW)) if few else most
 
 
 class DraftCounts:
@@ -57,7 +57,7 @@ class DraftCounts:
         return dict(vars(self))
 
 
-class Used(NamedTuple):
+class DraftSource(NamedTuple):
     """Whose drafts a sequence was last given, by its place among the drafters, and what spoke for
     the first of them."""
 
@@ -88,7 +88,7 @@ class Drafting:
 
     def __init__(
         self,
-        roster: Roster,
+        queues: SequenceQueues,
         drafters: Tokens[Drafter],
         *,
         most: int,
@@ -98,70 +98,79 @@ class Drafting:
         state_interval: int,
         never: frozenset[int],
     ) -> None:
-        self.counts = DraftCounts(most_drafts(most, 1, sequences))
+        self.counts = DraftCounts(max_drafts(most, 1, sequences))
         self.costs = costs
-        self.unread = False
+        self.skip_mtp = False
         self.pass_costs = pass_costs
         self.drafters = list(drafters)
-        self.trial = Trial() if any(isinstance(one, MtpDrafter) for one in drafters) else None
-        self._roster = roster
+        self.payoff_probe = (
+            PayoffProbe() if any(isinstance(one, MtpDrafter) for one in drafters) else None
+        )
+        self._queues = queues
         self._most, self._sequences = most, sequences
         self._interval = state_interval
         self._never = never
-        self._trusts = Trusts()
-        self._used: dict[int, Used] = {}
+        self._acceptance = AcceptanceTracker()
+        self._sources: dict[int, DraftSource] = {}
 
     def extend(self, budget: int) -> None:
         """Makes slices of drafts of planned decode tokens; `budget`: tokens that may be added. Has
         the model's own layer draft behind the step where nothing else is known to come."""
-        planned = self._roster.planned
-        self.unread = (
-            self.trial is not None
-            and not self.trial.on
+        planned = self._queues.planned
+        self.skip_mtp = (
+            self.payoff_probe is not None
+            and not self.payoff_probe.on
             and not any(item.kind == "prefill" for item in planned)
         )
-        if self.unread and len(self.drafters) == 1:
+        if self.skip_mtp and len(self.drafters) == 1:
             return
-        wishes = [self._propose(item, budget) if item.kind == "decode" else () for item in planned]
+        proposals = [
+            self._propose(item, budget) if item.kind == "decode" else () for item in planned
+        ]
         rows = sum(item.end - item.start for item in planned)
         decodes = sum(item.kind == "decode" for item in planned)
         lengths = share(
-            [self._wish(item, drafts) for item, drafts in zip(planned, wishes, strict=True)],
+            [
+                self._candidate(item, drafts)
+                for item, drafts in zip(planned, proposals, strict=True)
+            ],
             rows=rows,
             decodes=decodes,
             budget=budget,
             costs=self.costs,
         )
-        for place, (item, drafts, length) in enumerate(zip(planned, wishes, lengths, strict=True)):
+        for place, (item, drafts, length) in enumerate(
+            zip(planned, proposals, lengths, strict=True)
+        ):
             if length:
-                planned[place] = verify_slice(self._roster, item, drafts[:length])
+                planned[place] = verify_slice(self._queues, item, drafts[:length])
         for drafter, made in enumerate(self.drafters):
-            if isinstance(made, MtpDrafter) and not self.unread:
+            if isinstance(made, MtpDrafter) and not self.skip_mtp:
                 known = {
                     item.sequence
-                    for item, drafts in zip(planned, wishes, strict=True)
-                    if drafts and self._used[item.sequence].drafter != drafter
+                    for item, drafts in zip(planned, proposals, strict=True)
+                    if drafts and self._sources[item.sequence].drafter != drafter
                 }
-                self._ask(drafter, known)
+                self._request_mtp_drafts(drafter, known)
 
     def learn(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """What a step took with all that is around the model: the passes of its layer for drafts
         may cost more than they bring. Steps with prompts say nothing about that."""
-        if self.trial is None or any(item.kind == "prefill" for item in plan.slices):
+        if self.payoff_probe is None or any(item.kind == "prefill" for item in plan.slices):
             return
         count = len(plan.slices)
         tokens = sum(map(len, output.sampled.values()))
-        self.trial.learn(seconds / self.costs.seconds(count, count), tokens / count)
+        self.payoff_probe.learn(seconds / self.costs.seconds(count, count), tokens / count)
 
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """So many of a sequence's drafts held."""
-        self._trusts.learn(sequence, *self._used[sequence.number], drafted, accepted)
+        self._acceptance.learn(sequence, *self._sources[sequence.number], drafted, accepted)
         self.counts.add(drafted, accepted)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
-        self._trusts.forget(sequence)
-        self._used.pop(sequence.number, None)
+        self._acceptance.forget(sequence)
+        self._sources.pop(sequence.number, None)
         for drafter in self.drafters:
             drafter.forget(sequence)
 
@@ -172,28 +181,32 @@ class Drafting:
                 drafter.take(sequence, drafts)
 
     def _propose(self, item: Slice, budget: int) -> tuple[int, ...]:
-        sequence = self._roster[item.sequence]
-        limit = most_drafts(self._most, len(self._roster.running), self._sequences)
-        limit = min(limit, budget, verify_room(self._roster, item, self._interval))
-        if limit <= 0 or self._goes_alone(sequence):
+        sequence = self._queues[item.sequence]
+        limit = max_drafts(self._most, len(self._queues.running), self._sequences)
+        limit = min(limit, budget, verify_capacity(self._queues, item, self._interval))
+        if limit <= 0 or self._skips_drafts(sequence):
             return ()
         best, most = tuple[int, ...](), 0.0
         for place, drafter in enumerate(self.drafters):
             drafts = self._allowed(drafter.propose(sequence, limit))
             if not drafts:
                 continue
-            used = Used(place, drafter.evidence(sequence))
-            promise = self._trusts.of(sequence, place).promise(len(drafts), used.evidence)
-            if promise > most:
-                best, most, self._used[item.sequence] = drafts, promise, used
+            source = DraftSource(place, drafter.evidence(sequence))
+            expected_accepted = self._acceptance.of(sequence, place).expected_accepted(
+                len(drafts), source.evidence
+            )
+            if expected_accepted > most:
+                best, most, self._sources[item.sequence] = drafts, expected_accepted, source
         return best
 
-    def _wish(self, item: Slice, drafts: tuple[int, ...]) -> Wish:
-        drafter, evidence = self._used.get(item.sequence, Used())
-        return Wish(self._trusts.of(self._roster[item.sequence], drafter), len(drafts), evidence)
+    def _candidate(self, item: Slice, drafts: tuple[int, ...]) -> Candidate:
+        drafter, evidence = self._sources.get(item.sequence, DraftSource())
+        return Candidate(
+            self._acceptance.of(self._queues[item.sequence], drafter), len(drafts), evidence
+        )
 
     @staticmethod
-    def _goes_alone(sequence: Sequence) -> bool:
+    def _skips_drafts(sequence: Sequence) -> bool:
         """Whether it is to have no drafts: nobody's guess is needed of what is forced."""
         return sequence.request.cold or sequence.replaying or sequence.suspect_until > 0
 
@@ -203,28 +216,29 @@ class Drafting:
                 return drafts[:place]
         return drafts
 
-    def _ask(self, drafter: int, known: set[int]) -> None:
+    def _request_mtp_drafts(self, drafter: int, known: set[int]) -> None:
         """Has drafts made behind the planned slices that sample, but for the known sequences."""
-        planned, asking = self._roster.planned, list[tuple[int, int]]()
+        planned, requested = self._queues.planned, list[tuple[int, int]]()
         for place, item in enumerate(planned):
-            sequence = self._roster[item.sequence]
+            sequence = self._queues[item.sequence]
             several = {task.sequence for task in item.samples} != {item.sequence}
-            if several or self._goes_alone(sequence):
+            if several or self._skips_drafts(sequence):
                 continue
-            room = min(self._most, sequence.answer.room(sequence.num_generated + 1) - 1)
-            if room > 0 and item.sequence not in known:
-                asking.append((place, room))
-        trusts = [
-            self._trusts.of(self._roster[planned[place].sequence], drafter) for place, _ in asking
+            limit = min(self._most, sequence.answer.tokens_left(sequence.num_generated + 1) - 1)
+            if limit > 0 and item.sequence not in known:
+                requested.append((place, limit))
+        acceptances = [
+            self._acceptance.of(self._queues[planned[place].sequence], drafter)
+            for place, _ in requested
         ]
-        rooms = [room for _, room in asking]
-        lengths = depths(trusts, rooms, costs=self.costs, pass_costs=self.pass_costs)
-        for (place, _), length in zip(asking, lengths, strict=True):
-            planned[place] = self._with_wish(planned[place], length)
+        limits = [limit for _, limit in requested]
+        lengths = depths(acceptances, limits, costs=self.costs, pass_costs=self.pass_costs)
+        for (place, _), length in zip(requested, lengths, strict=True):
+            planned[place] = self._reserve_drafts(planned[place], length)
 
-    def _with_wish(self, item: Slice, length: int) -> Slice:
+    def _reserve_drafts(self, item: Slice, length: int) -> Slice:
         """The slice with blocks for that many drafts, or for as many as are free."""
-        lease, cache = self._roster[item.sequence].lease, self._roster.cache
+        lease, cache = self._queues[item.sequence].lease, self._queues.cache
         assert lease is not None
         blocks = len(lease.blocks) + cache.free_block_count
         length = min(length, blocks * cache.config.block_size - item.end)

@@ -89,9 +89,9 @@ class EmbeddingTiers:
         self._stack, self._form, self._read = stack, form, read
         self._num_waiting = 0
         self._generation = 0
-        self._asked: dict[int, set[bytes]] = {}
-        self._under_way: set[bytes] = set()
-        self._here: dict[bytes, Found] = {}
+        self._requested: dict[int, set[bytes]] = {}
+        self._in_flight: set[bytes] = set()
+        self._arrived: dict[bytes, Found] = {}
 
     @property
     def busy(self) -> bool:
@@ -113,7 +113,7 @@ class EmbeddingTiers:
             self._stack.counts["failed"] += 1
             _log.exception("an embedding could not be handed to the lower tiers")
 
-    def look(
+    def poll(
         self,
         sequence: int,
         key: bytes,
@@ -126,48 +126,48 @@ class EmbeddingTiers:
             following: (key, number of tokens) of this one and of those that will be needed next.
             patience: the sequence's; what it waits is added.
         """
-        asked = self._asked.setdefault(sequence, set())
-        if key not in asked:
-            self._ask(asked, following(), patience or Patience())
-        if key in self._here:
+        requested = self._requested.setdefault(sequence, set())
+        if key not in requested:
+            self._request(requested, following(), patience or Patience())
+        if key in self._arrived:
             return True
-        return None if key in self._under_way else False
+        return None if key in self._in_flight else False
 
-    def where(self, keys: Collection[bytes]) -> Future[dict[bytes, str]]:
+    def locate(self, keys: Collection[bytes]) -> Future[dict[bytes, str]]:
         """Which tier has each of these; those that none has are missing. Changes nothing; whoever
         waits for the result is not the engine's thread."""
         return self._stack.submit(self._locate(tuple(keys)))
 
     def take(self, key: bytes) -> Found | None:
         """What has come up; from now on it is the caller's."""
-        found = self._here.pop(key, None)
+        found = self._arrived.pop(key, None)
         self.num_bytes -= found.rows.nbytes if found is not None else 0
         return found
 
     def release(self, sequence: int) -> None:
         """The sequence needs none of what it has asked for any more."""
-        asked = self._asked.pop(sequence, set())
-        for key in asked & self._here.keys():
-            if not any(key in others for others in self._asked.values()):
+        requested = self._requested.pop(sequence, set())
+        for key in requested & self._arrived.keys():
+            if not any(key in others for others in self._requested.values()):
                 self.take(key)
 
     def forget(self) -> None:
         """The cache is flushed: what is on its way is not taken in, nor what waits."""
         self._generation += 1
-        for key in list(self._here):
+        for key in list(self._arrived):
             self.take(key)
 
     def finish(self, fetch: EmbeddingFetch, found: dict[bytes, Found] | None) -> None:
         """Takes in what was read; None: reading raised."""
         self._num_waiting -= 1
-        self._under_way.difference_update(key for key, _ in fetch.wanted)
+        self._in_flight.difference_update(key for key, _ in fetch.wanted)
         if found is None:
             self._stack.counts["failed"] += 1
         if found is None or fetch.generation != self._generation:
             return
         for key, each in found.items():
-            if any(key in asked for asked in self._asked.values()):
-                self._here[key] = each
+            if any(key in requested for requested in self._requested.values()):
+                self._arrived[key] = each
                 self.num_bytes += each.rows.nbytes
 
     async def read(self, fetch: EmbeddingFetch) -> dict[bytes, Found]:
@@ -198,22 +198,22 @@ class EmbeddingTiers:
         ids = [self._stack.origin.id(Kind.EMBEDDINGS, key) for key in keys]
         return {each.key: tier for each, tier in (await self._stack.locate(ids)).items()}
 
-    def _ask(
-        self, asked: set[bytes], following: Sequence[tuple[bytes, int]], patience: Patience
+    def _request(
+        self, requested: set[bytes], following: Sequence[tuple[bytes, int]], patience: Patience
     ) -> None:
         wanted, size = [], 0
         for key, num_tokens in following:
-            if key in asked:
+            if key in requested:
                 continue
             if size >= AHEAD_BYTES:
                 break
-            asked.add(key)
+            requested.add(key)
             size += num_tokens * self._form.token_bytes
             entry_id = self._stack.origin.id(Kind.EMBEDDINGS, key)
-            new = key not in self._under_way and key not in self._here
+            new = key not in self._in_flight and key not in self._arrived
             if new and self._stack.may_hold(entry_id):
                 wanted.append((key, num_tokens))
         if wanted:
-            self._under_way.update(key for key, _ in wanted)
+            self._in_flight.update(key for key, _ in wanted)
             self.starting.append(EmbeddingFetch(tuple(wanted), self._generation, patience))
             self._num_waiting += 1

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import Entry, NodeInfo, TreePage, describe
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.affinity import AffinityMap
+from vlm_serve.engine.affinity_map import AffinityMap
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.build import build
 from vlm_serve.engine.inspection import Inspector
@@ -22,7 +22,7 @@ from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.request import Request, find_bad_words
-from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.engine.validation import (
     check_forced,
     check_page,
@@ -69,11 +69,16 @@ class Engine:
         fetcher = parts.tiers.fetcher if parts.tiers is not None else None
         self._inspector = Inspector(parts.cache, parts.media, fetcher)
         self._numbers = itertools.count()
-        self._job = partial(Job, numbers=self._numbers, language=language)
+        self._make_group = partial(SequenceGroup, numbers=self._numbers, language=language)
         self.mirror = TreeMirror(parts.cache.events)
         self._affinity = AffinityMap(self.mirror, has_state=parts.cache.config.has_state)
         self._loop = EngineLoop(
-            parts, self._auditor, self._inspector, self.mirror, self._affinity, job=self._job
+            parts,
+            self._auditor,
+            self._inspector,
+            self.mirror,
+            self._affinity,
+            group=self._make_group,
         )
         self._loop.start()
 
@@ -135,8 +140,8 @@ class Engine:
             forced=tuple(map(tuple, forced)),
             complete_experts=complete_experts,
         )
-        job = self._job(request)
-        self._loop.post(lambda: self._loop.add(job))
+        group = self._make_group(request)
+        self._loop.post(lambda: self._loop.add(group))
         return request.request_id
 
     def affinity_digest(self) -> AffinityDigest:
@@ -184,13 +189,13 @@ class Engine:
         check_prompt(prompt)
         looking_up = self.call(lambda: self._inspector.look_up(prompt))
         deeper = looking_up.result() if looking_up is not None else None
-        looking_up_media = self.call(lambda: self._inspector.look_for_embeddings(prompt, deeper))
+        looking_up_media = self.call(lambda: self._inspector.look_up_embeddings(prompt, deeper))
         embeddings = looking_up_media.result() if looking_up_media is not None else None
         return self.call(lambda: self._inspector.probe(prompt, deeper, embeddings))
 
     def tree(self, offset: int = 0, limit: int = 100) -> TreePage:
         """A page of the cache's trie. Raises InvalidRequestError for a page that cannot be."""
-        return self.page(self.mirror.whole().entries, offset, limit)
+        return self.page(self.mirror.listing().entries, offset, limit)
 
     def page(self, entries: Sequence[Entry], offset: int, limit: int) -> TreePage:
         """A part of some nodes, described as they are now. Raises as `tree` does."""

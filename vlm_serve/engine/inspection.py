@@ -53,13 +53,13 @@ class Inspector:
         match = self._cache.match(prompt.keys, limit=limit)
         return self._fetcher.look_up(prompt.keys, match, limit)
 
-    def look_for_embeddings(
+    def look_up_embeddings(
         self, prompt: Prompt, deeper: Deeper | None
     ) -> Future[dict[bytes, str]] | None:
         """Which embeddings the tiers have that the prompt would need then; see `look_up`."""
         boundary = self._cache.match(prompt.keys, limit=len(prompt) - 1).boundary
         boundary = max(boundary, deeper.boundary if deeper is not None else 0)
-        return self._media.look_below(prompt, boundary)
+        return self._media.locate_below(prompt, boundary)
 
     def probe(
         self,

@@ -14,9 +14,9 @@ from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
 from vlm_serve.engine.decode_graphs import DecodeGraphs
-from vlm_serve.engine.draft_making import DraftMaker
 from vlm_serve.engine.drafts.measuring import measure_plain, measure_rows
 from vlm_serve.engine.executor import ExecutorLostError, RowsAfter, StepError
+from vlm_serve.engine.mtp_runner import MtpRunner
 from vlm_serve.engine.plan import Encode, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.prompt_rows import logprob_rows
@@ -30,7 +30,7 @@ from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 
-def _alone(rows: torch.Tensor) -> torch.Tensor:
+def _detached(rows: torch.Tensor) -> torch.Tensor:
     """Rows that keep nothing else alive: what was encoded with them may be dropped long before."""
     return rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone()
 
@@ -71,7 +71,7 @@ class LocalExecutor:
         self._on_host = caches.device.type == "cpu"
         self._known: dict[int, KnownSequence] = {}
         self._rows: RowsAfter = "whole"
-        self._drafts = DraftMaker(model, caches, block_size) if model.drafts else None
+        self._mtp = MtpRunner(model, caches, block_size) if model.drafts else None
         self._embeddings: dict[int, torch.Tensor] = {}
 
     def register(self, info: SequenceInfo) -> None:
@@ -191,7 +191,7 @@ class LocalExecutor:
             else ()
         )
         for encode, owner in zip(encodes, owners, strict=True):
-            mine = _alone(next(embeddings)) if owner == ranks.rank else None
+            mine = _detached(next(embeddings)) if owner == ranks.rank else None
             like = self._model.embedding_like(encode.grid, encode.merge_size)
             self._embeddings[encode.slot] = ranks.tell(mine, owner, like)
         self.model_seconds += time.perf_counter() - begin
@@ -201,8 +201,8 @@ class LocalExecutor:
     ) -> StepOutput:
         """Samples from the rows of the tasks and reports from those that the batch asked for."""
         tasks = [task for item in packed for task in item.samples]
-        choosers = {task.sequence: self._known[task.sequence].chooser for task in tasks}
-        sampled = sample(output.logits, tasks, choosers, rows, output.best)
+        samplers = {task.sequence: self._known[task.sequence].sampler for task in tasks}
+        sampled = sample(output.logits, tasks, samplers, rows, output.best)
         reports, row = {}, 0
         for item in packed:
             count = max(0, item.reported_end - item.reported_start)
@@ -213,11 +213,11 @@ class LocalExecutor:
                 reports[item.sequence] = logprob_rows(logits, following, rivals or 0)
             row += count + len({task.position for task in item.samples})
         experts, drafts = _experts_by_sequence(output.experts, packed), {}
-        if self._drafts is not None and plan.unread:
-            self._drafts.leave_out(packed, self._known)
-        elif self._drafts is not None and output.hidden is not None:
+        if self._mtp is not None and plan.skip_mtp:
+            self._mtp.skip(packed, self._known)
+        elif self._mtp is not None and output.hidden is not None:
             begin = time.perf_counter()
-            drafts = self._drafts.run(packed, self._known, self._embeddings, output.hidden, sampled)
+            drafts = self._mtp.run(packed, self._known, self._embeddings, output.hidden, sampled)
             self.model_seconds += time.perf_counter() - begin
         return StepOutput(sampled, experts, reports, drafts)
 

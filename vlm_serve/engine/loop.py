@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
-from vlm_serve.engine.affinity import AffinityMap
+from vlm_serve.engine.affinity_map import AffinityMap
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.executor import ExecutorLostError, StepError
 from vlm_serve.engine.inspection import Inspector
@@ -22,7 +22,7 @@ from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.request import Request
 from vlm_serve.engine.scheduler import Event
-from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.engine.validation import check_request
@@ -61,7 +61,7 @@ class EngineLoop:
         mirror: TreeMirror,
         affinity: AffinityMap,
         *,
-        job: Callable[[Request], Job],
+        group: Callable[[Request], SequenceGroup],
     ) -> None:
         self.num_steps = 0
         self.last_step_time = time.monotonic()
@@ -74,12 +74,12 @@ class EngineLoop:
         self._inspector = inspector
         self._mirror = mirror
         self._affinity = affinity
-        self._job = job
+        self._make_group = group
         self._preprocessor = parts.preprocessor
         self._media_loader = MediaLoading(parts.media, self.post, self._fail_request, self._restart)
         self._spec, self._max_length = parts.spec, parts.language.max_length
         self._ending: ExecutorLostError | None = None
-        self._jobs: dict[str, Job] = {}
+        self._groups: dict[str, SequenceGroup] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
         self._stopping = False
@@ -92,7 +92,7 @@ class EngineLoop:
     def start(self) -> None:
         release_worker_threads()
         self._thread.start()
-        self._executor.watch(self._lost)
+        self._executor.watch(self._on_executor_lost)
 
     def post(self, command: Callable[[], None]) -> None:
         """Runs a command between two steps. Raises EngineClosedError if there are no more."""
@@ -135,7 +135,7 @@ class EngineLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _lost(self, error: ExecutorLostError) -> None:
+    def _on_executor_lost(self, error: ExecutorLostError) -> None:
         """A part of the executor has gone, perhaps while nothing was to be done."""
 
         def end() -> None:
@@ -146,18 +146,18 @@ class EngineLoop:
 
     # -- commands ----------------------------------------------------------------------------------
 
-    def add(self, job: Job) -> None:
+    def add(self, group: SequenceGroup) -> None:
         """Queues a request."""
-        self._jobs[job.request.request_id] = job
-        for sequence in job.sequences:
+        self._groups[group.request.request_id] = group
+        for sequence in group.sequences:
             self._executor.register(sequence.info)
-        self._scheduler.add(job)
+        self._scheduler.add(group)
 
     def abort(self, request_id: str) -> None:
         """Ends a request. Ignores unknown ids."""
-        job = self._jobs.get(request_id)
-        if job is not None:
-            self._emit(self._scheduler.end(job))
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._emit(self._scheduler.end(group))
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class EngineLoop:
                     now = time.perf_counter()
                     self.step_times.record(now - self._step_began, self._executor.model_seconds)
                     self._step_began = now
-                self._tend_audits()
+                self._manage_audits()
                 self._mirror.publish()
         except ExecutorLostError as error:
             _log.critical("the engine ends: %s", error)
@@ -251,28 +251,28 @@ class EngineLoop:
         return self._scheduler.commit(plan, output)
 
     def _emit(self, events: list[Event]) -> None:
-        for job, delta in events:
-            request = job.request
+        for group, delta in events:
+            request = group.request
             if request.affinity and delta.usage.completion_tokens == 1:
-                self._note(job)
+                self._note_affinity(group)
             if delta.finish_reason is not None:
-                self._executor.forget(job.sequences[delta.index].number)
-            if job.finished:
-                self._media_loader.forget(job)
-            if job.finished and self._jobs.pop(request.request_id, None) is not None:
-                self._auditor.consider(job)
+                self._executor.forget(group.sequences[delta.index].number)
+            if group.finished:
+                self._media_loader.forget(group)
+            if group.finished and self._groups.pop(request.request_id, None) is not None:
+                self._auditor.consider(group)
             try:
                 request.on_delta(delta)
             except Exception:
                 _log.exception("a callback of request %s raised", request.request_id)
 
-    def _note(self, job: Job) -> None:
+    def _note_affinity(self, group: SequenceGroup) -> None:
         """A request's prompt has been computed."""
-        if job.report is not None:
-            request = job.request
-            self._affinity.note(request.affinity, request.prompt, job.report.snapshots)
+        if group.report is not None:
+            request = group.request
+            self._affinity.note(request.affinity, request.prompt, group.report.snapshots)
 
-    def _tend_audits(self) -> None:
+    def _manage_audits(self) -> None:
         """Audits run while there is a seat for them, and give it up to whoever waits for it."""
         scheduler, auditor = self._scheduler, self._auditor
         full = len(scheduler.running) >= self._max_num_seqs
@@ -283,27 +283,27 @@ class EngineLoop:
         elif running is None and not full and not waiting:
             request = auditor.start()
             if request is not None:
-                self.add(self._job(request))
+                self.add(self._make_group(request))
 
-    def _fail_request(self, job: Job, error: VlmServeError) -> None:
-        self._emit(self._scheduler.end(job, error))
+    def _fail_request(self, group: SequenceGroup, error: VlmServeError) -> None:
+        self._emit(self._scheduler.end(group, error))
 
-    def _restart(self, job: Job, prompt: Prompt) -> None:
+    def _restart(self, group: SequenceGroup, prompt: Prompt) -> None:
         """A medium is another than was recorded: its request begins again with what it is. Nobody
         has been told anything yet, unless it had an answer by what was recorded."""
-        request = replace(job.request, prompt=prompt)
+        request = replace(group.request, prompt=prompt)
         try:
-            if any(sequence.num_generated for sequence in job.sequences):
+            if any(sequence.num_generated for sequence in group.sequences):
                 raise MediaError("a medium is another than was recorded, and the answer has begun")
             check_request(prompt, request.params, self._spec, self._max_length)
         except VlmServeError as error:
-            self._fail_request(job, error)
+            self._fail_request(group, error)
             return
-        self._scheduler.end(job)
-        for sequence in job.sequences:
+        self._scheduler.end(group)
+        for sequence in group.sequences:
             self._executor.forget(sequence.number)
-        self._media_loader.forget(job)
-        self.add(self._job(request))
+        self._media_loader.forget(group)
+        self.add(self._make_group(request))
 
     def _end_all(self) -> None:
         """Nobody is left waiting for an answer that will never come."""
@@ -318,8 +318,8 @@ class EngineLoop:
                     with contextlib.suppress(ExecutorLostError):
                         command()
         error = self._ending or EngineError("the engine was closed while the request was running")
-        for job in list(self._jobs.values()):
+        for group in list(self._groups.values()):
             with contextlib.suppress(Exception):
-                self._emit(self._scheduler.end(job, error))
+                self._emit(self._scheduler.end(group, error))
         self.tiers.close()
         self._executor.close()

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.engine.embedding_tiers import EmbeddingTiers
 from vlm_serve.engine.plan import Encode, Recalled
-from vlm_serve.engine.sequence import Job, Sequence
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.preprocess.keys import embedding_key
 from vlm_serve.preprocess.prompt import MediaItem, MediaSpan, Prompt
 
@@ -45,7 +45,7 @@ class MediaPlanner:
         self.counts: Counter[str] = Counter()
         if tiers is not None:
             cache.on_eviction = tiers.save
-        self.loading: dict[MediaItem, Job] = {}
+        self.loading: dict[MediaItem, SequenceGroup] = {}
         self._bytes_per_token = bytes_per_token
         self._pins: dict[int, dict[bytes, int]] = {}
         self._encodes: list[Encode] = []
@@ -77,7 +77,7 @@ class MediaPlanner:
         for span in spans_between(sequence.prompt, start, end):
             if self._key(sequence, span) in self.cache:
                 continue
-            recalled = self._look(sequence, span)
+            recalled = self._poll_tiers(sequence, span)
             if recalled:
                 continue
             item = sequence.prompt.media[span.item]
@@ -86,7 +86,7 @@ class MediaPlanner:
             if recalled is None:
                 pass  # it is on its way, or known to be missing, by the next step
             elif not item.ready:
-                self.loading.setdefault(item, sequence.job)
+                self.loading.setdefault(item, sequence.group)
             elif spent <= self._budget or first:
                 continue
             cuts = sequence.keys.cuts
@@ -99,7 +99,7 @@ class MediaPlanner:
 
         Returns (first token, last token + 1, slot, first row of the embedding) per span.
         """
-        job = sequence.job
+        group = sequence.group
         rows = []
         pins = self._pins.setdefault(sequence.number, {})
         for span in spans_between(sequence.prompt, start, end):
@@ -113,7 +113,7 @@ class MediaPlanner:
                 found = self.tiers.take(key) if self.tiers is not None else None
                 if found is not None:
                     self._recalled.append(Recalled(found.rows, slot))
-                    job.recalled_spans[span.start] = found.tier
+                    group.recalled_spans[span.start] = found.tier
                 else:
                     self._encode(sequence, span, key, slot)
                 self.counts[found.tier if found is not None else "encoded"] += 1
@@ -126,11 +126,11 @@ class MediaPlanner:
         self._budget -= span.end - span.start
         pixels = sequence.prompt.media[span.item].patches(span.patch)
         self._encodes.append(Encode(pixels, span.grid, span.merge_size, slot))
-        sequence.job.encoded_spans.add(span.start)
+        sequence.group.encoded_spans.add(span.start)
         if self.tiers is not None and self.tiers.ahead and not sequence.request.cold:
             self._to_save.append((key, slot))
 
-    def _look(self, sequence: Sequence, span: MediaSpan) -> bool | None:
+    def _poll_tiers(self, sequence: Sequence, span: MediaSpan) -> bool | None:
         """Whether an embedding that is missing has come up from a lower tier; None: it may yet.
         What made a step fail is computed anew."""
         if self.tiers is None or sequence.request.cold or sequence.suspect_until:
@@ -145,7 +145,7 @@ class MediaPlanner:
             return [each for each in wanted.items() if each[0] not in self.cache]
 
         key = self._key(sequence, span)
-        return self.tiers.look(sequence.number, key, following, sequence.patience)
+        return self.tiers.poll(sequence.number, key, following, sequence.patience)
 
     def take_encodes(self) -> tuple[Encode, ...]:
         encodes, self._encodes = tuple(self._encodes), []
@@ -198,13 +198,13 @@ class MediaPlanner:
         for span in sequence.prompt.spans:
             self.cache.invalidate(self._key(sequence, span))
 
-    def look_below(self, prompt: Prompt, start: int) -> Future[dict[bytes, str]] | None:
+    def locate_below(self, prompt: Prompt, start: int) -> Future[dict[bytes, str]] | None:
         """Which lower tiers have the embeddings that are missing for a prompt from `start` on, by
         key. Changes nothing."""
         if self.tiers is None:
             return None
         keys = {_key(prompt.keys.root, each) for each in spans_between(prompt, start, len(prompt))}
-        return self.tiers.where([key for key in keys if key not in self.cache])
+        return self.tiers.locate([key for key in keys if key not in self.cache])
 
     def forecast(
         self, prompt: Prompt, start: int, below: Mapping[bytes, str]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from vlm_serve.engine.media import MediaPlanner
-from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.errors import MediaError, VlmServeError
 from vlm_serve.preprocess.prompt import MediaItem, Prompt, UnconfirmedError
 from vlm_serve.preprocess.stopping import Stop
@@ -32,62 +32,66 @@ class MediaLoading:
         self,
         media: MediaPlanner,
         post: Callable[[Callable[[], None]], None],
-        fail: Callable[[Job, VlmServeError], None],
-        restart: Callable[[Job, Prompt], None],
+        fail: Callable[[SequenceGroup, VlmServeError], None],
+        restart: Callable[[SequenceGroup, Prompt], None],
     ) -> None:
         self._media = media
         self._post = post
         self._fail = fail
         self._restart = restart
-        self._under_way: dict[MediaItem, tuple[Job, Stop]] = {}
+        self._in_flight: dict[MediaItem, tuple[SequenceGroup, Stop]] = {}
         # They mostly wait for the decoders.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-reload")
 
     @property
     def busy(self) -> bool:
-        return bool(self._under_way)
+        return bool(self._in_flight)
 
     def start(self) -> None:
         """Begins to load what has been asked for since the last call."""
-        for item, job in self._media.loading.items():
-            if item not in self._under_way:
+        for item, group in self._media.loading.items():
+            if item not in self._in_flight:
                 stop = Stop()
-                self._under_way[item] = job, stop
-                self._pool.submit(self._load, item, job, stop)
+                self._in_flight[item] = group, stop
+                self._pool.submit(self._load, item, group, stop)
 
-    def forget(self, job: Job) -> None:
+    def forget(self, group: SequenceGroup) -> None:
         """Ends what is being loaded for a request that has ended."""
-        for owner, stop in self._under_way.values():
-            if owner is job:
+        for owner, stop in self._in_flight.values():
+            if owner is group:
                 stop.set()
 
     def close(self) -> None:
-        for _, stop in self._under_way.values():
+        for _, stop in self._in_flight.values():
             stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self, item: MediaItem, job: Job, stop: Stop) -> None:
+    def _load(self, item: MediaItem, group: SequenceGroup, stop: Stop) -> None:
         failure: VlmServeError | None = None
         prompt: Prompt | None = None
         try:
-            prompt = _load(item, job.request.prompt, stop)
+            prompt = _load(item, group.request.prompt, stop)
         except VlmServeError as error:
             failure = error
         except Exception:
             failure = MediaError("a medium could not be decoded again")
-        self._post(lambda: self._done(item, job, failure, prompt))
+        self._post(lambda: self._done(item, group, failure, prompt))
 
     def _done(
-        self, item: MediaItem, job: Job, failure: VlmServeError | None, prompt: Prompt | None
+        self,
+        item: MediaItem,
+        group: SequenceGroup,
+        failure: VlmServeError | None,
+        prompt: Prompt | None,
     ) -> None:
-        self._under_way.pop(item, None)
+        self._in_flight.pop(item, None)
         self._media.loading.pop(item, None)
-        if job.finished:
+        if group.finished:
             return
         if failure is not None:
-            self._fail(job, failure)
+            self._fail(group, failure)
         elif prompt is not None:
-            self._restart(job, prompt)
+            self._restart(group, prompt)
 
 
 def _load(item: MediaItem, prompt: Prompt, stop: Stop) -> Prompt | None:

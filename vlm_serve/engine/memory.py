@@ -11,7 +11,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Types
-from vlm_serve.engine.update_seats import UpdateSeats
+from vlm_serve.engine.update_slots import UpdateSlots
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec
 from vlm_serve.models.cache_layout import CacheLayout
@@ -111,7 +111,7 @@ def plan_memory(
         num_snapshot_rows=snapshots,
         num_live_rows=config.max_num_seqs if layout.has_state else 0,
         update_bytes=layout.num_bytes("update", types.pools),
-        num_updates=UpdateSeats.of(config.max_num_seqs, drafts).total if layout.has_state else 0,
+        num_updates=UpdateSlots.of(config.max_num_seqs, drafts).total if layout.has_state else 0,
     )
 
 

@@ -46,7 +46,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class TreeListing:
     """All nodes, parents before children, as of a batch of changes."""
 
     sequence: int
@@ -89,10 +89,10 @@ class TreeMirror:
 
     # Called by any thread
 
-    def whole(self) -> Whole:
+    def listing(self) -> TreeListing:
         """All that there is."""
         with self._lock:
-            return Whole(self.sequence, tuple(self._entries.values()))
+            return TreeListing(self.sequence, tuple(self._entries.values()))
 
     def __len__(self) -> int:
         """Number of nodes."""

@@ -12,7 +12,7 @@ _KEPT_OF_DEPTHS = 0.98
 """The same of what is known about depth, of which one step says little."""
 _APART = 0.02
 """How far apart the depths of steps must be, as a share, to tell what depth costs."""
-_LEAST_DEPTH = 256.0
+_MIN_DEPTH = 256.0
 """Attention to so many tokens costs no more than the rest of a token's work."""
 _UNLIMITED = 1 << 30
 
@@ -41,7 +41,7 @@ class _Depths:
         if slope <= 0:
             self.doubling = math.inf
         else:
-            self.doubling = max(_LEAST_DEPTH, flat / slope)
+            self.doubling = max(_MIN_DEPTH, flat / slope)
 
 
 class Pace:

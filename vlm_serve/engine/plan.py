@@ -144,7 +144,7 @@ class StepPlan:
     dropped_slots: tuple[int, ...] = ()
     folds: tuple[tuple[int, int, int], ...] = ()
     recalled: tuple[Recalled, ...] = ()
-    unread: bool = False
+    skip_mtp: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -10,8 +10,8 @@ from vlm_serve.engine.admission import Admission
 from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.pacing import Pace
 from vlm_serve.engine.plan import Slice, StepPlan
+from vlm_serve.engine.queues import SequenceQueues, order
 from vlm_serve.engine.replaying import Replays
-from vlm_serve.engine.roster import Roster, order
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.slicing import chunk_ends, slice_end
 
@@ -34,16 +34,16 @@ class SchedulerConfig:
     """Drafts of a sequence in one step, at most; 0: none."""
     step_seconds: float = 0.0
     """That a step with prompts is to take; 0: no limit."""
-    least_step_tokens: int = 256
+    min_step_tokens: int = 256
     """Tokens that a step may have whatever it takes, four times as many for one sequence alone; at
     least a block."""
 
 
-_LEAST_ALONE = 4
+_SINGLE_SEQUENCE_FACTOR = 4
 """Times as many tokens at least has a step that nobody waits for yet."""
-_WORTH_A_STEP = 4
+_SHORT_PROMPT_FACTOR = 4
 """Times as many tokens as a short prompt has a step must have, for it to get one of its own."""
-_MOST_OVERTAKING = 8
+_MAX_OVERTAKING = 8
 """Waiting prompts that a step looks at to find short ones."""
 
 
@@ -63,24 +63,24 @@ class Planner:
 
     def __init__(
         self,
-        roster: Roster,
+        queues: SequenceQueues,
         config: SchedulerConfig,
         replays: Replays,
         tiers: TierFetcher | None = None,
         drafting: Drafting | None = None,
     ) -> None:
-        self._roster = roster
+        self._queues = queues
         self._replays = replays
-        self._cache = roster.cache
-        self._media = roster.media
+        self._cache = queues.cache
+        self._media = queues.media
         self._config = config
         self._drafting = drafting
         self._reports_left = 0
         self._held_back = False
-        self.pace = Pace(config.step_seconds, config.least_step_tokens)
+        self.pace = Pace(config.step_seconds, config.min_step_tokens)
         self.failures: list[tuple[Sequence, Exception]] = []
         self._admission = Admission(
-            roster.cache,
+            queues.cache,
             config.state_interval,
             complete_experts=config.complete_experts,
             tiers=tiers,
@@ -88,48 +88,48 @@ class Planner:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run."""
-        roster = self._roster
-        roster.planned = []
-        room = self._config.max_num_batched_tokens
+        queues = self._queues
+        queues.planned = []
+        budget = self._config.max_num_batched_tokens
         self._reports_left = self._config.reported_tokens
-        self._media.begin_step(room)
-        candidates = sorted(roster.suspects[:1] or roster.running, key=order)
+        self._media.begin_step(budget)
+        candidates = sorted(queues.suspects[:1] or queues.running, key=order)
         decoding: list[Sequence] = []
         later: list[Sequence] = []
         for sequence in candidates:
             (later if sequence.prefilling or sequence.replaying else decoding).append(sequence)
         for sequence in decoding:
-            room -= self._grant(sequence, room)
-        if later or roster.waiting:
-            room -= self._grant_prompts(later, self._limit(room, later))
+            budget -= self._grant(sequence, budget)
+        if later or queues.waiting:
+            budget -= self._grant_prompts(later, self._prompt_limit(budget, later))
         if self._drafting is not None:
-            self._drafting.extend(max(0, room))
-        for item in roster.planned:
+            self._drafting.extend(max(0, budget))
+        for item in queues.planned:
             if item.kind == "decode":
-                roster.fold(roster[item.sequence])
-        if not roster.planned:
+                queues.fold(queues[item.sequence])
+        if not queues.planned:
             return None
-        leases = [roster[item.sequence].lease for item in roster.planned]
+        leases = [queues[item.sequence].lease for item in queues.planned]
         return StepPlan(
-            slices=tuple(roster.planned),
+            slices=tuple(queues.planned),
             encodes=self._media.take_encodes(),
             recalled=self._media.take_recalled(),
             copies=tuple(copy for lease in leases if lease is not None for copy in lease.copies),
-            row_copies=tuple(roster.row_copies),
+            row_copies=tuple(queues.row_copies),
             dropped_slots=self._media.take_dropped(),
-            folds=tuple(roster.folds),
-            unread=self._drafting is not None and self._drafting.unread,
+            folds=tuple(queues.folds),
+            skip_mtp=self._drafting is not None and self._drafting.skip_mtp,
         )
 
-    def _limit(self, room: int, running: list[Sequence]) -> int:
+    def _prompt_limit(self, budget: int, running: list[Sequence]) -> int:
         """Prompt tokens of this step, of those for which there is room. The oldest prefill has
         most of them."""
-        roster = self._roster
-        alone = len(roster.running) + len(roster.waiting) <= 1
-        least = self._config.least_step_tokens * (_LEAST_ALONE if alone else 1)
-        decodes = self._config.max_num_batched_tokens - room
+        queues = self._queues
+        alone = len(queues.running) + len(queues.waiting) <= 1
+        least = self._config.min_step_tokens * (_SINGLE_SEQUENCE_FACTOR if alone else 1)
+        decodes = self._config.max_num_batched_tokens - budget
         start = next((each.num_computed for each in running if each.prefilling), 0)
-        return min(room, max(self.pace.most(start) - decodes, least))
+        return min(budget, max(self.pace.most(start) - decodes, least))
 
     def _grant_prompts(self, running: list[Sequence], budget: int) -> int:
         """Plans slices of running prefills and replays, and admits what waits; returns the tokens
@@ -139,35 +139,35 @@ class Planner:
         held_back, self._held_back = self._held_back, False
         if self._may_be_overtaken(prefills, budget):
             if not held_back:
-                short = self._overtaking(prefills[0], budget // _WORTH_A_STEP)
+                short = self._find_overtaking(prefills[0], budget // _SHORT_PROMPT_FACTOR)
                 taken = budget - self._admit(budget, short)
                 if taken:
                     self._held_back = True
                     return taken
             most = max(0, min(budget // 2, budget - self._config.block_size))
-            kept = min(most, sum(each.num_tokens for each in self._overtaking(prefills[0])))
+            kept = min(most, sum(each.num_tokens for each in self._find_overtaking(prefills[0])))
         for sequence in running:
             left -= self._grant(sequence, left - kept)
         # Where prefills wait for something themselves, there is room for long prompts too.
         whole = kept > 0 and left - kept < self._config.block_size
-        prefills = [each for each in self._roster.running if each.prefilling] if whole else []
-        beside = self._overtaking(min(prefills, key=order)) if prefills else None
+        prefills = [each for each in self._queues.running if each.prefilling] if whole else []
+        beside = self._find_overtaking(min(prefills, key=order)) if prefills else None
         return budget - self._admit(left, beside)
 
     def _may_be_overtaken(self, prefills: list[Sequence], budget: int) -> bool:
         """Whether running prefills need more than a step, and there is a seat for others."""
-        roster = self._roster
+        queues = self._queues
         needed = sum(each.prefill_target - each.num_computed for each in prefills)
-        full = len(roster.running) >= self._config.max_num_seqs
-        return bool(needed) and needed > budget and not roster.suspects and not full
+        full = len(queues.running) >= self._config.max_num_seqs
+        return bool(needed) and needed > budget and not queues.suspects and not full
 
-    def _overtaking(self, prefill: Sequence, most: int | None = None) -> list[Sequence]:
+    def _find_overtaking(self, prefill: Sequence, most: int | None = None) -> list[Sequence]:
         """Of what waits, what may overtake a prefill: nothing of a lower priority, and of no more
         than so many tokens."""
         found: list[Sequence] = []
-        for sequence in self._roster.waiting:
+        for sequence in self._queues.waiting:
             lower = sequence.request.priority > prefill.request.priority
-            if lower or len(found) == _MOST_OVERTAKING:
+            if lower or len(found) == _MAX_OVERTAKING:
                 break
             free = sequence.overtakes and not sequence.fetching and sequence.lease is None
             if free and (most is None or sequence.num_tokens <= most):
@@ -181,21 +181,21 @@ class Planner:
             budget: tokens.
             short: only these, and only those of them that it covers whole; None: whoever comes.
         """
-        roster, most, whole = self._roster, budget, short is not None
+        queues, most, whole = self._queues, budget, short is not None
         waiting = short
         if waiting is None:
-            waiting = roster.suspects[:1] or list(roster.waiting)
+            waiting = queues.suspects[:1] or list(queues.waiting)
         for sequence in waiting:
             if sequence.lease is not None or sequence.fetching:
                 continue
             if not self._replays.may_start(sequence):
                 continue  # nor for those that replay
             if sequence.suspect_until:
-                self._clear_the_way()
-            full = len(roster.running) >= self._config.max_num_seqs
+                self._preempt_all()
+            full = len(queues.running) >= self._config.max_num_seqs
             if budget <= 0 or full:
                 return budget
-            alone = not roster.running
+            alone = not queues.running
             if not self._admission.admit(sequence, budget, alone=alone, whole=whole):
                 if sequence.fetching:
                     continue  # others need not wait for what comes up for this one
@@ -203,14 +203,14 @@ class Planner:
                     return budget
                 sequence.overtakes = budget < most
                 continue
-            roster.start(sequence)
+            queues.start(sequence)
             budget -= self._grant(sequence, budget)
         return budget
 
-    def _clear_the_way(self) -> None:
+    def _preempt_all(self) -> None:
         """A suspect runs alone. The others wait for it anyway, so they may as well make room."""
-        for other in sorted(self._roster.running, key=order, reverse=True):
-            self._roster.preempt(other)
+        for other in sorted(self._queues.running, key=order, reverse=True):
+            self._queues.preempt(other)
 
     def _grant(self, sequence: Sequence, budget: int) -> int:
         """Plans what comes next for a sequence; returns the tokens planned. Pictures and grammars
@@ -230,7 +230,7 @@ class Planner:
         planned."""
         if sequence.replaying and budget <= 0:
             return 0
-        if sequence.lease is None or not self._make_room(sequence, sequence.num_computed + 1):
+        if sequence.lease is None or not self._ensure_blocks(sequence, sequence.num_computed + 1):
             return 0
         start = sequence.num_computed
         end = start + 1
@@ -239,7 +239,7 @@ class Planner:
         item = self._slice(sequence, start, end, snapshots)
         if sequence.replaying:
             item = self._replays.extended(item, budget - 1)
-        self._roster.planned.append(item)
+        self._queues.planned.append(item)
         return item.end - start
 
     def _grant_prefill(self, sequence: Sequence, budget: int) -> int:
@@ -248,12 +248,12 @@ class Planner:
             return 0
         config, cuts = self._config, sequence.keys.cuts
         start = sequence.num_computed
-        log = sequence.job.prompt_log if sequence.job.wanted_rows is not None else None
+        log = sequence.group.prompt_log if sequence.group.wanted_rows is not None else None
         if log is not None:
             budget = min(budget, log.next - 1 - start + self._reports_left)
         end = slice_end(cuts, start, sequence.prefill_target, budget)
         end = self._media.clip(sequence, start, end)
-        if end <= start or not self._make_room(sequence, end):
+        if end <= start or not self._ensure_blocks(sequence, end):
             return 0
         ends = chunk_ends(cuts, start, end, config.block_size, config.chunk_size)
         wanted = [p for p in sequence.snapshot_positions if start < p <= end]
@@ -261,22 +261,22 @@ class Planner:
         self._reports_left -= max(0, reported[1] - reported[0])
         embeddings = self._media.acquire(sequence, start, end)
         snapshots = self._reserve(sequence, wanted)
-        self._roster.planned.append(
+        self._queues.planned.append(
             self._slice(
                 sequence, start, end, snapshots, ends=ends, embeddings=embeddings, reported=reported
             )
         )
         return end - start
 
-    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _ensure_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grows the lease; preempts sequences that replay, and then those that come later in order,
         until it fits."""
         assert sequence.lease is not None
-        roster = self._roster
+        queues = self._queues
         while not self._cache.grow(sequence.lease, num_tokens):
-            last = max(roster.running, key=lambda each: (each.replaying, order(each)))
-            assert len(roster.running) > 1, "one sequence always fits: checked when submitted"
-            roster.preempt(last)
+            last = max(queues.running, key=lambda each: (each.replaying, order(each)))
+            assert len(queues.running) > 1, "one sequence always fits: checked when submitted"
+            queues.preempt(last)
             if last is sequence:
                 return False
         return True
@@ -308,7 +308,7 @@ class Planner:
         first_block = sequence.settled_blocks if lease.committed else 0
         tasks = []
         if end == sequence.num_tokens:
-            tasks = [each.sample_task() for each in (sequence, *sequence.unborn)]
+            tasks = [each.sample_task() for each in (sequence, *sequence.pending_forks)]
         return Slice(
             sequence=sequence.number,
             kind="prefill" if ends else "decode",

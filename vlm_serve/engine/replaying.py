@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from vlm_serve.engine.plan import Sampled, Slice
-from vlm_serve.engine.roster import Roster
-from vlm_serve.engine.sequence import Job, Sequence
-from vlm_serve.engine.update_seats import MOST_REPLAYS
-from vlm_serve.engine.verifying import verify_room, verify_slice
+from vlm_serve.engine.queues import SequenceQueues
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
+from vlm_serve.engine.update_slots import MAX_REPLAYS
+from vlm_serve.engine.verifying import verify_capacity, verify_slice
 
 
 @dataclass(slots=True)
@@ -46,21 +46,21 @@ class Replays:
         counts: what has been replayed.
     """
 
-    def __init__(self, roster: Roster, state_interval: int) -> None:
+    def __init__(self, queues: SequenceQueues, state_interval: int) -> None:
         self.counts = ReplayCounts()
-        self._roster = roster
+        self._queues = queues
         self._interval = state_interval
 
-    def add(self, job: Job) -> None:
+    def add(self, group: SequenceGroup) -> None:
         """A request has come."""
-        self.counts.requests += any(sequence.replaying for sequence in job.sequences)
+        self.counts.requests += any(sequence.replaying for sequence in group.sequences)
 
     def may_start(self, sequence: Sequence) -> bool:
         """Whether a sequence may be admitted: one that replays waits for others that do."""
         if not sequence.replaying or sequence.suspect_until:
             return True
-        jobs = {id(other.job) for other in self._roster.running if other.replaying}
-        return id(sequence.job) in jobs or len(jobs) < MOST_REPLAYS
+        groups = {id(other.group) for other in self._queues.running if other.replaying}
+        return id(sequence.group) in groups or len(groups) < MAX_REPLAYS
 
     def extended(self, item: Slice, budget: int) -> Slice:
         """A decode token of a sequence that replays, with the forced tokens behind it.
@@ -70,14 +70,14 @@ class Replays:
 
         Raises InvalidRequestError as `Sequence.draft_tasks` does.
         """
-        roster, sequence = self._roster, self._roster[item.sequence]
+        queues, sequence = self._queues, self._queues[item.sequence]
         if sequence.suspect_until:
             return item
-        room = min(budget, verify_room(roster, item, self._interval))
-        if roster.update_size:
-            room = min(room, roster.update_size - 1)
+        room = min(budget, verify_capacity(queues, item, self._interval))
+        if queues.update_size:
+            room = min(room, queues.update_size - 1)
         ahead = sequence.forced[sequence.num_generated :]
-        return verify_slice(roster, item, ahead[: max(0, room)])
+        return verify_slice(queues, item, ahead[: max(0, room)])
 
     def count(self, sequence: Sequence, sampled: Sampled) -> None:
         """A token is about to be accepted."""

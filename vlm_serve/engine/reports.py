@@ -87,15 +87,17 @@ def boundary_key(keys: PromptKeys, boundary: int) -> str | None:
 
 def complete_report(cache: PrefixCache, sequence: EngineSequence) -> CacheReport | None:
     """The report of a request whose whole prompt has been computed."""
-    job, prompt = sequence.job, sequence.prompt
-    if job.report is None:
+    group, prompt = sequence.group, sequence.prompt
+    if group.report is None:
         return None
-    encoded = {span.item for span in prompt.spans if span.start in job.encoded_spans}
+    encoded = {span.item for span in prompt.spans if span.start in group.encoded_spans}
     return replace(
-        job.report,
+        group.report,
         media_decoded=sum(item.decoded for item in prompt.media),
         media_encoded=len(encoded),
         media_skipped=len(prompt.media) - len(encoded),
-        media=prompt_media(prompt, job.report.boundary, job.encoded_spans, job.recalled_spans),
+        media=prompt_media(
+            prompt, group.report.boundary, group.encoded_spans, group.recalled_spans
+        ),
         snapshots=cache.snapshot_positions(sequence.keys, len(prompt)),
     )

@@ -19,7 +19,7 @@ _FEW_LOGITS = 1 << 17
 def sample(
     logits: torch.Tensor,
     tasks: Sequence[SampleTask],
-    choosers: Mapping[int, Chooser],
+    samplers: Mapping[int, SequenceSampler],
     rows: Sequence[int],
     best: Sequence[int] | None = None,
 ) -> dict[int, tuple[Sampled, ...]]:
@@ -40,17 +40,17 @@ def sample(
     for task, row in zip(tasks, rows, strict=True):
         if task.sequence in ended:
             continue
-        chooser = choosers[task.sequence]
-        if chooser.is_plain and task.mask is None and not task.unbiased:
+        sampler = samplers[task.sequence]
+        if sampler.is_plain and task.mask is None and not task.unbiased:
             best = _best(logits) if best is None else best
             one = Sampled(best[row], {})
         else:
-            one = chooser.choose(logits[row], task)
+            one = sampler.choose(logits[row], task)
         if task.forced is not None and task.forced != one.token_id:
-            one = chooser.forced(logits[row], task.forced, one.token_id)
+            one = sampler.forced(logits[row], task.forced, one.token_id)
         sampled[task.sequence] = (*sampled.get(task.sequence, ()), one)
         if task.draft is not None and one.token_id == task.draft:
-            chooser.replace(task.position, (task.draft,))
+            sampler.replace(task.position, (task.draft,))
         elif task.draft is not None:
             ended.add(task.sequence)
     return sampled
@@ -64,7 +64,7 @@ def _best(logits: torch.Tensor) -> list[int]:
     return torch.argmax(logits, dim=-1).tolist()
 
 
-class Chooser:
+class SequenceSampler:
     """Chooses the tokens of one sequence, and keeps what its penalties need of the generated ones:
     tables over the vocabulary, so that a token costs the same wherever it comes.
 

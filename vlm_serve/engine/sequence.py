@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vlm_serve.cache.suspension import Suspended
 
 
-class Job:
+class SequenceGroup:
     """What the engine knows of a request.
 
     Args:
@@ -110,11 +110,11 @@ class Sequence:
         forced: tokens that its answer begins with, whatever is drawn.
     """
 
-    def __init__(self, number: int, job: Job, index: int, answer: Answer) -> None:
-        request = job.request
+    def __init__(self, number: int, group: SequenceGroup, index: int, answer: Answer) -> None:
+        request = group.request
         prompt, params = request.prompt, request.params
         self.number = number
-        self.job = job
+        self.group = group
         self.request = request
         self.prompt = prompt
         self.index = index
@@ -154,11 +154,11 @@ class Sequence:
         return tuple(self.token_ids[len(self.prompt) :])
 
     @property
-    def unborn(self) -> list[Sequence]:
+    def pending_forks(self) -> list[Sequence]:
         """The choices that fork from this one when it samples its first token."""
         if self.index != 0 or self.num_generated > 0:
             return []
-        return [s for s in self.job.sequences[1:] if s.answer.finish_reason is None]
+        return [s for s in self.group.sequences[1:] if s.answer.finish_reason is None]
 
     @property
     def prefilling(self) -> bool:
@@ -203,7 +203,7 @@ class Sequence:
 
     def accept(self, sampled: Sampled) -> Delta:
         """Appends a sampled token, decides whether the choice ends, says what became visible."""
-        token, answer, job = sampled.token_id, self.answer, self.job
+        token, answer, group = sampled.token_id, self.answer, self.group
         self.token_ids.append(token)
         self.keys.extend((token,))
         text = answer.accept(token, self.num_generated)
@@ -215,8 +215,8 @@ class Sequence:
             logprobs=(sampled.logprobs,) if self.request.params.logprobs is not None else (),
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason,
-            usage=job.usage,
-            cache_report=job.report,
+            usage=group.usage,
+            cache_report=group.report,
             routed_experts=rows,
             routed_experts_gaps=gaps,
             prompt_logprobs=self._first_report(),
@@ -224,7 +224,7 @@ class Sequence:
 
     def _first_report(self) -> tuple[PromptLogprobs, ...] | None:
         """The prompt's log-probabilities, on a choice's first delta."""
-        log = self.job.prompt_log
+        log = self.group.prompt_log
         if log is None or self.num_generated != 1:
             return None
         return log.report(self.prompt.token_ids)

@@ -90,22 +90,22 @@ def read_address(config: EngineConfig) -> SharedAddress | None:
         database = int(url.path.strip("/") or "0")
         query = dict(parse_qsl(url.query, keep_blank_values=True, strict_parsing=bool(url.query)))
     except ValueError:
-        raise _wrong(f"must be {_FORM}") from None
+        raise _invalid(f"must be {_FORM}") from None
     if url.scheme not in _SCHEMES or not host or url.fragment or not 0 <= database < 1 << 16:
-        raise _wrong(f"must be {_FORM}")
+        raise _invalid(f"must be {_FORM}")
     unknown = sorted(query.keys() - set(_FILES))
     if unknown:
-        raise _wrong(f"has a parameter {unknown[0]!r}; those known are {', '.join(_FILES)}")
+        raise _invalid(f"has a parameter {unknown[0]!r}; those known are {', '.join(_FILES)}")
     with_tls = _SCHEMES[url.scheme]
     if query and not with_tls:
-        raise _wrong(f"has a parameter {next(iter(query))!r}, which is for TLS alone")
-    near = _is_loopback(host)
-    if not (near or with_tls or config.shared_store_insecure):
-        raise _wrong(
+        raise _invalid(f"has a parameter {next(iter(query))!r}, which is for TLS alone")
+    is_local = _is_loopback(host)
+    if not (is_local or with_tls or config.shared_store_insecure):
+        raise _invalid(
             "is on another machine: use rediss:// or valkeys:// (TLS), or allow plain text with "
             "shared_store_insecure"
         )
-    if not near and config.shared_store_key_file is None:
+    if not is_local and config.shared_store_key_file is None:
         raise ConfigError(
             "shared_store_key_file is needed, since the shared store is on another machine",
             param="shared_store_key_file",
@@ -142,7 +142,7 @@ def find_store(config: EngineConfig) -> SharedAddress | None:
         for name in ("redis", "redis.asyncio"):
             import_module(name)
     except ImportError:
-        raise _wrong("needs the package redis: pip install 'vlm-serve[store]'") from None
+        raise _invalid("needs the package redis: pip install 'vlm-serve[store]'") from None
     _check_certificates(address.connection)
     return address
 
@@ -151,7 +151,7 @@ def _check_certificates(connection: dict[str, Any]) -> None:
     """Raises ConfigError that names the parameter whose file cannot be used."""
     given = {name: connection[name] for name in _FILES if name in connection}
     if "ssl_keyfile" in given and "ssl_certfile" not in given:
-        raise _wrong("has a parameter 'ssl_keyfile' without 'ssl_certfile'")
+        raise _invalid("has a parameter 'ssl_keyfile' without 'ssl_certfile'")
     for name, path in given.items():
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
@@ -161,7 +161,9 @@ def _check_certificates(connection: dict[str, Any]) -> None:
             elif name == "ssl_certfile":
                 context.load_cert_chain(path, given.get("ssl_keyfile"), _no_password)
         except (OSError, ValueError) as error:
-            raise _wrong(f"has a parameter {name!r} that cannot be used: {_line(error)}") from None
+            raise _invalid(
+                f"has a parameter {name!r} that cannot be used: {_line(error)}"
+            ) from None
 
 
 def _no_password() -> str:
@@ -198,7 +200,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _wrong(problem: str) -> ConfigError:
+def _invalid(problem: str) -> ConfigError:
     return ConfigError(f"shared_store {problem}", param="shared_store")
 
 

@@ -88,9 +88,9 @@ def make_tiers(
     if shared is not None:
         bandwidth = config.shared_store_write_bandwidth
         assert isinstance(bandwidth, int)
-        what = Sharing(POLICIES[config.shared_store_write], not promised, bandwidth)
+        sharing = Sharing(POLICIES[config.shared_store_write], not promised, bandwidth)
         has_state = cache.config.has_state
-        sharer = Sharer(stack, shared, transfer, what, has_state=has_state)
+        sharer = Sharer(stack, shared, transfer, sharing, has_state=has_state)
         sharer.listen(cache.events)
         stack.share = sharer.offer
     return Tiers(stack, saver, TierFetcher(cache, stack, transfer), sharer)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from vlm_serve.engine.sequence import Sequence
 
-MOST_EVIDENCE = 7
+MAX_EVIDENCE = 7
 
 
 class Drafter(Protocol):

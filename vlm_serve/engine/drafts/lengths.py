@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vlm_serve.engine.drafts.trust import Trust
+from vlm_serve.engine.drafts.acceptance import Acceptance
 
 
 class CostCurve:
@@ -58,18 +58,18 @@ class CostCurve:
         return less + (more - less) * (rows - low) / (high - low)
 
 
-class Wish(NamedTuple):
+class Candidate(NamedTuple):
     """What is known of a sequence's drafts: how others of their drafter have done, how many there
     are, and what speaks for the first."""
 
-    trust: Trust
+    acceptance: Acceptance
     drafts: int
     evidence: int = 0
 
 
 def depths(
-    trusts: Sequence[Trust],
-    rooms: Sequence[int],
+    acceptances: Sequence[Acceptance],
+    limits: Sequence[int],
     *,
     costs: CostCurve,
     pass_costs: CostCurve | None,
@@ -83,25 +83,26 @@ def depths(
         costs: of a step by its rows.
         pass_costs: of a pass of the layer, which drafts one token for all, by sequences.
     """
-    count, best, chosen = len(trusts), 0.0, 0
+    count, best, chosen = len(acceptances), 0.0, 0
     each = pass_costs.seconds(count) if pass_costs is not None and count else 0.0
-    for depth in range(max(rooms, default=0) + 1):
+    for depth in range(max(limits, default=0) + 1):
         tokens = count + sum(
-            trust.promise(min(depth, room)) for trust, room in zip(trusts, rooms, strict=True)
+            acceptance.expected_accepted(min(depth, limit))
+            for acceptance, limit in zip(acceptances, limits, strict=True)
         )
-        rows = count + sum(min(depth, room) for room in rooms)
+        rows = count + sum(min(depth, limit) for limit in limits)
         seconds = costs.seconds(rows, count) + depth * each
         if tokens / seconds >= best:
             best, chosen = tokens / seconds, depth
     if chosen:
-        return [min(chosen, room) for room in rooms]
-    for trust in trusts:
-        trust.paused += 1
-    return [int(trust.paused >= trust.pause) for trust in trusts]
+        return [min(chosen, limit) for limit in limits]
+    for acceptance in acceptances:
+        acceptance.paused += 1
+    return [int(acceptance.paused >= acceptance.pause) for acceptance in acceptances]
 
 
 def share(
-    wishes: Sequence[Wish], *, rows: int, decodes: int, budget: int, costs: CostCurve
+    candidates: Sequence[Candidate], *, rows: int, decodes: int, budget: int, costs: CostCurve
 ) -> list[int]:
     """How many drafts each sequence gets, so that the step makes the most tokens in a second.
 
@@ -113,12 +114,12 @@ def share(
         costs: of a step.
     """
     if costs.has_graphs and rows > decodes:
-        return [0] * len(wishes)  # Beside prompts too a step without drafts is the cheaper one.
+        return [0] * len(candidates)  # Beside prompts too a step without drafts is the cheaper one.
     chances = sorted(
         (
             (chance, -index)
-            for index, wish in enumerate(wishes)
-            for chance in wish.trust.chances(wish.drafts, wish.evidence)
+            for index, candidate in enumerate(candidates)
+            for chance in candidate.acceptance.chances(candidate.drafts, candidate.evidence)
         ),
         reverse=True,
     )[:budget]
@@ -128,11 +129,11 @@ def share(
         speed = tokens / costs.seconds(rows + number, decodes)
         if speed >= best:
             best, wanted = speed, number
-    lengths = [0] * len(wishes)
+    lengths = [0] * len(candidates)
     for _, index in chances[:wanted]:
         lengths[-index] += 1
-    for index, (trust, drafts, _) in enumerate(wishes):
+    for index, (acceptance, drafts, _) in enumerate(candidates):
         if not lengths[index] and drafts and sum(lengths) < budget:
-            trust.paused += 1
-            lengths[index] = int(trust.paused >= trust.pause)
+            acceptance.paused += 1
+            lengths[index] = int(acceptance.paused >= acceptance.pause)
     return lengths

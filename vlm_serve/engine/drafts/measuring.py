@@ -15,7 +15,7 @@ from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 10
 _SECONDS = 2.0
 
 Shape = TypeVar("Shape", bound=Hashable)
@@ -101,9 +101,7 @@ def _least(
     then does not stand for the cost of one size."""
     least = dict.fromkeys(runs, math.inf)
     begin, rounds = time.perf_counter(), 0
-    while rounds < _LEAST_ROUNDS or (
-        rounds < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
-    ):
+    while rounds < _MIN_ROUNDS or (rounds < _MAX_ROUNDS and time.perf_counter() - begin < _SECONDS):
         for shape, run in runs.items():
             least[shape] = min(least[shape], _seconds(run, on_cpu))
         rounds += 1

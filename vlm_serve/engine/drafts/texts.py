@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 ORDER = 3
 """So many tokens in a row must have come before for what followed them to be a guess."""
-MOST_COMPARED, MOST_TRIED = 32, 8
+MAX_COMPARED, MAX_TRIED = 32, 8
 NEAR = 4
 _BITS = 21
 
@@ -22,14 +22,14 @@ def key(tokens: Sequence[int], end: int) -> int:
 
 def common(text: Sequence[int], at: int, tokens: Sequence[int]) -> int:
     """How many tokens before `at` are the last ones of `tokens` too, as far as is worth knowing."""
-    most, end = min(at, len(tokens), MOST_COMPARED), len(tokens)
+    most, end = min(at, len(tokens), MAX_COMPARED), len(tokens)
     length = 0
     while length < most and text[at - 1 - length] == tokens[end - 1 - length]:
         length += 1
     return length
 
 
-class Match(NamedTuple):
+class TextMatch(NamedTuple):
     """Where the end of some tokens has come before: the index in a text of what followed it, and
     how many tokens are the same."""
 
@@ -62,20 +62,20 @@ class Text:
             self._earlier.append(earlier)
             own.append(token)
 
-    def find(self, tokens: Sequence[int]) -> Match | None:
+    def find(self, tokens: Sequence[int]) -> TextMatch | None:
         """Where most of the last tokens, at least ORDER, were followed by another one; the latest
         of equals, among the latest MOST_TRIED."""
         if len(tokens) < ORDER:
             return None
         place, best = self._places.get(key(tokens, len(tokens)), 0), None
-        for _ in range(MOST_TRIED):
+        for _ in range(MAX_TRIED):
             if not place:
                 break
-            best = longer(best, Match(self.tokens, place, common(self.tokens, place, tokens)))
+            best = longer(best, TextMatch(self.tokens, place, common(self.tokens, place, tokens)))
             place = self._earlier[place]
         return best
 
-    def first(self, count: int) -> Match | None:
+    def first(self, count: int) -> TextMatch | None:
         """Where the last `count` tokens have come first, before all of them."""
         own, begin = self.tokens, len(self.tokens) - count
         last = own[begin:]
@@ -85,7 +85,7 @@ class Text:
                 at = own.index(last[0], at + 1, begin)
         except ValueError:
             return None
-        return Match(own, at + count, count)
+        return TextMatch(own, at + count, count)
 
 
 class Answers:
@@ -117,22 +117,22 @@ class Answers:
             if self._places.get(place, -1) >> 32 == number:
                 del self._places[place]
 
-    def find(self, tokens: Sequence[int]) -> Match | None:
+    def find(self, tokens: Sequence[int]) -> TextMatch | None:
         """As `Text.find`, in all of the texts."""
         if len(tokens) < ORDER:
             return None
         place, best = self._places.get(key(tokens, len(tokens)), -1), None
-        for _ in range(MOST_TRIED):
+        for _ in range(MAX_TRIED):
             number, at = place >> 32, place & 0xFFFFFFFF
             if number not in self.texts:  # There is none, or what is left is older still.
                 break
             text = self.texts[number]
-            best = longer(best, Match(text, at, common(text, at, tokens)))
+            best = longer(best, TextMatch(text, at, common(text, at, tokens)))
             place = self._earlier[number][at]
         return best
 
 
-def longer(best: Match | None, other: Match | None) -> Match | None:
+def longer(best: TextMatch | None, other: TextMatch | None) -> TextMatch | None:
     """The longer one; the first of equals."""
     if best is None or (other is not None and other.length > best.length):
         return other

@@ -13,7 +13,7 @@ from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.ranks.process import RankProcesses
 from vlm_serve.engine.ranks.task import Pools
 from vlm_serve.engine.ranks.transfer import RanksTransfer
-from vlm_serve.engine.ranks.wire import GoneError, SilentError
+from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError
 from vlm_serve.kernels.native_library import RanksApartError
 from vlm_serve.kernels.ranks import SharedRanks
 from vlm_serve.models import Model
@@ -54,23 +54,23 @@ class ShardedExecutor(LocalExecutor):
         self._owned = owned
         self._numbers = itertools.count(1)
         self._ended = ""
-        self._tell: Callable[[ExecutorLostError], None] = lambda error: None
+        self._report_loss: Callable[[ExecutorLostError], None] = lambda error: None
         processes.watch(self._lost)
         processes.ask("pools", pools)
 
     def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
-        self._tell = lost
+        self._report_loss = lost
         if self._ended:
             lost(ExecutorLostError(self._ended))
 
     def register(self, info: SequenceInfo) -> None:
         super().register(info)
-        with suppress(GoneError):  # the next step says so
+        with suppress(ConnectionLostError):  # the next step says so
             self._processes.send("register", info)
 
     def forget(self, sequence: int) -> None:
         super().forget(sequence)
-        with suppress(GoneError):
+        with suppress(ConnectionLostError):
             self._processes.send("forget", sequence)
 
     def run(self, plan: StepPlan) -> StepOutput:
@@ -85,7 +85,7 @@ class ShardedExecutor(LocalExecutor):
                 raise error.cause from None
 
         try:
-            return self._together(own, "run", plan)
+            return self._run_on_all_ranks(own, "run", plan)
         except ExecutorLostError:
             raise
         except Exception as error:
@@ -95,7 +95,7 @@ class ShardedExecutor(LocalExecutor):
         self, *, most_sequences: int, most_tokens: int
     ) -> tuple[list[tuple[int, float]], float]:
         measure = super().measure
-        return self._together(
+        return self._run_on_all_ranks(
             lambda: measure(most_sequences=most_sequences, most_tokens=most_tokens),
             "measure",
             most_sequences,
@@ -105,7 +105,7 @@ class ShardedExecutor(LocalExecutor):
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
         blocks, rows = tuple(blocks), tuple(rows)
         super().poison_freed(blocks, rows)
-        with suppress(GoneError):
+        with suppress(ConnectionLostError):
             self._processes.send("poison", blocks, rows)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class ShardedExecutor(LocalExecutor):
             self._processes.ask("unload")
         self._model.ranks.close()
 
-    def _together(self, own: Callable[[], _T], name: str, *arguments: object) -> _T:
+    def _run_on_all_ranks(self, own: Callable[[], _T], name: str, *arguments: object) -> _T:
         """This rank's part of a step while the others do theirs."""
         ranks, number = self._model.ranks, next(self._numbers)
         try:
@@ -133,10 +133,10 @@ class ShardedExecutor(LocalExecutor):
                 self._processes.receive(self._limit)
                 raise
             self._processes.receive(self._limit if problem is None else _GRACE_SECONDS)
-        except SilentError as error:
+        except ReplyTimeoutError as error:
             silent = f"{error} has not answered for {self._limit:g} s"
             raise ExecutorLostError(self._ended or silent) from None
-        except GoneError as error:
+        except ConnectionLostError as error:
             raise ExecutorLostError(str(error)) from None
         if problem is not None:
             raise problem
@@ -147,4 +147,4 @@ class ShardedExecutor(LocalExecutor):
         self._ended = sentence
         if isinstance(self._model.ranks, SharedRanks):
             self._model.ranks.end()
-        self._tell(ExecutorLostError(sentence))
+        self._report_loss(ExecutorLostError(sentence))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vlm_serve import child
-from vlm_serve.engine.ranks.wire import GoneError, SilentError, Wire
+from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError, Wire
 from vlm_serve.errors import EngineError
 
 START_SECONDS = 300.0
@@ -65,13 +65,13 @@ class RankProcess:
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except SilentError:
-            raise SilentError(f"rank {self.rank}") from None
-        except GoneError:
+        except ReplyTimeoutError:
+            raise ReplyTimeoutError(f"rank {self.rank}") from None
+        except ConnectionLostError:
             how = "has closed its connection"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 how = self.wait(_END_SECONDS)
-            raise GoneError(f"rank {self.rank} {how}") from None
+            raise ConnectionLostError(f"rank {self.rank} {how}") from None
 
     def wait(self, seconds: float | None = None) -> str:
         """How the process ended, when it has. Raises subprocess.TimeoutExpired."""

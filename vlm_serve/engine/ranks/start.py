@@ -12,8 +12,8 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic
 from vlm_serve.engine.ranks.process import START_SECONDS, RankProcesses
-from vlm_serve.engine.ranks.task import Meeting, RankTask
-from vlm_serve.engine.ranks.wire import GoneError, SilentError
+from vlm_serve.engine.ranks.task import RankTask, Rendezvous
+from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, ModelSpec, load_model
@@ -21,7 +21,7 @@ from vlm_serve.temporary_folder import TemporaryFolder
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class ModelSource:
     """What is to be loaded; see `load_model`."""
 
     path: Path
@@ -33,7 +33,7 @@ class Loading:
 
 
 def load(
-    what: Loading, config: EngineConfig, processes: RankProcesses | None = None
+    source: ModelSource, config: EngineConfig, processes: RankProcesses | None = None
 ) -> tuple[Model, RankProcesses | None]:
     """The first rank's part of the model, and the processes that have loaded theirs, if there are.
 
@@ -47,28 +47,35 @@ def load(
         EngineError: a rank cannot be started, or fails. None is left behind then.
         CheckpointError, BuildError: as from `load_model`.
     """
-    types, size = what.arithmetic.types, config.tensor_parallel_size
+    types, size = source.arithmetic.types, config.tensor_parallel_size
     if size == 1:
         model = load_model(
-            what.path,
+            source.path,
             types.weights,
-            what.device,
+            source.device,
             compute_dtype=types.compute,
-            compiled=what.compiled,
-            drafts=what.drafts,
-            bits=what.arithmetic.bits,
-            dynamic=what.arithmetic.dynamic,
+            compiled=source.compiled,
+            drafts=source.drafts,
+            bits=source.arithmetic.bits,
+            dynamic=source.arithmetic.dynamic,
         )
         return model, None
-    devices = _devices(what.device, size)
+    devices = _devices(source.device, size)
     owned = processes is None
     processes = processes or RankProcesses(size - 1)
     threads = config.threads or max(1, torch.get_num_threads() // size)
     try:
-        with _meeting(what, config) as meeting:
+        with _rendezvous(source, config) as rendezvous:
             tasks = [
                 RankTask(
-                    rank, size, meeting, what.path, what.arithmetic, device, what.compiled, threads
+                    rank,
+                    size,
+                    rendezvous,
+                    source.path,
+                    source.arithmetic,
+                    device,
+                    source.compiled,
+                    threads,
                 )
                 for rank, device in enumerate(devices)
             ]
@@ -79,9 +86,9 @@ def load(
     except BaseException as error:
         if owned:
             processes.close()
-        if isinstance(error, SilentError):
+        if isinstance(error, ReplyTimeoutError):
             raise EngineError(f"{error} has not started within {START_SECONDS:g} s") from None
-        if isinstance(error, GoneError):
+        if isinstance(error, ConnectionLostError):
             raise EngineError(f"{error} before it had started") from None
         raise
     return model, processes
@@ -101,14 +108,14 @@ def _devices(device: torch.device, size: int) -> list[str]:
 
 
 @contextmanager
-def _meeting(what: Loading, config: EngineConfig) -> Iterator[Meeting]:
+def _rendezvous(source: ModelSource, config: EngineConfig) -> Iterator[Rendezvous]:
     """Compiled steps of one host meet in shared memory, all else in a process group. Nobody else
     can come, and when all ranks are there no place is left."""
     size, limit = config.tensor_parallel_size, config.stall_timeout
-    if what.compiled:
-        memory = SharedMemory.create(size, slot_bytes(what.spec, config))
+    if source.compiled:
+        memory = SharedMemory.create(size, slot_bytes(source.spec, config))
         try:
-            yield Meeting(memory.path, memory.slot_bytes, limit)
+            yield Rendezvous(memory.path, memory.slot_bytes, limit)
         finally:
             memory.forget()
         return
@@ -117,7 +124,7 @@ def _meeting(what: Loading, config: EngineConfig) -> Iterator[Meeting]:
     except OSError as error:
         raise EngineError(f"the ranks have nowhere to meet: {error}") from error
     try:
-        yield Meeting(Path(folder.path, "store"), 0, limit)
+        yield Rendezvous(Path(folder.path, "store"), 0, limit)
     finally:
         folder.remove()
 

@@ -19,7 +19,7 @@ from vlm_serve.models.cache_layout import CacheTensors
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where ranks meet.
 
     Attributes:
@@ -53,7 +53,7 @@ class RankTask:
 
     rank: int
     size: int
-    meeting: Meeting
+    rendezvous: Rendezvous
     path: Path
     arithmetic: Arithmetic
     device: str
@@ -74,7 +74,7 @@ class RankTask:
             compiled=self.compiled,
             bits=self.arithmetic.bits,
             dynamic=self.arithmetic.dynamic,
-            ranks=self.meeting.join(self.rank, self.size, device, self.threads),
+            ranks=self.rendezvous.join(self.rank, self.size, device, self.threads),
         )
 
 

@@ -7,11 +7,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-class GoneError(Exception):
+class ConnectionLostError(Exception):
     """The other side has closed, or has not answered in time."""
 
 
-class SilentError(GoneError):
+class ReplyTimeoutError(ConnectionLostError):
     """It has not answered in time."""
 
 
@@ -32,16 +32,16 @@ class Wire:
         try:
             self._connection.send_bytes(pickle.dumps(message, protocol=5))
         except OSError as error:
-            raise GoneError from error
+            raise ConnectionLostError from error
 
     def receive(self, seconds: float | None = None) -> tuple[Any, ...]:
         """Waits for the next message, for ever if no time is given."""
         try:
             if seconds is not None and not self._connection.poll(seconds):
-                raise SilentError
+                raise ReplyTimeoutError
             message: tuple[Any, ...] = pickle.loads(self._connection.recv_bytes())
         except (OSError, EOFError) as error:
-            raise GoneError from error
+            raise ConnectionLostError from error
         return message
 
     def close(self) -> None:

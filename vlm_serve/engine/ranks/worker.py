@@ -13,10 +13,10 @@ from vlm_serve.cache.tiers.entry import Entry
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import SequenceInfo, StepPlan
 from vlm_serve.engine.ranks.task import Pools, RankTask
-from vlm_serve.engine.ranks.wire import GoneError, Wire
+from vlm_serve.engine.ranks.wire import ConnectionLostError, Wire
 from vlm_serve.models import Model
 
-SILENT = ("register", "forget", "poison")
+WITHOUT_REPLY = ("register", "forget", "poison")
 """Messages without an answer."""
 
 
@@ -106,7 +106,7 @@ def main(descriptor: int) -> None:
             value = getattr(worker, name)(*arguments)
         except Exception as error:
             problem = _sentence(error)
-        if name not in SILENT:
+        if name not in WITHOUT_REPLY:
             wire.send(problem, value)
 
 
@@ -123,5 +123,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # until it is told how many
     try:
         main(int(sys.argv[1]))
-    except GoneError:
+    except ConnectionLostError:
         sys.exit(0)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from vlm_serve.cache.listing import Entry, NodeInfo
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.mirror import Change, Whole
+from vlm_serve.engine.mirror import Change, TreeListing
 from vlm_serve.server.api.cache import CacheNode, refuse_unknown, seen_below, visible_root
 from vlm_serve.server.service import Service
 from vlm_serve.server.streaming import Events, EventStream, until_disconnected
@@ -105,14 +105,14 @@ class _Reader:
         mirror = self._feed.mirror
         told = mirror.since(sequence)
         if told is None or len(told[1]) > max(MIN_CHANGES, len(mirror)):
-            whole = mirror.whole()
+            whole = mirror.listing()
             return whole.sequence, self._tree(whole)
         sequence, changes = told
         if self._root is not None:
             changes = tuple(change for change in changes if change.root == self._root)
         return sequence, self._changes(sequence, changes) if changes else iter(())
 
-    def _tree(self, whole: Whole) -> Iterator[bytes]:
+    def _tree(self, whole: TreeListing) -> Iterator[bytes]:
         entries = seen_below(self._root, whole.entries)
         number = self._number_of(whole.sequence)
         roots = json.dumps([{"key": key.hex()} for key in dict.fromkeys(e.root for e in entries)])

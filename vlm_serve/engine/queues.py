@@ -7,8 +7,8 @@ from bisect import insort
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.plan import Slice
-from vlm_serve.engine.sequence import Job, Sequence
-from vlm_serve.engine.update_seats import SeatPlan, UpdateSeats
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
+from vlm_serve.engine.update_slots import UpdateSlotAllocator, UpdateSlots
 
 
 def order(sequence: Sequence) -> tuple[int, int, int]:
@@ -17,7 +17,7 @@ def order(sequence: Sequence) -> tuple[int, int, int]:
     return (request.priority, request.arrival, sequence.index)
 
 
-class Roster:
+class SequenceQueues:
     """The queues, and the moves between them. Every move gives back what must be given back.
 
     Attributes:
@@ -37,7 +37,7 @@ class Roster:
     """
 
     def __init__(
-        self, cache: PrefixCache, media: MediaPlanner, *, seats: UpdateSeats | None = None
+        self, cache: PrefixCache, media: MediaPlanner, *, update_slots: UpdateSlots | None = None
     ) -> None:
         self.cache = cache
         self.media = media
@@ -50,18 +50,18 @@ class Roster:
         self._by_number: dict[int, Sequence] = {}
         self._retired: list[Sequence] = []
         self.folds: list[tuple[int, int, int]] = []
-        self.update_size = seats.size if seats is not None else 0
-        self._seats = SeatPlan(seats) if seats is not None else None
+        self.update_size = update_slots.size if update_slots is not None else 0
+        self._update_slots = UpdateSlotAllocator(update_slots) if update_slots is not None else None
         cache.events.row_freed.subscribe(self._forget_fold)
 
     def __getitem__(self, number: int) -> Sequence:
         return self._by_number[number]
 
-    def add(self, job: Job) -> None:
+    def add(self, group: SequenceGroup) -> None:
         """Queues the first choice; the others fork from it when its prompt has been computed."""
-        for sequence in job.sequences:
+        for sequence in group.sequences:
             self._by_number[sequence.number] = sequence
-        self.wait(job.sequences[0])
+        self.wait(group.sequences[0])
 
     def wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=order)
@@ -80,24 +80,24 @@ class Roster:
         self.media.release_all(sequence)
         self.fold(sequence)
         sequence.suspended = self.cache.suspend(sequence.lease)
-        self._leave(sequence)
+        self._return_to_waiting(sequence)
 
     def fold(self, sequence: Sequence) -> None:
         """Has the next step bring the sequence's row up to date before anything reads it."""
         assert sequence.lease is not None
-        if sequence.pending and self._seats is not None:
-            first = self._seats.first(sequence)
+        if sequence.pending and self._update_slots is not None:
+            first = self._update_slots.first_update(sequence)
             self.folds.append((sequence.lease.row, first, sequence.pending))
-        self._leave_seat(sequence)  # folds come before all else in a step
+        self._release_update_slots(sequence)  # folds come before all else in a step
 
-    def update_room(self, sequence: Sequence) -> int | None:
+    def update_capacity(self, sequence: Sequence) -> int | None:
         """Tokens of a running sequence for whose updates there is a place; None: any number, there
         is no state."""
-        return None if self._seats is None else self._seats.room(sequence)
+        return None if self._update_slots is None else self._update_slots.capacity(sequence)
 
     def take_updates(self, sequence: Sequence, tokens: int) -> int:
         """Where the updates of a running sequence's next tokens come; -1 if there is no state."""
-        return -1 if self._seats is None else self._seats.take(sequence, tokens)
+        return -1 if self._update_slots is None else self._update_slots.take(sequence, tokens)
 
     def drop_suspended(self, rows: set[int]) -> None:
         """Nobody knows what is in these rows: whose they were starts again from the cache."""
@@ -113,7 +113,7 @@ class Roster:
         assert sequence.lease is not None
         self.media.release_all(sequence)
         self.cache.close(sequence.lease)
-        self._leave(sequence)
+        self._return_to_waiting(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a finished sequence and gives back all it held."""
@@ -121,7 +121,7 @@ class Roster:
             if sequence in queue:
                 queue.remove(sequence)
         self._by_number.pop(sequence.number, None)
-        self._leave_seat(sequence)
+        self._release_update_slots(sequence)
         self.media.release_all(sequence)
         if sequence.request.cold:
             self.media.discard(sequence)
@@ -181,20 +181,20 @@ class Roster:
         for child in [s for s in self.running if s.lease and s.lease.row in children]:
             self.restart(child)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _return_to_waiting(self, sequence: Sequence) -> None:
         if sequence.lease is not None and sequence.lease.hit is not None:
-            sequence.job.report = None  # no step has succeeded: the next admission is the first
+            sequence.group.report = None  # no step has succeeded: the next admission is the first
         sequence.lease = None
-        self._leave_seat(sequence)
+        self._release_update_slots(sequence)
         self.running.remove(sequence)
         # A decode token may have been planned before a prefill of higher priority needed its room.
         self.planned = [item for item in self.planned if item.sequence != sequence.number]
         self.wait(sequence)
 
-    def _leave_seat(self, sequence: Sequence) -> None:
+    def _release_update_slots(self, sequence: Sequence) -> None:
         sequence.pending = 0
-        if self._seats is not None:
-            self._seats.leave(sequence)
+        if self._update_slots is not None:
+            self._update_slots.release(sequence)
 
     def _forget_fold(self, row: int) -> None:
         self.folds = [fold for fold in self.folds if fold[0] != row]

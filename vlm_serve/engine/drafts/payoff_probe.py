@@ -11,7 +11,7 @@ _OUTLIER = 4.0
 """Times as long as others: something else had the machine."""
 
 
-class Trial:
+class PayoffProbe:
     """Some steps are made with it, as many without it, and then those of a while as was cheaper;
     then the other way is tried again, ever more rarely as long as it stays the dearer one.
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-from vlm_serve.engine.drafts.base import MOST_EVIDENCE
+from vlm_serve.engine.drafts.base import MAX_EVIDENCE
 from vlm_serve.engine.sequence import Sequence
 
 _FIRST_RATE = 0.7
 _WEIGHT, _COMMON_WEIGHT = 0.2, 0.02
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 256
-_MOST_TENANTS = 1024
+_FIRST_PAUSE, _MAX_PAUSE = 8, 256
+_MAX_TENANTS = 1024
 
 
 @dataclass(slots=True)
-class Trust:
+class Acceptance:
     """What has become of one drafter's drafts lately.
 
     Attributes:
@@ -26,16 +26,16 @@ class Trust:
         paused: of those, how many have passed.
     """
 
-    rates: list[float] = field(default_factory=lambda: [_FIRST_RATE] * (MOST_EVIDENCE + 1))
+    rates: list[float] = field(default_factory=lambda: [_FIRST_RATE] * (MAX_EVIDENCE + 1))
     pause: int = _FIRST_PAUSE
     paused: int = 0
 
     def chances(self, drafted: int, evidence: int = 0) -> list[float]:
         """How likely each of some drafts holds, with all before it; `evidence`: of the first."""
         levels = range(evidence, evidence + drafted)
-        return list(accumulate((self.rates[min(each, MOST_EVIDENCE)] for each in levels), mul))
+        return list(accumulate((self.rates[min(each, MAX_EVIDENCE)] for each in levels), mul))
 
-    def promise(self, drafted: int, evidence: int = 0) -> float:
+    def expected_accepted(self, drafted: int, evidence: int = 0) -> float:
         """How many of so many drafts are likely to hold."""
         return sum(self.chances(drafted, evidence))
 
@@ -45,26 +45,26 @@ class Trust:
         """The first `accepted` of some drafts held, and the next one did not."""
         rates = self.rates
         for place, held in enumerate((True,) * accepted + (False,) * (accepted < drafted)):
-            level = min(evidence + place, MOST_EVIDENCE)
+            level = min(evidence + place, MAX_EVIDENCE)
             rates[level] += weight * (held - rates[level])
         self.paused = 0
         failed = drafted and not accepted
-        self.pause = min(2 * self.pause, _LONGEST_PAUSE) if failed else _FIRST_PAUSE
+        self.pause = min(2 * self.pause, _MAX_PAUSE) if failed else _FIRST_PAUSE
 
 
-class Trusts:
+class AcceptanceTracker:
     """In each drafter, for each sequence. A new sequence's begins with what has become of the
     drafts of its tenant, one for whom all is new with a guess."""
 
     def __init__(self) -> None:
-        self._own: dict[int, dict[int, Trust]] = {}
-        self._common: OrderedDict[tuple[bytes, int], Trust] = OrderedDict()
+        self._own: dict[int, dict[int, Acceptance]] = {}
+        self._common: OrderedDict[tuple[bytes, int], Acceptance] = OrderedDict()
 
-    def of(self, sequence: Sequence, drafter: int) -> Trust:
+    def of(self, sequence: Sequence, drafter: int) -> Acceptance:
         own = self._own.setdefault(sequence.number, {})
         if drafter not in own:
-            common = self._common.get((sequence.keys.root, drafter), Trust())
-            own[drafter] = Trust(common.rates.copy())
+            common = self._common.get((sequence.keys.root, drafter), Acceptance())
+            own[drafter] = Acceptance(common.rates.copy())
         return own[drafter]
 
     def learn(
@@ -73,9 +73,11 @@ class Trusts:
         """So many of a sequence's drafts held; `evidence`: of the first."""
         self.of(sequence, drafter).learn(drafted, accepted, evidence)
         place = (sequence.keys.root, drafter)
-        self._common.setdefault(place, Trust()).learn(drafted, accepted, evidence, _COMMON_WEIGHT)
+        self._common.setdefault(place, Acceptance()).learn(
+            drafted, accepted, evidence, _COMMON_WEIGHT
+        )
         self._common.move_to_end(place)
-        if len(self._common) > _MOST_TENANTS:
+        if len(self._common) > _MAX_TENANTS:
             self._common.popitem(last=False)
 
     def forget(self, sequence: Sequence) -> None:
