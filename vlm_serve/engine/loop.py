@@ -1,4 +1,4 @@
-"""The engine's thread: what other threads post, and plan -> run -> commit between that."""
+"""Thread of the engine: runs posted commands and, between them, plan -> run -> commit."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ _T = TypeVar("_T")
 
 
 class EngineLoop:
-    """Steps while there is work, and waits for commands while there is none.
+    """Runs steps while there is work; waits for commands otherwise.
 
-    `post`, `call`, `alive` and `close` are for any thread; all else is the loop's own thread's.
+    `post`, `call`, `alive` and `close` are thread-safe; everything else belongs to the loop's own
+    thread.
 
     Args:
-        parts: what is driven.
-        auditor: chooses requests to run again, without the cache.
-        inspector: whose pins expire between steps.
-        mirror: shows other threads the cache's tree.
-        affinity: is told what has been computed of which requests.
-        job: makes a request of the auditor one that can be run.
+        parts: components of the engine.
+        auditor: chooses requests to run again without the cache.
+        inspector: expires pins between steps.
+        mirror: shows the cache's tree to other threads.
+        affinity: records the cached prefixes of requests for routers.
+        make_group: prepares a request of the auditor for the scheduler.
 
     Attributes:
-        num_steps, last_step_time: steps made, and when the last one ended (monotonic seconds).
-        step_times: what steps cost outside of the model.
-        tiers: the cache's lower tiers.
+        num_steps, last_step_time: number of steps, and end of the last one (monotonic seconds).
+        step_times: time of steps outside of the model.
+        tiers: lower cache tiers.
     """
 
     def __init__(
@@ -95,14 +96,14 @@ class EngineLoop:
         self._executor.watch(self._on_executor_lost)
 
     def post(self, command: Callable[[], None]) -> None:
-        """Runs a command between two steps. Raises EngineClosedError if there are no more."""
+        """Run a command between two steps. Raise EngineClosedError if the loop has ended."""
         with self._lock:
             if self._closed or not self._thread.is_alive():
                 raise EngineClosedError("the engine is closed")
             self._inbox.put(command)
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Runs a function between two steps and returns its result. Raises as `post` does."""
+        """Run a function between two steps and return its result. Raise as `post` does."""
         if threading.current_thread() is self._thread:
             return function()
         future: Future[_T] = Future()
@@ -123,7 +124,7 @@ class EngineLoop:
         return not self._closed and self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread after the step in progress. May be called more than once."""
+        """End the thread after the step in progress. Repeated calls are allowed."""
         with self._lock:
             if self._closed:
                 return
@@ -131,12 +132,12 @@ class EngineLoop:
         self._inbox.put(None)
 
     def join(self) -> None:
-        """Waits for the end of the thread, unless this is it."""
+        """Wait until the thread has ended; return at once on this thread."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _on_executor_lost(self, error: ExecutorLostError) -> None:
-        """A part of the executor has gone, perhaps while nothing was to be done."""
+        """End the loop: a part of the executor is gone, perhaps while no step was running."""
 
         def end() -> None:
             raise error
@@ -147,14 +148,14 @@ class EngineLoop:
     # -- commands ----------------------------------------------------------------------------------
 
     def add(self, group: SequenceGroup) -> None:
-        """Queues a request."""
+        """Queue a request."""
         self._groups[group.request.request_id] = group
         for sequence in group.sequences:
             self._executor.register(sequence.info)
         self._scheduler.add(group)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request. Ignores unknown ids."""
+        """End a request. Ignore unknown ids."""
         group = self._groups.get(request_id)
         if group is not None:
             self._emit(self._scheduler.end(group))
@@ -180,7 +181,8 @@ class EngineLoop:
             self._end_all()
 
     def _handle_commands(self) -> bool:
-        """Runs what other threads posted; waits when there is nothing else to do."""
+        """Run posted commands; wait for one if there is no other work. Return False to end the
+        loop."""
         while not self._stopping:
             wait = not self._scheduler.has_work
             if not wait and self._inbox.empty():
@@ -192,7 +194,7 @@ class EngineLoop:
         return False
 
     def _run_next_command(self, wait: bool) -> None:
-        """Raises queue.Empty if there is none, or if a pin's time has come instead."""
+        """Run the next command. Raise queue.Empty if there is none, or if a pin expired first."""
         if wait:
             release_worker_threads()
         try:
@@ -211,7 +213,7 @@ class EngineLoop:
         self._mirror.publish()
 
     def _step(self) -> bool:
-        """One step, if one can be made; False if there was only something to wait for."""
+        """Run one step. Return False if none could be planned and the loop only waited."""
         self._inspector.expire()
         plan = self._scheduler.plan()
         failures = self._scheduler.take_failures()
@@ -230,7 +232,8 @@ class EngineLoop:
                     self._run_next_command(wait=True)
             return False
         events = self._run_plan(plan)
-        self._mirror.publish()  # first: who has an answer may look
+        # Publish before the deltas: a client may inspect the cache once it has an answer.
+        self._mirror.publish()
         self._emit(events)
         self.num_steps += 1
         self.last_step_time = time.monotonic()
@@ -267,13 +270,13 @@ class EngineLoop:
                 _log.exception("a callback of request %s raised", request.request_id)
 
     def _note_affinity(self, group: SequenceGroup) -> None:
-        """A request's prompt has been computed."""
+        """Record a request whose prompt has been computed."""
         if group.report is not None:
             request = group.request
             self._affinity.note(request.affinity, request.prompt, group.report.snapshots)
 
     def _manage_audits(self) -> None:
-        """Audits run while there is a seat for them, and give it up to whoever waits for it."""
+        """Start an audit while there is capacity; abort it if a request of a caller waits."""
         scheduler, auditor = self._scheduler, self._auditor
         full = len(scheduler.running) >= self._max_num_seqs
         waiting = any(not sequence.request.cold for sequence in scheduler.waiting)
@@ -289,8 +292,8 @@ class EngineLoop:
         self._emit(self._scheduler.end(group, error))
 
     def _restart(self, group: SequenceGroup, prompt: Prompt) -> None:
-        """A medium is another than was recorded: its request begins again with what it is. Nobody
-        has been told anything yet, unless it had an answer by what was recorded."""
+        """Restart a request whose medium differs from its record, with the corrected prompt. If the
+        answer has begun, end the request with an error instead."""
         request = replace(group.request, prompt=prompt)
         try:
             if any(sequence.num_generated for sequence in group.sequences):
@@ -306,7 +309,7 @@ class EngineLoop:
         self.add(self._make_group(request))
 
     def _end_all(self) -> None:
-        """Nobody is left waiting for an answer that will never come."""
+        """End all requests with an error and close everything, so that no client waits for ever."""
         with self._lock:
             self._closed = True
         self._media_loader.close()

@@ -1,4 +1,4 @@
-"""Plans a step: continuous batching of chunked prefill and decode under one token budget."""
+"""Step planner: continuous batching of chunked prefill and decode under one token budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vlm_serve.engine.slicing import chunk_ends, slice_end
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step; everything is in tokens except the number of sequences."""
+    """Limits of a step, in tokens unless the name says otherwise."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -27,38 +27,44 @@ class SchedulerConfig:
     state_interval: int
     decode_state_interval: int
     reported_tokens: int = 1 << 30
-    """Prompt tokens whose log-probabilities are computed in one step; at least a block."""
+    """Maximum number of prompt tokens whose log-probabilities one step computes; at least a
+    block."""
     complete_experts: bool = False
-    """Requests for routed experts reuse nothing whose experts are unknown."""
+    """If True, requests for routed experts do not reuse tokens without recorded experts."""
     speculative_tokens: int = 0
-    """Drafts of a sequence in one step, at most; 0: none."""
+    """Maximum number of drafts per sequence and step; 0 disables drafts."""
     step_seconds: float = 0.0
-    """That a step with prompts is to take; 0: no limit."""
+    """Target duration of a step with prompt tokens, in seconds; 0 means no limit."""
     min_step_tokens: int = 256
-    """Tokens that a step may have whatever it takes, four times as many for one sequence alone; at
-    least a block."""
+    """Tokens that a step may have regardless of its duration; at least a block. Four times as many
+    if a single sequence is active."""
 
 
 _SINGLE_SEQUENCE_FACTOR = 4
-"""Times as many tokens at least has a step that nobody waits for yet."""
+"""A step that serves a single sequence may exceed the token limit by this factor."""
 _SHORT_PROMPT_FACTOR = 4
-"""Times as many tokens as a short prompt has a step must have, for it to get one of its own."""
+"""A prompt is short enough for its own step if the step's budget is at least this many times
+larger."""
 _MAX_OVERTAKING = 8
-"""Waiting prompts that a step looks at to find short ones."""
+"""Maximum number of waiting prompts per step that may overtake a long prefill."""
 
 
 class Planner:
-    """Reserves blocks, rows and embeddings for what runs next.
+    """Reserves blocks, state rows and embeddings for the next step.
 
-    Decode tokens come first, then running prefills and replays, oldest first, then admissions, and
-    drafts from what is left. While a prefill needs more than the step has, a short prompt overtakes
-    the rest of it: if it is much smaller than the step it gets one without the long one, whose turn
-    is the next; else up to half of the step goes to prompts that fit into that as a whole. While
-    there are suspects of a failed step, the first of them runs alone.
+    The order is: decode tokens, running prefills and replays (oldest first), admissions, then
+    drafts from the remaining budget.
+
+    Short prompts overtake a prefill that needs more than one step. A prompt much smaller than the
+    step gets its own step, without the long prefill; the next step is the long prefill's again.
+    Otherwise, up to half of the step goes to prompts that fit into this half completely.
+
+    After a failed step, its sequences are suspects. While there are suspects, the first of them
+    runs alone.
 
     Attributes:
-        pace: limits the step.
-        failures: sequences that could not be planned, with the error.
+        pace: limits the prompt tokens of a step by its expected duration.
+        failures: sequences that could not be planned, each with its error.
     """
 
     def __init__(
@@ -87,7 +93,7 @@ class Planner:
         )
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if nothing can run."""
+        """Plan the next step; return None if nothing can run."""
         queues = self._queues
         queues.planned = []
         budget = self._config.max_num_batched_tokens
@@ -122,8 +128,8 @@ class Planner:
         )
 
     def _prompt_limit(self, budget: int, running: list[Sequence]) -> int:
-        """Prompt tokens of this step, of those for which there is room. The oldest prefill has
-        most of them."""
+        """Return the maximum number of prompt tokens of this step; at most `budget`. The oldest
+        prefill is expected to take most of them."""
         queues = self._queues
         alone = len(queues.running) + len(queues.waiting) <= 1
         least = self._config.min_step_tokens * (_SINGLE_SEQUENCE_FACTOR if alone else 1)
@@ -132,8 +138,8 @@ class Planner:
         return min(budget, max(self.pace.most(start) - decodes, least))
 
     def _grant_prompts(self, running: list[Sequence], budget: int) -> int:
-        """Plans slices of running prefills and replays, and admits what waits; returns the tokens
-        planned."""
+        """Plan slices of running prefills and replays, and admit waiting sequences. Return the
+        number of tokens planned."""
         left, kept = budget, 0
         prefills = [each for each in running if each.prefilling]
         held_back, self._held_back = self._held_back, False
@@ -148,22 +154,23 @@ class Planner:
             kept = min(most, sum(each.num_tokens for each in self._find_overtaking(prefills[0])))
         for sequence in running:
             left -= self._grant(sequence, left - kept)
-        # Where prefills wait for something themselves, there is room for long prompts too.
+        # Prefills that are blocked leave budget unused: spend it on waiting prompts of any length.
         whole = kept > 0 and left - kept < self._config.block_size
         prefills = [each for each in self._queues.running if each.prefilling] if whole else []
         beside = self._find_overtaking(min(prefills, key=order)) if prefills else None
         return budget - self._admit(left, beside)
 
     def _may_be_overtaken(self, prefills: list[Sequence], budget: int) -> bool:
-        """Whether running prefills need more than a step, and there is a seat for others."""
+        """Return True if the running prefills need more than this step and another sequence may
+        start."""
         queues = self._queues
         needed = sum(each.prefill_target - each.num_computed for each in prefills)
         full = len(queues.running) >= self._config.max_num_seqs
         return bool(needed) and needed > budget and not queues.suspects and not full
 
     def _find_overtaking(self, prefill: Sequence, most: int | None = None) -> list[Sequence]:
-        """Of what waits, what may overtake a prefill: nothing of a lower priority, and of no more
-        than so many tokens."""
+        """Return the waiting sequences that may overtake a prefill, in order. Sequences of lower
+        priority and prompts longer than `most` tokens are left out."""
         found: list[Sequence] = []
         for sequence in self._queues.waiting:
             lower = sequence.request.priority > prefill.request.priority
@@ -175,11 +182,12 @@ class Planner:
         return found
 
     def _admit(self, budget: int, short: list[Sequence] | None) -> int:
-        """Admits what waits; returns the budget that is left.
+        """Admit waiting sequences; return the remaining budget.
 
         Args:
             budget: tokens.
-            short: only these, and only those of them that it covers whole; None: whoever comes.
+            short: if given, admit only these, and each only if its whole prompt fits; None means
+                all waiting sequences.
         """
         queues, most, whole = self._queues, budget, short is not None
         waiting = short
@@ -189,7 +197,7 @@ class Planner:
             if sequence.lease is not None or sequence.fetching:
                 continue
             if not self._replays.may_start(sequence):
-                continue  # nor for those that replay
+                continue  # it waits for other replays; the sequences behind it need not
             if sequence.suspect_until:
                 self._preempt_all()
             full = len(queues.running) >= self._config.max_num_seqs
@@ -198,7 +206,7 @@ class Planner:
             alone = not queues.running
             if not self._admission.admit(sequence, budget, alone=alone, whole=whole):
                 if sequence.fetching:
-                    continue  # others need not wait for what comes up for this one
+                    continue  # the sequences behind it need not wait for the tiers
                 if not whole:
                     return budget
                 sequence.overtakes = budget < most
@@ -208,13 +216,15 @@ class Planner:
         return budget
 
     def _preempt_all(self) -> None:
-        """A suspect runs alone. The others wait for it anyway, so they may as well make room."""
+        """Preempt every running sequence: a suspect runs alone. The others would wait anyway, so
+        their blocks may as well be free."""
         for other in sorted(self._queues.running, key=order, reverse=True):
             self._queues.preempt(other)
 
     def _grant(self, sequence: Sequence, budget: int) -> int:
-        """Plans what comes next for a sequence; returns the tokens planned. Pictures and grammars
-        are a request's own: where one of them fails, it is left out and noted in `failures`."""
+        """Plan the next slice of a sequence; return the number of tokens planned. Media and
+        grammars belong to a single request. If one of them raises, skip the sequence and add it to
+        `failures`."""
         try:
             if sequence.prefilling:
                 return self._grant_prefill(sequence, budget)
@@ -226,8 +236,8 @@ class Planner:
             return 0
 
     def _grant_decode(self, sequence: Sequence, budget: int) -> int:
-        """Plans one decode token, or what is replayed if the budget allows it; returns the tokens
-        planned."""
+        """Plan one decode token, or several forced tokens of a replay if the budget allows. Return
+        the number of tokens planned."""
         if sequence.replaying and budget <= 0:
             return 0
         if sequence.lease is None or not self._ensure_blocks(sequence, sequence.num_computed + 1):
@@ -243,7 +253,8 @@ class Planner:
         return item.end - start
 
     def _grant_prefill(self, sequence: Sequence, budget: int) -> int:
-        """Plans the next slice of a prefill if budget and blocks allow it; returns its tokens."""
+        """Plan the next slice of a prefill, limited by budget and blocks. Return the number of
+        tokens planned."""
         if sequence.lease is None or budget <= 0:
             return 0
         config, cuts = self._config, sequence.keys.cuts
@@ -269,8 +280,9 @@ class Planner:
         return end - start
 
     def _ensure_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Grows the lease; preempts sequences that replay, and then those that come later in order,
-        until it fits."""
+        """Grow the lease to `num_tokens`; preempt other sequences until it fits. Replaying
+        sequences are preempted first, then the last ones in scheduling order. Return False if the
+        sequence itself was preempted."""
         assert sequence.lease is not None
         queues = self._queues
         while not self._cache.grow(sequence.lease, num_tokens):
@@ -282,7 +294,8 @@ class Planner:
         return True
 
     def _reserve(self, sequence: Sequence, positions: Iterable[int]) -> tuple[tuple[int, int], ...]:
-        """Rows for state snapshots, most important first; one without a row is skipped."""
+        """Reserve rows for state snapshots, most important position first; skip positions without a
+        free row. Return (position, row) pairs, ascending."""
         assert sequence.lease is not None
         reserved = []
         for position in positions:

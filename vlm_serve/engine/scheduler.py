@@ -1,7 +1,7 @@
-"""Decides what runs next and settles what has run. It touches no tensor.
+"""Scheduler of an engine: decides what runs next and settles what has run. It touches no tensor.
 
-`plan` reserves, `commit` publishes what a successful step has computed, `fail` takes everything of
-a failed step back.
+`plan` reserves resources, `commit` publishes the results of a successful step, `fail` rolls a
+failed step back.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ Event = tuple[SequenceGroup, Delta]
 
 
 class Scheduler:
-    """One for each engine; only the engine's thread calls it.
+    """Scheduler of one engine; used by the engine's thread only.
 
     Args:
         cache: blocks, state rows, snapshots and the trie.
-        media: which spans need the vision tower, and where their embeddings are.
+        media: tracks which spans need the vision tower and where embeddings are stored.
         config: limits.
-        tiers: fetches from lower cache tiers; None: there are none.
-        drafters: guess what comes next; none: nobody does.
-        costs: of a step's rows.
-        pass_costs: of a pass of the model's layer for drafts, by sequences.
+        tiers: fetches entries from lower cache tiers; None if there are no tiers.
+        drafters: sources of drafts; empty disables drafts.
+        costs: duration of a step by its rows.
+        pass_costs: duration of a pass of the model's MTP layer, by number of sequences.
+        never_drafted: tokens that are never drafted.
 
     Attributes:
-        running, waiting: not to be changed.
-        drafting: puts drafts into steps, if there are drafters.
-        pace: limits steps.
-        replays: has answers go on that began elsewhere.
+        running, waiting: read-only.
+        drafting: adds drafts to steps; None without drafters.
+        pace: limits the prompt tokens of steps.
+        replays: continues answers that another engine began.
     """
 
     def __init__(
@@ -91,27 +92,27 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, group: SequenceGroup) -> None:
-        """Queues a request."""
+        """Queue a request."""
         self.replays.add(group)
         self._queues.add(group)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if nothing can run. Ask for `take_failures` then."""
+        """Plan the next step; return None if nothing can run. Call `take_failures` afterwards."""
         return self._planner.plan()
 
     def learn(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """A successful step took so long."""
+        """Record the duration of a successful step, in seconds."""
         self.pace.learn(plan, seconds)
         if self.drafting is not None:
             self.drafting.learn(plan, output, seconds)
 
     def take_failures(self) -> list[Event]:
-        """Ends the requests that could not be planned."""
+        """End the requests that could not be planned."""
         failures, self._planner.failures = self._planner.failures, []
         return [each for failure in failures for each in self._end_with_error(*failure)]
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Event]:
-        """Publishes what a successful step has computed and appends the sampled tokens."""
+        """Publish the results of a successful step and append the sampled tokens."""
         self._queues.forget_row_copies()
         self._media.commit_step()
         events: list[Event] = []
@@ -131,7 +132,7 @@ class Scheduler:
         return events + self._end_slow_grammars()
 
     def _commit_tokens(self, sequence: Sequence, item: Slice, end: int, output: StepOutput) -> None:
-        """The tokens of a slice up to `end` are computed."""
+        """Mark the tokens of a slice before position `end` as computed and publish them."""
         assert sequence.lease is not None
         sequence.num_computed = end
         sequence.settled_blocks = item.start // self._config.block_size
@@ -153,8 +154,8 @@ class Scheduler:
             sequence.experts.put(item.start, rows)
 
     def _commit_drafts(self, sequence: Sequence, item: Slice, output: StepOutput) -> list[Event]:
-        """Takes in what was sampled up to the first draft that did not hold, or up to the answer's
-        end. What lies behind it in blocks and updates counts for nothing."""
+        """Accept sampled tokens up to the first rejected draft or the end of the answer. Blocks and
+        updates behind that token are discarded."""
         assert sequence.lease is not None
         forced = item.samples[0].forced is not None
         sampled, drafted = output.sampled[sequence.number], len(item.samples) - 1
@@ -185,7 +186,8 @@ class Scheduler:
         return sequence.group, sequence.accept(sampled)
 
     def _take_drafts(self, sequence: Sequence, output: StepOutput) -> None:
-        """What the step has drafted behind its tokens, and the blocks back that it needed."""
+        """Store the drafts that the step made for a sequence and return the blocks reserved for
+        them."""
         assert self.drafting is not None
         if sequence.lease is not None:
             self._cache.shrink(sequence.lease, sequence.num_computed)
@@ -197,7 +199,7 @@ class Scheduler:
             self.drafting.forget(sequence)
 
     def _end_slow_grammars(self) -> list[Event]:
-        """One request's grammar may not take up the time of all others."""
+        """End requests whose grammar takes too long, since they delay all others."""
         events: list[Event] = []
         for sequence in list(self.running):
             grammar = sequence.answer.grammar
@@ -212,13 +214,16 @@ class Scheduler:
         return events
 
     def fail(self, plan: StepPlan, failure: StepError) -> list[Event]:
-        """Takes a failed step back. State rows are updated in place, so every sequence of the step
-        starts again from the cache, alone; one that fails alone is ended with the error. Drafts
-        leave rows alone: where it is known what is in them, their sequences go on from there."""
+        """Roll a failed step back.
+
+        State rows are updated in place, so every sequence of the step restarts from the cache,
+        alone. A sequence that fails alone is ended with the error. Drafts do not write the row
+        itself: if the row's content is known, the sequence continues from it.
+        """
         self._media.abandon_step()
         folded_rows = {row for row, _, _ in plan.folds}
         self._queues.drop_suspended(folded_rows)
-        # Of drafts nobody knows whether they would have held.
+        # Drafts may have been rejected, so only the sampled token is certain.
         items = {item.sequence: item for item in plan.slices}
         ends = {
             number: item.start + 1 if item.kind == "verify" else item.end
@@ -244,7 +249,8 @@ class Scheduler:
         return []
 
     def _keeps_row(self, item: Slice, rows: RowsAfter) -> bool:
-        """Whether a sequence of a failed step keeps its row: only drafts leave a sound one."""
+        """Return True if a sequence of a failed step keeps its state row. Only verify slices leave
+        a valid row."""
         if item.kind != "verify" or rows == "unknown" or (item.pending and rows == "mixed"):
             return False
         sequence = self._queues[item.sequence]
@@ -255,8 +261,8 @@ class Scheduler:
         return True
 
     def end(self, group: SequenceGroup, failure: VlmServeError | None = None) -> list[Event]:
-        """Ends every unfinished choice of a request, at the caller's wish or with an error, and
-        frees everything at once."""
+        """End all unfinished choices of a request and free their resources at once. Without
+        `failure` the request is aborted."""
         reason: FinishReason = "abort" if failure is None else "error"
         events = []
         for sequence in group.sequences:
@@ -275,7 +281,8 @@ class Scheduler:
         return events
 
     def reject_head(self) -> list[Event]:
-        """Ends the first waiting request: nothing runs, and even alone it does not fit."""
+        """End the first waiting request with an error: it does not fit although nothing else is
+        running."""
         failure = OverloadedError("the request does not fit into the cache memory that is left")
         return self.end(self.waiting[0].group, failure)
 

@@ -1,4 +1,5 @@
-"""The update slots of sequences: they keep what a verify slice does to a state until the fold."""
+"""Update slots of sequences. They hold the state updates of a verify slice until they are
+folded."""
 
 from __future__ import annotations
 
@@ -8,22 +9,23 @@ from dataclasses import dataclass
 from vlm_serve.engine.sequence import Sequence
 
 MAX_REPLAYS = 4
-"""Requests that replay at a time."""
+"""Maximum number of requests that replay at the same time."""
 REPLAYED_TOKENS = 16
-"""Of a slice, where there are no drafts: on a CPU as many rows cost little more than one."""
+"""Tokens per slice of a replay if drafts are disabled. On a CPU this many rows cost little more
+than one."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSlots:
-    """`count` sequences have room for `size` updates each."""
+    """Number and size of update slots: `count` slots of `size` updates each."""
 
     count: int
     size: int
 
     @classmethod
     def of(cls, max_num_seqs: int, speculative_tokens: int) -> UpdateSlots:
-        """With drafts every sequence has a seat, for the sampled token and its drafts. Without
-        them there are some for replays."""
+        """Choose number and size of the slots. With drafts, every sequence has a slot for its
+        sampled token and its drafts. Without drafts, a few slots serve replays."""
         if speculative_tokens:
             return cls(max_num_seqs, speculative_tokens + 1)
         return cls(min(max_num_seqs, MAX_REPLAYS), REPLAYED_TOKENS)
@@ -34,12 +36,13 @@ class UpdateSlots:
 
 
 class UpdateSlotAllocator:
-    """Whose updates lie where. A sequence may have two seats side by side: where few run, the
-    memory of the others is nobody's. Those at even places are given first, so that the ones beside
-    them stay free for as long as there are enough.
+    """Allocates update slots to sequences.
+
+    A sequence may hold two adjacent slots: if few sequences run, the other slots are free. Slots at
+    even indices are allocated first, so that their neighbours stay free as long as possible.
 
     Args:
-        seats: how many there are, and how large.
+        slots: number and size of the slots.
     """
 
     def __init__(self, slots: UpdateSlots) -> None:
@@ -50,11 +53,12 @@ class UpdateSlotAllocator:
             self._return_slot(slot)
 
     def first_update(self, sequence: Sequence) -> int:
-        """Of a sequence's updates the first; it has a seat."""
+        """Return the index of the first update of a sequence that holds a slot."""
         return self._held[sequence][0] * self._size
 
     def capacity(self, sequence: Sequence) -> int:
-        """Tokens of a sequence whose updates have a place; 0: none."""
+        """Return the number of tokens of a sequence whose updates can be stored; 0 if no slot is
+        free."""
         own = self._held.get(sequence)
         if own is None and not self._free:
             return 0
@@ -62,8 +66,8 @@ class UpdateSlotAllocator:
         return self._size * (2 if self._has_neighbour(first, own or []) else 1)
 
     def take(self, sequence: Sequence, tokens: int) -> int:
-        """Makes room for the updates of so many tokens, at most `room`, where those that are
-        pending lie; returns the first."""
+        """Allocate space for the updates of `tokens` tokens, at most `capacity`. Return the index
+        of the first update. Pending updates keep their place."""
         if sequence not in self._held:
             self._held[sequence] = [self._free.pop()]
         own = self._held[sequence]
@@ -77,12 +81,13 @@ class UpdateSlotAllocator:
         return own[0] * self._size
 
     def release(self, sequence: Sequence) -> None:
-        """Nothing of a sequence is pending any more."""
+        """Free the slots of a sequence; none of its updates is pending."""
         for slot in self._held.pop(sequence, ()):
             self._return_slot(slot)
 
     def _has_neighbour(self, slot: int, own: list[int]) -> bool:
-        """Whether the seat behind one at an even place is the sequence's own or may be."""
+        """Return True if a slot at an even index can be extended by the next one: it is free or
+        already the sequence's own."""
         return slot % 2 == 0 and (len(own) > 1 or slot + 1 in self._free)
 
     def _return_slot(self, slot: int) -> None:
