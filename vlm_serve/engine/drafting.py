@@ -1,4 +1,4 @@
-"""Puts drafts behind the decode tokens of a step, from what the step has left."""
+"""Adds drafts behind the decode tokens of a step, from the remaining budget."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.verifying import verify_capacity, verify_slice
 
 MAX_DRAFTS_WHEN_FEW = 32
-"""Drafts of a sequence in one step, where few sequences run."""
+"""Maximum number of drafts per sequence and step while few sequences run."""
 
 
 def max_drafts(most: int, running: int, sequences: int) -> int:
-    """Drafts of a sequence in one step: while at most a quarter of the `sequences` run that may, or
-    one alone, each has the place of one of the others too.
+    """Return the maximum number of drafts per sequence and step.
+
+    If only one sequence runs, or at most a quarter of the allowed `sequences`, each may also use
+    the update slot of another one.
 
     Args:
-        most: while more run.
+        most: limit while more sequences run.
     """
     few = sequences > 1 and running <= max(1, sequences // 4)
     return max(most, min(2 * most + 1, MAX_DRAFTS_WHEN_FEW)) if few else most
 
 
 class DraftCounts:
-    """What has become of drafts.
+    """Counters of drafts.
 
     Attributes:
-        drafts: verified slices.
-        draft_tokens, accepted_tokens: tokens drafted, and those that held.
-        accepted_per_position: likewise, by their place behind the sampled token.
+        drafts: number of verified slices.
+        draft_tokens, accepted_tokens: numbers of drafted and of accepted tokens.
+        accepted_per_position: accepted tokens by their position behind the sampled token.
     """
 
     def __init__(self, most: int) -> None:
@@ -58,32 +60,34 @@ class DraftCounts:
 
 
 class DraftSource(NamedTuple):
-    """Whose drafts a sequence was last given, by its place among the drafters, and what spoke for
-    the first of them."""
+    """Source of a sequence's latest drafts: the index of the drafter, and the evidence for the
+    first draft."""
 
     drafter: int = 0
     evidence: int = 0
 
 
 class Drafting:
-    """Drafts displace nothing: they take budget, free blocks and context that nobody else uses in a
-    step, and end where a state snapshot is wanted, which only a decode token leaves.
+    """Adds drafts to steps. Drafts displace nothing: they use budget, free blocks and context that
+    are left over in a step. They end where a state snapshot is wanted, since only a decode token
+    leaves one.
 
     Args:
-        roster: whose planned slices are extended.
-        drafters: guess; of their guesses for a sequence, those that promise most are taken.
-        most: drafts of a sequence in one step, unless few run; see `most_drafts`.
-        sequences: that may run.
-        costs: of a step's rows and sequences.
-        pass_costs: of a pass of the model's layer for drafts, by sequences.
-        state_interval: tokens between state snapshots while decoding; 0: none.
-        never: tokens that are no drafts.
+        queues: provides the planned slices, which drafts extend.
+        drafters: sources of drafts; for each sequence, the most promising drafts win.
+        most: maximum number of drafts per sequence and step, unless few run; see `max_drafts`.
+        sequences: maximum number of running sequences.
+        costs: duration of a step by its rows and sequences.
+        pass_costs: duration of a pass of the MTP layer, by number of sequences.
+        state_interval: tokens between state snapshots while decoding; 0 means none.
+        never: tokens that are never drafted.
 
     Attributes:
-        counts: what has become of drafts so far.
-        drafters: as given.
-        unread: whether the model's layer for drafts is to leave the planned tokens out.
-        trial: whether the model's layer for drafts pays; None: it is used in any case, if at all.
+        counts: counters of drafts.
+        drafters: the given drafters.
+        skip_mtp: True if the MTP layer does not read the planned tokens.
+        payoff_probe: tells whether the MTP layer pays; None means it is used in any case, if at
+            all.
     """
 
     def __init__(
@@ -114,8 +118,12 @@ class Drafting:
         self._sources: dict[int, DraftSource] = {}
 
     def extend(self, budget: int) -> None:
-        """Makes slices of drafts of planned decode tokens; `budget`: tokens that may be added. Has
-        the model's own layer draft behind the step where nothing else is known to come."""
+        """Turn planned decode tokens into slices with drafts. Request drafts of the MTP layer for
+        sequences without others.
+
+        Args:
+            budget: number of tokens that may be added.
+        """
         planned = self._queues.planned
         self.skip_mtp = (
             self.payoff_probe is not None
@@ -154,8 +162,8 @@ class Drafting:
                 self._request_mtp_drafts(drafter, known)
 
     def learn(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """What a step took with all that is around the model: the passes of its layer for drafts
-        may cost more than they bring. Steps with prompts say nothing about that."""
+        """Record the duration of a whole step, to find out whether the passes of the MTP layer pay.
+        Steps with prompts are skipped: they say nothing about that."""
         if self.payoff_probe is None or any(item.kind == "prefill" for item in plan.slices):
             return
         count = len(plan.slices)
@@ -163,19 +171,19 @@ class Drafting:
         self.payoff_probe.learn(seconds / self.costs.seconds(count, count), tokens / count)
 
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """So many of a sequence's drafts held."""
+        """Record how many of a sequence's drafts were accepted."""
         self._acceptance.learn(sequence, *self._sources[sequence.number], drafted, accepted)
         self.counts.add(drafted, accepted)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """Drop the data of a finished sequence."""
         self._acceptance.forget(sequence)
         self._sources.pop(sequence.number, None)
         for drafter in self.drafters:
             drafter.forget(sequence)
 
     def take(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
-        """The model's layer has drafted what may follow all of a sequence's tokens."""
+        """Store the drafts that the MTP layer made behind all of a sequence's tokens."""
         for drafter in self.drafters:
             if isinstance(drafter, MtpDrafter):
                 drafter.take(sequence, drafts)
@@ -207,7 +215,7 @@ class Drafting:
 
     @staticmethod
     def _skips_drafts(sequence: Sequence) -> bool:
-        """Whether it is to have no drafts: nobody's guess is needed of what is forced."""
+        """Return True if the sequence gets no drafts. Forced tokens need none."""
         return sequence.request.cold or sequence.replaying or sequence.suspect_until > 0
 
     def _allowed(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
@@ -217,7 +225,8 @@ class Drafting:
         return drafts
 
     def _request_mtp_drafts(self, drafter: int, known: set[int]) -> None:
-        """Has drafts made behind the planned slices that sample, but for the known sequences."""
+        """Request MTP drafts behind the planned slices that sample, except for the `known`
+        sequences."""
         planned, requested = self._queues.planned, list[tuple[int, int]]()
         for place, item in enumerate(planned):
             sequence = self._queues[item.sequence]
@@ -237,7 +246,7 @@ class Drafting:
             planned[place] = self._reserve_drafts(planned[place], length)
 
     def _reserve_drafts(self, item: Slice, length: int) -> Slice:
-        """The slice with blocks for that many drafts, or for as many as are free."""
+        """Return the slice with blocks for `length` drafts, or for as many as blocks are free."""
         lease, cache = self._queues[item.sequence].lease, self._queues.cache
         assert lease is not None
         blocks = len(lease.blocks) + cache.free_block_count

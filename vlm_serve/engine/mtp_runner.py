@@ -1,4 +1,5 @@
-"""Has the model's multi-token-prediction layer read what a step has computed, and draft from it."""
+"""Runs the model's multi-token-prediction (MTP) layer behind a step: it reads the step's hidden
+states and drafts tokens."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ class MtpInput:
 
     Attributes:
         known: the sequence.
-        start: position of the first of them, at least 1.
-        tokens: their ids.
-        unwritten: so many of them, the first ones, have their KV already.
+        start: position of the first token, at least 1.
+        tokens: token ids.
+        unwritten: number of leading tokens whose KV exists already.
         media: (position, embeddings) of placeholder tokens among them.
-        wanted: drafts behind the last one.
+        wanted: number of drafts behind the last token.
     """
 
     known: KnownSequence
@@ -40,7 +41,7 @@ class MtpInput:
 
 
 def make_draft_batch(inputs: Sequence[MtpInput], block_size: int) -> ForwardBatch:
-    """As `Model.draft` takes it; logits are wanted of the pieces that want drafts."""
+    """Build the batch for `Model.draft`, with logits for the inputs that want drafts."""
     offsets, slots, rows, media = [0], list[int](), list[int](), list[_MediaRows]()
     chunk_ends = []
     for one in inputs:
@@ -75,11 +76,11 @@ def make_draft_batch(inputs: Sequence[MtpInput], block_size: int) -> ForwardBatc
 
 
 class MtpRunner:
-    """Keeps the layer's KV and every state row's last hidden state complete for all tokens that are
-    certain, and drafts what may follow. Drafts are what is most likely, whatever is sampled.
+    """Keeps the layer's KV and the last hidden state of every state row complete for all certain
+    tokens, and drafts the next ones. Drafts are greedy, regardless of the sampling options.
 
     Args:
-        model: loaded with its layer for drafts.
+        model: a model loaded with its MTP layer.
         caches: its pools.
         block_size: tokens per KV block.
     """
@@ -102,14 +103,14 @@ class MtpRunner:
         hidden: torch.Tensor,
         sampled: Mapping[int, tuple[Sampled, ...]],
     ) -> dict[int, tuple[int, ...]]:
-        """What is drafted behind the sampled tokens, by sequence number.
+        """Draft behind the sampled tokens; return the drafts by sequence number.
 
         Args:
             packed: the step's slices in their order.
             known: sequences by number.
-            embeddings: of media, by slot.
-            hidden: `[T, hidden]`, of the step's tokens.
-            sampled: by sequence number.
+            embeddings: media embeddings by slot.
+            hidden: `[T, hidden]`, hidden states of the step's tokens.
+            sampled: sampled tokens by sequence number.
         """
         pool = self._caches["hidden"][:, 0]
         inputs, before, numbers = list[MtpInput](), list[torch.Tensor](), list[int]()
@@ -135,8 +136,8 @@ class MtpRunner:
         return dict(zip(numbers, drafts, strict=True))
 
     def skip(self, packed: Sequence[Slice], known: Known) -> None:
-        """The layer reads nothing of a step. Its keys and values there are zero: who goes on behind
-        them attends to nothing, and to nobody else's."""
+        """Skip a step. Its keys and values in the layer are set to zero, so that later tokens
+        attend to nothing there instead of another sequence's data."""
         for item in packed:
             each = known[item.sequence]
             if item.end <= each.mtp_cleared_until:
@@ -148,7 +149,8 @@ class MtpRunner:
             each.mtp_cleared_until = len(each.table) * self._block_size
 
     def _draft(self, inputs: list[MtpInput], before: torch.Tensor) -> list[tuple[int, ...]]:
-        """The drafts of each piece that wants some; each of them is read to draft the next."""
+        """Draft for each input that wants it, token by token. Each draft is read to draft the
+        next."""
         chains: list[list[int]] = [[] for one in inputs if one.wanted]
         live = list(range(len(chains)))
         requested = [one for one in inputs if one.wanted]
@@ -172,8 +174,8 @@ def _mtp_input(
     sampled: Sequence[Sampled],
     embeddings: Mapping[int, torch.Tensor],
 ) -> MtpInput:
-    """The first `count` tokens of a slice, and the sampled one if drafts are wanted behind it. A
-    sequence's very first token has nothing before it."""
+    """Build the input from the first `count` tokens of a slice, plus the sampled token if drafts
+    are wanted. The first token of a sequence is left out: it has no predecessor."""
     start = max(1, item.start)
     tokens = known.token_ids(item)[start - item.start : count]
     wanted = item.drafts if sampled else 0
@@ -189,6 +191,6 @@ def _mtp_input(
 
 
 def _next(one: MtpInput, chain: list[int]) -> MtpInput:
-    """Where the last draft is read."""
+    """Return the input that reads the last draft."""
     position = one.start + len(one.tokens) + len(chain) - 1
     return MtpInput(one.known, position, (chain[-1],), wanted=one.wanted)

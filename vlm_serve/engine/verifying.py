@@ -1,4 +1,5 @@
-"""Slices that verify: a sampled token and what may follow it, each computed as a decode token."""
+"""Verify slices: a sampled token and the tokens that may follow it, each computed as a decode
+token."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from vlm_serve.engine.queues import SequenceQueues
 
 
 def verify_capacity(queues: SequenceQueues, item: Slice, state_interval: int) -> int:
-    """Tokens that fit behind a decode token: into the answer, the free blocks and updates and up to
-    the next position whose state is wanted, which only a decode token leaves.
+    """Return the number of tokens that fit behind a decode token. The limits are the answer's
+    length, free blocks and updates. Another limit is the next position that needs a state snapshot,
+    since only a decode token leaves one.
 
     Args:
-        state_interval: tokens between state snapshots while decoding; 0: none.
+        state_interval: tokens between state snapshots while decoding; 0 means none.
     """
     sequence, cache = queues[item.sequence], queues.cache
     lease, updates = sequence.lease, queues.update_capacity(sequence)
@@ -30,12 +32,12 @@ def verify_capacity(queues: SequenceQueues, item: Slice, state_interval: int) ->
 
 
 def verify_slice(queues: SequenceQueues, item: Slice, drafts: Tokens[int]) -> Slice:
-    """A planned decode token with drafts behind it, as many as may come; the slice as it is if
-    there are none, or no blocks for them."""
+    """Return a planned decode token extended by as many drafts as are allowed. Return it unchanged
+    if no draft is allowed or no blocks are free."""
     sequence = queues[item.sequence]
     lease, cache = sequence.lease, queues.cache
     assert lease is not None and item.src_row == item.dst_row
-    # Other drafts may have taken places for updates in the meantime, or blocks.
+    # Other drafts may have taken updates or blocks since the capacity was computed.
     updates = queues.update_capacity(sequence)
     drafts = drafts if updates is None else drafts[: max(0, updates - 1)]
     tasks = sequence.draft_tasks(item.samples[0], drafts)

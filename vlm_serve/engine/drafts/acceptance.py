@@ -1,4 +1,4 @@
-"""What is thought of drafts, from what has become of others like them."""
+"""Acceptance rates of drafts, learned from earlier drafts with the same evidence."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MAX_TENANTS = 1024
 
 @dataclass(slots=True)
 class Acceptance:
-    """What has become of one drafter's drafts lately.
+    """Recent acceptance rates of one drafter.
 
     Attributes:
-        rates: by evidence how likely a draft holds if those before it do.
-        pause: steps without drafts, while they are not worth it, before one is tried.
-        paused: of those, how many have passed.
+        rates: by evidence, the probability that a draft is accepted if all before it are.
+        pause: number of steps without drafts, while they are not worth it, before one is tried.
+        paused: number of such steps so far.
     """
 
     rates: list[float] = field(default_factory=lambda: [_FIRST_RATE] * (MAX_EVIDENCE + 1))
@@ -31,18 +31,24 @@ class Acceptance:
     paused: int = 0
 
     def chances(self, drafted: int, evidence: int = 0) -> list[float]:
-        """How likely each of some drafts holds, with all before it; `evidence`: of the first."""
+        """Return for each of `drafted` drafts the probability that it and all before it are
+        accepted.
+
+        Args:
+            evidence: evidence for the first draft.
+        """
         levels = range(evidence, evidence + drafted)
         return list(accumulate((self.rates[min(each, MAX_EVIDENCE)] for each in levels), mul))
 
     def expected_accepted(self, drafted: int, evidence: int = 0) -> float:
-        """How many of so many drafts are likely to hold."""
+        """Return the expected number of accepted drafts."""
         return sum(self.chances(drafted, evidence))
 
     def learn(
         self, drafted: int, accepted: int, evidence: int = 0, weight: float = _WEIGHT
     ) -> None:
-        """The first `accepted` of some drafts held, and the next one did not."""
+        """Record that the first `accepted` of `drafted` drafts were accepted and the next one was
+        not."""
         rates = self.rates
         for place, held in enumerate((True,) * accepted + (False,) * (accepted < drafted)):
             level = min(evidence + place, MAX_EVIDENCE)
@@ -53,8 +59,8 @@ class Acceptance:
 
 
 class AcceptanceTracker:
-    """In each drafter, for each sequence. A new sequence's begins with what has become of the
-    drafts of its tenant, one for whom all is new with a guess."""
+    """Tracks acceptance rates by sequence and drafter. A new sequence starts with the rates of its
+    tenant; a new tenant starts with a guess."""
 
     def __init__(self) -> None:
         self._own: dict[int, dict[int, Acceptance]] = {}
@@ -70,7 +76,7 @@ class AcceptanceTracker:
     def learn(
         self, sequence: Sequence, drafter: int, evidence: int, drafted: int, accepted: int
     ) -> None:
-        """So many of a sequence's drafts held; `evidence`: of the first."""
+        """Record how many of a sequence's drafts were accepted; `evidence` is that of the first."""
         self.of(sequence, drafter).learn(drafted, accepted, evidence)
         place = (sequence.keys.root, drafter)
         self._common.setdefault(place, Acceptance()).learn(
@@ -81,5 +87,5 @@ class AcceptanceTracker:
             self._common.popitem(last=False)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """Drop the data of a finished sequence."""
         self._own.pop(sequence.number, None)

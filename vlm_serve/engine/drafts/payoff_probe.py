@@ -1,22 +1,22 @@
-"""Whether something pays: steps with it and without it are made in turns and compared."""
+"""Probes whether a feature pays: alternates steps with and without it and compares their cost."""
 
 from __future__ import annotations
 
 from collections import deque
 
 TRIED = 16
-"""Steps that say what one way costs."""
+"""Number of steps that measure the cost of one way."""
 _SHORTEST, _LONGEST = 256, 8192
 _OUTLIER = 4.0
-"""Times as long as others: something else had the machine."""
+"""Cap on a step's duration, as a multiple of the median: the machine was busy otherwise."""
 
 
 class PayoffProbe:
-    """Some steps are made with it, as many without it, and then those of a while as was cheaper;
-    then the other way is tried again, ever more rarely as long as it stays the dearer one.
+    """Alternates a feature on and off, then keeps the cheaper way for a while. After that it tries
+    the other way again, at longer and longer intervals as long as the result stays the same.
 
     Attributes:
-        on: whether the next step is to be made with it.
+        on: True if the next step uses the feature.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,8 @@ class PayoffProbe:
         self._left, self._while = TRIED, _SHORTEST
 
     def learn(self, seconds: float, tokens: float) -> None:
-        """What a step took, in any unit, and tokens that it made; it was made as `on` said."""
+        """Record the duration of a step (in any unit) and the tokens that it made. The step was
+        made as `on` said."""
         self._lately.append((seconds, tokens))
         self._left -= 1
         if self._left:
@@ -46,7 +47,7 @@ class PayoffProbe:
         self._left = self._while
 
     def _cost(self) -> float:
-        """Of a token."""
+        """Return the mean cost per token of the latest steps."""
         most = _OUTLIER * sorted(seconds for seconds, _ in self._lately)[len(self._lately) // 2]
         seconds = sum(min(each, most) for each, _ in self._lately)
         return seconds / sum(tokens for _, tokens in self._lately)

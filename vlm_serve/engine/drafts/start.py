@@ -1,4 +1,4 @@
-"""Where an engine's drafts come from, and what they cost: decided when it starts."""
+"""Start-up decisions about drafts: sources and costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vlm_serve.models.cache_layout import CacheTensors
 
 
 def with_drafts(config: EngineConfig, device: torch.device, *, compiled: bool) -> EngineConfig:
-    """The config with "auto" decided: drafts where they were measured to cost next to nothing."""
+    """Resolve "auto": enable drafts where measurements show that they cost next to nothing."""
     if config.speculative != "auto":
         return config
     why = why_off(device, config.tensor_parallel_size, compiled=compiled)
@@ -28,7 +28,7 @@ def with_drafts(config: EngineConfig, device: torch.device, *, compiled: bool) -
 
 
 def why_off(device: torch.device, ranks: int, *, compiled: bool) -> str:
-    """What speaks against drafts unless they are asked for; empty if nothing does."""
+    """Return the reason why drafts are off by default; empty if they are on."""
     if device.type != "cpu":
         return "what they bring on GPUs has not been measured"
     if not compiled:
@@ -37,11 +37,11 @@ def why_off(device: torch.device, ranks: int, *, compiled: bool) -> str:
 
 
 def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
-    """Whether the model's own layer for drafts is to be used.
+    """Return True if the model's MTP layer is used.
 
     Raises:
-        ConfigError: it is, and there is none, or CUDA graphs, which report no hidden states, were
-            asked for beside it, or several ranks.
+        ConfigError: the layer is requested but missing, or combined with CUDA graphs (which report
+            no hidden states) or several ranks.
     """
     if "mtp" not in config.speculative:
         return False
@@ -66,7 +66,7 @@ def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
 
 
 def make_drafters(config: EngineConfig) -> list[Drafter]:
-    """Those that the options name."""
+    """Create the drafters that the options name."""
     kinds: dict[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter, "mtp": MtpDrafter}
     return [make() for name, make in kinds.items() if name in config.speculative.split(",")]
 
@@ -74,7 +74,7 @@ def make_drafters(config: EngineConfig) -> list[Drafter]:
 def measure_costs(
     executor: LocalExecutor, model: Model, caches: CacheTensors, config: EngineConfig
 ) -> tuple[CostCurve, CostCurve | None]:
-    """Of a step's rows, and of passes of the model's own layer for drafts if there is one."""
+    """Measure the cost of a step's rows, and of passes of the MTP layer if the model has one."""
     most = config.max_num_seqs
     tokens = config.speculative_tokens + 1
     rows, sequence = executor.measure(most_sequences=most, most_tokens=tokens)
