@@ -1,4 +1,5 @@
-"""Computes steps on several ranks: the first one's part here, the others' in their processes."""
+"""Executor over several ranks: runs the first rank's part here and the others in their
+processes."""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ from vlm_serve.models.cache_layout import CacheTensors
 
 _T = TypeVar("_T")
 _GRACE_SECONDS = 1.0
-"""For ranks to say why they have left a step."""
+"""Time for ranks to report why they have left a step."""
 
 
 class ShardedExecutor(LocalExecutor):
-    """An `Executor` of all ranks. Plans go to every rank; tokens are chosen by the first alone.
+    """An `Executor` over all ranks. Plans go to every rank; only the first one samples tokens.
 
     Args:
-        model, caches: of the first rank.
-        pools: as the others have them.
-        processes: the others, with their part of the model loaded.
+        model, caches: model and pools of the first rank.
+        pools: sizes of the pools of every rank.
+        processes: the other ranks, with their part of the model loaded.
         limit: seconds that ranks wait for each other.
-        owned: whether the processes end with this.
+        owned: if True, closing the executor ends the processes.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ShardedExecutor(LocalExecutor):
 
     def register(self, info: SequenceInfo) -> None:
         super().register(info)
-        with suppress(ConnectionLostError):  # the next step says so
+        with suppress(ConnectionLostError):  # the next step reports it
             self._processes.send("register", info)
 
     def forget(self, sequence: int) -> None:
@@ -74,8 +75,8 @@ class ShardedExecutor(LocalExecutor):
             self._processes.send("forget", sequence)
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """See `Executor.run`. What a step that fails has left in the rows differs from rank to
-        rank."""
+        """Run a step, see `Executor.run`. After a failed step, the content of state rows differs
+        between ranks, so it is always "unknown"."""
         run = super().run
 
         def own() -> StepOutput:
@@ -118,7 +119,7 @@ class ShardedExecutor(LocalExecutor):
         self._model.ranks.close()
 
     def _run_on_all_ranks(self, own: Callable[[], _T], name: str, *arguments: object) -> _T:
-        """This rank's part of a step while the others do theirs."""
+        """Run this rank's part of a step while the others run theirs."""
         ranks, number = self._model.ranks, next(self._numbers)
         try:
             self._processes.send(name, number, *arguments)
@@ -143,7 +144,8 @@ class ShardedExecutor(LocalExecutor):
         return cast(_T, result)
 
     def _lost(self, sentence: str) -> None:
-        """From another thread: nobody waits for who has gone."""
+        """Handle the loss of a rank, on the watcher's thread: wake this rank if it waits for the
+        lost one."""
         self._ended = sentence
         if isinstance(self._model.ranks, SharedRanks):
             self._model.ranks.end()

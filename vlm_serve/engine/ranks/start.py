@@ -1,4 +1,4 @@
-"""Loads a model, on one rank or on several."""
+"""Loads a model on one rank or on several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlm_serve.temporary_folder import TemporaryFolder
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What is to be loaded; see `load_model`."""
+    """A model to load, with its arithmetic and device; see `load_model`."""
 
     path: Path
     spec: ModelSpec
@@ -35,16 +35,16 @@ class ModelSource:
 def load(
     source: ModelSource, config: EngineConfig, processes: RankProcesses | None = None
 ) -> tuple[Model, RankProcesses | None]:
-    """The first rank's part of the model, and the processes that have loaded theirs, if there are.
+    """Load the model. Return the first rank's part and the processes of the other ranks, if any.
 
     Args:
-        what: the model.
+        source: the model.
         config: options.
-        processes: that are there already and have nothing loaded (tests); else they are started.
+        processes: existing processes with nothing loaded (tests); None starts new ones.
 
     Raises:
         ConfigError: more ranks than GPUs.
-        EngineError: a rank cannot be started, or fails. None is left behind then.
+        EngineError: a rank cannot be started, or fails; no process is left behind.
         CheckpointError, BuildError: as from `load_model`.
     """
     types, size = source.arithmetic.types, config.tensor_parallel_size
@@ -95,7 +95,7 @@ def load(
 
 
 def _devices(device: torch.device, size: int) -> list[str]:
-    """One for each rank."""
+    """Return the device of each rank."""
     if device.type == "cpu":
         return ["cpu"] * size
     count = torch.cuda.device_count()
@@ -109,8 +109,9 @@ def _devices(device: torch.device, size: int) -> list[str]:
 
 @contextmanager
 def _rendezvous(source: ModelSource, config: EngineConfig) -> Iterator[Rendezvous]:
-    """Compiled steps of one host meet in shared memory, all else in a process group. Nobody else
-    can come, and when all ranks are there no place is left."""
+    """Create the place where ranks meet: shared memory for compiled steps on one host, else the
+    store of a process group. It is private, and its file is gone as soon as all ranks have
+    joined."""
     size, limit = config.tensor_parallel_size, config.stall_timeout
     if source.compiled:
         memory = SharedMemory.create(size, slot_bytes(source.spec, config))
@@ -130,7 +131,8 @@ def _rendezvous(source: ModelSource, config: EngineConfig) -> Iterator[Rendezvou
 
 
 def slot_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """Of a rank's slot: a step's tokens, as many as there can be, and a row of its logits."""
+    """Return the bytes of a rank's slot. It holds all tokens of the largest step, or a row of its
+    logits."""
     drafts = 0 if config.speculative == "off" else config.speculative_tokens + 1
     tokens = config.max_num_batched_tokens + config.max_num_seqs * drafts
     return 4 * max(tokens * spec.hidden_size, -(-spec.vocab_size // config.tensor_parallel_size))

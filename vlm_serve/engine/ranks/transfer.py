@@ -15,12 +15,13 @@ Staged = tuple[Any, list[Entry]]
 
 
 class RanksTransfer:
-    """See `cache.tiers.transfer`: an entry holds every rank's part, one after the other.
+    """A transfer over all ranks, see `cache.tiers.transfer`. An entry holds every rank's part,
+    concatenated.
 
     Args:
-        own: of the first rank.
-        processes: the others.
-        limit: seconds that they have for an answer.
+        own: transfer of the first rank.
+        processes: the other ranks.
+        limit: timeout of a reply, in seconds.
     """
 
     def __init__(self, own: Transfer, processes: RankProcesses, limit: float) -> None:
