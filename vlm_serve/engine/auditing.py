@@ -1,4 +1,4 @@
-"""Runs a share of the hits again without the cache, and compares.
+"""Cache audit: runs a share of the hits again without the cache and compares the answers.
 
 docs/architecture.md#what-a-hit-guarantees
 """
@@ -20,9 +20,10 @@ from vlm_serve.sampling_params import MAX_LOGPROBS, SamplingParams
 _log = logging.getLogger(__name__)
 
 NEAR_TIE = 1e-4
-"""A first differing token is no mismatch if the cold run preferred its own by no more than this."""
+"""A first difference is a near tie, not a mismatch, if the cold run preferred its token by at most
+this log-probability."""
 AUDIT_PRIORITY = 1 << 40
-"""Behind every caller's."""
+"""Priority of audits: behind all requests of callers."""
 MAX_PENDING = 16
 
 Verdict = Literal["equal", "near_tie", "mismatch"]
@@ -30,13 +31,13 @@ Verdict = Literal["equal", "near_tie", "mismatch"]
 
 @dataclass(slots=True)
 class AuditCounts:
-    """What became of the audits.
+    """Results of audits.
 
     Attributes:
-        audits: cold runs that were compared.
-        mismatches: of those, the ones that the cache made wrong.
-        near_ties: of those, the ones that differ where two tokens were about equally likely.
-        dropped: audits without a result: too many at once, a seat given up to a caller, a failure.
+        audits: number of cold runs compared.
+        mismatches: cold runs that show a wrong answer from the cache.
+        near_ties: cold runs that differ where two tokens were about equally likely.
+        dropped: audits without a result: too many at once, aborted for a caller, or failed.
     """
 
     audits: int = 0
@@ -47,7 +48,7 @@ class AuditCounts:
 
 @dataclass(eq=False, slots=True)
 class _Audit:
-    """A finished request, and the cold run's tokens so far."""
+    """A finished request and the tokens of its cold run so far."""
 
     group: SequenceGroup
     answer: tuple[int, ...]
@@ -56,15 +57,15 @@ class _Audit:
 
 
 class Auditor:
-    """Chooses what is audited and judges the results. Only the engine's thread calls it.
+    """Chooses requests to audit and judges the results. Used by the engine's thread only.
 
-    Greedy requests without penalties are eligible: of others a differing token proves nothing.
+    Only greedy requests without penalties are eligible: in others a different token proves nothing.
 
     Args:
-        rate: share of the eligible requests. Which ones follows from counting, not from chance.
+        rate: share of the eligible requests. The choice is by counting, not at random.
 
     Attributes:
-        running: the cold request under way.
+        running: the cold request in progress.
         counts: results so far.
     """
 
@@ -77,7 +78,7 @@ class Auditor:
         self._pending: deque[_Audit] = deque()
 
     def consider(self, group: SequenceGroup) -> None:
-        """A request has ended. Notes it for an audit if it is its turn."""
+        """Queue an audit of a finished request if it is selected."""
         if not self._rate or not _eligible(group):
             return
         before = math.floor(self._num_eligible * self._rate)
@@ -90,7 +91,7 @@ class Auditor:
         self._pending.append(_Audit(group, group.sequences[0].generated))
 
     def start(self) -> Request | None:
-        """The next cold request; None if nothing is to be audited."""
+        """Return the next cold request; None if no audit is queued."""
         assert self.running is None
         if not self._pending:
             return None
@@ -132,9 +133,9 @@ class Auditor:
 def judge(
     answer: Sequence[int], cold: Sequence[int], logprobs: Sequence[dict[int, float]]
 ) -> Verdict:
-    """Compares an answer with a cold run's tokens and the log-probabilities it chose them from.
+    """Compare an answer with a cold run's tokens and their log-probabilities.
 
-    Only the first difference counts; what comes after it follows from another prefix.
+    Only the first difference counts: the tokens behind it follow different prefixes.
     """
     for token, reference, row in zip(answer, cold, logprobs, strict=False):
         if token != reference:
