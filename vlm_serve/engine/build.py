@@ -1,4 +1,4 @@
-"""Assembles an engine from a checkpoint and a config; decides the defaults that need both."""
+"""Assembles an engine from a checkpoint and a config; decides the defaults that depend on both."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 REPORTED_LOGITS_BYTES = 256 << 20
-"""Logits of prompt tokens that one step may compute for requests that want to see them."""
+"""Maximum bytes of prompt logits that one step computes for requested prompt log-probabilities."""
 MIN_STEP_TOKENS, GPU_MIN_STEP_TOKENS = 256, 1024
-"""Of prompts, whatever a step with them takes. On a GPU the host takes tens of milliseconds to
-launch a step of any size."""
+"""Prompt tokens that a step may always have. On a GPU the host takes tens of milliseconds to launch
+a step of any size."""
 
 
 def build(
@@ -69,13 +69,13 @@ def build(
     poison: bool = False,
     processes: RankProcesses | None = None,
 ) -> EngineParts:
-    """Loads the checkpoint and allocates the pools.
+    """Load the checkpoint and allocate the pools.
 
     Args:
         model: directory, hub id, "demo" or "demo-moe".
         config: options; None and "auto" values are decided here.
         poison: fill freed blocks and rows with NaN (tests).
-        processes: of other ranks, which are there already and stay (tests).
+        processes: existing processes of other ranks, which outlive the engine (tests).
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -108,7 +108,7 @@ def build(
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model with its weights; the processes of other ranks, and whether they end with the
+    """A loaded model and the processes of other ranks. If `owned`, the processes end with the
     engine."""
 
     source: ModelSource
@@ -126,7 +126,7 @@ def _assemble(
     with_graphs: bool,
     poison: bool,
 ) -> EngineParts:
-    """Everything else. Raises ConfigError if it does not fit."""
+    """Assemble all other components. Raise ConfigError if memory does not suffice."""
     source, model = loaded.source, loaded.model
     spec, types = source.spec, source.arithmetic.types
     size = config.tensor_parallel_size
@@ -223,7 +223,7 @@ def _executor(
 
 
 def _decided(config: EngineConfig, source: ModelSource, *, graphs: bool) -> EngineConfig:
-    """The config with what was decided in place of None and "auto"."""
+    """Return the config with the decided values in place of None and "auto"."""
     names = source.arithmetic.types.names()
     return replace(
         config,
@@ -240,7 +240,7 @@ def _decided(config: EngineConfig, source: ModelSource, *, graphs: bool) -> Engi
 
 
 def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
-    """The config with the model's default block size, if it has none."""
+    """Return the config with the model's default block size, if it has none."""
     if config.block_size is not None:
         return config
     return replace(
@@ -249,13 +249,13 @@ def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
 
 
 def longest_context(config: EngineConfig, model: ModelSpec, memory: MemoryPlan) -> int:
-    """Tokens of the longest prompt with its answer."""
+    """Return the maximum number of tokens of a prompt with its answer."""
     context = config.max_model_len or model.max_position_embeddings
     return min(context, (memory.num_blocks - 1) * memory.block_size)
 
 
 def find_checkpoint(model: str, *, configs_only: bool = False) -> Path:
-    """The directory of a built-in or a named checkpoint; see `resolve_checkpoint`."""
+    """Return the directory of a built-in or a named checkpoint; see `resolve_checkpoint`."""
     if model in DEMO_DIRECTORIES:
         return _DEMO_FOLDER / DEMO_DIRECTORIES[model]
     return resolve_checkpoint(model, configs_only=configs_only)

@@ -1,7 +1,8 @@
-"""Decodes, off the engine's thread, media whose pixels turn out to be needed after all.
+"""Decodes media off the engine's thread if their pixels are needed after all.
 
 A repeated upload is recognised without decoding it. If its KV or embeddings have been evicted, its
-request waits here while it is decoded; everybody else goes on. Decoding ends with the request.
+request waits until it is decoded; all other requests continue. Decoding stops when the request
+ends.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ _THREADS = 4
 
 
 class MediaLoading:
-    """Loads what the planner asks for.
+    """Loads the media that the planner requests.
 
     Args:
-        media: says what is to be loaded.
+        media: provides the media to load.
         post: runs a function on the engine's thread.
         fail: ends a request with an error; called on the engine's thread.
-        restart: begins a request again with another prompt; likewise.
+        restart: restarts a request with another prompt; called on the engine's thread.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class MediaLoading:
         self._fail = fail
         self._restart = restart
         self._in_flight: dict[MediaItem, tuple[SequenceGroup, Stop]] = {}
-        # They mostly wait for the decoders.
+        # The threads mostly wait for the decoder processes.
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-reload")
 
     @property
@@ -48,7 +49,7 @@ class MediaLoading:
         return bool(self._in_flight)
 
     def start(self) -> None:
-        """Begins to load what has been asked for since the last call."""
+        """Load the media that were requested since the last call."""
         for item, group in self._media.loading.items():
             if item not in self._in_flight:
                 stop = Stop()
@@ -56,7 +57,7 @@ class MediaLoading:
                 self._pool.submit(self._load, item, group, stop)
 
     def forget(self, group: SequenceGroup) -> None:
-        """Ends what is being loaded for a request that has ended."""
+        """Cancel the loading of media for a finished request."""
         for owner, stop in self._in_flight.values():
             if owner is group:
                 stop.set()
@@ -95,7 +96,7 @@ class MediaLoading:
 
 
 def _load(item: MediaItem, prompt: Prompt, stop: Stop) -> Prompt | None:
-    """Decodes a medium. If it is another than was recorded, the prompt with what it is."""
+    """Decode a medium. If it differs from its record, return the corrected prompt."""
     try:
         item.load(stop)
     except UnconfirmedError:
