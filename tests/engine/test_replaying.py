@@ -147,7 +147,7 @@ def test_a_token_that_must_not_come_ends_the_request() -> None:
             if plan is not None and not failures:
                 one.run(plan)
         (error,) = errors
-        assert isinstance(error, InvalidRequestError) and "must not come" in str(error)
+        assert isinstance(error, InvalidRequestError) and "is forbidden by" in str(error)
         one.cache.check()
 
 

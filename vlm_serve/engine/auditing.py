@@ -123,7 +123,7 @@ class Auditor:
         if verdict == "mismatch":
             self.counts.mismatches += 1
             _log.error(
-                "request %s answered otherwise from the cache (%d of %d tokens) than it does cold",
+                "request %s: the answer from the cache (%d of %d tokens) differs from the cold run",
                 audit.group.request.request_id,
                 audit.group.cached_tokens,
                 len(audit.group.request.prompt),

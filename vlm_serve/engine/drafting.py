@@ -200,11 +200,11 @@ class Drafting:
             if not drafts:
                 continue
             source = DraftSource(place, drafter.evidence(sequence))
-            expected_accepted = self._acceptance.of(sequence, place).expected_accepted(
+            expected = self._acceptance.of(sequence, place).expected_accepted(
                 len(drafts), source.evidence
             )
-            if expected_accepted > most:
-                best, most, self._sources[item.sequence] = drafts, expected_accepted, source
+            if expected > most:
+                best, most, self._sources[item.sequence] = drafts, expected, source
         return best
 
     def _candidate(self, item: Slice, drafts: tuple[int, ...]) -> Candidate:

@@ -126,7 +126,7 @@ class EmbeddingTiers:
 
         Args:
             following: returns (key, number of tokens) of this embedding and of those needed next.
-            patience: time budget of the sequence; its waiting time is added.
+            patience: waiting time of the sequence so far; this wait is added.
         """
         requested = self._requested.setdefault(sequence, set())
         if key not in requested:

@@ -297,7 +297,7 @@ class EngineLoop:
         request = replace(group.request, prompt=prompt)
         try:
             if any(sequence.num_generated for sequence in group.sequences):
-                raise MediaError("a medium is another than was recorded, and the answer has begun")
+                raise MediaError("a medium differs from its record, and the answer has begun")
             check_request(prompt, request.params, self._spec, self._max_length)
         except VlmServeError as error:
             self._fail_request(group, error)

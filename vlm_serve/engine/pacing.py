@@ -6,11 +6,11 @@ import math
 
 from vlm_serve.engine.plan import StepPlan
 
-_KEPT = 0.8
+_DECAY = 0.8
 """Weight of all earlier steps after each further step (exponential decay)."""
-_KEPT_OF_DEPTHS = 0.98
+_DEPTH_DECAY = 0.98
 """Decay for the cost of depth; slower, since one step says little about it."""
-_APART = 0.02
+_MIN_SPREAD = 0.02
 """Minimum relative spread of depths for an estimate of the cost of depth."""
 _MIN_DEPTH = 256.0
 """Lower bound of `doubling`: attention to this many tokens costs no more than the rest of a token's
@@ -31,13 +31,13 @@ class _Depths:
     def learn(self, context: float, cost: float) -> None:
         """Record a step with a mean cost of `cost` per token and a mean context of `context`
         tokens."""
-        self._steps = _KEPT_OF_DEPTHS * self._steps + 1
-        self._context = _KEPT_OF_DEPTHS * self._context + context
-        self._square = _KEPT_OF_DEPTHS * self._square + context * context
-        self._cost = _KEPT_OF_DEPTHS * self._cost + cost
-        self._both = _KEPT_OF_DEPTHS * self._both + context * cost
+        self._steps = _DEPTH_DECAY * self._steps + 1
+        self._context = _DEPTH_DECAY * self._context + context
+        self._square = _DEPTH_DECAY * self._square + context * context
+        self._cost = _DEPTH_DECAY * self._cost + cost
+        self._both = _DEPTH_DECAY * self._both + context * cost
         spread = self._steps * self._square - self._context**2
-        if spread <= _APART * self._steps * self._square:
+        if spread <= _MIN_SPREAD * self._steps * self._square:
             return
         flat = self._cost * self._square - self._both * self._context
         slope = self._both * self._steps - self._cost * self._context
@@ -73,8 +73,8 @@ class Pace:
             return
         looked = sum((item.end - item.start) * (item.start + item.end) / 2 for item in plan.slices)
         self._depths.learn(looked / tokens, seconds / tokens)
-        self._work = _KEPT * self._work + tokens + looked / self._depths.doubling
-        self._seconds = _KEPT * self._seconds + seconds
+        self._work = _DECAY * self._work + tokens + looked / self._depths.doubling
+        self._seconds = _DECAY * self._seconds + seconds
 
     def most(self, start: int) -> int:
         """Return the token limit of the next step; unlimited while nothing is known.

@@ -205,8 +205,7 @@ class Scheduler:
             grammar = sequence.answer.grammar
             if grammar is not None and grammar.too_slow and not sequence.group.finished:
                 failure = InvalidRequestError(
-                    "following the grammar takes too long; one with less repetition inside of "
-                    "repetitions is faster",
+                    "following the grammar takes too long; use fewer nested repetitions",
                     param="structured_outputs",
                     code="grammar_limit",
                 )

@@ -200,7 +200,7 @@ class Sequence:
         forced = self.forced[position]
         if mask is not None and not mask[forced // 8] >> forced % 8 & 1:
             raise InvalidRequestError(
-                f"forced: token {forced} must not come in answer to this request", param="forced"
+                f"forced: token {forced} is forbidden by the request's rules", param="forced"
             )
         return SampleTask(self.number, position, mask, unbiased, forced=forced)
 

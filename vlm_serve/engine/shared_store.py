@@ -95,10 +95,10 @@ def read_address(config: EngineConfig) -> SharedAddress | None:
         raise _invalid(f"must be {_FORM}")
     unknown = sorted(query.keys() - set(_FILES))
     if unknown:
-        raise _invalid(f"has a parameter {unknown[0]!r}; those known are {', '.join(_FILES)}")
+        raise _invalid(f"has a parameter {unknown[0]!r}; known ones are {', '.join(_FILES)}")
     with_tls = _SCHEMES[url.scheme]
     if query and not with_tls:
-        raise _invalid(f"has a parameter {next(iter(query))!r}, which is for TLS alone")
+        raise _invalid(f"has a parameter {next(iter(query))!r}, which requires TLS")
     is_local = _is_loopback(host)
     if not (is_local or with_tls or config.shared_store_insecure):
         raise _invalid(
@@ -182,7 +182,7 @@ def _read_key(path: Path) -> bytes:
         raise ConfigError(f"{param} cannot be read: {error}", param=param) from None
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ConfigError(
-            f"{param} can be read or written by everybody on this machine: chmod o= {path}",
+            f"{param} can be read or written by every user of this machine: chmod o= {path}",
             param=param,
         )
     if len(secret) < MIN_KEY_BYTES:

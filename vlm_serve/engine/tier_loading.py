@@ -109,7 +109,7 @@ def disk_folder(config: EngineConfig) -> Path | None:
     try:
         folder = Path(config.disk_cache_path).expanduser()
         if not stat.S_ISDIR(folder.stat().st_mode):
-            problem = f"{folder} is no folder"
+            problem = f"{folder} is not a folder"
     except (ValueError, RuntimeError) as error:
         problem = str(error)
     except OSError as error:

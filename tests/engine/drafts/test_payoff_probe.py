@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vlm_serve.engine.drafts.payoff_probe import TRIED, PayoffProbe
+from vlm_serve.engine.drafts.payoff_probe import PROBED_STEPS, PayoffProbe
 
 
 def ways(
@@ -26,7 +26,10 @@ def test_the_cheaper_way_is_taken_and_the_other_one_tried_ever_more_rarely(
     with_it: float, pays: bool
 ) -> None:
     made = ways(PayoffProbe(), 20_000, with_it, 1.0)
-    assert made[:TRIED] == [True] * TRIED and made[TRIED : 2 * TRIED] == [False] * TRIED
+    assert (
+        made[:PROBED_STEPS] == [True] * PROBED_STEPS
+        and made[PROBED_STEPS : 2 * PROBED_STEPS] == [False] * PROBED_STEPS
+    )
     assert made.count(not pays) < 0.02 * len(made)
     tries = [at for at in range(1, len(made)) if made[at] != made[at - 1] and made[at] != pays]
     waits = [after - before for before, after in zip(tries, tries[1:], strict=False)]
@@ -35,7 +38,7 @@ def test_the_cheaper_way_is_taken_and_the_other_one_tried_ever_more_rarely(
 
 def test_more_tokens_a_step_count() -> None:
     probe = PayoffProbe()
-    for _ in range(4 * TRIED):
+    for _ in range(4 * PROBED_STEPS):
         probe.learn(1.5 if probe.on else 1.0, 2.0 if probe.on else 1.0)
     assert probe.on
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-TRIED = 16
+PROBED_STEPS = 16
 """Number of steps that measure the cost of one way."""
-_SHORTEST, _LONGEST = 256, 8192
+_MIN_PERIOD, _MAX_PERIOD = 256, 8192
 _OUTLIER = 4.0
 """Cap on a step's duration, as a multiple of the median: the machine was busy otherwise."""
 
@@ -21,10 +21,10 @@ class PayoffProbe:
 
     def __init__(self) -> None:
         self.on = True
-        self._lately = deque[tuple[float, float]](maxlen=TRIED)
+        self._lately = deque[tuple[float, float]](maxlen=PROBED_STEPS)
         self._costs: dict[bool, float] = {}
         self._settled: bool | None = None
-        self._left, self._while = TRIED, _SHORTEST
+        self._left, self._period = PROBED_STEPS, _MIN_PERIOD
 
     def learn(self, seconds: float, tokens: float) -> None:
         """Record the duration of a step (in any unit) and the tokens that it made. The step was
@@ -36,15 +36,15 @@ class PayoffProbe:
         self._costs[self.on] = self._cost()
         self._lately.clear()
         if self._settled == self.on or len(self._costs) < 2:
-            self.on, self._left = not self.on, TRIED
+            self.on, self._left = not self.on, PROBED_STEPS
         else:
             self._settle(self._costs[True] <= self._costs[False])
 
     def _settle(self, on: bool) -> None:
         again = self._settled == on
-        self._while = min(2 * self._while, _LONGEST) if again else _SHORTEST
+        self._period = min(2 * self._period, _MAX_PERIOD) if again else _MIN_PERIOD
         self.on = self._settled = on
-        self._left = self._while
+        self._left = self._period
 
     def _cost(self) -> float:
         """Return the mean cost per token of the latest steps."""

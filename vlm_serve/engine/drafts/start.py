@@ -30,10 +30,10 @@ def with_drafts(config: EngineConfig, device: torch.device, *, compiled: bool) -
 def why_off(device: torch.device, ranks: int, *, compiled: bool) -> str:
     """Return the reason why drafts are off by default; empty if they are on."""
     if device.type != "cpu":
-        return "what they bring on GPUs has not been measured"
+        return "their benefit on GPUs has not been measured"
     if not compiled:
         return "without compiled kernels a token's bits depend on the rows beside it"
-    return "what they bring to several ranks has not been measured" if ranks > 1 else ""
+    return "their benefit on several ranks has not been measured" if ranks > 1 else ""
 
 
 def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
@@ -53,13 +53,13 @@ def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
         )
     if config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"speculative {config.speculative!r} cannot run over several ranks: its drafts depend "
-            "on tokens that only the first one knows",
+            f"speculative {config.speculative!r} cannot run on several ranks: its drafts depend "
+            "on tokens that only the first rank knows",
             param="speculative",
         )
     if config.cuda_graphs:
         raise ConfigError(
-            f"cuda_graphs cannot go together with speculative {config.speculative!r}",
+            f"cuda_graphs cannot be combined with speculative {config.speculative!r}",
             param="cuda_graphs",
         )
     return True

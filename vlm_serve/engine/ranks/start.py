@@ -123,7 +123,7 @@ def _rendezvous(source: ModelSource, config: EngineConfig) -> Iterator[Rendezvou
     try:
         folder = TemporaryFolder("vlm-serve-ranks-")
     except OSError as error:
-        raise EngineError(f"the ranks have nowhere to meet: {error}") from error
+        raise EngineError(f"there is no folder for the ranks' rendezvous: {error}") from error
     try:
         yield Rendezvous(Path(folder.path, "store"), 0, limit)
     finally:
