@@ -96,15 +96,15 @@ class Traffic:
 
 def watch_exactness(pipe: Pipeline) -> dict[int, bool]:
     """Sequence number -> everything it read was made by prefill; filled as sequences end."""
-    roster = pipe.engine._scheduler._roster
-    remove, exact = roster.remove, dict[int, bool]()
+    queues = pipe.engine._scheduler._queues
+    remove, exact = queues.remove, dict[int, bool]()
 
     def watching(sequence: Sequence) -> None:
         if sequence.lease is not None:
             exact[sequence.number] = sequence.lease.exact
         remove(sequence)
 
-    roster.remove = watching  # type: ignore[method-assign]
+    queues.remove = watching  # type: ignore[method-assign]
     return exact
 
 

@@ -57,4 +57,4 @@ def draft_freely(engine: Engine) -> None:
     drafting = engine._scheduler.drafting
     assert drafting is not None
     drafting.costs = CostCurve()
-    drafting.trial = None
+    drafting.payoff_probe = None

@@ -21,8 +21,8 @@ from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.scheduler import Scheduler
-from vlm_serve.engine.sequence import Job
-from vlm_serve.engine.update_seats import UpdateSeats
+from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.update_slots import UpdateSlots
 from vlm_serve.sampling_params import SamplingParams
 
 BLOCK = 8
@@ -69,7 +69,7 @@ class World:
             config,
             drafters=[drafter] if drafter else [],
         )
-        updates = UpdateSeats.of(config.max_num_seqs, config.speculative_tokens).total
+        updates = UpdateSlots.of(config.max_num_seqs, config.speculative_tokens).total
         self.executor = SymbolicExecutor(
             num_blocks,
             config.max_num_seqs + snapshots,
@@ -92,7 +92,7 @@ class World:
         priority: int = 0,
         forced: tuple[tuple[int, ...], ...] = (),
         **params: Any,
-    ) -> Job:
+    ) -> SequenceGroup:
         """A request whose prompt is one token repeated; `forced` is what its choices begin with."""
         request = Request(
             f"r{token}",
@@ -105,11 +105,11 @@ class World:
             arrival=next(self._numbers),
             forced=forced,
         )
-        job = Job(request, self._numbers, self._language)
-        for sequence in job.sequences:
+        group = SequenceGroup(request, self._numbers, self._language)
+        for sequence in group.sequences:
             self.executor.register(sequence.info)
-        self.scheduler.add(job)
-        return job
+        self.scheduler.add(group)
+        return group
 
     def plan(self) -> StepPlan:
         plan = self.scheduler.plan()

@@ -12,14 +12,14 @@ from symbolic import END_OF_TURN, chain, expert_rows, extended, logprob_rows, ne
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.engine.request import Request
-from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.sequence import SequenceGroup
 
 
 @dataclass
 class Client:
     """One caller: collects deltas and knows the answer that must come."""
 
-    job: Job
+    group: SequenceGroup
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     poisonous: bool = False
@@ -33,19 +33,19 @@ class Client:
             self.finished[delta.index] = delta.finish_reason
         assert (delta.error is not None) == (delta.finish_reason == "error")
         answered = delta.finish_reason in ("stop", "length")
-        wanted = self.job.request.params.return_routed_experts
+        wanted = self.group.request.params.return_routed_experts
         assert (delta.routed_experts is not None) == (answered and wanted)
         if delta.routed_experts is not None:
             self._verify_experts(delta, delta.routed_experts)
         first = len(self.tokens[delta.index]) == len(delta.token_ids) == 1
-        wanted = self.job.request.params.prompt_logprobs is not None
+        wanted = self.group.request.params.prompt_logprobs is not None
         assert (delta.prompt_logprobs is not None) == (first and wanted)
         if delta.prompt_logprobs is not None:
             self._verify_logprobs(delta.prompt_logprobs)
 
     def _verify_experts(self, delta: Delta, rows: npt.NDArray[Any]) -> None:
         """Every row outside of the gaps is that of the prefix; gaps lie in what was cached."""
-        request = self.job.request
+        request = self.group.request
         prompt = request.prompt
         token_ids = [*prompt.token_ids, *self.tokens[delta.index]]
         start = request.params.routed_experts_prompt_start
@@ -59,7 +59,7 @@ class Client:
 
     def _verify_logprobs(self, reports: tuple[PromptLogprobs, ...]) -> None:
         """Each is what the model says cold to the same prefix."""
-        prompt, params = self.job.request.prompt, self.job.request.params
+        prompt, params = self.group.request.prompt, self.group.request.params
         digests = chain(prompt.positions, prompt.token_ids)
         first = max(1, params.prompt_logprobs_start)
         rows = logprob_rows(digests, first, len(prompt), params.prompt_logprobs or 0)
@@ -73,17 +73,17 @@ class Client:
         """What was received is a prefix of (or, if it ended by itself, exactly) the cold answer.
         The report accounts for the whole prompt."""
         self._verify_report()
-        for sequence in self.job.sequences:
+        for sequence in self.group.sequences:
             received = self.tokens.get(sequence.index, [])
-            expected = cold_answer(self.job.request, sequence.info.seed, len(received))
+            expected = cold_answer(self.group.request, sequence.info.seed, len(received))
             assert received == expected, "a hit changed the answer"
             if self.finished[sequence.index] == "length":
-                assert len(received) == self.job.request.params.max_tokens
+                assert len(received) == self.group.request.params.max_tokens
             if self.finished[sequence.index] == "stop":
                 assert received[-1] == END_OF_TURN
 
     def _verify_report(self) -> None:
-        report, prompt = self.job.report, self.job.request.prompt
+        report, prompt = self.group.report, self.group.request.prompt
         if report is None:
             return
         position, reused = 0, 0

@@ -34,8 +34,8 @@ from vlm_serve.engine.plan import StepOutput, StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.scheduler import Event, Scheduler
-from vlm_serve.engine.sequence import Job
-from vlm_serve.engine.update_seats import UpdateSeats
+from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.update_slots import UpdateSlots
 from vlm_serve.sampling_params import SamplingParams
 
 EMBEDDING_BYTES = 4
@@ -105,7 +105,7 @@ class Simulation:
             reported_tokens=self.block_size * self._reports.choice([1, 3, 1000]),
             complete_experts=rng.random() < 0.5,
             step_seconds=self._reports.choice([0.0, 0.05]),
-            least_step_tokens=self.block_size * self._reports.choice([1, 2]),
+            min_step_tokens=self.block_size * self._reports.choice([1, 2]),
         )
         self.drafter = Guesser(seed) if speculative else None
         most = self.drafter.most if self.drafter is not None else 0
@@ -125,7 +125,7 @@ class Simulation:
                 self.block_size,
                 own,
                 has_state=has_state,
-                num_updates=UpdateSeats.of(max_num_seqs, most).total,
+                num_updates=UpdateSlots.of(max_num_seqs, most).total,
             )
             for own in (rng, random.Random(f"twin {seed}"))
         )
@@ -165,7 +165,7 @@ class Simulation:
         if self.clients and rng.random() < 0.03:
             client = rng.choice(list(self.clients.values()))
             self.counts["aborts"] += 1
-            self._deliver(self.scheduler.end(client.job))
+            self._deliver(self.scheduler.end(client.group))
         if rng.random() < 0.002:
             self.cache.flush()
             self.counts["flushes"] += 1
@@ -201,19 +201,19 @@ class Simulation:
         if self._replays is not None and not request.cold and self._replays.random() < 0.5:
             request = replace(request, forced=self._beginnings(request, self._replays))
         language = Language(Letters(), frozenset({END_OF_TURN}), VOCABULARY, self.max_model_len)
-        job = Job(request, self._numbers, language)
+        group = SequenceGroup(request, self._numbers, language)
         client = Client(
-            job,
+            group,
             poisonous=rng.random() < self._failure_rate / 2,
             complete_experts=self.config.complete_experts,
         )
-        for sequence in job.sequences:
+        for sequence in group.sequences:
             self.executor.register(sequence.info)
             self.twin.register(pickle.loads(pickle.dumps(sequence.info)))
             if client.poisonous:
                 self.executor.poisonous.add(sequence.number)
         self.clients[request.request_id] = client
-        self.scheduler.add(job)
+        self.scheduler.add(group)
         self.counts["requests"] += 1
 
     def _beginnings(self, request: Request, rng: random.Random) -> tuple[tuple[int, ...], ...]:
@@ -284,16 +284,16 @@ class Simulation:
         return output
 
     def _deliver(self, events: list[Event]) -> None:
-        for job, delta in events:
-            request = job.request
+        for group, delta in events:
+            request = group.request
             client = self.clients[request.request_id]
             client.push(delta)
             if delta.finish_reason is not None:
-                number = job.sequences[delta.index].number
+                number = group.sequences[delta.index].number
                 self.executor.forget(number)
                 self.twin.forget(number)
                 self.executor.poisonous.discard(number)
-            if len(client.finished) == len(job.sequences):
+            if len(client.finished) == len(group.sequences):
                 client.verify()
                 del self.clients[request.request_id]
                 self.counts[delta.finish_reason or ""] += 1
@@ -301,9 +301,9 @@ class Simulation:
                 # Who has tokens was told of once; who was ended before may have been.
                 self.counts["hits"] += not request.cold and bool(client.tokens[0])
                 self.counts["most hits"] += not request.cold
-                assert not (request.cold and job.cached_tokens)
+                assert not (request.cold and group.cached_tokens)
                 self.counts["expert gaps"] += client.expert_gaps
-                log = job.prompt_log
+                log = group.prompt_log
                 self.counts["rows reused"] += log.num_reused if log is not None else 0
                 self.counts["expert answers"] += request.params.return_routed_experts
                 if delta.finish_reason == "error" and not client.poisonous:

@@ -24,7 +24,7 @@ class Follower:
         self._read()
 
     def _read(self) -> None:
-        whole = self.mirror.whole()
+        whole = self.mirror.listing()
         self._sequence = whole.sequence
         self.nodes = {entry.node.key: _facts(entry, self._cache.config) for entry in whole.entries}
         self.times_read += 1
@@ -45,7 +45,7 @@ class Follower:
         """What the mirror shows, and what its changes tell, is what there is."""
         self.follow()
         tree = tree_of(self._cache)
-        shown, seen = self.mirror.whole().entries, set[bytes]()
+        shown, seen = self.mirror.listing().entries, set[bytes]()
         for entry in shown:
             parent = entry.node.parent
             assert parent.key in seen or parent.key == entry.root, "a child before its parent"

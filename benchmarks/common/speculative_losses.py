@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from vlm_serve.engine import local_executor
-from vlm_serve.engine.drafting import most_drafts
+from vlm_serve.engine.drafting import max_drafts
 from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.plan import StepOutput, StepPlan
@@ -78,7 +78,7 @@ class Meter:
 
     def most_of(self, batch: int) -> int:
         """Tokens of a sequence in a step while so many run."""
-        return 1 + most_drafts(self.most - 1, batch, self._sequences)
+        return 1 + max_drafts(self.most - 1, batch, self._sequences)
 
     def now(self) -> Spent:
         """Since the engine began."""

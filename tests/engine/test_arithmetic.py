@@ -87,7 +87,7 @@ def test_a_compute_type_for_which_there_is_no_code(
         ("bfloat16", PLAIN, {}, "no products of bfloat16 pairs .* widened in registers"),
         ("float16", PAIRS, {}, "no products of float16; weights are widened"),
         ("float32", PAIRS, {}, "as the weights"),
-        ("bfloat16", PAIRS, {"compute_dtype": "float32"}, "as asked for$"),
+        ("bfloat16", PAIRS, {"compute_dtype": "float32"}, "as requested$"),
         ("bfloat16", PLAIN, {"compute_dtype": "bfloat16"}, "float32 is faster and more exact"),
         ("float32", Backend(CPU, problem="no g++"), {}, "torch computes, since .*: no g\\+\\+"),
     ],

@@ -23,7 +23,7 @@ from vlm_serve.engine.auditing import MAX_PENDING, Auditor, judge
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import Sampled
 from vlm_serve.engine.request import Language, Request
-from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
@@ -93,7 +93,7 @@ def test_a_wrong_hit_is_noticed(
         wrong = pipe.generate(prompt, greedy(12))
         assert wrong.usage.cached_tokens == 96
         assert counts(pipe, 1) == {"audits": 1, "mismatches": 1, "near_ties": 0, "dropped": 0}
-    assert "answered otherwise" in caplog.text
+    assert "differs from the cold run" in caplog.text
 
 
 def test_misses_and_sampled_answers_are_not_audited(pipe: Pipeline) -> None:
@@ -137,15 +137,17 @@ def test_the_rule() -> None:
     assert judge([1, 7], [1], [{1: 0.0}]) == "mismatch"
 
 
-def ended_hit(number: int) -> Job:
+def ended_hit(number: int) -> SequenceGroup:
     params = SamplingParams(max_tokens=1, temperature=0.0)
     prompt = make_prompt([(5, 6, 7, 8)], block_size=4)
     request = Request(f"r{number}", prompt, params, _ignore, arrival=number)
-    job = Job(request, itertools.count(number), Language(Letters(), frozenset(), 50, 64))
-    job.cached_tokens = 4
-    job.sequences[0].accept(Sampled(9, {}))
-    assert job.finished
-    return job
+    group = SequenceGroup(
+        request, itertools.count(number), Language(Letters(), frozenset(), 50, 64)
+    )
+    group.cached_tokens = 4
+    group.sequences[0].accept(Sampled(9, {}))
+    assert group.finished
+    return group
 
 
 def _ignore(delta: Delta) -> None:

@@ -17,8 +17,8 @@ from together import together
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.plan import SampleTask
 from vlm_serve.engine.request import Language, Request
-from vlm_serve.engine.sampler import Chooser, sample
-from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.sampler import SequenceSampler, sample
+from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar import state
 from vlm_serve.pipeline import Pipeline
@@ -41,17 +41,17 @@ def pick(
         GREEDY, stop_token_ids=banned, min_tokens=len(history) + bool(banned), **options
     )
     request = Request("r", make_prompt([(1, 2)], block_size=4), params, print, bad_words=bad_words)
-    job = Job(request, itertools.count(), Language(Letters(), frozenset(), 4, 64))
-    (constrained,) = job.sequences
+    group = SequenceGroup(request, itertools.count(), Language(Letters(), frozenset(), 4, 64))
+    (constrained,) = group.sequences
     constrained.token_ids += history
     tasks = [constrained.sample_task(), SampleTask(1, len(history))]
-    choosers = {
-        0: Chooser(constrained.info),
-        1: Chooser(replace(constrained.info, params=GREEDY)),
+    samplers = {
+        0: SequenceSampler(constrained.info),
+        1: SequenceSampler(replace(constrained.info, params=GREEDY)),
     }
-    for chooser in choosers.values():
-        chooser.replace(0, history)
-    (one,), (plain,) = sample(LOGITS, tasks, choosers, [0, 0]).values()
+    for sampler in samplers.values():
+        sampler.replace(0, history)
+    (one,), (plain,) = sample(LOGITS, tasks, samplers, [0, 0]).values()
     assert plain.token_id == 3  # the row itself has not been touched
     return one.token_id
 

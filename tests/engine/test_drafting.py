@@ -8,7 +8,7 @@ import pytest
 from scheduling import BLOCK, World
 from symbolic import chain, extended, next_token
 
-from vlm_serve.engine.drafting import most_drafts
+from vlm_serve.engine.drafting import max_drafts
 from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.sequence import Sequence
@@ -60,43 +60,43 @@ def kinds(plan: StepPlan) -> list[tuple[str, int]]:
 
 def test_a_sampled_token_and_its_drafts_are_one_slice() -> None:
     one = world()
-    job = one.submit(5, 10, 30)
+    group = one.submit(5, 10, 30)
     one.run(one.plan())
     plan = one.plan()
     assert kinds(plan) == [("verify", ALONE + 1)]
     assert [task.position for task in plan.slices[0].samples] == list(range(1, ALONE + 2))
     deltas = one.run(plan)
     assert len(deltas) == ALONE + 1
-    (sequence,) = job.sequences
+    (sequence,) = group.sequences
     assert sequence.pending == ALONE + 1 and sequence.num_computed == sequence.num_tokens - 1
-    assert job.usage.accepted_prediction_tokens == ALONE
+    assert group.usage.accepted_prediction_tokens == ALONE
     assert one.plan().slices[0].pending == ALONE + 1
 
 
 def test_what_did_not_hold_gives_its_blocks_back() -> None:
     one = world(wrong=1)
-    job = one.submit(5, BLOCK - 2, 30)
+    group = one.submit(5, BLOCK - 2, 30)
     one.run(one.plan())
     before = one.cache.free_block_count
     plan = one.plan()
     assert len(plan.slices[0].blocks) == 3 and one.cache.free_block_count == before - 2
     assert len(one.run(plan)) == 2
     assert one.cache.free_block_count == before
-    assert job.sequences[0].pending == 2
-    usage = job.usage
+    assert group.sequences[0].pending == 2
+    usage = group.usage
     assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (1, ALONE - 1)
 
 
 def test_drafts_end_with_the_answer() -> None:
     one = world()
-    job = one.submit(5, 10, 4)
+    group = one.submit(5, 10, 4)
     one.run(one.plan())
     assert kinds(one.plan()) == [("verify", 3)]
     one = world()
-    job = one.submit(5, 10, 2)
+    group = one.submit(5, 10, 2)
     one.run(one.plan())
     assert kinds(one.plan()) == [("decode", 1)]
-    assert job.sequences[0].pending == 0
+    assert group.sequences[0].pending == 0
 
 
 def test_drafts_stop_before_a_state_that_is_to_be_kept() -> None:
@@ -124,7 +124,7 @@ def test_drafts_take_only_blocks_that_are_free() -> None:
         had = {each: len(each.lease.blocks) for each in one.scheduler.running if each.lease}
         free, plan = one.cache.free_block_count, one.plan()
         for item in plan.slices:
-            before = had.get(one.scheduler._roster[item.sequence], 0)
+            before = had.get(one.scheduler._queues[item.sequence], 0)
             if item.kind == "verify" and not free:
                 blocks = item.first_block + len(item.blocks)
                 assert blocks == max(before, -(-(item.start + 1) // BLOCK))
@@ -148,13 +148,13 @@ def test_a_prefill_has_the_budget_before_drafts() -> None:
 def test_a_preempted_row_is_folded_before_it_is_anyone_elses(fails: bool) -> None:
     """If the step that folds it fails, nobody knows what is in the row."""
     one = world()
-    job = one.submit(5, 10, 30)
+    group = one.submit(5, 10, 30)
     one.run(one.plan())
     one.run(one.plan())
-    (sequence,) = job.sequences
-    roster = one.scheduler._roster
-    roster.preempt(sequence)
-    assert sequence.suspended is not None and sequence.pending == 0 and len(roster.folds) == 1
+    (sequence,) = group.sequences
+    queues = one.scheduler._queues
+    queues.preempt(sequence)
+    assert sequence.suspended is not None and sequence.pending == 0 and len(queues.folds) == 1
     plan = one.plan()
     ((row, _, count),) = plan.folds
     assert (row, count) == (plan.slices[0].src_row, ALONE + 1)
@@ -171,19 +171,19 @@ def test_a_preempted_row_is_folded_before_it_is_anyone_elses(fails: bool) -> Non
 
 def test_an_evicted_row_is_not_folded() -> None:
     one = world()
-    job = one.submit(5, 10, 30)
+    group = one.submit(5, 10, 30)
     one.run(one.plan())
     one.run(one.plan())
-    (sequence,) = job.sequences
-    one.scheduler._roster.preempt(sequence)
+    (sequence,) = group.sequences
+    one.scheduler._queues.preempt(sequence)
     assert sequence.suspended is not None
     one.cache.drop(sequence.suspended)
-    assert not one.scheduler._roster.folds
+    assert not one.scheduler._queues.folds
 
 
 def test_a_suspect_runs_without_drafts() -> None:
     one = world()
-    job = one.submit(5, 10, 30)
+    group = one.submit(5, 10, 30)
     one.run(one.plan())
     plan = one.plan()
     one.scheduler.fail(plan, StepError(RuntimeError(), "unknown"))
@@ -191,7 +191,7 @@ def test_a_suspect_runs_without_drafts() -> None:
     assert [item.kind for item in plan.slices] == ["prefill"]
     one.run(replace(plan))
     assert kinds(one.plan()) == [("verify", ALONE + 1)]
-    assert job.sequences[0].suspect_until == 0
+    assert group.sequences[0].suspect_until == 0
 
 
 @pytest.mark.parametrize("rows", ["whole", "mixed", "folded", "unknown"])
@@ -199,11 +199,11 @@ def test_a_suspect_runs_without_drafts() -> None:
 def test_a_failed_step_of_drafts_goes_on_from_its_row(rows: RowsAfter, pending: bool) -> None:
     """Where it is known what is in it; else the sequence starts again from the cache."""
     one = world(wrong=0)
-    job = one.submit(5, 10, 30)
+    group = one.submit(5, 10, 30)
     one.run(one.plan())
     if pending:
         one.run(one.plan())
-    (sequence,) = job.sequences
+    (sequence,) = group.sequences
     computed, plan = sequence.num_computed, one.plan()
     (item,) = plan.slices
     assert (item.kind, item.pending) == ("verify", int(pending))
@@ -256,7 +256,7 @@ def test_choices_of_one_prompt_have_drafts_in_places_of_their_own() -> None:
     one.submit(5, BLOCK, 60)
     one.run(one.plan())
     one.run(one.plan())
-    job = one.submit(6, BLOCK, 30, n=2)
+    group = one.submit(6, BLOCK, 30, n=2)
     drafted = 0
     while one.scheduler.has_work:
         plan = one.plan()
@@ -265,7 +265,7 @@ def test_choices_of_one_prompt_have_drafts_in_places_of_their_own() -> None:
             if item.kind == "verify":
                 count = max(item.end - item.start, item.pending)
                 taken += range(item.updates, item.updates + count)
-                drafted += item.sequence in {each.number for each in job.sequences}
+                drafted += item.sequence in {each.number for each in group.sequences}
         assert len(taken) == len(set(taken)) and max(taken, default=0) < 2 * (MOST + 1)
         one.run(plan)
     assert drafted
@@ -276,4 +276,4 @@ def test_choices_of_one_prompt_have_drafts_in_places_of_their_own() -> None:
     [(7, 1, 8, 15), (7, 2, 8, 15), (7, 3, 8, 7), (7, 1, 2, 15), (7, 1, 1, 7), (20, 1, 8, 32)],
 )
 def test_most_drafts_while_few_run(most: int, running: int, sequences: int, drafts: int) -> None:
-    assert most_drafts(most, running, sequences) == drafts
+    assert max_drafts(most, running, sequences) == drafts

@@ -59,26 +59,26 @@ def arrive(tiers: EmbeddingTiers, stack: TierStack) -> list[list[int]]:
 def test_what_is_saved_comes_up_with_all_that_follows(
     tiers: EmbeddingTiers, stack: TierStack
 ) -> None:
-    assert tiers.look(0, key(1), lambda: following(1, 2, 9)) is None and tiers.busy
-    assert tiers.look(0, key(2), list) is None, "it is on its way already"
-    assert tiers.look(0, key(9), list) is False, "nobody has it"
+    assert tiers.poll(0, key(1), lambda: following(1, 2, 9)) is None and tiers.busy
+    assert tiers.poll(0, key(2), list) is None, "it is on its way already"
+    assert tiers.poll(0, key(9), list) is False, "nobody has it"
     assert arrive(tiers, stack) == [[1, 2]] and not tiers.busy
     assert tiers.num_bytes == 2 * TOKENS * FORM.token_bytes
     for number in (1, 2):
-        assert tiers.look(0, key(number), list) is True
+        assert tiers.poll(0, key(number), list) is True
         found = tiers.take(key(number))
         assert found is not None and found.tier == "host"
         assert torch.equal(found.rows, rows(number))
     assert tiers.num_bytes == 0 and tiers.take(key(1)) is None
-    assert tiers.look(0, key(1), list) is False, "a sequence asks once"
+    assert tiers.poll(0, key(1), list) is False, "a sequence asks once"
 
 
 def test_sequences_share_what_comes_up(tiers: EmbeddingTiers, stack: TierStack) -> None:
     for sequence in (0, 1):
-        assert tiers.look(sequence, key(3), lambda: following(3)) is None
+        assert tiers.poll(sequence, key(3), lambda: following(3)) is None
     assert arrive(tiers, stack) == [[3]]
     tiers.release(0)
-    assert tiers.look(1, key(3), list) is True
+    assert tiers.poll(1, key(3), list) is True
     tiers.release(1)
     assert tiers.num_bytes == 0 and tiers.take(key(3)) is None
 
@@ -86,7 +86,7 @@ def test_sequences_share_what_comes_up(tiers: EmbeddingTiers, stack: TierStack) 
 def test_what_nobody_waits_for_any_more_is_not_kept(
     tiers: EmbeddingTiers, stack: TierStack
 ) -> None:
-    assert tiers.look(0, key(1), lambda: following(1)) is None
+    assert tiers.poll(0, key(1), lambda: following(1)) is None
     tiers.release(0)
     arrive(tiers, stack)
     assert tiers.num_bytes == 0
@@ -96,22 +96,22 @@ def test_one_request_brings_up_so_much_at_a_time(
     tiers: EmbeddingTiers, stack: TierStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedding_tiers, "AHEAD_BYTES", 2 * TOKENS * FORM.token_bytes)
-    assert tiers.look(0, key(1), lambda: following(1, 2, 3, 4)) is None
+    assert tiers.poll(0, key(1), lambda: following(1, 2, 3, 4)) is None
     assert arrive(tiers, stack) == [[1, 2]]
-    assert tiers.look(0, key(3), lambda: following(3, 4)) is None
+    assert tiers.poll(0, key(3), lambda: following(3, 4)) is None
     assert arrive(tiers, stack) == [[3, 4]]
 
 
 def test_what_is_on_its_way_during_a_flush_is_not_taken_in(
     tiers: EmbeddingTiers, stack: TierStack
 ) -> None:
-    assert tiers.look(0, key(1), lambda: following(1)) is None
+    assert tiers.poll(0, key(1), lambda: following(1)) is None
     arrive(tiers, stack)
-    assert tiers.look(1, key(2), lambda: following(2)) is None
+    assert tiers.poll(1, key(2), lambda: following(2)) is None
     tiers.forget()
     arrive(tiers, stack)
     assert tiers.num_bytes == 0
-    assert tiers.look(0, key(1), list) is False and tiers.look(1, key(2), list) is False
+    assert tiers.poll(0, key(1), list) is False and tiers.poll(1, key(2), list) is False
 
 
 def test_a_store_s_time_limit_is_for_all_that_a_request_waits(
@@ -129,16 +129,16 @@ def test_a_store_s_time_limit_is_for_all_that_a_request_waits(
     monkeypatch.setattr(stack, "locate", slow)
     patience = Patience(0.5)
     for number in (1, 2):
-        tiers.look(0, key(number), partial(following, number), patience)
+        tiers.poll(0, key(number), partial(following, number), patience)
         arrive(tiers, stack)
     assert told[0] >= 0.5 and told[0] + 0.02 <= told[1]
     assert told[1] + 0.02 <= patience.spent < 60
 
 
 def test_a_read_that_raises_is_a_counted_miss(tiers: EmbeddingTiers, stack: TierStack) -> None:
-    assert tiers.look(0, key(1), lambda: following(1)) is None
+    assert tiers.poll(0, key(1), lambda: following(1)) is None
     tiers.finish(tiers.starting.pop(), None)
-    assert tiers.look(0, key(1), list) is False and stack.counts["failed"] == 1
+    assert tiers.poll(0, key(1), list) is False and stack.counts["failed"] == 1
 
 
 def test_what_cannot_be_read_is_not_saved(stack: TierStack) -> None:
@@ -175,7 +175,7 @@ def test_only_the_own_form_is_taken(stack: TierStack, wrong: dict[str, object]) 
     assert FORM.rows(right, TOKENS) is not None
     stack.put(other)
     tiers = EmbeddingTiers(stack, FORM, rows)
-    assert tiers.look(0, key(1), lambda: following(1)) is None
+    assert tiers.poll(0, key(1), lambda: following(1)) is None
     arrive(tiers, stack)
-    assert tiers.look(0, key(1), list) is False
+    assert tiers.poll(0, key(1), list) is False
     assert stack.counts["bad"] == 1 and not stack.holds(right.id)

@@ -47,7 +47,9 @@ def test_a_step_is_one_batch() -> None:
     mirror = TreeMirror(world.cache.events)
     with mirror.following():
         admit(world, TEXT)
-        assert mirror.sequence == 0 and not mirror.whole().entries, "nothing before the step's end"
+        assert mirror.sequence == 0 and not mirror.listing().entries, (
+            "nothing before the step's end"
+        )
         mirror.publish()
         mirror.publish()
         assert mirror.sequence == 1
@@ -67,7 +69,7 @@ def test_nodes_know_their_media_and_tokens() -> None:
     text = Text([10, 11], Image("cat", 3), Image("dog", 3), [12, 13])
     admit(world, text)
     mirror.publish()
-    first, second, *_ = mirror.whole().entries
+    first, second, *_ = mirror.listing().entries
     cat, dog = text.keys.span_hashes
     assert first.node.media == (MediaStart(2, 3, "image", cat),)
     assert second.node.media == (MediaStart(1, 3, "image", dog),)
@@ -89,7 +91,7 @@ def test_who_falls_behind_is_told_so() -> None:
         world.cache.flush()  # one batch that is longer than all that is kept
         mirror.publish()
         assert mirror.since(4) is None and mirror.since(5) == (5, ())
-    assert mirror.whole().entries == ()
+    assert mirror.listing().entries == ()
 
 
 def test_nothing_is_kept_for_nobody() -> None:
@@ -97,7 +99,7 @@ def test_nothing_is_kept_for_nobody() -> None:
     mirror = TreeMirror(world.cache.events)
     admit(world, TEXT)
     mirror.publish()
-    assert mirror.sequence == 1 and len(mirror.whole().entries) == 2
+    assert mirror.sequence == 1 and len(mirror.listing().entries) == 2
     assert not world.cache.events.node_used.subscribers
     with mirror.following():
         assert world.cache.events.node_used.subscribers
@@ -123,7 +125,7 @@ def test_a_node_that_has_left_holds_no_rows() -> None:
     assert run is not None and world.step(run, len(TEXT))
     world.close(run)
     mirror.publish()
-    entries = mirror.whole().entries
+    entries = mirror.listing().entries
     assert any(entry.node.experts is not None for entry in entries)
     world.cache.flush()
     assert all(entry.node.experts is None and entry.node.logprobs is None for entry in entries)
@@ -141,7 +143,7 @@ def test_readers_on_other_threads_see_whole_batches() -> None:
             while not ended.is_set():
                 told = mirror.since(sequence)
                 if told is None:
-                    whole = mirror.whole()
+                    whole = mirror.listing()
                     sequence, known = whole.sequence, {each.node.key for each in whole.entries}
                     parents = {each.node.parent.key for each in whole.entries}
                     roots = {each.root for each in whole.entries}

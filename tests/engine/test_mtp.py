@@ -18,7 +18,7 @@ from together import together
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
 from vlm_serve.engine.drafts.mtp import MtpDrafter
-from vlm_serve.engine.drafts.trial import Trial
+from vlm_serve.engine.drafts.payoff_probe import PayoffProbe
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.errors import ConfigError
@@ -41,7 +41,7 @@ GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 Made = dict[tuple[int, ...], tuple[int, ...]]
 
 
-class Against(Trial):
+class Against(PayoffProbe):
     """It has been found not to pay, once and for all."""
 
     def __init__(self) -> None:
@@ -171,11 +171,11 @@ def test_a_layer_that_does_not_pay_is_left_out(checkpoint: Path, kv: str) -> Non
         expected = pipe.generate(prompt, GREEDY).token_ids
         assert made and drafting is not None
         pipe.engine.flush()
-        drafting.trial = Against()
+        drafting.payoff_probe = Against()
         made.clear()
         first = pipe.generate(prompt, GREEDY)
         assert first.token_ids == expected and len(made) <= 1
-        drafting.trial = None
+        drafting.payoff_probe = None
         longer = [*prompt, *first.token_ids]
         again = pipe.generate(longer, GREEDY)
         assert again.usage.cached_tokens > len(prompt)

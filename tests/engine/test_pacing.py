@@ -128,7 +128,7 @@ def _encode() -> Encode:
 CHANGES: dict[str, Any] = {
     "max_num_batched_tokens": 400,
     "step_seconds": 0.01,
-    "least_step_tokens": 2 * BLOCK,
+    "min_step_tokens": 2 * BLOCK,
 }
 
 

@@ -26,11 +26,11 @@ def test_a_decode_step_is_as_small_after_a_long_answer_as_at_its_start() -> None
 
 def test_a_choice_ends_at_the_first_of_several_tokens_that_ends_it() -> None:
     world = World(num_blocks=10)
-    job = world.submit(5, length=20, max_tokens=30, ignore_eos=False)
+    group = world.submit(5, length=20, max_tokens=30, ignore_eos=False)
     plan = world.plan()
     tokens = tuple(Sampled(token, {}) for token in (7, END_OF_TURN, 9))
     events = world.scheduler.commit(plan, StepOutput({plan.slices[0].sequence: tokens}))
     assert [delta.token_ids for _, delta in events] == [(7,), (END_OF_TURN,)]
-    assert job.finished and job.sequences[0].generated == (7, END_OF_TURN)
+    assert group.finished and group.sequences[0].generated == (7, END_OF_TURN)
     assert not world.scheduler.has_work
     world.cache.check()

@@ -7,14 +7,14 @@ from scheduling import BLOCK, World
 from symbolic import VOCABULARY, chain, extended, next_token
 
 from vlm_serve.engine.plan import StepPlan
-from vlm_serve.engine.sequence import Job
-from vlm_serve.engine.update_seats import MOST_REPLAYS, REPLAYED_TOKENS, UpdateSeats
+from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.update_slots import MAX_REPLAYS, REPLAYED_TOKENS, UpdateSlots
 from vlm_serve.errors import InvalidRequestError
 
 
-def answer(job: Job, length: int, index: int = 0) -> tuple[int, ...]:
+def answer(group: SequenceGroup, length: int, index: int = 0) -> tuple[int, ...]:
     """What a choice says by itself."""
-    sequence, tokens = job.sequences[index], list[int]()
+    sequence, tokens = group.sequences[index], list[int]()
     digest = chain(sequence.info.positions, sequence.prompt.token_ids)[-1]
     for _ in range(length):
         tokens.append(next_token(digest, sequence.info.seed))
@@ -32,7 +32,7 @@ def kinds(plan: StepPlan) -> list[tuple[str, int]]:
 
 def test_forced_tokens_come_in_slices_that_verify() -> None:
     one, expected = World(30), own_answer()
-    job = one.submit(5, 10, 40, forced=(expected[:25],))
+    group = one.submit(5, 10, 40, forced=(expected[:25],))
     plan = one.plan()
     assert kinds(plan) == [("prefill", 10)] and plan.slices[0].samples[0].forced == expected[0]
     assert len(one.run(plan)) == 1
@@ -46,35 +46,35 @@ def test_forced_tokens_come_in_slices_that_verify() -> None:
     while one.scheduler.has_work:
         one.run(one.plan())
         one.cache.check()
-    assert job.sequences[0].generated == expected
+    assert group.sequences[0].generated == expected
     assert one.scheduler.replays.counts.as_dict() == {
         "requests": 1,
         "tokens": 25,
         "disagreements": 0,
     }
-    assert job.usage.accepted_prediction_tokens == job.usage.rejected_prediction_tokens == 0
+    assert group.usage.accepted_prediction_tokens == group.usage.rejected_prediction_tokens == 0
 
 
 def test_a_forced_token_comes_whatever_is_drawn() -> None:
     one, expected = World(30), own_answer()
     forced = (*expected[:4], expected[4] ^ 1, *expected[5:9])
-    job = one.submit(5, 10, 12, forced=(forced,))
+    group = one.submit(5, 10, 12, forced=(forced,))
     while one.scheduler.has_work:
         one.run(one.plan())
-    assert job.sequences[0].generated[:9] == forced and len(job.sequences[0].generated) == 12
+    assert group.sequences[0].generated[:9] == forced and len(group.sequences[0].generated) == 12
     counts = one.scheduler.replays.counts
     assert counts.tokens == 9 and 1 <= counts.disagreements <= 5
 
 
 def test_every_choice_has_its_own() -> None:
     one = World(60)
-    job = World(30).submit(5, 10, 30, n=2)
-    expected = [answer(job, 30, index) for index in range(2)]
-    job = one.submit(5, 10, 30, n=2, forced=(expected[0][:20], expected[1][:3]))
+    group = World(30).submit(5, 10, 30, n=2)
+    expected = [answer(group, 30, index) for index in range(2)]
+    group = one.submit(5, 10, 30, n=2, forced=(expected[0][:20], expected[1][:3]))
     while one.scheduler.has_work:
         one.run(one.plan())
         one.cache.check()
-    assert [sequence.generated for sequence in job.sequences] == expected
+    assert [sequence.generated for sequence in group.sequences] == expected
     assert one.scheduler.replays.counts.tokens == 23
 
 
@@ -91,13 +91,13 @@ def test_replays_take_what_decodes_leave() -> None:
 
 def test_few_requests_replay_at_a_time() -> None:
     one = World(200, changes={"max_num_seqs": 10, "max_num_batched_tokens": 200})
-    for token in range(5, 5 + MOST_REPLAYS + 2):
+    for token in range(5, 5 + MAX_REPLAYS + 2):
         one.submit(token, 10, 40, forced=((1, 2, 3),))
     fresh = one.submit(20, 10, 40)
     plan = one.scheduler.plan()
     assert plan is not None
-    running = {sequence.job for sequence in one.scheduler.running}
-    assert len(running) == MOST_REPLAYS + 1 and fresh in running
+    running = {sequence.group for sequence in one.scheduler.running}
+    assert len(running) == MAX_REPLAYS + 1 and fresh in running
     assert len(one.scheduler.waiting) == 2
 
 
@@ -119,7 +119,7 @@ def test_a_decode_preempts_what_replays_whenever_it_came() -> None:
 def test_replays_stop_before_a_state_that_is_to_be_kept() -> None:
     one = World(30, changes={"decode_state_interval": BLOCK})
     expected = own_answer()
-    job = one.submit(5, 10, 40, forced=(expected[:30],))
+    group = one.submit(5, 10, 40, forced=(expected[:30],))
     one.run(one.plan())
     plan = one.plan()
     assert kinds(plan) == [("verify", 5)]
@@ -129,7 +129,7 @@ def test_replays_stop_before_a_state_that_is_to_be_kept() -> None:
     while one.scheduler.has_work:
         one.run(one.plan())
         one.cache.check()
-    assert job.sequences[0].generated == expected
+    assert group.sequences[0].generated == expected
 
 
 def test_a_token_that_must_not_come_ends_the_request() -> None:
@@ -147,14 +147,14 @@ def test_a_token_that_must_not_come_ends_the_request() -> None:
             if plan is not None and not failures:
                 one.run(plan)
         (error,) = errors
-        assert isinstance(error, InvalidRequestError) and "must not come" in str(error)
+        assert isinstance(error, InvalidRequestError) and "is forbidden by" in str(error)
         one.cache.check()
 
 
 @pytest.mark.parametrize(("sequences", "drafts"), [(1, 0), (2, 0), (8, 0), (8, 7)])
 def test_seats(sequences: int, drafts: int) -> None:
-    seats = UpdateSeats.of(sequences, drafts)
+    slots = UpdateSlots.of(sequences, drafts)
     if drafts:
-        assert (seats.count, seats.size) == (sequences, drafts + 1)
+        assert (slots.count, slots.size) == (sequences, drafts + 1)
     else:
-        assert (seats.count, seats.size) == (min(sequences, MOST_REPLAYS), REPLAYED_TOKENS)
+        assert (slots.count, slots.size) == (min(sequences, MAX_REPLAYS), REPLAYED_TOKENS)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
-from vlm_serve.engine.sampler import Chooser, sample, uniform
+from vlm_serve.engine.sampler import SequenceSampler, sample, uniform
 from vlm_serve.sampling_params import SamplingParams
 
 NEUTRAL = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
@@ -33,13 +33,13 @@ def _sample(
 ) -> list[Sampled]:
     """A token for each row, from sequences alike but for their seeds."""
     mask = None if allowed is None else bytes([sum(1 << token for token in allowed)])
-    choosers: dict[int, Chooser] = {}
+    samplers: dict[int, SequenceSampler] = {}
     for number, seed in zip(range(len(rows)), seeds, strict=False):
         info = SequenceInfo(number, prompt, torch.zeros(3, len(prompt)), 0, params, seed)
-        choosers[number] = Chooser(info)
-        choosers[number].replace(0, history)
+        samplers[number] = SequenceSampler(info)
+        samplers[number].replace(0, history)
     tasks = [SampleTask(number, len(history), mask) for number in range(len(rows))]
-    return [one for (one,) in sample(logits, tasks, choosers, rows).values()]
+    return [one for (one,) in sample(logits, tasks, samplers, rows).values()]
 
 
 def _draws(
@@ -59,10 +59,10 @@ def test_greedy_need_not_look_where_somebody_has() -> None:
     task = SampleTask(0, 0)
     info = SequenceInfo(0, (), torch.zeros(3, 0), 0, GREEDY, 0)
     unread = torch.full((1, 4), float("nan"))
-    ((one,),) = sample(unread, [task], {0: Chooser(info)}, [0], [2]).values()
+    ((one,),) = sample(unread, [task], {0: SequenceSampler(info)}, [0], [2]).values()
     assert one.token_id == 2
     masked = replace(task, mask=bytes([0b0011]))
-    ((one,),) = sample(LOGITS, [masked], {0: Chooser(info)}, [0], [2]).values()
+    ((one,),) = sample(LOGITS, [masked], {0: SequenceSampler(info)}, [0], [2]).values()
     assert one.token_id == 0
 
 
@@ -122,7 +122,7 @@ def test_penalties_follow_what_is_replaced() -> None:
     rows = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
     draw = random.Random(0)
     prompt = tuple(draw.choices(range(50), k=10))
-    grown = Chooser(SequenceInfo(0, prompt, torch.zeros(3, 10), 0, params, 3))
+    grown = SequenceSampler(SequenceInfo(0, prompt, torch.zeros(3, 10), 0, params, 3))
     history: list[int] = []
     for row in rows:
         first = draw.randint(max(0, len(history) - 3), len(history))
@@ -155,7 +155,7 @@ def _verify(
 ) -> tuple[Sampled, ...]:
     info = SequenceInfo(0, (), torch.zeros(3, 0), 0, params, 5)
     tasks = [SampleTask(0, at, draft=draft) for at, draft in enumerate((*drafts, None))]
-    return sample(logits, tasks, {0: Chooser(info)}, range(len(tasks)))[0]
+    return sample(logits, tasks, {0: SequenceSampler(info)}, range(len(tasks)))[0]
 
 
 def test_sampling_stops_at_the_first_draft_that_is_not_sampled() -> None:
@@ -181,5 +181,5 @@ def test_every_position_has_its_own_draw() -> None:
 
 def _drawn_one_by_one(logits: torch.Tensor) -> list[Sampled]:
     info = SequenceInfo(0, (), torch.zeros(3, 0), 0, NEUTRAL, 5)
-    chooser = Chooser(info)
-    return [chooser.choose(row, SampleTask(0, at)) for at, row in enumerate(logits)]
+    sampler = SequenceSampler(info)
+    return [sampler.choose(row, SampleTask(0, at)) for at, row in enumerate(logits)]

@@ -64,7 +64,7 @@ def test_a_wrong_url(url: str) -> None:
 def test_unknown_parameters() -> None:
     said = refused(shared_store="rediss://127.0.0.1?ssl_cert_reqs=none")
     assert said.startswith("shared_store has a parameter 'ssl_cert_reqs'")
-    assert "for TLS alone" in refused(shared_store="redis://127.0.0.1?ssl_ca_certs=file")
+    assert "requires TLS" in refused(shared_store="redis://127.0.0.1?ssl_ca_certs=file")
 
 
 def test_another_machine_needs_tls_and_the_key(key: Path) -> None:
@@ -84,8 +84,8 @@ def test_another_machine_needs_tls_and_the_key(key: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "content", "message"),
     [
-        (0o604, bytes(32), "can be read or written by everybody"),
-        (0o602, bytes(32), "can be read or written by everybody"),
+        (0o604, bytes(32), "can be read or written by every user"),
+        (0o602, bytes(32), "can be read or written by every user"),
         (0o600, bytes(31), "must hold at least 32 bytes, got 31"),
         (0o600, b"x" * 31 + b"\n", "must hold at least 32 bytes, got 31"),
     ],

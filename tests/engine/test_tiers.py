@@ -362,10 +362,10 @@ def test_expert_rows_come_back_with_their_blocks(checkpoint: Path) -> None:
     ("options", "said"),
     [
         ({"disk_cache_path": "{}/file/cache"}, "disk_cache_path cannot be used: [Errno 20] Not a"),
-        ({"disk_cache_path": "{}/file"}, "disk_cache_path cannot be used: {}/file is no folder"),
+        ({"disk_cache_path": "{}/file"}, "disk_cache_path cannot be used: {}/file is not a folder"),
         (
             {"disk_cache_path": "/dev/null"},
-            "disk_cache_path cannot be used: /dev/null is no folder",
+            "disk_cache_path cannot be used: /dev/null is not a folder",
         ),
         ({"disk_cache_path": "{}/" + 300 * "x"}, "disk_cache_path cannot be used: [Errno 36] File"),
         ({"disk_cache_path": "{}/\x00"}, "disk_cache_path cannot be used: embedded null "),
@@ -373,7 +373,7 @@ def test_expert_rows_come_back_with_their_blocks(checkpoint: Path) -> None:
             {"disk_cache_path": "~nobody-of-that-name/x"},
             "disk_cache_path cannot be used: Could not",
         ),
-        ({"host_cache_memory": "900TiB"}, "host_cache_memory is 900 TiB, and all the memory that "),
+        ({"host_cache_memory": "900TiB"}, "host_cache_memory is 900 TiB, but this process "),
     ],
 )
 def test_tiers_that_can_never_be_are_refused_at_the_start(

@@ -14,7 +14,7 @@ from model_driver import Driver, text_sequence
 from safetensors.torch import load_file
 
 from vlm_serve.engine.batching import KnownSequence
-from vlm_serve.engine.draft_making import Piece, make_draft_batch
+from vlm_serve.engine.mtp_runner import MtpInput, make_draft_batch
 from vlm_serve.engine.plan import SequenceInfo
 from vlm_serve.models import load_model
 from vlm_serve.sampling_params import SamplingParams
@@ -94,8 +94,8 @@ def test_equals_transformers(
     while start < TOKENS + 1:
         end = min(TOKENS + 1, start + draw.choice((1, 2, 17)))
         pieces = [
-            Piece(known[1], start, tuple(other.tokens[start:end])),
-            Piece(known[0], start, tuple(text[start:end]), wanted=1),
+            MtpInput(known[1], start, tuple(other.tokens[start:end])),
+            MtpInput(known[0], start, tuple(text[start:end]), wanted=1),
         ]
         before = [output.hidden[start - 1 : end - 1] for output in outputs]  # type: ignore[index]
         batch = make_draft_batch(pieces, driver.block_size)

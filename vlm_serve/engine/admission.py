@@ -1,4 +1,4 @@
-"""From the waiting queue into the running set: match, pin, reserve, or roll everything back."""
+"""Admission of waiting sequences: match, pin and reserve, or roll everything back."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Admission:
     """Admits sequences one at a time.
 
     Args:
-        cache: where matches, rows and blocks come from.
-        state_interval: tokens between the regular snapshots of a long prompt.
-        complete_experts: a request for routed experts reuses only what has them.
-        tiers: fetches from lower cache tiers; None: there are none.
+        cache: prefix cache with blocks and rows.
+        state_interval: tokens between regular snapshots of a long prompt.
+        complete_experts: if True, requests for routed experts do not reuse tokens without recorded
+            experts.
+        tiers: fetches entries from lower cache tiers; None if there are no tiers.
     """
 
     def __init__(
@@ -39,16 +40,18 @@ class Admission:
         self._refused: tuple[object, ...] = ()
 
     def admit(self, sequence: Sequence, budget: int, *, alone: bool, whole: bool = False) -> bool:
-        """Gives the sequence a lease with a live row and the blocks of its first slice.
+        """Give the sequence a lease with a live row and the blocks of its first slice. Return False
+        if that is not possible now.
 
-        A tentative match is rolled back completely if something is missing. If nothing else runs,
-        the match itself may hold the only evictable snapshot: then one more try goes without it.
-        If lower cache tiers may have more of the prompt, it is `fetching` first, once.
+        If anything is missing, the tentative match is rolled back completely. If nothing else is
+        running, the match itself may hold the only evictable snapshot: it is then retried without
+        the match. If lower cache tiers may hold more of the prompt, the sequence is set to
+        `fetching` first, once.
 
         Args:
-            budget: tokens its first slice may have.
-            alone: nothing else is running.
-            whole: only if the first slice is all that is left of its prompt.
+            budget: maximum number of tokens of its first slice.
+            alone: True if nothing else is running.
+            whole: admit only if the first slice completes the prompt.
         """
         if sequence.suspended is not None:
             lease = self._cache.resume(sequence.suspended)
@@ -58,12 +61,12 @@ class Admission:
             if lease is not None:
                 sequence.lease = lease
                 return True
-        asked = (sequence.number, budget, alone, whole, self._cache.version)
-        if self._refused == asked:
-            return False  # nothing has changed since it was tried
+        attempt = (sequence.number, budget, alone, whole, self._cache.version)
+        if self._refused == attempt:
+            return False  # the cache has not changed since the last attempt
         admitted = self._try(sequence, budget, alone=alone, whole=whole)
         if not admitted and not sequence.fetching:
-            self._refused = (*asked[:-1], self._cache.version)
+            self._refused = (*attempt[:-1], self._cache.version)
         return admitted
 
     def _try(self, sequence: Sequence, budget: int, *, alone: bool, whole: bool) -> bool:
@@ -74,21 +77,22 @@ class Admission:
             limit=sequence.num_tokens - 1,
             complete_experts=(self._complete_experts or sequence.request.complete_experts)
             and sequence.experts is not None,
-            logprobs=sequence.job.wanted_rows,
+            logprobs=sequence.group.wanted_rows,
         )
-        # What made a step fail is computed anew.
-        if not sequence.suspect_until and self._ask_tiers(sequence, match):
+        # After a failed step, recompute instead of fetching.
+        if not sequence.suspect_until and self._fetch_from_tiers(sequence, match):
             return False
         if self._start(sequence, match, budget, whole=whole):
-            self._account(sequence, match)
+            self._record_admission(sequence, match)
             return True
         if alone and match.boundary and self._start(sequence, None, budget, whole=whole):
-            self._account(sequence, match, used=0)
+            self._record_admission(sequence, match, used=0)
             return True
         return False
 
-    def _ask_tiers(self, sequence: Sequence, match: Match) -> bool:
-        """True if the sequence is to wait for their answer."""
+    def _fetch_from_tiers(self, sequence: Sequence, match: Match) -> bool:
+        """Ask the lower tiers for the rest of the prompt; return True if the sequence must wait for
+        them."""
         if self._tiers is None or sequence.fetched is not None:
             return False
 
@@ -114,7 +118,7 @@ class Admission:
         sequence.lease = lease
         if sequence.experts is not None:
             sequence.experts.replay(self._cache.cached_experts(lease))
-        log = sequence.job.prompt_log
+        log = sequence.group.prompt_log
         if log is not None and match is not None:
             log.replay(match.logprobs)
         sequence.num_cached = sequence.num_computed = start
@@ -131,10 +135,10 @@ class Admission:
         )
         return True
 
-    def _account(self, sequence: Sequence, match: Match, used: int | None = None) -> None:
-        job, experts = sequence.job, sequence.experts
+    def _record_admission(self, sequence: Sequence, match: Match, used: int | None = None) -> None:
+        group, experts = sequence.group, sequence.experts
         boundary = match.boundary if used is None else used
-        replay = job.report is not None
+        replay = group.report is not None
         fetched, sequence.fetched = sequence.fetched, None
         if fetched is not None and fetched.failed and match.reason != "full":
             match = replace(match, reason="tier_error")
@@ -144,10 +148,10 @@ class Admission:
         )
         if replay:
             return
-        log, length = job.prompt_log, len(sequence.prompt)
+        log, length = group.prompt_log, len(sequence.prompt)
         segments = prompt_segments(boundary, length, fetched.segments if fetched else ())
-        job.cached_tokens = boundary
-        job.report = CacheReport(
+        group.cached_tokens = boundary
+        group.report = CacheReport(
             prompt_tokens=length,
             kv_boundary=match.kv_boundary,
             state_boundary=match.state_boundary,

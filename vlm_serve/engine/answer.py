@@ -1,4 +1,4 @@
-"""The answer of one choice: what may come next, its text, and when it ends."""
+"""Answer of one choice: allowed next tokens, text, and end."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vlm_serve.grammar.state import GrammarState
 from vlm_serve.sampling_params import MAX_BAD_WORD_LENGTH
 
 _LONGEST_BAD_WORD = 4 * MAX_BAD_WORD_LENGTH
-"""In tokens: one for each byte of a text, at most."""
+"""Maximum number of tokens of a bad word: one per byte of its text."""
 
 
 class Answer:
-    """Grows token by token. Only the engine's thread uses it.
+    """Answer that grows token by token. Used by the engine's thread only.
 
     Attributes:
-        grammar: the state of its grammar.
-        finish_reason: None while it goes on.
-        stop_reason: the stop string or stop token that has ended it; None for end of sequence.
+        grammar: state of its grammar; None without one.
+        finish_reason: None while it continues.
+        stop_reason: the stop string or stop token that ended it; None for end of sequence.
     """
 
     def __init__(self, request: Request, language: Language) -> None:
@@ -39,8 +39,10 @@ class Answer:
             frozenset() if params.ignore_eos else language.stop_tokens
         )
         self._min_tokens = params.min_tokens
-        room = language.max_length - len(request.prompt)
-        self._max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        tokens_left = language.max_length - len(request.prompt)
+        self._max_tokens = (
+            tokens_left if params.max_tokens is None else min(tokens_left, params.max_tokens)
+        )
         self._detokenizer = Detokenizer(tokenizer, params.stop)
         self._all = np.packbits(np.ones(language.vocabulary, dtype=bool), bitorder="little")
         self._bad_words = request.bad_words
@@ -50,18 +52,18 @@ class Answer:
             flags[list(params.allowed_token_ids)] = True
             self._allowed = np.packbits(flags, bitorder="little")
 
-    def room(self, count: int) -> int:
-        """Tokens that may come after the answer's first `count`."""
+    def tokens_left(self, count: int) -> int:
+        """Return how many tokens may follow the answer's first `count`."""
         return self._max_tokens - count
 
     def masks_ahead(
         self, first: bytes | None, token_ids: Sequence[int], count: int, drafts: Sequence[int]
     ) -> list[tuple[bytes | None, bool]]:
-        """What `mask` is behind each draft, up to the first one that must not come or ends the
-        answer.
+        """Return the results of `mask` behind each draft. Stop at the first draft that is forbidden
+        or ends the answer.
 
         Args:
-            first: the mask of the first draft.
+            first: mask of the first draft.
             token_ids, count: as for `mask`.
             drafts: tokens that may come.
         """
@@ -83,9 +85,11 @@ class Answer:
         return masks
 
     def mask(self, token_ids: Sequence[int], count: int) -> tuple[bytes | None, bool]:
-        """(`SampleTask.mask`, `SampleTask.unbiased`) of the next token: where all rules together
-        leave nothing, the logits as they are under what remains in force, which is the grammar,
-        without one the allowed tokens. A grammar that has yet to begin bans what ends the answer.
+        """Return (`SampleTask.mask`, `SampleTask.unbiased`) for the next token.
+
+        If all rules together forbid every token, only one rule stays in force and the logits are
+        used unbiased. This rule is the grammar; without a grammar it is the list of allowed tokens.
+        While a grammar has yet to begin, tokens that end the answer are banned.
 
         Args:
             token_ids: prompt and answer so far, or their end.
@@ -113,7 +117,7 @@ class Answer:
         return None if remaining is None else remaining.tobytes(), True
 
     def accept(self, token: int, count: int) -> str:
-        """Takes in a token, the answer's `count`-th; returns the text that became certain."""
+        """Append a token, the answer's `count`-th; return the text that has become final."""
         may_stop = count >= self._min_tokens
         complete = False
         if self.grammar is not None:

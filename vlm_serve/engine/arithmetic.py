@@ -1,7 +1,7 @@
-"""In which types a model is stored and computed, and the name of the arithmetic that follows.
+"""Types in which a model is stored and computed, and the resulting name of the arithmetic.
 
-Weights, activations, keys and values, recurrent state and convolution tails each have a type of
-their own. All of them are decided here, from options, checkpoint and what computes on the device.
+Weights, activations, keys and values, recurrent state and convolution tails each have their own
+type. All are decided here, from options, checkpoint and backend.
 
 docs/architecture.md#weights-and-arithmetic
 """
@@ -27,9 +27,9 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.uint8,
 }
-"""Option values and the types that are stored; int8 means unsigned codes with scales."""
+"""Stored types by option value; int8 means unsigned codes with scales."""
 NUMERICS_VERSION = 5
-"""Raised whenever a kernel's arithmetic changes: what older code computed is then not reused."""
+"""Raised whenever a kernel's arithmetic changes; results of older code are then not reused."""
 
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
 _PAIRS = "products of bfloat16 pairs (AVX512-BF16)"
@@ -38,12 +38,12 @@ _TILES = "products of bfloat16 tiles (AMX)"
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What computes.
+    """Device and kernels that compute.
 
     Attributes:
-        device: where; of a GPU that this machine may lack, while planning.
-        digests: of the compiled CPU kernels' self-test; None if there are none.
-        problem: why not, in a sentence, if they were wanted.
+        device: device; while planning, it may be a GPU that this machine lacks.
+        digests: self-test digests of the compiled CPU kernels; None without compiled kernels.
+        problem: why there are none although they were wanted, in a sentence.
     """
 
     device: torch.device
@@ -52,12 +52,12 @@ class Backend:
 
     @property
     def compiled(self) -> bool:
-        """Whether compiled CPU kernels compute."""
+        """True if compiled CPU kernels compute."""
         return self.digests is not None
 
     @property
     def products(self) -> str | None:
-        """How they multiply bfloat16 by itself, if the processor can; None if it cannot."""
+        """Name of the compiled kernels' bfloat16 products; None if the processor has none."""
         if self.digests is None or self.digests.pairs is None:
             return None
         return _TILES if self.digests.tiles else _PAIRS
@@ -65,13 +65,15 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class Types:
-    """Which type everything has.
+    """Type of every kind of data.
 
     Attributes:
         weights: projections and lookup tables in memory.
-        compute: activations, and weights that are no matrices.
+        compute: activations, and weights that are not matrices.
         kv: keys and values in the cache; uint8 stands for int8 codes with scales.
-        state: recurrent matrices. conv: convolution tails. vision: activations of the tower.
+        state: recurrent matrices.
+        conv: convolution tails.
+        vision: activations of the tower.
     """
 
     weights: torch.dtype
@@ -83,7 +85,7 @@ class Types:
 
     @property
     def pools(self) -> dict[str, torch.dtype]:
-        """Of what layers keep between steps, by kind of pool."""
+        """Types of the data that layers keep between steps, by kind of pool."""
         scales = {"kv_scales": torch.float16} if self.kv == torch.uint8 else {}
         updates = dict.fromkeys(("update_keys", "update_changes", "update_decays"), torch.float32)
         updates["update_inputs"] = self.conv
@@ -91,20 +93,20 @@ class Types:
         return {"kv": self.kv, **rows, **updates, **scales}
 
     def names(self) -> dict[str, str]:
-        """Each type as options name it."""
+        """Return the option value of each type, by attribute."""
         return {field.name: name_of(getattr(self, field.name)) for field in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """How a model is computed.
+    """Arithmetic of a model.
 
     Attributes:
-        types: of everything.
-        reason: why `types.compute` is what it is.
-        numerics: names all arithmetic: results of equal names have equal bits.
-        bits: to which plain weights are quantised while they are loaded; None: they are not.
-        dynamic: whether activations beside integer codes are quantised to int8.
+        types: types of all data.
+        reason: why `types.compute` was chosen.
+        numerics: name of all arithmetic; equal names mean equal bits.
+        bits: width to which plain weights are quantised while loading; None if they are not.
+        dynamic: True if activations beside integer codes are quantised to int8.
     """
 
     types: Types
@@ -114,7 +116,7 @@ class Arithmetic:
     dynamic: bool = False
 
     def rows(self) -> list[tuple[str, str]]:
-        """What `plan` and the start-up table print: a name and a text each."""
+        """Return the rows of `plan` and the start-up table: (name, text)."""
         names = self.types.names()
         if self.bits is not None:
             names["weights"] += f" (projections int{self.bits})"
@@ -134,16 +136,16 @@ def decide(
     backend: Backend,
     stored: QuantScheme | None = None,
 ) -> Arithmetic:
-    """The types and the arithmetic of a model.
+    """Decide the types and the arithmetic of a model.
 
     Args:
         config: options; "auto" values are decided here.
         checkpoint: type of the checkpoint's weights.
-        backend: what computes.
-        stored: how the checkpoint's own weights are quantised; None if they are not.
+        backend: device and kernels.
+        stored: quantisation of the checkpoint's own weights; None if they are not quantised.
 
     Raises:
-        ConfigError: a type for which nothing computes here; names the option.
+        ConfigError: a type that nothing computes here; names the option.
     """
     weights = _weights(config, checkpoint, backend)
     compute, reason = _compute(config, weights, backend)
@@ -170,7 +172,7 @@ def decide(
 
 
 def _dynamic(config: EngineConfig, backend: Backend, *, quantised: bool) -> bool:
-    """Whether activations are quantised."""
+    """Return True if activations are quantised."""
     wanted = config.quantized_activations
     if wanted == "int8" and not backend.compiled:
         raise ConfigError(
@@ -182,7 +184,7 @@ def _dynamic(config: EngineConfig, backend: Backend, *, quantised: bool) -> bool
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A type as options name it."""
+    """Return the option value of a type."""
     return next(name for name, each in DTYPES.items() if each == dtype)
 
 
@@ -197,7 +199,7 @@ def _weights(config: EngineConfig, checkpoint: torch.dtype, backend: Backend) ->
 def _compute(
     config: EngineConfig, weights: torch.dtype, backend: Backend
 ) -> tuple[torch.dtype, str]:
-    """The type of activations, and why."""
+    """Return the type of activations and the reason."""
     wanted = None if config.compute_dtype == "auto" else DTYPES[config.compute_dtype]
     if backend.compiled:
         return _compiled_compute(wanted, weights, backend.products)
@@ -222,9 +224,9 @@ def _compiled_compute(
             param="compute_dtype",
         )
     if wanted == _BFLOAT16 and not products:
-        reason = f"as asked for; there are no {_PAIRS}, so float32 is faster and more exact"
+        reason = f"as requested; there are no {_PAIRS}, so float32 is faster and more exact"
     elif wanted is not None:
-        reason = "as asked for"
+        reason = "as requested"
     elif weights == _FLOAT32:
         reason = "as the weights"
     elif weights == _BFLOAT16 and products:
@@ -252,13 +254,13 @@ def _numerics(compute: torch.dtype, backend: Backend, config: EngineConfig) -> s
 
 
 def _torch(backend: Backend) -> str:
-    """Name the torch that computes what the kernels here do not.
+    """Name the torch that computes the operations without kernels of this project.
 
     Builds of one release differ in their local version: "+cpu", "+cu130". Beside compiled kernels
     torch has little left: frequencies, positions, the decays of a Gated DeltaNet, the attention of
     towers that are not compiled. All of that runs on the CPU, where commit, compiler and libraries
-    decide the bits, and those name the build there. So a cache stays warm when a CPU's build takes
-    the place of one with CUDA. Where torch computes everything, the build is named as it is.
+    decide the bits, and those name the build there. So a cache stays warm when a CPU build replaces
+    one with CUDA. Where torch computes everything, the build is named as it is.
     """
     if not backend.compiled:
         return f"torch {torch.__version__}"
@@ -266,10 +268,10 @@ def _torch(backend: Backend) -> str:
 
 
 def _cpu_build() -> str:
-    """Digest what torch's code for CPUs was made from: 8 hexadecimal digits.
+    """Digest the origin of torch's code for CPUs: 8 hexadecimal digits.
 
-    The lines down to the processor's capability list compiler and libraries. Behind them come what
-    GPUs are there and flags, in which builds differ that compute alike.
+    The lines down to the processor's capability list compiler and libraries. The lines behind them
+    list GPUs and flags; builds that differ only there compute the same bits.
     """
     lines = takewhile(
         lambda line: "CPU capability" not in line, torch.__config__.show().split("\n")

@@ -1,4 +1,4 @@
-"""Runs a share of the hits again without the cache, and compares.
+"""Cache audit: runs a share of the hits again without the cache and compares the answers.
 
 docs/architecture.md#what-a-hit-guarantees
 """
@@ -14,15 +14,16 @@ from typing import Literal
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.request import Request
-from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.sampling_params import MAX_LOGPROBS, SamplingParams
 
 _log = logging.getLogger(__name__)
 
 NEAR_TIE = 1e-4
-"""A first differing token is no mismatch if the cold run preferred its own by no more than this."""
+"""A first difference is a near tie, not a mismatch, if the cold run preferred its token by at most
+this log-probability."""
 AUDIT_PRIORITY = 1 << 40
-"""Behind every caller's."""
+"""Priority of audits: behind all requests of callers."""
 MAX_PENDING = 16
 
 Verdict = Literal["equal", "near_tie", "mismatch"]
@@ -30,13 +31,13 @@ Verdict = Literal["equal", "near_tie", "mismatch"]
 
 @dataclass(slots=True)
 class AuditCounts:
-    """What became of the audits.
+    """Results of audits.
 
     Attributes:
-        audits: cold runs that were compared.
-        mismatches: of those, the ones that the cache made wrong.
-        near_ties: of those, the ones that differ where two tokens were about equally likely.
-        dropped: audits without a result: too many at once, a seat given up to a caller, a failure.
+        audits: number of cold runs compared.
+        mismatches: cold runs that show a wrong answer from the cache.
+        near_ties: cold runs that differ where two tokens were about equally likely.
+        dropped: audits without a result: too many at once, aborted for a caller, or failed.
     """
 
     audits: int = 0
@@ -47,24 +48,24 @@ class AuditCounts:
 
 @dataclass(eq=False, slots=True)
 class _Audit:
-    """A finished request, and the cold run's tokens so far."""
+    """A finished request and the tokens of its cold run so far."""
 
-    job: Job
+    group: SequenceGroup
     answer: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
 
 
 class Auditor:
-    """Chooses what is audited and judges the results. Only the engine's thread calls it.
+    """Chooses requests to audit and judges the results. Used by the engine's thread only.
 
-    Greedy requests without penalties are eligible: of others a differing token proves nothing.
+    Only greedy requests without penalties are eligible: in others a different token proves nothing.
 
     Args:
-        rate: share of the eligible requests. Which ones follows from counting, not from chance.
+        rate: share of the eligible requests. The choice is by counting, not at random.
 
     Attributes:
-        running: the cold request under way.
+        running: the cold request in progress.
         counts: results so far.
     """
 
@@ -76,9 +77,9 @@ class Auditor:
         self._num_eligible = 0
         self._pending: deque[_Audit] = deque()
 
-    def consider(self, job: Job) -> None:
-        """A request has ended. Notes it for an audit if it is its turn."""
-        if not self._rate or not _eligible(job):
+    def consider(self, group: SequenceGroup) -> None:
+        """Queue an audit of a finished request if it is selected."""
+        if not self._rate or not _eligible(group):
             return
         before = math.floor(self._num_eligible * self._rate)
         self._num_eligible += 1
@@ -87,15 +88,15 @@ class Auditor:
         if len(self._pending) == MAX_PENDING:
             self.counts.dropped += 1
             return
-        self._pending.append(_Audit(job, job.sequences[0].generated))
+        self._pending.append(_Audit(group, group.sequences[0].generated))
 
     def start(self) -> Request | None:
-        """The next cold request; None if nothing is to be audited."""
+        """Return the next cold request; None if no audit is queued."""
         assert self.running is None
         if not self._pending:
             return None
         audit = self._pending.popleft()
-        audited = audit.job.request
+        audited = audit.group.request
         self.running = Request(
             request_id=f"audit of {audited.request_id}",
             prompt=audited.prompt,
@@ -122,19 +123,19 @@ class Auditor:
         if verdict == "mismatch":
             self.counts.mismatches += 1
             _log.error(
-                "request %s answered otherwise from the cache (%d of %d tokens) than it does cold",
-                audit.job.request.request_id,
-                audit.job.cached_tokens,
-                len(audit.job.request.prompt),
+                "request %s: the answer from the cache (%d of %d tokens) differs from the cold run",
+                audit.group.request.request_id,
+                audit.group.cached_tokens,
+                len(audit.group.request.prompt),
             )
 
 
 def judge(
     answer: Sequence[int], cold: Sequence[int], logprobs: Sequence[dict[int, float]]
 ) -> Verdict:
-    """Compares an answer with a cold run's tokens and the log-probabilities it chose them from.
+    """Compare an answer with a cold run's tokens and their log-probabilities.
 
-    Only the first difference counts; what comes after it follows from another prefix.
+    Only the first difference counts: the tokens behind it follow different prefixes.
     """
     for token, reference, row in zip(answer, cold, logprobs, strict=False):
         if token != reference:
@@ -143,12 +144,12 @@ def judge(
     return "equal" if len(answer) == len(cold) else "mismatch"
 
 
-def _eligible(job: Job) -> bool:
-    request, params = job.request, job.request.params
+def _eligible(group: SequenceGroup) -> bool:
+    request, params = group.request, group.request.params
     return (
         not request.cold
-        and job.cached_tokens > 0
-        and job.sequences[0].answer.finish_reason in ("stop", "length")
+        and group.cached_tokens > 0
+        and group.sequences[0].answer.finish_reason in ("stop", "length")
         and params.temperature == 0
         and request.grammar is None
         and not (params.bad_words or params.logit_bias or params.allowed_token_ids)

@@ -1,4 +1,4 @@
-"""Builds a step's batch from its slices and from what is known of their sequences."""
+"""Builds a step's batch from its slices and the registered sequences."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from vlm_serve.engine.plan import SequenceInfo, Slice
-from vlm_serve.engine.sampler import Chooser
+from vlm_serve.engine.sampler import SequenceSampler
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.models.batch import ForwardBatch
 
 
 class KnownSequence:
-    """What was registered of a sequence, and what has come since.
+    """A registered sequence with all later additions.
 
     Attributes:
         table: physical KV blocks. Batches refer to it: it changes between steps only.
-        chooser: chooses its tokens.
-        cleared: the model's layer for drafts has left out its last tokens, and may leave out what
-            comes up to this position; 0: it has not.
+        sampler: samples its tokens.
+        mtp_cleared_until: the MTP layer skipped the last tokens, and its KV is zero up to this
+            position; 0 if it skipped none.
     """
 
     def __init__(self, info: SequenceInfo) -> None:
         self.info = info
         self.table = array("i")
-        self.chooser = Chooser(info)
-        self.cleared = 0
+        self.sampler = SequenceSampler(info)
+        self.mtp_cleared_until = 0
 
     def take(self, item: Slice) -> None:
-        """Takes over what is new in a slice. Doing so twice changes nothing."""
+        """Apply the new data of a slice. The operation is idempotent."""
         assert item.first_block <= len(self.table), "a table with a hole"
         del self.table[item.first_block :]
         self.table.extend(item.blocks)
-        # Of drafts the chooser learns as they turn out to hold.
+        # The sampler learns of drafts only when they are accepted.
         certain = item.token_ids[:1] if item.kind == "verify" else item.token_ids
-        self.chooser.replace(max(0, item.start - len(self.info.token_ids)), certain)
+        self.sampler.replace(max(0, item.start - len(self.info.token_ids)), certain)
 
     def token_ids(self, item: Slice) -> tuple[int, ...]:
-        """All tokens of a slice."""
+        """Return all tokens of a slice."""
         return self.info.token_ids[item.start : item.end] + item.token_ids
 
     def positions(self, start: int, end: int) -> torch.Tensor:
-        """int64 `[3, end - start]` positions of prompt and generated tokens."""
+        """Return int64 `[3, end - start]` positions of prompt and generated tokens."""
         info, known = self.info, len(self.info.token_ids)
         prompt = info.positions[:, start:end]
         if end <= known:
@@ -61,12 +61,12 @@ def make_batch(
     embeddings: Mapping[int, torch.Tensor],
     block_size: int,
 ) -> tuple[ForwardBatch, list[int]]:
-    """The step's batch, on the host, and for every sample its row of the logits.
+    """Build the step's batch on the host; return it with the row of the logits for every sample.
 
     Args:
-        packed: slices that their sequences have taken: decode tokens, prefills, drafts.
+        packed: slices already applied to their sequences: decode tokens, prefills, drafts.
         known: sequences by number.
-        embeddings: of media, by slot.
+        embeddings: media embeddings by slot.
         block_size: tokens per KV block.
     """
     token_ids: list[int] = []
@@ -89,7 +89,7 @@ def make_batch(
             task_rows.extend([len(logit_rows)] * len(item.samples))
             logit_rows.append(len(token_ids) - 1)
         wants_experts |= sequence.info.params.return_routed_experts
-        greedy |= bool(item.samples) and sequence.chooser.is_plain
+        greedy |= bool(item.samples) and sequence.sampler.is_plain
     decodes = [item for item in packed if item.kind == "decode"]
     prefills = [item for item in packed if item.kind == "prefill"]
     drafts = [item for item in packed if item.kind == "verify"]
@@ -109,7 +109,7 @@ def make_batch(
 
 
 def _tensor(values: list[int]) -> torch.Tensor:
-    """An int64 tensor; by way of an array, since torch takes several times as long over a list."""
+    """Convert to an int64 tensor, via an array: torch takes several times as long for a list."""
     if not values:
         return torch.empty(0, dtype=torch.int64)
     return torch.frombuffer(array("q", values), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Assembles an engine from a checkpoint and a config; decides the defaults that need both."""
+"""Assembles an engine from a checkpoint and a config; decides the defaults that depend on both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.ranks.executor import ShardedExecutor
 from vlm_serve.engine.ranks.process import RankProcesses
-from vlm_serve.engine.ranks.start import Loading, load
+from vlm_serve.engine.ranks.start import ModelSource, load
 from vlm_serve.engine.ranks.task import Pools
 from vlm_serve.engine.request import Language
 from vlm_serve.engine.scheduler import Scheduler
@@ -56,10 +56,10 @@ from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 REPORTED_LOGITS_BYTES = 256 << 20
-"""Logits of prompt tokens that one step may compute for requests that want to see them."""
-LEAST_STEP_TOKENS, GPU_LEAST_STEP_TOKENS = 256, 1024
-"""Of prompts, whatever a step with them takes. On a GPU the host takes tens of milliseconds to
-launch a step of any size."""
+"""Maximum bytes of prompt logits that one step computes for requested prompt log-probabilities."""
+MIN_STEP_TOKENS, GPU_MIN_STEP_TOKENS = 256, 1024
+"""Prompt tokens that a step may always have. On a GPU the host takes tens of milliseconds to launch
+a step of any size."""
 
 
 def build(
@@ -69,13 +69,13 @@ def build(
     poison: bool = False,
     processes: RankProcesses | None = None,
 ) -> EngineParts:
-    """Loads the checkpoint and allocates the pools.
+    """Load the checkpoint and allocate the pools.
 
     Args:
         model: directory, hub id, "demo" or "demo-moe".
         config: options; None and "auto" values are decided here.
         poison: fill freed blocks and rows with NaN (tests).
-        processes: of other ranks, which are there already and stay (tests).
+        processes: existing processes of other ranks, which outlive the engine (tests).
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -95,10 +95,10 @@ def build(
     assert config.block_size is not None
     if device.type == "cpu":
         retain_freed_memory()
-    what = Loading(path, spec, arithmetic, device, backend.compiled, mtp)
-    loaded, started = load(what, config, processes)
+    source = ModelSource(path, spec, arithmetic, device, backend.compiled, mtp)
+    loaded, started = load(source, config, processes)
     try:
-        executor = _Loaded(what, layout, loaded, started, owned=processes is None)
+        executor = _Loaded(source, layout, loaded, started, owned=processes is None)
         return _assemble(executor, config, address, with_graphs=with_graphs, poison=poison)
     except BaseException:
         if started is not None and processes is None:
@@ -108,10 +108,10 @@ def build(
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A model with its weights; the processes of other ranks, and whether they end with the
+    """A loaded model and the processes of other ranks. If `owned`, the processes end with the
     engine."""
 
-    what: Loading
+    source: ModelSource
     layout: CacheLayout
     model: Model
     processes: RankProcesses | None
@@ -126,19 +126,19 @@ def _assemble(
     with_graphs: bool,
     poison: bool,
 ) -> EngineParts:
-    """Everything else. Raises ConfigError if it does not fit."""
-    what, model = loaded.what, loaded.model
-    spec, types = what.spec, what.arithmetic.types
+    """Assemble all other components. Raise ConfigError if memory does not suffice."""
+    source, model = loaded.source, loaded.model
+    spec, types = source.spec, source.arithmetic.types
     size = config.tensor_parallel_size
-    cache_memory = config.cache_memory_bytes or default_cache_memory(what.device, size)
+    cache_memory = config.cache_memory_bytes or default_cache_memory(source.device, size)
     memory = plan_memory(loaded.layout, config, types, cache_memory)
     max_model_len = longest_context(config, spec, memory)
-    preprocessor = _preprocessor(what, config, model, max_model_len)
+    preprocessor = _preprocessor(source, config, model, max_model_len)
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
     pools = Pools.of(types, memory, rows, deterministic=config.deterministic)
     caches = pools.allocate(model)
     graphs = step_graphs(model, caches, config, max_model_len) if with_graphs else ()
-    if what.compiled:
+    if source.compiled:
         compile_steps(model, caches)
     executor = _executor(loaded, caches, pools, graphs, config)
     drafters = make_drafters(config)
@@ -157,7 +157,7 @@ def _assemble(
         preprocessor.root_key(),
         form=form,
         address=address,
-        promised=what.compiled,
+        promised=source.compiled,
     )
     fetcher = tiers.fetcher if tiers is not None else None
     embeddings = None
@@ -168,19 +168,19 @@ def _assemble(
     media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), token_bytes, embeddings)
     tokenizer = preprocessor.tokenizer
     return EngineParts(
-        config=_decided(config, what, graphs=bool(graphs)),
+        config=_decided(config, source, graphs=bool(graphs)),
         spec=spec,
-        arithmetic=what.arithmetic,
+        arithmetic=source.arithmetic,
         weights=weight_bytes(
             spec,
             weights=types.weights,
             compute=types.compute,
-            device=what.device,
-            compiled=what.compiled,
+            device=source.device,
+            compiled=source.compiled,
             tensor_parallel=size,
-            drafts=what.drafts,
+            drafts=source.drafts,
             quantised=model.quantised,
-            bits=what.arithmetic.bits,
+            bits=source.arithmetic.bits,
         ),
         memory=memory,
         preprocessor=preprocessor,
@@ -188,7 +188,7 @@ def _assemble(
         scheduler=Scheduler(
             cache,
             media,
-            _scheduler_config(config, spec, what.device),
+            _scheduler_config(config, spec, source.device),
             fetcher,
             drafters,
             costs=costs,
@@ -222,25 +222,25 @@ def _executor(
     )
 
 
-def _decided(config: EngineConfig, what: Loading, *, graphs: bool) -> EngineConfig:
-    """The config with what was decided in place of None and "auto"."""
-    names = what.arithmetic.types.names()
+def _decided(config: EngineConfig, source: ModelSource, *, graphs: bool) -> EngineConfig:
+    """Return the config with the decided values in place of None and "auto"."""
+    names = source.arithmetic.types.names()
     return replace(
         config,
-        device=str(what.device),
+        device=str(source.device),
         dtype=names["weights"],
         compute_dtype=names["compute"],
         kv_cache_dtype=names["kv"],
         state_dtype=names["state"],
         threads=torch.get_num_threads(),
         cuda_graphs=graphs,
-        compiled_kernels=what.compiled,
-        quantized_activations="int8" if what.arithmetic.dynamic else "none",
+        compiled_kernels=source.compiled,
+        quantized_activations="int8" if source.arithmetic.dynamic else "none",
     )
 
 
 def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
-    """The config with the model's default block size, if it has none."""
+    """Return the config with the model's default block size, if it has none."""
     if config.block_size is not None:
         return config
     return replace(
@@ -249,13 +249,13 @@ def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
 
 
 def longest_context(config: EngineConfig, model: ModelSpec, memory: MemoryPlan) -> int:
-    """Tokens of the longest prompt with its answer."""
+    """Return the maximum number of tokens of a prompt with its answer."""
     context = config.max_model_len or model.max_position_embeddings
     return min(context, (memory.num_blocks - 1) * memory.block_size)
 
 
 def find_checkpoint(model: str, *, configs_only: bool = False) -> Path:
-    """The directory of a built-in or a named checkpoint; see `resolve_checkpoint`."""
+    """Return the directory of a built-in or a named checkpoint; see `resolve_checkpoint`."""
     if model in DEMO_DIRECTORIES:
         return _DEMO_FOLDER / DEMO_DIRECTORIES[model]
     return resolve_checkpoint(model, configs_only=configs_only)
@@ -270,10 +270,10 @@ def _device(name: str) -> torch.device:
 
 
 def _preprocessor(
-    what: Loading, config: EngineConfig, model: Model, max_tokens: int
+    source: ModelSource, config: EngineConfig, model: Model, max_tokens: int
 ) -> Preprocessor:
     assert config.block_size is not None
-    names = what.arithmetic.types.names()
+    names = source.arithmetic.types.names()
     root = RootFields(
         weights_fingerprint=model.fingerprint,
         weight_dtype=names["weights"],
@@ -284,11 +284,11 @@ def _preprocessor(
         vision_dtype=names["vision"],
         block_size=config.block_size,
         chunk_size=config.gdn_chunk_size,
-        processor_fingerprint=processor_fingerprint(what.path),
-        numerics=what.arithmetic.numerics,
+        processor_fingerprint=processor_fingerprint(source.path),
+        numerics=source.arithmetic.numerics,
     )
     return Preprocessor(
-        what.path,
+        source.path,
         block_size=config.block_size,
         root_key=root,
         family=model.spec.family,
@@ -330,7 +330,7 @@ def _scheduler_config(
 ) -> SchedulerConfig:
     block_size = config.block_size
     assert block_size is not None
-    least = LEAST_STEP_TOKENS if device.type == "cpu" else GPU_LEAST_STEP_TOKENS
+    least = MIN_STEP_TOKENS if device.type == "cpu" else GPU_MIN_STEP_TOKENS
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -342,5 +342,5 @@ def _scheduler_config(
         complete_experts=config.expert_replay == "complete",
         speculative_tokens=0 if config.speculative == "off" else config.speculative_tokens,
         step_seconds=config.step_time_target / 1000,
-        least_step_tokens=max(least, block_size),
+        min_step_tokens=max(least, block_size),
     )

@@ -1,9 +1,8 @@
-"""The inputs of a decode step at addresses that never change, so that a captured graph reads them.
+"""Inputs of a decode step at fixed addresses, for captured graphs.
 
-A step's sequences are followed by padding up to the size that was captured. Padding is harmless: it
-starts from zero state, leaves its state in a scratch row that no sequence reads, attends to the
-first key of the first sequence and writes no K and V. Nothing in it is random memory, so it stays
-finite.
+A step's sequences are followed by padding up to the captured size. Padding is harmless. It starts
+from zero state, leaves its state in a scratch row that no sequence reads, attends to the first key
+of the first sequence, and writes no K and V. It reads no uninitialised memory, so it stays finite.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _PER_SEQUENCE = ("kv_lens", "src_rows", "dst_rows", "snapshot_rows")
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """What the sequences of every step stay within.
+    """Limits of the sequences in every step.
 
     Attributes:
         block_size: tokens per KV block.
@@ -37,23 +36,22 @@ class DecodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTables:
-    """The tables of `size` decoding sequences, padding included."""
+    """Tables of `size` decoding sequences, padding included."""
 
     size: int
     limits: DecodeLimits
 
     @property
     def shapes(self) -> Shapes:
-        """Types and shapes, all int32."""
+        """Types and shapes; all are int32."""
         return {
             **dict.fromkeys(_PER_SEQUENCE, (torch.int32, (self.size,))),
             "block_tables": (torch.int32, (self.size, self.limits.max_blocks)),
         }
 
     def meta(self, fixed: Mapping[str, torch.Tensor]) -> DecodeMeta:
-        """Return what ops are given. Its host values are no step's: they are the largest that a
-        step may have, since they size grids and scratch memory. All that a step has of its own is
-        in tensors."""
+        """Return the arguments of ops. Their host values are the maximum of all steps, since they
+        size grids and scratch memory. The values of a step are in tensors only."""
         size, limits = self.size, self.limits
         return DecodeMeta(
             block_tables=((0,) * limits.max_blocks,) * size,
@@ -65,7 +63,7 @@ class DecodeTables:
         )
 
     def fill(self, staged: Mapping[str, torch.Tensor], meta: DecodeMeta | None) -> None:
-        """Write at most `size` sequences, or none, and padding behind them."""
+        """Write at most `size` sequences, or none, followed by padding."""
         count = 0 if meta is None else len(meta)
         if meta is not None:
             for name in _PER_SEQUENCE:
@@ -92,7 +90,7 @@ class TokenTables:
 
     @property
     def shapes(self) -> Shapes:
-        """Types and shapes, all int64, see `ForwardBatch`."""
+        """Types and shapes; all are int64, see `ForwardBatch`."""
         return {
             "token_ids": (torch.int64, (self.size,)),
             "positions": (torch.int64, (3, self.size)),
@@ -105,7 +103,7 @@ class TokenTables:
         batch: ForwardBatch | None,
         *places: tuple[slice, int],
     ) -> None:
-        """Write runs of a batch's tokens, each from a place on; the others are padding."""
+        """Write runs of a batch's tokens, each to a given place; the rest is padding."""
         staged["token_ids"].zero_()
         staged["positions"].zero_()
         staged["slots"].fill_(-1)
@@ -122,7 +120,7 @@ class DecodeBuffers:
     """Inputs of a decode step of exactly `size` sequences, padding included.
 
     Attributes:
-        batch: what the model is given.
+        batch: argument of the model.
     """
 
     def __init__(
@@ -144,7 +142,7 @@ class DecodeBuffers:
         self.fill(None)
 
     def fill(self, batch: ForwardBatch | None) -> None:
-        """Take over a decode step whose tensors are on the host, at most `size` sequences; None:
+        """Write a decode step of at most `size` sequences, its tensors on the host; None writes
         padding alone."""
         decode = None if batch is None else batch.decode
         staged = self._tables.stage()

@@ -1,9 +1,9 @@
-"""Decode steps replayed from CUDA graphs, captured once at start-up for padded batch sizes.
+"""Replays decode steps from CUDA graphs, captured once at start-up for padded batch sizes.
 
-A decode step of a small batch is a few hundred short launches, which the host queues more slowly
-than a GPU runs them; a graph queues them all at once. What a graph replays are addresses and grid
-sizes, so a step's inputs go into fixed buffers (`decode_buffers`) and its batch is padded to the
-next size that was captured.
+A decode step of a small batch is a few hundred short launches. A host queues them more slowly than
+a GPU runs them; a graph queues them all at once. A graph replays fixed addresses and grid sizes. So
+a step's inputs go into fixed buffers (`decode_buffers`), and its batch is padded to the next
+captured size.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ LARGEST = 256
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:
-    """The batch sizes to capture, ascending, for steps of up to `most` sequences."""
+    """Return the batch sizes to capture, ascending, for steps of up to `most` sequences."""
     most = min(most, LARGEST)
     return tuple(size for size in (1, 2, 4, *range(8, most, 8)) if size < most) + (most,)
 
 
 class StepGraphs:
-    """What captured steps have in common.
+    """Common base of captured steps.
 
     Args:
-        model: what is captured.
-        caches: pools whose last state row, if there are any, is no sequence's; padding writes to
-            it.
+        model: the model to capture.
+        caches: pools; the last state row, if any, is a scratch row for padding.
         block_size: tokens per KV block.
         max_model_len: longest sequence, in tokens.
         most_logits: rows of logits of the largest step.
@@ -54,17 +53,17 @@ class StepGraphs:
         device: GraphDevice,
     ) -> None:
         self._num_blocks, self._block_size = caches.num_blocks, block_size
-        # Rows that sequences have; the one behind them is the scratch row. Without state there is
-        # neither, and 0 says so to the checks.
+        # Rows of sequences; the next one is the scratch row. A model without state has neither, and
+        # 0 disables the checks of rows.
         self._num_rows = max(caches.num_rows - 1, 0)
         self._limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._num_rows)
         self._ring = HostRing(device)
-        # One for all sizes: each graph's own would stay allocated beside the others'.
+        # Shared by all sizes: graphs with their own logits would keep all of them allocated.
         self._logits = torch.empty(most_logits, model.spec.vocab_size, device=caches.device)
         self._model, self._caches, self._device = model, caches, device
 
     def _captured(self, batch: ForwardBatch) -> Step:
-        """The forward of a batch, whose logits go where those of all sizes do."""
+        """Capture the forward of a batch; its logits go into the shared buffer."""
 
         def step() -> None:
             logits = self._model.forward(batch, self._caches).logits
@@ -78,7 +77,7 @@ class DecodeGraphs(StepGraphs):
 
     Args:
         model, caches, block_size, max_model_len, device: see `StepGraphs`.
-        max_num_seqs: most sequences in a step.
+        max_num_seqs: maximum number of sequences in a step.
     """
 
     def __init__(
@@ -101,14 +100,14 @@ class DecodeGraphs(StepGraphs):
             device=device,
         )
         self._steps: dict[int, tuple[DecodeBuffers, Step]] = {}
-        # The largest first: the others find room in the memory that it has used.
+        # Capture the largest first: the others reuse its memory.
         for size in reversed(self._sizes):
             buffers = DecodeBuffers(size, self._limits, self._ring, caches.device)
             self._steps[size] = buffers, self._captured(buffers.batch)
 
     def _accepts(self, batch: ForwardBatch) -> bool:
-        """Whether a graph can compute this step: nothing but decode tokens, one row of logits for
-        each, no routed experts wanted, and no more sequences than were captured."""
+        """Return True if a graph can run this step: decode tokens only, one row of logits for each,
+        no routed experts, and no more sequences than captured."""
         return (
             batch.prefill is None
             and batch.verify is None
@@ -119,7 +118,8 @@ class DecodeGraphs(StepGraphs):
         )
 
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
-        """The step's output, if a graph can compute it; its logits are overwritten by the next one.
+        """Run the step from a graph; return None if no graph fits. The next run overwrites the
+        logits.
 
         Args:
             batch: a step, its tensors on the host.

@@ -1,7 +1,7 @@
 """Incremental detokenisation: text is released only when it can no longer change.
 
-Held back are the bytes of an unfinished UTF-8 character and any end of the text that may still
-become a stop string.
+The bytes of an unfinished UTF-8 character are held back, and so is any end of the text that may
+still become a stop string.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Protocol
 
 class TokenBytes(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for."""
+        """Return the bytes of a token."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """True for control tokens, which are no part of the text."""
+        """Return True for control tokens, which are not part of the text."""
         ...
 
 
@@ -25,7 +25,7 @@ class Detokenizer:
     """Turns the tokens of one choice into text.
 
     Args:
-        tokenizer: gives the bytes of a token.
+        tokenizer: provides the bytes of a token.
         stop: strings that end the text; the text returned ends before the earliest one.
     """
 
@@ -37,14 +37,15 @@ class Detokenizer:
         self._done = False
 
     def push(self, token_id: int, *, check_stop: bool = True) -> tuple[str, str | None]:
-        """Adds a token. Returns (text that became certain, the stop string that was completed)."""
+        """Add a token. Return the text that has become final, and the stop string if one was
+        completed."""
         assert not self._done, "push after the end"
         if not self._tokenizer.is_special(token_id):
             self._held += self._decoder.decode(self._tokenizer.token_bytes(token_id))
         return self._release(check_stop=check_stop, final=False)
 
     def finish(self, *, check_stop: bool = True) -> tuple[str, str | None]:
-        """Ends the text: returns what was held back. An unfinished character becomes U+FFFD."""
+        """End the text and return the rest. An unfinished character becomes U+FFFD."""
         assert not self._done, "finish after the end"
         self._held += self._decoder.decode(b"", final=True)
         return self._release(check_stop=check_stop, final=True)
@@ -63,7 +64,7 @@ class Detokenizer:
         return text, None
 
     def _possible_stop_length(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Return the length of the longest end of the held text that begins a stop string."""
         longest = max((len(s) for s in self._stop), default=0) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(s.startswith(self._held[-length:]) for s in self._stop):

@@ -1,4 +1,4 @@
-"""Puts drafts behind the decode tokens of a step, from what the step has left."""
+"""Adds drafts behind the decode tokens of a step, from the remaining budget."""
 
 from __future__ import annotations
 
@@ -6,38 +6,40 @@ from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from typing import NamedTuple
 
+from vlm_serve.engine.drafts.acceptance import AcceptanceTracker
 from vlm_serve.engine.drafts.base import Drafter
-from vlm_serve.engine.drafts.lengths import CostCurve, Wish, depths, share
+from vlm_serve.engine.drafts.lengths import Candidate, CostCurve, depths, share
 from vlm_serve.engine.drafts.mtp import MtpDrafter
-from vlm_serve.engine.drafts.trial import Trial
-from vlm_serve.engine.drafts.trust import Trusts
+from vlm_serve.engine.drafts.payoff_probe import PayoffProbe
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
-from vlm_serve.engine.roster import Roster
+from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.sequence import Sequence
-from vlm_serve.engine.verifying import verify_room, verify_slice
+from vlm_serve.engine.verifying import verify_capacity, verify_slice
 
-MOST_ALONE = 32
-"""Drafts of a sequence in one step, where few sequences run."""
+MAX_DRAFTS_WHEN_FEW = 32
+"""Maximum number of drafts per sequence and step while few sequences run."""
 
 
-def most_drafts(most: int, running: int, sequences: int) -> int:
-    """Drafts of a sequence in one step: while at most a quarter of the `sequences` run that may, or
-    one alone, each has the place of one of the others too.
+def max_drafts(most: int, running: int, sequences: int) -> int:
+    """Return the maximum number of drafts per sequence and step.
+
+    If only one sequence runs, or at most a quarter of the allowed `sequences`, each may also use
+    the update slot of another one.
 
     Args:
-        most: while more run.
+        most: limit while more sequences run.
     """
     few = sequences > 1 and running <= max(1, sequences // 4)
-    return max(most, min(2 * most + 1, MOST_ALONE)) if few else most
+    return max(most, min(2 * most + 1, MAX_DRAFTS_WHEN_FEW)) if few else most
 
 
 class DraftCounts:
-    """What has become of drafts.
+    """Counters of drafts.
 
     Attributes:
-        drafts: verified slices.
-        draft_tokens, accepted_tokens: tokens drafted, and those that held.
-        accepted_per_position: likewise, by their place behind the sampled token.
+        drafts: number of verified slices.
+        draft_tokens, accepted_tokens: numbers of drafted and of accepted tokens.
+        accepted_per_position: accepted tokens by their position behind the sampled token.
     """
 
     def __init__(self, most: int) -> None:
@@ -57,38 +59,40 @@ class DraftCounts:
         return dict(vars(self))
 
 
-class Used(NamedTuple):
-    """Whose drafts a sequence was last given, by its place among the drafters, and what spoke for
-    the first of them."""
+class DraftSource(NamedTuple):
+    """Source of a sequence's latest drafts: the index of the drafter, and the evidence for the
+    first draft."""
 
     drafter: int = 0
     evidence: int = 0
 
 
 class Drafting:
-    """Drafts displace nothing: they take budget, free blocks and context that nobody else uses in a
-    step, and end where a state snapshot is wanted, which only a decode token leaves.
+    """Adds drafts to steps. Drafts displace nothing: they use budget, free blocks and context that
+    are left over in a step. They end where a state snapshot is wanted, since only a decode token
+    leaves one.
 
     Args:
-        roster: whose planned slices are extended.
-        drafters: guess; of their guesses for a sequence, those that promise most are taken.
-        most: drafts of a sequence in one step, unless few run; see `most_drafts`.
-        sequences: that may run.
-        costs: of a step's rows and sequences.
-        pass_costs: of a pass of the model's layer for drafts, by sequences.
-        state_interval: tokens between state snapshots while decoding; 0: none.
-        never: tokens that are no drafts.
+        queues: provides the planned slices, which drafts extend.
+        drafters: sources of drafts; for each sequence, the most promising drafts win.
+        most: maximum number of drafts per sequence and step, unless few run; see `max_drafts`.
+        sequences: maximum number of running sequences.
+        costs: duration of a step by its rows and sequences.
+        pass_costs: duration of a pass of the MTP layer, by number of sequences.
+        state_interval: tokens between state snapshots while decoding; 0 means none.
+        never: tokens that are never drafted.
 
     Attributes:
-        counts: what has become of drafts so far.
-        drafters: as given.
-        unread: whether the model's layer for drafts is to leave the planned tokens out.
-        trial: whether the model's layer for drafts pays; None: it is used in any case, if at all.
+        counts: counters of drafts.
+        drafters: the given drafters.
+        skip_mtp: True if the MTP layer does not read the planned tokens.
+        payoff_probe: tells whether the MTP layer pays; None means it is used in any case, if at
+            all.
     """
 
     def __init__(
         self,
-        roster: Roster,
+        queues: SequenceQueues,
         drafters: Tokens[Drafter],
         *,
         most: int,
@@ -98,103 +102,120 @@ class Drafting:
         state_interval: int,
         never: frozenset[int],
     ) -> None:
-        self.counts = DraftCounts(most_drafts(most, 1, sequences))
+        self.counts = DraftCounts(max_drafts(most, 1, sequences))
         self.costs = costs
-        self.unread = False
+        self.skip_mtp = False
         self.pass_costs = pass_costs
         self.drafters = list(drafters)
-        self.trial = Trial() if any(isinstance(one, MtpDrafter) for one in drafters) else None
-        self._roster = roster
+        self.payoff_probe = (
+            PayoffProbe() if any(isinstance(one, MtpDrafter) for one in drafters) else None
+        )
+        self._queues = queues
         self._most, self._sequences = most, sequences
         self._interval = state_interval
         self._never = never
-        self._trusts = Trusts()
-        self._used: dict[int, Used] = {}
+        self._acceptance = AcceptanceTracker()
+        self._sources: dict[int, DraftSource] = {}
 
     def extend(self, budget: int) -> None:
-        """Makes slices of drafts of planned decode tokens; `budget`: tokens that may be added. Has
-        the model's own layer draft behind the step where nothing else is known to come."""
-        planned = self._roster.planned
-        self.unread = (
-            self.trial is not None
-            and not self.trial.on
+        """Turn planned decode tokens into slices with drafts. Request drafts of the MTP layer for
+        sequences without others.
+
+        Args:
+            budget: number of tokens that may be added.
+        """
+        planned = self._queues.planned
+        self.skip_mtp = (
+            self.payoff_probe is not None
+            and not self.payoff_probe.on
             and not any(item.kind == "prefill" for item in planned)
         )
-        if self.unread and len(self.drafters) == 1:
+        if self.skip_mtp and len(self.drafters) == 1:
             return
-        wishes = [self._propose(item, budget) if item.kind == "decode" else () for item in planned]
+        proposals = [
+            self._propose(item, budget) if item.kind == "decode" else () for item in planned
+        ]
         rows = sum(item.end - item.start for item in planned)
         decodes = sum(item.kind == "decode" for item in planned)
         lengths = share(
-            [self._wish(item, drafts) for item, drafts in zip(planned, wishes, strict=True)],
+            [
+                self._candidate(item, drafts)
+                for item, drafts in zip(planned, proposals, strict=True)
+            ],
             rows=rows,
             decodes=decodes,
             budget=budget,
             costs=self.costs,
         )
-        for place, (item, drafts, length) in enumerate(zip(planned, wishes, lengths, strict=True)):
+        for place, (item, drafts, length) in enumerate(
+            zip(planned, proposals, lengths, strict=True)
+        ):
             if length:
-                planned[place] = verify_slice(self._roster, item, drafts[:length])
+                planned[place] = verify_slice(self._queues, item, drafts[:length])
         for drafter, made in enumerate(self.drafters):
-            if isinstance(made, MtpDrafter) and not self.unread:
+            if isinstance(made, MtpDrafter) and not self.skip_mtp:
                 known = {
                     item.sequence
-                    for item, drafts in zip(planned, wishes, strict=True)
-                    if drafts and self._used[item.sequence].drafter != drafter
+                    for item, drafts in zip(planned, proposals, strict=True)
+                    if drafts and self._sources[item.sequence].drafter != drafter
                 }
-                self._ask(drafter, known)
+                self._request_mtp_drafts(drafter, known)
 
     def learn(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """What a step took with all that is around the model: the passes of its layer for drafts
-        may cost more than they bring. Steps with prompts say nothing about that."""
-        if self.trial is None or any(item.kind == "prefill" for item in plan.slices):
+        """Record the duration of a whole step, to find out whether the passes of the MTP layer pay.
+        Steps with prompts are skipped: they say nothing about that."""
+        if self.payoff_probe is None or any(item.kind == "prefill" for item in plan.slices):
             return
         count = len(plan.slices)
         tokens = sum(map(len, output.sampled.values()))
-        self.trial.learn(seconds / self.costs.seconds(count, count), tokens / count)
+        self.payoff_probe.learn(seconds / self.costs.seconds(count, count), tokens / count)
 
     def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """So many of a sequence's drafts held."""
-        self._trusts.learn(sequence, *self._used[sequence.number], drafted, accepted)
+        """Record how many of a sequence's drafts were accepted."""
+        self._acceptance.learn(sequence, *self._sources[sequence.number], drafted, accepted)
         self.counts.add(drafted, accepted)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
-        self._trusts.forget(sequence)
-        self._used.pop(sequence.number, None)
+        """Drop the data of a finished sequence."""
+        self._acceptance.forget(sequence)
+        self._sources.pop(sequence.number, None)
         for drafter in self.drafters:
             drafter.forget(sequence)
 
     def take(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
-        """The model's layer has drafted what may follow all of a sequence's tokens."""
+        """Store the drafts that the MTP layer made behind all of a sequence's tokens."""
         for drafter in self.drafters:
             if isinstance(drafter, MtpDrafter):
                 drafter.take(sequence, drafts)
 
     def _propose(self, item: Slice, budget: int) -> tuple[int, ...]:
-        sequence = self._roster[item.sequence]
-        limit = most_drafts(self._most, len(self._roster.running), self._sequences)
-        limit = min(limit, budget, verify_room(self._roster, item, self._interval))
-        if limit <= 0 or self._goes_alone(sequence):
+        sequence = self._queues[item.sequence]
+        limit = max_drafts(self._most, len(self._queues.running), self._sequences)
+        limit = min(limit, budget, verify_capacity(self._queues, item, self._interval))
+        if limit <= 0 or self._skips_drafts(sequence):
             return ()
         best, most = tuple[int, ...](), 0.0
         for place, drafter in enumerate(self.drafters):
             drafts = self._allowed(drafter.propose(sequence, limit))
             if not drafts:
                 continue
-            used = Used(place, drafter.evidence(sequence))
-            promise = self._trusts.of(sequence, place).promise(len(drafts), used.evidence)
-            if promise > most:
-                best, most, self._used[item.sequence] = drafts, promise, used
+            source = DraftSource(place, drafter.evidence(sequence))
+            expected = self._acceptance.of(sequence, place).expected_accepted(
+                len(drafts), source.evidence
+            )
+            if expected > most:
+                best, most, self._sources[item.sequence] = drafts, expected, source
         return best
 
-    def _wish(self, item: Slice, drafts: tuple[int, ...]) -> Wish:
-        drafter, evidence = self._used.get(item.sequence, Used())
-        return Wish(self._trusts.of(self._roster[item.sequence], drafter), len(drafts), evidence)
+    def _candidate(self, item: Slice, drafts: tuple[int, ...]) -> Candidate:
+        drafter, evidence = self._sources.get(item.sequence, DraftSource())
+        return Candidate(
+            self._acceptance.of(self._queues[item.sequence], drafter), len(drafts), evidence
+        )
 
     @staticmethod
-    def _goes_alone(sequence: Sequence) -> bool:
-        """Whether it is to have no drafts: nobody's guess is needed of what is forced."""
+    def _skips_drafts(sequence: Sequence) -> bool:
+        """Return True if the sequence gets no drafts. Forced tokens need none."""
         return sequence.request.cold or sequence.replaying or sequence.suspect_until > 0
 
     def _allowed(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
@@ -203,28 +224,30 @@ class Drafting:
                 return drafts[:place]
         return drafts
 
-    def _ask(self, drafter: int, known: set[int]) -> None:
-        """Has drafts made behind the planned slices that sample, but for the known sequences."""
-        planned, asking = self._roster.planned, list[tuple[int, int]]()
+    def _request_mtp_drafts(self, drafter: int, known: set[int]) -> None:
+        """Request MTP drafts behind the planned slices that sample, except for the `known`
+        sequences."""
+        planned, requested = self._queues.planned, list[tuple[int, int]]()
         for place, item in enumerate(planned):
-            sequence = self._roster[item.sequence]
+            sequence = self._queues[item.sequence]
             several = {task.sequence for task in item.samples} != {item.sequence}
-            if several or self._goes_alone(sequence):
+            if several or self._skips_drafts(sequence):
                 continue
-            room = min(self._most, sequence.answer.room(sequence.num_generated + 1) - 1)
-            if room > 0 and item.sequence not in known:
-                asking.append((place, room))
-        trusts = [
-            self._trusts.of(self._roster[planned[place].sequence], drafter) for place, _ in asking
+            limit = min(self._most, sequence.answer.tokens_left(sequence.num_generated + 1) - 1)
+            if limit > 0 and item.sequence not in known:
+                requested.append((place, limit))
+        acceptances = [
+            self._acceptance.of(self._queues[planned[place].sequence], drafter)
+            for place, _ in requested
         ]
-        rooms = [room for _, room in asking]
-        lengths = depths(trusts, rooms, costs=self.costs, pass_costs=self.pass_costs)
-        for (place, _), length in zip(asking, lengths, strict=True):
-            planned[place] = self._with_wish(planned[place], length)
+        limits = [limit for _, limit in requested]
+        lengths = depths(acceptances, limits, costs=self.costs, pass_costs=self.pass_costs)
+        for (place, _), length in zip(requested, lengths, strict=True):
+            planned[place] = self._reserve_drafts(planned[place], length)
 
-    def _with_wish(self, item: Slice, length: int) -> Slice:
-        """The slice with blocks for that many drafts, or for as many as are free."""
-        lease, cache = self._roster[item.sequence].lease, self._roster.cache
+    def _reserve_drafts(self, item: Slice, length: int) -> Slice:
+        """Return the slice with blocks for `length` drafts, or for as many as blocks are free."""
+        lease, cache = self._queues[item.sequence].lease, self._queues.cache
         assert lease is not None
         blocks = len(lease.blocks) + cache.free_block_count
         length = min(length, blocks * cache.config.block_size - item.end)

@@ -1,5 +1,5 @@
-"""Vision embeddings in the lower cache tiers: what the tower has made goes down, and comes up again
-before a request would have it made once more."""
+"""Vision embeddings in the lower cache tiers: saved after encoding, and fetched before a request
+would encode them again."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.engine.tier_transfer import to_bytes
 
 AHEAD_BYTES = 64 << 20
-"""What one request has brought up at a time, about: the spans behind the one that it needs too."""
+"""Approximate bytes that one request prefetches at a time, for the spans behind the needed one."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EmbeddingForm:
-    """What an engine's embeddings look like: `[tokens, width]` of a type."""
+    """Shape and type of an engine's embeddings: `[tokens, width]`."""
 
     width: int
     dtype: torch.dtype
@@ -38,7 +38,8 @@ class EmbeddingForm:
         return f"{self.dtype}[{num_tokens}, {self.width}]".removeprefix("torch.")
 
     def rows(self, entry: Entry, num_tokens: int) -> torch.Tensor | None:
-        """An entry's content; None if it is not of this form. Compared before memory is taken."""
+        """Return an entry's content; None if it has another form. Check before allocating
+        memory."""
         fits = entry.num_tokens == num_tokens and entry.layout == self.layout(num_tokens)
         if not fits or len(entry.payload) != num_tokens * self.token_bytes:
             return None
@@ -49,7 +50,7 @@ class EmbeddingForm:
 
 @dataclass(frozen=True)
 class Found:
-    """An embedding that has come up, and the tier it was in."""
+    """A fetched embedding and its tier."""
 
     rows: torch.Tensor
     tier: str
@@ -57,7 +58,7 @@ class Found:
 
 @dataclass(frozen=True)
 class EmbeddingFetch:
-    """Keys and numbers of tokens that somebody waits for."""
+    """A fetch of embeddings: (key, number of tokens) pairs."""
 
     wanted: tuple[tuple[bytes, int], ...]
     generation: int
@@ -65,19 +66,19 @@ class EmbeddingFetch:
 
 
 class EmbeddingTiers:
-    """Coroutines run on the stack's thread, all else on the engine's. A sequence asks for a key
-    once; what does not come is encoded.
+    """Fetches and saves embeddings. Coroutines run on the stack's thread, everything else on the
+    engine's. A sequence requests a key once; embeddings that do not arrive are encoded.
 
     Args:
         stack: the tiers.
-        form: of the embeddings.
-        read: the embedding in a slot, if there is one.
+        form: shape and type of the embeddings.
+        read: returns the embedding in a slot, if there is one.
 
     Attributes:
-        ahead: whether embeddings go down as soon as they are made, not only when they are evicted:
-            somebody else could read them there.
-        starting: fetches that nobody has begun to read.
-        num_bytes: what has come up and waits for its step.
+        ahead: True if embeddings are saved as soon as they are made, not only on eviction, because
+            other servers can read them.
+        starting: fetches that have not been submitted yet.
+        num_bytes: bytes of fetched embeddings that wait for their step.
     """
 
     def __init__(
@@ -89,17 +90,17 @@ class EmbeddingTiers:
         self._stack, self._form, self._read = stack, form, read
         self._num_waiting = 0
         self._generation = 0
-        self._asked: dict[int, set[bytes]] = {}
-        self._under_way: set[bytes] = set()
-        self._here: dict[bytes, Found] = {}
+        self._requested: dict[int, set[bytes]] = {}
+        self._in_flight: set[bytes] = set()
+        self._arrived: dict[bytes, Found] = {}
 
     @property
     def busy(self) -> bool:
-        """Somebody waits for an answer of the tiers."""
+        """True while a fetch is in flight."""
         return self._num_waiting > 0
 
     def save(self, key: bytes, slot: int) -> None:
-        """Hands an embedding to the tiers, unless they have it. Never raises."""
+        """Save an embedding to the tiers, unless they have it. Never raise."""
         entry_id = self._stack.origin.id(Kind.EMBEDDINGS, key)
         try:
             if self._stack.holds(entry_id):
@@ -113,65 +114,66 @@ class EmbeddingTiers:
             self._stack.counts["failed"] += 1
             _log.exception("an embedding could not be handed to the lower tiers")
 
-    def look(
+    def poll(
         self,
         sequence: int,
         key: bytes,
         following: Callable[[], Sequence[tuple[bytes, int]]],
         patience: Patience | None = None,
     ) -> bool | None:
-        """Whether an embedding has come up: True or False, or None: the sequence has to wait.
+        """Tell whether an embedding has been fetched; None means that the sequence must wait. The
+        first call for a key requests it.
 
         Args:
-            following: (key, number of tokens) of this one and of those that will be needed next.
-            patience: the sequence's; what it waits is added.
+            following: returns (key, number of tokens) of this embedding and of those needed next.
+            patience: waiting time of the sequence so far; this wait is added.
         """
-        asked = self._asked.setdefault(sequence, set())
-        if key not in asked:
-            self._ask(asked, following(), patience or Patience())
-        if key in self._here:
+        requested = self._requested.setdefault(sequence, set())
+        if key not in requested:
+            self._request(requested, following(), patience or Patience())
+        if key in self._arrived:
             return True
-        return None if key in self._under_way else False
+        return None if key in self._in_flight else False
 
-    def where(self, keys: Collection[bytes]) -> Future[dict[bytes, str]]:
-        """Which tier has each of these; those that none has are missing. Changes nothing; whoever
-        waits for the result is not the engine's thread."""
+    def locate(self, keys: Collection[bytes]) -> Future[dict[bytes, str]]:
+        """Find the tier of each key; keys that no tier has are left out. Change nothing. The
+        engine's thread must not wait for the result."""
         return self._stack.submit(self._locate(tuple(keys)))
 
     def take(self, key: bytes) -> Found | None:
-        """What has come up; from now on it is the caller's."""
-        found = self._here.pop(key, None)
+        """Remove and return a fetched embedding; None if there is none."""
+        found = self._arrived.pop(key, None)
         self.num_bytes -= found.rows.nbytes if found is not None else 0
         return found
 
     def release(self, sequence: int) -> None:
-        """The sequence needs none of what it has asked for any more."""
-        asked = self._asked.pop(sequence, set())
-        for key in asked & self._here.keys():
-            if not any(key in others for others in self._asked.values()):
+        """Cancel a sequence's requests; drop embeddings that no other sequence has requested."""
+        requested = self._requested.pop(sequence, set())
+        for key in requested & self._arrived.keys():
+            if not any(key in others for others in self._requested.values()):
                 self.take(key)
 
     def forget(self) -> None:
-        """The cache is flushed: what is on its way is not taken in, nor what waits."""
+        """Drop all fetched embeddings and ignore fetches in flight: the cache is flushed."""
         self._generation += 1
-        for key in list(self._here):
+        for key in list(self._arrived):
             self.take(key)
 
     def finish(self, fetch: EmbeddingFetch, found: dict[bytes, Found] | None) -> None:
-        """Takes in what was read; None: reading raised."""
+        """Store the result of a fetch; None means that reading raised."""
         self._num_waiting -= 1
-        self._under_way.difference_update(key for key, _ in fetch.wanted)
+        self._in_flight.difference_update(key for key, _ in fetch.wanted)
         if found is None:
             self._stack.counts["failed"] += 1
         if found is None or fetch.generation != self._generation:
             return
         for key, each in found.items():
-            if any(key in asked for asked in self._asked.values()):
-                self._here[key] = each
+            if any(key in requested for requested in self._requested.values()):
+                self._arrived[key] = each
                 self.num_bytes += each.rows.nbytes
 
     async def read(self, fetch: EmbeddingFetch) -> dict[bytes, Found]:
-        """What the tiers have of it."""
+        """Read the embeddings of a fetch from the tiers; missing ones are left out."""
         loop, patience = asyncio.get_running_loop(), fetch.patience
         since = loop.time() - patience.spent
         try:
@@ -198,22 +200,22 @@ class EmbeddingTiers:
         ids = [self._stack.origin.id(Kind.EMBEDDINGS, key) for key in keys]
         return {each.key: tier for each, tier in (await self._stack.locate(ids)).items()}
 
-    def _ask(
-        self, asked: set[bytes], following: Sequence[tuple[bytes, int]], patience: Patience
+    def _request(
+        self, requested: set[bytes], following: Sequence[tuple[bytes, int]], patience: Patience
     ) -> None:
         wanted, size = [], 0
         for key, num_tokens in following:
-            if key in asked:
+            if key in requested:
                 continue
             if size >= AHEAD_BYTES:
                 break
-            asked.add(key)
+            requested.add(key)
             size += num_tokens * self._form.token_bytes
             entry_id = self._stack.origin.id(Kind.EMBEDDINGS, key)
-            new = key not in self._under_way and key not in self._here
+            new = key not in self._in_flight and key not in self._arrived
             if new and self._stack.may_hold(entry_id):
                 wanted.append((key, num_tokens))
         if wanted:
-            self._under_way.update(key for key, _ in wanted)
+            self._in_flight.update(key for key, _ in wanted)
             self.starting.append(EmbeddingFetch(tuple(wanted), self._generation, patience))
             self._num_waiting += 1

@@ -1,4 +1,4 @@
-"""The engine as other threads use it: submit, abort, probe, pin, stats. `loop` runs its thread."""
+"""Thread-safe interface of the engine: submit, abort, probe, pin, stats. `loop` runs its thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import Entry, NodeInfo, TreePage, describe
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.affinity import AffinityMap
+from vlm_serve.engine.affinity_map import AffinityMap
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.build import build
 from vlm_serve.engine.inspection import Inspector
@@ -22,7 +22,7 @@ from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.request import Request, find_bad_words
-from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.engine.validation import (
     check_forced,
     check_page,
@@ -69,17 +69,22 @@ class Engine:
         fetcher = parts.tiers.fetcher if parts.tiers is not None else None
         self._inspector = Inspector(parts.cache, parts.media, fetcher)
         self._numbers = itertools.count()
-        self._job = partial(Job, numbers=self._numbers, language=language)
+        self._make_group = partial(SequenceGroup, numbers=self._numbers, language=language)
         self.mirror = TreeMirror(parts.cache.events)
         self._affinity = AffinityMap(self.mirror, has_state=parts.cache.config.has_state)
         self._loop = EngineLoop(
-            parts, self._auditor, self._inspector, self.mirror, self._affinity, job=self._job
+            parts,
+            self._auditor,
+            self._inspector,
+            self.mirror,
+            self._affinity,
+            group=self._make_group,
         )
         self._loop.start()
 
     @classmethod
     def from_checkpoint(cls, model: str, config: EngineConfig | None = None) -> Engine:
-        """Loads a checkpoint (directory, hub id, "demo" or "demo-moe") and starts the engine.
+        """Load a checkpoint (directory, hub id, "demo" or "demo-moe") and start the engine.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of an unsupported kind.
@@ -102,12 +107,19 @@ class Engine:
         forced: Sequence[Sequence[int]] = (),
         complete_experts: bool = False,
     ) -> str:
-        """Queues a request; `on_delta` receives its increments, the last one of every choice with a
-        finish reason. `grammar`: of `params.structured_outputs`, if it has been compiled already;
-        else it is compiled here. `affinity`: the request's keys for `affinity_digest`. `forced`:
-        tokens that the choices begin with, since another engine has answered so far; they come
-        again, computed as here. `complete_experts`: as the option `expert_replay`, for this
-        request alone.
+        """Queue a request and return its id.
+
+        Args:
+            prompt: prepared prompt.
+            params: sampling options.
+            on_delta: receives the increments; the last one of every choice has a finish reason.
+            request_id: id to use; by default a random one.
+            priority: lower values run first.
+            grammar: compiled grammar of `params.structured_outputs`; None compiles it in this call.
+            affinity: the request's keys for `affinity_digest`.
+            forced: tokens that each choice begins with, because another engine has already
+                generated them. They are returned again and computed as usual.
+            complete_experts: like the option `expert_replay`, for this request alone.
 
         Raises:
             ContextLengthError: prompt and answer do not fit the context.
@@ -135,79 +147,80 @@ class Engine:
             forced=tuple(map(tuple, forced)),
             complete_experts=complete_experts,
         )
-        job = self._job(request)
-        self._loop.post(lambda: self._loop.add(job))
+        group = self._make_group(request)
+        self._loop.post(lambda: self._loop.add(group))
         return request.request_id
 
     def affinity_digest(self) -> AffinityDigest:
-        """Which requests begin with something that is cached, by affinity key, and with how much.
-        The engine's thread is not asked."""
+        """Return the affinity keys of cached prefixes and how many tokens are cached for each. Does
+        not involve the engine's thread."""
         return self._affinity.digest()
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; its pages are free after the step in progress. Ignores unknown ids."""
+        """End a request; its blocks are free after the step in progress. Ignore unknown ids."""
         with contextlib.suppress(EngineClosedError):
             self._loop.post(lambda: self._loop.abort(request_id))
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Runs a function on the engine's thread between two steps and returns its result."""
+        """Run a function on the engine's thread between two steps and return its result."""
         return self._loop.call(function)
 
     def check(self, wanted: Callable[[], bool] = lambda: False) -> bool:
-        """Recomputes every invariant of the cache; raises AssertionError if one is violated.
+        """Recompute every invariant of the cache; raise AssertionError if one is violated.
 
         Args:
-            wanted: whether there is something better to do. The engine's thread asks many times
-                meanwhile, so that whoever needs it waits for less than a millisecond.
+            wanted: returns True if the engine's thread has other work. It is called often, so that
+                the check delays this work by less than a millisecond.
 
         Returns:
-            Whether all of it was looked at: False if it was wanted.
+            True if the check is complete, False if `wanted` interrupted it.
         """
         return self.call(lambda: self._cache.check(wanted))
 
     def flush(self) -> None:
-        """Forgets everything that no running request holds: KV, state, vision embeddings and what
-        is known of uploads."""
+        """Drop everything that no running request holds: KV, state, vision embeddings and records
+        of uploads."""
         removed = self.call(self._flush)
         if removed is not None:
             removed.result()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the scheduler and the cache (see docs)."""
+        """Return counters of the scheduler and the cache."""
         return self.call(self._stats)
 
     def probe(self, prompt: Prompt) -> CacheReport:
-        """What a request with this prompt would find in the cache. Nothing runs, nothing changes.
+        """Return the cache report that a request with this prompt would get. Run nothing and change
+        nothing.
 
         Raises InvalidRequestError for an empty prompt.
         """
         check_prompt(prompt)
         looking_up = self.call(lambda: self._inspector.look_up(prompt))
         deeper = looking_up.result() if looking_up is not None else None
-        looking_up_media = self.call(lambda: self._inspector.look_for_embeddings(prompt, deeper))
+        looking_up_media = self.call(lambda: self._inspector.look_up_embeddings(prompt, deeper))
         embeddings = looking_up_media.result() if looking_up_media is not None else None
         return self.call(lambda: self._inspector.probe(prompt, deeper, embeddings))
 
     def tree(self, offset: int = 0, limit: int = 100) -> TreePage:
-        """A page of the cache's trie. Raises InvalidRequestError for a page that cannot be."""
-        return self.page(self.mirror.whole().entries, offset, limit)
+        """Return a page of the cache's trie. Raise InvalidRequestError for an invalid page."""
+        return self.page(self.mirror.listing().entries, offset, limit)
 
     def page(self, entries: Sequence[Entry], offset: int, limit: int) -> TreePage:
-        """A part of some nodes, described as they are now. Raises as `tree` does."""
+        """Return a page of the given nodes in their current state. Raise as `tree` does."""
         check_page(offset, limit)
         return TreePage(
             len(entries), offset, tuple(map(self.describe, entries[offset : offset + limit]))
         )
 
     def describe(self, entry: Entry) -> NodeInfo:
-        """A node as it is now."""
+        """Describe a node in its current state."""
         return describe(self._cache.config, entry)
 
     def pin(self, prompt: Prompt, ttl_seconds: float) -> int:
-        """Keeps KV and state of the prompt's deepest usable prefix for that many seconds.
+        """Keep KV and state of the prompt's deepest usable prefix for `ttl_seconds`.
 
-        Pinning it again moves the end. Returns the tokens pinned: 0 if nothing of the prompt is
-        cached, or if pins would hold too much.
+        Pinning it again moves the end. Return the number of tokens pinned; 0 if nothing of the
+        prompt is cached, or if pins would hold too much.
 
         Raises InvalidRequestError for an empty prompt or a time that is not positive and finite.
         """
@@ -216,8 +229,8 @@ class Engine:
         return self.call(lambda: self._inspector.pin(prompt, ttl_seconds))
 
     def pin_node(self, key: bytes, ttl_seconds: float) -> int:
-        """Keeps a node of the cache, all before it and the deepest state there for that many
-        seconds. Returns the tokens pinned: 0 if there is no such node, or as `pin` does.
+        """Keep a node, its ancestors and the deepest state among them for `ttl_seconds`. Return the
+        number of tokens pinned; 0 for an unknown node, or as `pin` does.
 
         Raises InvalidRequestError for a time that is not positive and finite.
         """
@@ -229,7 +242,7 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Sequences of callers; an audit is nobody's."""
+        """Number of running sequences, without audits."""
         return sum(not sequence.request.cold for sequence in self._scheduler.running)
 
     @property
@@ -242,7 +255,8 @@ class Engine:
 
     @property
     def last_step_time(self) -> float:
-        """Monotonic seconds; the time of the engine's own start while it has made no step."""
+        """End of the last step in monotonic seconds; before the first step, the start of the
+        engine."""
         return self._loop.last_step_time
 
     @property
@@ -250,12 +264,12 @@ class Engine:
         return self._loop.alive
 
     def close(self) -> None:
-        """Aborts what runs and ends the thread. May be called more than once."""
+        """Abort running requests and end the thread. Repeated calls are allowed."""
         self._loop.close()
         self.grammars.close()
         self._loop.join()
 
-    # -- helpers of the above ----------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _flush(self) -> Future[None] | None:
         self._media.cache.flush()

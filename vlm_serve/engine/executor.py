@@ -1,4 +1,4 @@
-"""Who computes what the scheduler planned, as the rest of the engine sees it."""
+"""Interface of executors: they compute the steps that the scheduler plans."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class StepError(Exception):
     """A step has raised.
 
     Attributes:
-        cause: what.
-        rows: what is in the state rows of the slices of drafts: "whole": what was there before;
-            "folded": the pending updates too; "mixed": they, as far as the step came; "unknown":
-            whatever. What is in other rows that the step writes is never known.
+        cause: the exception.
+        rows: content of the state rows of verify slices. "whole": unchanged; "folded": the pending
+            updates are folded in; "mixed": some of them are, up to where the step failed;
+            "unknown": undefined. The content of all other rows that the step writes is always
+            unknown.
     """
 
     def __init__(self, cause: Exception, rows: RowsAfter) -> None:
@@ -36,33 +37,33 @@ class StepError(Exception):
 
 
 class Executor(Protocol):
-    """Computes steps and decides nothing. All it is given and gives back can be pickled.
+    """Computes steps and decides nothing. All arguments and results can be pickled.
 
     Attributes:
         pages: reads and writes blocks and rows between steps.
-        model_seconds: how long the model itself worked in the last step (on a GPU: until its
-            launches were queued).
+        model_seconds: time of the model itself in the last step (on a GPU: until its launches were
+            queued).
     """
 
     pages: Transfer
     model_seconds: float
 
     def register(self, info: SequenceInfo) -> None:
-        """Makes a sequence known, before the first plan that names it."""
+        """Register a sequence, before the first plan that names it."""
 
     def forget(self, sequence: int) -> None:
-        """No plan will name the sequence any more."""
+        """Forget a sequence; no later plan names it."""
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Executes one step. Raises StepError with whatever the model raises; a step that has
-        raised may be followed by any other. Raises ExecutorLostError if no step can follow."""
+        """Run one step. Raise StepError with whatever the model raises; any other step may follow.
+        Raise ExecutorLostError if no step can follow."""
 
     def embedding(self, slot: int) -> torch.Tensor | None:
-        """What the vision tower has made for a slot, `[tokens, width]`; None if nothing is there.
-        Between steps; not to be changed."""
+        """Return the embedding in a slot, `[tokens, width]`; None if the slot is empty. For use
+        between steps; read-only."""
 
     def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
-        """Calls, from any thread, when a part of it is lost between steps."""
+        """Call `lost`, from any thread, when a part is lost between steps."""
 
     def close(self) -> None:
-        """No step follows."""
+        """Release everything; no step follows."""

@@ -1,4 +1,4 @@
-"""The routed experts of one choice, token by token, from whatever computed each token."""
+"""Routed experts of one choice, token by token, from its own steps or from the cache."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ _FIRST_CAPACITY = 64
 
 
 class ExpertLog:
-    """Rows `[tokens, layers, top_k]` of expert ids that may have gaps: cached tokens whose rows
-    nobody has recorded. A row that is written again (after a preemption) replaces the old one.
-    """
+    """Rows `[tokens, layers, top_k]` of expert ids. There may be gaps: cached tokens without
+    recorded rows. Rows written again (after a preemption) replace the old ones."""
 
     def __init__(self) -> None:
         self._rows: Rows | None = None
         self._known = np.zeros(0, dtype=bool)
 
     def put(self, start: int, rows: Rows) -> None:
-        """Rows of tokens `[start, start + len(rows))`."""
+        """Store the rows of tokens `[start, start + len(rows))`."""
         end = start + len(rows)
         if self._rows is None:
             self._rows = np.zeros((0, *rows.shape[1:]), dtype=rows.dtype)
@@ -36,18 +35,19 @@ class ExpertLog:
         self._known[start:end] = True
 
     def replay(self, pieces: Iterable[ExpertPiece]) -> None:
-        """Takes over the rows of cached tokens. What is missing there keeps what is known here."""
+        """Take over the rows of cached tokens. Where the cache has none, rows known already are
+        kept."""
         for piece in pieces:
             if piece.rows is not None:
                 self.put(piece.start, piece.rows[: piece.end - piece.start])
 
     def num_unknown(self, end: int) -> int:
-        """How many of the tokens `[0, end)` have no row."""
+        """Return how many of the tokens `[0, end)` have no row."""
         return end - int(self._known[:end].sum())
 
     def take(self, start: int, end: int) -> tuple[Rows, Gaps]:
-        """Rows of tokens `[start, end)`, zero where they are unknown, and the unknown positions as
-        (first, last + 1) pairs."""
+        """Return the rows of tokens `[start, end)`, zero where unknown, and the unknown positions
+        as (first, last + 1) pairs."""
         assert self._rows is not None, "nothing was ever computed"
         known = np.zeros(end - start, dtype=bool)
         have = self._known[start:end]
@@ -59,7 +59,7 @@ class ExpertLog:
         return rows, tuple(zip(bounds[::2], bounds[1::2], strict=True))
 
     def copy(self) -> ExpertLog:
-        """An independent log with the same rows: for a choice that forks."""
+        """Return an independent copy, for a choice that forks."""
         twin = ExpertLog()
         twin._rows = None if self._rows is None else self._rows.copy()
         twin._known = self._known.copy()

@@ -1,4 +1,4 @@
-"""What captured steps need of a device: graphs, and copies that queue up beside them."""
+"""Device interface of captured steps: graphs, and copies that are queued beside them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ import torch
 Step = Callable[[], None]
 
 _WARM_UP = 2
-"""Runs before a capture: kernels are compiled and libraries make their workspaces in the first."""
+"""Runs before a capture. In the first one, kernels are compiled and libraries allocate
+workspaces."""
 CAPTURE_ERRORS = "thread_local"
-"""Whose calls void a capture if they cannot be captured: an engine that serves beside one that
-starts takes memory, which "global" would forbid to both."""
+"""Only calls of the capturing thread may invalidate a capture. "global" would forbid allocations of
+another engine that serves meanwhile."""
 
 
 class GraphDevice(Protocol):
-    """Runs steps from fixed inputs to fixed outputs again and again."""
+    """Runs steps repeatedly, from fixed inputs to fixed outputs."""
 
     def warm_up(self, step: Step) -> None:
-        """Run a step once, as it will be captured."""
+        """Run a step once, under the conditions of a capture."""
 
     def capture(self, step: Step) -> Step:
-        """Return a step that repeats this one on what its inputs hold then."""
+        """Return a step that repeats this one on the current content of its inputs."""
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
-        """Return uint8 memory on the host, out of which `send` copies without waiting."""
+        """Return uint8 host memory from which `send` copies without waiting."""
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
-        """Queue a copy to the device. Return what waits until the source has been read."""
+        """Queue a copy to the device. Return a function that waits until the source has been
+        read."""
 
 
 class CudaGraphs:
-    """Captures CUDA graphs that share their memory: only one of them runs at a time."""
+    """Captures CUDA graphs with shared memory: only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

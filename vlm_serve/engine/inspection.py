@@ -1,4 +1,4 @@
-"""Looking into the cache, and holding on to a part of it, without running anything."""
+"""Inspects and pins parts of the cache without running anything."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from vlm_serve.engine.reports import (
 from vlm_serve.preprocess.prompt import Prompt
 
 MAX_WAIT_SECONDS = 3600.0
-"""Waiting for a queue takes no times beyond some millions of seconds."""
+"""Upper bound for a wait: queues reject timeouts of some millions of seconds."""
 
 
 class Inspector:
-    """What an engine says about its cache. Only the engine's thread calls it.
+    """Answers questions about an engine's cache and manages pins. Used by the engine's thread only.
 
     Args:
-        cache, media: the engine's books.
-        fetcher: knows what lower cache tiers hold; None: there are none.
-        clock: seconds; the cache itself knows no time.
+        cache, media: the engine's cache and media planner.
+        fetcher: index of the lower cache tiers; None if there are no tiers.
+        clock: time in seconds; the cache itself has no clock.
     """
 
     def __init__(
@@ -46,20 +46,21 @@ class Inspector:
         self._fetcher = fetcher
 
     def look_up(self, prompt: Prompt) -> Future[Deeper | None] | None:
-        """What the tiers could add, for `probe`. Another thread is to wait for it."""
+        """Start a lookup of what the tiers could add, for `probe`. Another thread must wait for the
+        result."""
         if self._fetcher is None:
             return None
         limit = len(prompt) - 1
         match = self._cache.match(prompt.keys, limit=limit)
         return self._fetcher.look_up(prompt.keys, match, limit)
 
-    def look_for_embeddings(
+    def look_up_embeddings(
         self, prompt: Prompt, deeper: Deeper | None
     ) -> Future[dict[bytes, str]] | None:
-        """Which embeddings the tiers have that the prompt would need then; see `look_up`."""
+        """Start a lookup of the embeddings that the prompt would then need; see `look_up`."""
         boundary = self._cache.match(prompt.keys, limit=len(prompt) - 1).boundary
         boundary = max(boundary, deeper.boundary if deeper is not None else 0)
-        return self._media.look_below(prompt, boundary)
+        return self._media.locate_below(prompt, boundary)
 
     def probe(
         self,
@@ -67,7 +68,7 @@ class Inspector:
         deeper: Deeper | None = None,
         embeddings: Mapping[bytes, str] | None = None,
     ) -> CacheReport:
-        """The report that a request with this prompt would begin with now. Changes nothing."""
+        """Return the initial report of a request with this prompt. Change nothing."""
         limit = len(prompt) - 1
         match = self._cache.match(prompt.keys, limit=limit)
         boundary, reason = match.boundary, match.reason
@@ -95,19 +96,19 @@ class Inspector:
         )
 
     def pin(self, prompt: Prompt, ttl_seconds: float) -> int:
-        """Pins the deepest usable prefix; returns its tokens."""
+        """Pin the deepest usable prefix; return its number of tokens."""
         return self._cache.pin(prompt.keys, self.clock() + ttl_seconds)
 
     def pin_node(self, node: Node, ttl_seconds: float) -> int:
-        """Pins a node and all before it; returns the tokens."""
+        """Pin a node and its ancestors; return the number of tokens."""
         return self._cache.pin_node(node, self.clock() + ttl_seconds)
 
     def expire(self) -> None:
-        """Lets go of the pins whose time has come."""
+        """Release expired pins."""
         self._cache.expire(self.clock())
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the next pin's time comes; None: nothing is pinned."""
+        """Seconds until the next pin expires; None without pins."""
         end = self._cache.next_expiry
         return None if end is None else max(0.0, min(end - self.clock(), MAX_WAIT_SECONDS))

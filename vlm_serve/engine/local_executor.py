@@ -1,4 +1,4 @@
-"""Computes steps in this process, on one device: encode, copy, forward, sample."""
+"""Executor in this process, on one device: encode, copy, forward, sample."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
 from vlm_serve.engine.decode_graphs import DecodeGraphs
-from vlm_serve.engine.draft_making import DraftMaker
 from vlm_serve.engine.drafts.measuring import measure_plain, measure_rows
 from vlm_serve.engine.executor import ExecutorLostError, RowsAfter, StepError
+from vlm_serve.engine.mtp_runner import MtpRunner
 from vlm_serve.engine.plan import Encode, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.prompt_rows import logprob_rows
@@ -30,8 +30,9 @@ from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 
-def _alone(rows: torch.Tensor) -> torch.Tensor:
-    """Rows that keep nothing else alive: what was encoded with them may be dropped long before."""
+def _detached(rows: torch.Tensor) -> torch.Tensor:
+    """Copy rows that share their storage: all that was encoded together would stay alive with
+    them."""
     return rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone()
 
 
@@ -49,7 +50,7 @@ class LocalExecutor:
         caches: KV and state pools.
         block_size: tokens per KV block.
         deterministic: see `ForwardBatch.deterministic`.
-        graphs: what runs the steps that they accept, instead of the model's forward.
+        graphs: run the steps that they accept, instead of the model's forward.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class LocalExecutor:
         self._on_host = caches.device.type == "cpu"
         self._known: dict[int, KnownSequence] = {}
         self._rows: RowsAfter = "whole"
-        self._drafts = DraftMaker(model, caches, block_size) if model.drafts else None
+        self._mtp = MtpRunner(model, caches, block_size) if model.drafts else None
         self._embeddings: dict[int, torch.Tensor] = {}
 
     def register(self, info: SequenceInfo) -> None:
@@ -81,7 +82,7 @@ class LocalExecutor:
         del self._known[sequence]
 
     def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
-        """Nothing can be lost."""
+        """Do nothing: nothing can be lost."""
 
     def embedding(self, slot: int) -> torch.Tensor | None:
         return self._embeddings.get(slot)
@@ -90,7 +91,7 @@ class LocalExecutor:
         self._known.clear()
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """See `Executor.run`."""
+        """Run a step, see `Executor.run`."""
         self._rows = "whole"
         try:
             with self._guard():
@@ -99,33 +100,34 @@ class LocalExecutor:
             raise StepError(error, self._rows) from error
 
     def follow(self, plan: StepPlan) -> None:
-        """A step whose tokens another rank chooses. Raises whatever the model raises."""
+        """Compute a step whose tokens another rank samples. Raise whatever the model raises."""
         with self._guard():
             self._compute(plan)
 
     def measure(
         self, *, most_sequences: int, most_tokens: int
     ) -> tuple[list[tuple[int, float]], float]:
-        """What rows cost, see `measure_rows`; before the first step."""
+        """Measure the cost of rows, see `measure_rows`; before the first step."""
         return measure_rows(
             self._model, self._caches, most_sequences=most_sequences, most_tokens=most_tokens
         )
 
     def measure_plain(self, *, most_sequences: int) -> list[tuple[int, float]]:
-        """(sequences, seconds) of steps without drafts, if they run from graphs; before the first
-        step."""
+        """Measure steps without drafts, if they run from graphs; before the first step. Return
+        (sequences, seconds)."""
         if not self._graphs:
             return []
         with self._guard():
             return measure_plain(self._forward, self._caches, most_sequences=most_sequences)
 
     def _guard(self) -> AbstractContextManager[object]:
-        """Around a step: launches go to the device, and torch keeps no account of them. On the host
-        a step of compiled code launches nothing, and what runs by ops has a guard of its own."""
+        """Return the context of a step: launches go to the device, without gradients. On the host,
+        compiled steps launch nothing, and steps by ops have their own guard."""
         return nullcontext() if self._on_host else _launching(self._caches.device)
 
     def _compute(self, plan: StepPlan) -> tuple[ForwardOutput, list[Slice], list[int]]:
-        """The forward; its slices in their order, and the rows of the tasks' logits."""
+        """Run the forward. Return its output, the slices in packed order, and the rows of the
+        tasks' logits."""
         self.model_seconds = 0.0
         for item in plan.slices:
             self._known[item.sequence].take(item)
@@ -156,7 +158,7 @@ class LocalExecutor:
         return self._model.forward(batch.to(self._caches.device), self._caches)
 
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
-        """Fills freed blocks and rows with NaN, so that a stale read shows in every result."""
+        """Fill freed blocks and rows with NaN, so that a stale read shows in every result."""
         caches = self._caches
         for pools, freed in (
             (caches.of_unit("block"), list(blocks)),
@@ -174,7 +176,8 @@ class LocalExecutor:
             copy_kv_rows(self._caches["kv"], self._caches.tensors.get("kv_scales"), plan.copies)
 
     def _encode(self, encodes: tuple[Encode, ...]) -> None:
-        """Every rank runs its share through the tower and tells the others."""
+        """Run this rank's share of the spans through the tower and exchange the embeddings with the
+        other ranks."""
         if not encodes:
             return
         begin, ranks = time.perf_counter(), self._model.ranks
@@ -191,7 +194,7 @@ class LocalExecutor:
             else ()
         )
         for encode, owner in zip(encodes, owners, strict=True):
-            mine = _alone(next(embeddings)) if owner == ranks.rank else None
+            mine = _detached(next(embeddings)) if owner == ranks.rank else None
             like = self._model.embedding_like(encode.grid, encode.merge_size)
             self._embeddings[encode.slot] = ranks.broadcast(mine, owner, like)
         self.model_seconds += time.perf_counter() - begin
@@ -199,10 +202,10 @@ class LocalExecutor:
     def _output(
         self, plan: StepPlan, output: ForwardOutput, packed: list[Slice], rows: list[int]
     ) -> StepOutput:
-        """Samples from the rows of the tasks and reports from those that the batch asked for."""
+        """Sample from the logits of the tasks and compute the requested reports."""
         tasks = [task for item in packed for task in item.samples]
-        choosers = {task.sequence: self._known[task.sequence].chooser for task in tasks}
-        sampled = sample(output.logits, tasks, choosers, rows, output.best)
+        samplers = {task.sequence: self._known[task.sequence].sampler for task in tasks}
+        sampled = sample(output.logits, tasks, samplers, rows, output.best)
         reports, row = {}, 0
         for item in packed:
             count = max(0, item.reported_end - item.reported_start)
@@ -213,17 +216,18 @@ class LocalExecutor:
                 reports[item.sequence] = logprob_rows(logits, following, rivals or 0)
             row += count + len({task.position for task in item.samples})
         experts, drafts = _experts_by_sequence(output.experts, packed), {}
-        if self._drafts is not None and plan.unread:
-            self._drafts.leave_out(packed, self._known)
-        elif self._drafts is not None and output.hidden is not None:
+        if self._mtp is not None and plan.skip_mtp:
+            self._mtp.skip(packed, self._known)
+        elif self._mtp is not None and output.hidden is not None:
             begin = time.perf_counter()
-            drafts = self._drafts.run(packed, self._known, self._embeddings, output.hidden, sampled)
+            drafts = self._mtp.run(packed, self._known, self._embeddings, output.hidden, sampled)
             self.model_seconds += time.perf_counter() - begin
         return StepOutput(sampled, experts, reports, drafts)
 
 
 def _owners(encodes: Sequence[Encode], ranks: int) -> list[int]:
-    """Which rank encodes what: the largest first, each to whoever has least."""
+    """Choose the rank that encodes each span: largest first, each to the rank with the least
+    load."""
     loads, owners = [0] * ranks, [0] * len(encodes)
     for index in sorted(range(len(encodes)), key=lambda i: -len(encodes[i].pixels)):
         owners[index] = loads.index(min(loads))
@@ -232,7 +236,7 @@ def _owners(encodes: Sequence[Encode], ranks: int) -> list[int]:
 
 
 def _experts_by_sequence(experts: torch.Tensor | None, packed: Iterable[Slice]) -> dict[int, Rows]:
-    """Splits the rows of a step's packed tokens; one copy to the host for all of them."""
+    """Split the rows of a step's packed tokens by sequence, with a single copy to the host."""
     if experts is None:
         return {}
     rows: Rows = experts.cpu().numpy()

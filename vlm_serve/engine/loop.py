@@ -1,4 +1,4 @@
-"""The engine's thread: what other threads post, and plan -> run -> commit between that."""
+"""Thread of the engine: runs posted commands and, between them, plan -> run -> commit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
-from vlm_serve.engine.affinity import AffinityMap
+from vlm_serve.engine.affinity_map import AffinityMap
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.executor import ExecutorLostError, StepError
 from vlm_serve.engine.inspection import Inspector
@@ -22,7 +22,7 @@ from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.request import Request
 from vlm_serve.engine.scheduler import Event
-from vlm_serve.engine.sequence import Job
+from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.engine.validation import check_request
@@ -35,22 +35,23 @@ _T = TypeVar("_T")
 
 
 class EngineLoop:
-    """Steps while there is work, and waits for commands while there is none.
+    """Runs steps while there is work; waits for commands otherwise.
 
-    `post`, `call`, `alive` and `close` are for any thread; all else is the loop's own thread's.
+    `post`, `call`, `alive` and `close` are thread-safe; everything else belongs to the loop's own
+    thread.
 
     Args:
-        parts: what is driven.
-        auditor: chooses requests to run again, without the cache.
-        inspector: whose pins expire between steps.
-        mirror: shows other threads the cache's tree.
-        affinity: is told what has been computed of which requests.
-        job: makes a request of the auditor one that can be run.
+        parts: components of the engine.
+        auditor: chooses requests to run again without the cache.
+        inspector: expires pins between steps.
+        mirror: shows the cache's tree to other threads.
+        affinity: records the cached prefixes of requests for routers.
+        make_group: prepares a request of the auditor for the scheduler.
 
     Attributes:
-        num_steps, last_step_time: steps made, and when the last one ended (monotonic seconds).
-        step_times: what steps cost outside of the model.
-        tiers: the cache's lower tiers.
+        num_steps, last_step_time: number of steps, and end of the last one (monotonic seconds).
+        step_times: time of steps outside of the model.
+        tiers: lower cache tiers.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class EngineLoop:
         mirror: TreeMirror,
         affinity: AffinityMap,
         *,
-        job: Callable[[Request], Job],
+        group: Callable[[Request], SequenceGroup],
     ) -> None:
         self.num_steps = 0
         self.last_step_time = time.monotonic()
@@ -74,12 +75,12 @@ class EngineLoop:
         self._inspector = inspector
         self._mirror = mirror
         self._affinity = affinity
-        self._job = job
+        self._make_group = group
         self._preprocessor = parts.preprocessor
         self._media_loader = MediaLoading(parts.media, self.post, self._fail_request, self._restart)
         self._spec, self._max_length = parts.spec, parts.language.max_length
         self._ending: ExecutorLostError | None = None
-        self._jobs: dict[str, Job] = {}
+        self._groups: dict[str, SequenceGroup] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
         self._stopping = False
@@ -92,17 +93,17 @@ class EngineLoop:
     def start(self) -> None:
         release_worker_threads()
         self._thread.start()
-        self._executor.watch(self._lost)
+        self._executor.watch(self._on_executor_lost)
 
     def post(self, command: Callable[[], None]) -> None:
-        """Runs a command between two steps. Raises EngineClosedError if there are no more."""
+        """Run a command between two steps. Raise EngineClosedError if the loop has ended."""
         with self._lock:
             if self._closed or not self._thread.is_alive():
                 raise EngineClosedError("the engine is closed")
             self._inbox.put(command)
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Runs a function between two steps and returns its result. Raises as `post` does."""
+        """Run a function between two steps and return its result. Raise as `post` does."""
         if threading.current_thread() is self._thread:
             return function()
         future: Future[_T] = Future()
@@ -123,7 +124,7 @@ class EngineLoop:
         return not self._closed and self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread after the step in progress. May be called more than once."""
+        """End the thread after the step in progress. Repeated calls are allowed."""
         with self._lock:
             if self._closed:
                 return
@@ -131,12 +132,12 @@ class EngineLoop:
         self._inbox.put(None)
 
     def join(self) -> None:
-        """Waits for the end of the thread, unless this is it."""
+        """Wait until the thread has ended; return at once on this thread."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _lost(self, error: ExecutorLostError) -> None:
-        """A part of the executor has gone, perhaps while nothing was to be done."""
+    def _on_executor_lost(self, error: ExecutorLostError) -> None:
+        """End the loop: a part of the executor is gone, perhaps while no step was running."""
 
         def end() -> None:
             raise error
@@ -146,18 +147,18 @@ class EngineLoop:
 
     # -- commands ----------------------------------------------------------------------------------
 
-    def add(self, job: Job) -> None:
-        """Queues a request."""
-        self._jobs[job.request.request_id] = job
-        for sequence in job.sequences:
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a request."""
+        self._groups[group.request.request_id] = group
+        for sequence in group.sequences:
             self._executor.register(sequence.info)
-        self._scheduler.add(job)
+        self._scheduler.add(group)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request. Ignores unknown ids."""
-        job = self._jobs.get(request_id)
-        if job is not None:
-            self._emit(self._scheduler.end(job))
+        """End a request. Ignore unknown ids."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._emit(self._scheduler.end(group))
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class EngineLoop:
                     now = time.perf_counter()
                     self.step_times.record(now - self._step_began, self._executor.model_seconds)
                     self._step_began = now
-                self._tend_audits()
+                self._manage_audits()
                 self._mirror.publish()
         except ExecutorLostError as error:
             _log.critical("the engine ends: %s", error)
@@ -180,7 +181,8 @@ class EngineLoop:
             self._end_all()
 
     def _handle_commands(self) -> bool:
-        """Runs what other threads posted; waits when there is nothing else to do."""
+        """Run posted commands; wait for one if there is no other work. Return False to end the
+        loop."""
         while not self._stopping:
             wait = not self._scheduler.has_work
             if not wait and self._inbox.empty():
@@ -192,7 +194,7 @@ class EngineLoop:
         return False
 
     def _run_next_command(self, wait: bool) -> None:
-        """Raises queue.Empty if there is none, or if a pin's time has come instead."""
+        """Run the next command. Raise queue.Empty if there is none, or if a pin expired first."""
         if wait:
             release_worker_threads()
         try:
@@ -211,7 +213,7 @@ class EngineLoop:
         self._mirror.publish()
 
     def _step(self) -> bool:
-        """One step, if one can be made; False if there was only something to wait for."""
+        """Run one step. Return False if none could be planned and the loop only waited."""
         self._inspector.expire()
         plan = self._scheduler.plan()
         failures = self._scheduler.take_failures()
@@ -230,7 +232,8 @@ class EngineLoop:
                     self._run_next_command(wait=True)
             return False
         events = self._run_plan(plan)
-        self._mirror.publish()  # first: who has an answer may look
+        # Publish before the deltas: a client may inspect the cache once it has an answer.
+        self._mirror.publish()
         self._emit(events)
         self.num_steps += 1
         self.last_step_time = time.monotonic()
@@ -251,29 +254,29 @@ class EngineLoop:
         return self._scheduler.commit(plan, output)
 
     def _emit(self, events: list[Event]) -> None:
-        for job, delta in events:
-            request = job.request
+        for group, delta in events:
+            request = group.request
             if request.affinity and delta.usage.completion_tokens == 1:
-                self._note(job)
+                self._note_affinity(group)
             if delta.finish_reason is not None:
-                self._executor.forget(job.sequences[delta.index].number)
-            if job.finished:
-                self._media_loader.forget(job)
-            if job.finished and self._jobs.pop(request.request_id, None) is not None:
-                self._auditor.consider(job)
+                self._executor.forget(group.sequences[delta.index].number)
+            if group.finished:
+                self._media_loader.forget(group)
+            if group.finished and self._groups.pop(request.request_id, None) is not None:
+                self._auditor.consider(group)
             try:
                 request.on_delta(delta)
             except Exception:
                 _log.exception("a callback of request %s raised", request.request_id)
 
-    def _note(self, job: Job) -> None:
-        """A request's prompt has been computed."""
-        if job.report is not None:
-            request = job.request
-            self._affinity.note(request.affinity, request.prompt, job.report.snapshots)
+    def _note_affinity(self, group: SequenceGroup) -> None:
+        """Record a request whose prompt has been computed."""
+        if group.report is not None:
+            request = group.request
+            self._affinity.note(request.affinity, request.prompt, group.report.snapshots)
 
-    def _tend_audits(self) -> None:
-        """Audits run while there is a seat for them, and give it up to whoever waits for it."""
+    def _manage_audits(self) -> None:
+        """Start an audit while there is capacity; abort it if a request of a caller waits."""
         scheduler, auditor = self._scheduler, self._auditor
         full = len(scheduler.running) >= self._max_num_seqs
         waiting = any(not sequence.request.cold for sequence in scheduler.waiting)
@@ -283,30 +286,30 @@ class EngineLoop:
         elif running is None and not full and not waiting:
             request = auditor.start()
             if request is not None:
-                self.add(self._job(request))
+                self.add(self._make_group(request))
 
-    def _fail_request(self, job: Job, error: VlmServeError) -> None:
-        self._emit(self._scheduler.end(job, error))
+    def _fail_request(self, group: SequenceGroup, error: VlmServeError) -> None:
+        self._emit(self._scheduler.end(group, error))
 
-    def _restart(self, job: Job, prompt: Prompt) -> None:
-        """A medium is another than was recorded: its request begins again with what it is. Nobody
-        has been told anything yet, unless it had an answer by what was recorded."""
-        request = replace(job.request, prompt=prompt)
+    def _restart(self, group: SequenceGroup, prompt: Prompt) -> None:
+        """Restart a request whose medium differs from its record, with the corrected prompt. If the
+        answer has begun, end the request with an error instead."""
+        request = replace(group.request, prompt=prompt)
         try:
-            if any(sequence.num_generated for sequence in job.sequences):
-                raise MediaError("a medium is another than was recorded, and the answer has begun")
+            if any(sequence.num_generated for sequence in group.sequences):
+                raise MediaError("a medium differs from its record, and the answer has begun")
             check_request(prompt, request.params, self._spec, self._max_length)
         except VlmServeError as error:
-            self._fail_request(job, error)
+            self._fail_request(group, error)
             return
-        self._scheduler.end(job)
-        for sequence in job.sequences:
+        self._scheduler.end(group)
+        for sequence in group.sequences:
             self._executor.forget(sequence.number)
-        self._media_loader.forget(job)
-        self.add(self._job(request))
+        self._media_loader.forget(group)
+        self.add(self._make_group(request))
 
     def _end_all(self) -> None:
-        """Nobody is left waiting for an answer that will never come."""
+        """End all requests with an error and close everything, so that no client waits for ever."""
         with self._lock:
             self._closed = True
         self._media_loader.close()
@@ -318,8 +321,8 @@ class EngineLoop:
                     with contextlib.suppress(ExecutorLostError):
                         command()
         error = self._ending or EngineError("the engine was closed while the request was running")
-        for job in list(self._jobs.values()):
+        for group in list(self._groups.values()):
             with contextlib.suppress(Exception):
-                self._emit(self._scheduler.end(job, error))
+                self._emit(self._scheduler.end(group, error))
         self.tiers.close()
         self._executor.close()

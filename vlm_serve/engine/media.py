@@ -1,4 +1,4 @@
-"""Which media spans a step must encode, and how long their embeddings stay.
+"""Media planner: decides which media spans a step must encode and how long their embeddings stay.
 
 docs/architecture.md#scheduling
 """
@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.engine.embedding_tiers import EmbeddingTiers
 from vlm_serve.engine.plan import Encode, Recalled
-from vlm_serve.engine.sequence import Job, Sequence
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.preprocess.keys import embedding_key
 from vlm_serve.preprocess.prompt import MediaItem, MediaSpan, Prompt
 
@@ -21,20 +21,20 @@ SpanRows = tuple[int, int, int, int]
 
 
 class MediaPlanner:
-    """Keeps the book of vision embeddings for the scheduler.
+    """Manages vision embeddings for the scheduler.
 
-    An embedding is pinned by every sequence that has run a part of its span, until the last part
-    has run. Concurrent requests for one medium share one encoding.
+    A sequence pins an embedding from the first slice that covers a part of its span until the last
+    one has run. Concurrent requests for one medium share one encoding.
 
     Args:
         cache: embeddings by key, with pins and a byte budget.
-        bytes_per_token: size of one placeholder token's embedding.
-        tiers: the lower ones, for embeddings; None: there are none.
+        bytes_per_token: bytes of one placeholder token's embedding.
+        tiers: lower cache tiers for embeddings; None if there are no tiers.
 
     Attributes:
-        counts: embeddings by where they came from: "device", a tier's name, or "encoded".
-        loading: media that must be decoded before their request can go on, with that request. The
-            engine has them loaded by another thread and takes them out when that is done.
+        counts: number of embeddings by source: "device", a tier's name, or "encoded".
+        loading: media that must be decoded before their request can continue, with that request.
+            The engine decodes them on another thread and removes them afterwards.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MediaPlanner:
         self.counts: Counter[str] = Counter()
         if tiers is not None:
             cache.on_eviction = tiers.save
-        self.loading: dict[MediaItem, Job] = {}
+        self.loading: dict[MediaItem, SequenceGroup] = {}
         self._bytes_per_token = bytes_per_token
         self._pins: dict[int, dict[bytes, int]] = {}
         self._encodes: list[Encode] = []
@@ -60,33 +60,33 @@ class MediaPlanner:
 
     @property
     def held_bytes(self) -> int:
-        """Of all embeddings, and of those that have come up and wait for their step."""
+        """Bytes of all embeddings, including fetched ones that wait for their step."""
         return self.cache.used + (self.tiers.num_bytes if self.tiers is not None else 0)
 
     def begin_step(self, budget: int) -> None:
-        """Starts a step that may encode spans of `budget` placeholder tokens."""
+        """Start a step that may encode spans of `budget` placeholder tokens."""
         self._budget = budget
         assert not self._encodes and not self._recalled
 
     def clip(self, sequence: Sequence, start: int, end: int) -> int:
-        """The furthest end <= `end` up to which this step can provide embeddings.
+        """Return the largest end, at most `end`, up to which this step can provide embeddings.
 
-        A span is encoded whole. The first one of a step is always allowed, however large.
+        A span is encoded as a whole. The first span of a step is always allowed, whatever its size.
         """
         spent = 0
         for span in spans_between(sequence.prompt, start, end):
             if self._key(sequence, span) in self.cache:
                 continue
-            recalled = self._look(sequence, span)
+            recalled = self._poll_tiers(sequence, span)
             if recalled:
                 continue
             item = sequence.prompt.media[span.item]
             spent += span.end - span.start
             first = not self._encodes and spent == span.end - span.start
             if recalled is None:
-                pass  # it is on its way, or known to be missing, by the next step
+                pass  # the fetch is in flight: try again in the next step
             elif not item.ready:
-                self.loading.setdefault(item, sequence.job)
+                self.loading.setdefault(item, sequence.group)
             elif spent <= self._budget or first:
                 continue
             cuts = sequence.keys.cuts
@@ -95,11 +95,12 @@ class MediaPlanner:
         return end
 
     def acquire(self, sequence: Sequence, start: int, end: int) -> tuple[SpanRows, ...]:
-        """Pins the embeddings that tokens `[start, end)` need and orders the missing ones.
+        """Pin the embeddings that tokens `[start, end)` need; schedule the missing ones for
+        encoding.
 
-        Returns (first token, last token + 1, slot, first row of the embedding) per span.
+        Return (first token, last token + 1, slot, first row of the embedding) per span.
         """
-        job = sequence.job
+        group = sequence.group
         rows = []
         pins = self._pins.setdefault(sequence.number, {})
         for span in spans_between(sequence.prompt, start, end):
@@ -113,7 +114,7 @@ class MediaPlanner:
                 found = self.tiers.take(key) if self.tiers is not None else None
                 if found is not None:
                     self._recalled.append(Recalled(found.rows, slot))
-                    job.recalled_spans[span.start] = found.tier
+                    group.recalled_spans[span.start] = found.tier
                 else:
                     self._encode(sequence, span, key, slot)
                 self.counts[found.tier if found is not None else "encoded"] += 1
@@ -126,13 +127,13 @@ class MediaPlanner:
         self._budget -= span.end - span.start
         pixels = sequence.prompt.media[span.item].patches(span.patch)
         self._encodes.append(Encode(pixels, span.grid, span.merge_size, slot))
-        sequence.job.encoded_spans.add(span.start)
+        sequence.group.encoded_spans.add(span.start)
         if self.tiers is not None and self.tiers.ahead and not sequence.request.cold:
             self._to_save.append((key, slot))
 
-    def _look(self, sequence: Sequence, span: MediaSpan) -> bool | None:
-        """Whether an embedding that is missing has come up from a lower tier; None: it may yet.
-        What made a step fail is computed anew."""
+    def _poll_tiers(self, sequence: Sequence, span: MediaSpan) -> bool | None:
+        """Tell whether a missing embedding has arrived from a lower tier; None means it may still
+        arrive. After a failed step, embeddings are recomputed instead."""
         if self.tiers is None or sequence.request.cold or sequence.suspect_until:
             return False
         prompt = sequence.prompt
@@ -145,7 +146,7 @@ class MediaPlanner:
             return [each for each in wanted.items() if each[0] not in self.cache]
 
         key = self._key(sequence, span)
-        return self.tiers.look(sequence.number, key, following, sequence.patience)
+        return self.tiers.poll(sequence.number, key, following, sequence.patience)
 
     def take_encodes(self) -> tuple[Encode, ...]:
         encodes, self._encodes = tuple(self._encodes), []
@@ -156,25 +157,25 @@ class MediaPlanner:
         return recalled
 
     def take_dropped(self) -> tuple[int, ...]:
-        """Slots whose embeddings were evicted since the last call."""
+        """Return the slots whose embeddings were evicted since the last call."""
         return self.cache.take_evicted()
 
     def commit_step(self) -> None:
-        """The step has succeeded: what it has encoded is there."""
+        """Publish the embeddings that a successful step has encoded."""
         for key, slot in self._to_save:
             assert self.tiers is not None
             self.tiers.save(key, slot)
         self._new_keys, self._to_save = [], []
 
     def abandon_step(self) -> None:
-        """The step failed: embeddings it was to make do not exist."""
+        """Invalidate the embeddings that a failed step was to encode."""
         for key in self._new_keys:
             self.cache.invalidate(key)
         self._new_keys, self._to_save = [], []
         self._encodes, self._recalled = [], []
 
     def release_until(self, sequence: Sequence, position: int) -> None:
-        """Unpins the embeddings of the spans that end at or before `position`."""
+        """Unpin the embeddings of spans that end at or before `position`."""
         pins = self._pins.get(sequence.number)
         if not pins:
             return
@@ -194,29 +195,29 @@ class MediaPlanner:
             self.tiers.release(sequence.number)
 
     def discard(self, sequence: Sequence) -> None:
-        """Forgets the embeddings of a cold sequence that has ended: nobody else can use them."""
+        """Drop the embeddings of a finished cold sequence: no other sequence can use them."""
         for span in sequence.prompt.spans:
             self.cache.invalidate(self._key(sequence, span))
 
-    def look_below(self, prompt: Prompt, start: int) -> Future[dict[bytes, str]] | None:
-        """Which lower tiers have the embeddings that are missing for a prompt from `start` on, by
-        key. Changes nothing."""
+    def locate_below(self, prompt: Prompt, start: int) -> Future[dict[bytes, str]] | None:
+        """Find the lower tiers of the embeddings that a prompt needs from `start` on and the device
+        lacks, by key. Change nothing."""
         if self.tiers is None:
             return None
         keys = {_key(prompt.keys.root, each) for each in spans_between(prompt, start, len(prompt))}
-        return self.tiers.where([key for key in keys if key not in self.cache])
+        return self.tiers.locate([key for key in keys if key not in self.cache])
 
     def forecast(
         self, prompt: Prompt, start: int, below: Mapping[bytes, str]
     ) -> tuple[int, list[MediaSpan], dict[int, str]]:
-        """What would happen if a request computed the prompt from token `start` on.
+        """Predict the media work of a request that computes the prompt from token `start` on.
 
         Args:
-            below: what `look_below` has found.
+            below: result of `locate_below`.
 
         Returns:
             Number of images and videos that were or would be decoded, the spans that would be
-            encoded, and the tiers that others would come from, by the spans' starts.
+                encoded, and the tiers of all other missing embeddings by the spans' starts.
         """
         encoded: dict[bytes, MediaSpan] = {}
         recalled: dict[bytes, MediaSpan] = {}
@@ -243,7 +244,7 @@ def _key(root: bytes, span: MediaSpan) -> bytes:
 
 
 def spans_between(prompt: Prompt, start: int, end: int) -> Iterator[MediaSpan]:
-    """The media spans that overlap tokens `[start, end)`."""
+    """Yield the media spans that overlap tokens `[start, end)`."""
     first = bisect_right(prompt.spans, start, key=lambda span: span.end)
     for span in prompt.spans[first:]:
         if span.start >= end:

@@ -1,5 +1,7 @@
-"""How much memory everything takes: one arithmetic for start-up and for planning from a config
-alone (docs/architecture.md#memory). Sizes are bytes per rank."""
+"""Memory sizes, for start-up and for planning from a config alone (docs/architecture.md#memory).
+
+Sizes are bytes per rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Types
-from vlm_serve.engine.update_seats import UpdateSeats
+from vlm_serve.engine.update_slots import UpdateSlots
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec
 from vlm_serve.models.cache_layout import CacheLayout
@@ -29,8 +31,8 @@ _GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the cache memory is spent. `live_rows`, embeddings, expert rows, kept prompt
-    log-probabilities and the updates that drafts leave come on top."""
+    """Division of the cache memory. `live_rows`, embeddings, expert rows, stored prompt
+    log-probabilities and update slots come on top."""
 
     cache_memory: int
     block_size: int
@@ -44,7 +46,7 @@ class MemoryPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens whose KV fits."""
+        """Number of tokens whose KV fits."""
         return self.num_blocks * self.block_size
 
     @property
@@ -55,7 +57,7 @@ class MemoryPlan:
 def split_by_interval(
     cache_memory: int, block_bytes: int, snapshot_bytes: int, interval: int
 ) -> tuple[int, int]:
-    """(blocks, snapshots) when every `interval` blocks share the memory with one snapshot."""
+    """Return (blocks, snapshots) with one snapshot per `interval` blocks."""
     snapshots, left = divmod(cache_memory, interval * block_bytes + snapshot_bytes)
     return snapshots * interval + min(interval, left // block_bytes), snapshots
 
@@ -66,11 +68,11 @@ def plan_memory(
     types: Types,
     cache_memory: int,
 ) -> MemoryPlan:
-    """Splits `cache_memory` into KV blocks and snapshot rows.
+    """Split `cache_memory` into KV blocks and snapshot rows.
 
-    A model without state has no rows. An explicit `prefix_cache_state_budget` is taken as it is; an
-    explicit `prefix_cache_state_interval` gives one snapshot per so many blocks; otherwise
-    snapshots get half.
+    A model without state has no rows. An explicit `prefix_cache_state_budget` is used as it is. An
+    explicit `prefix_cache_state_interval` gives one snapshot per this many blocks. Otherwise,
+    snapshots get half of the memory.
 
     Raises:
         ConfigError: too small; the message says which option to change.
@@ -111,18 +113,19 @@ def plan_memory(
         num_snapshot_rows=snapshots,
         num_live_rows=config.max_num_seqs if layout.has_state else 0,
         update_bytes=layout.num_bytes("update", types.pools),
-        num_updates=UpdateSeats.of(config.max_num_seqs, drafts).total if layout.has_state else 0,
+        num_updates=UpdateSlots.of(config.max_num_seqs, drafts).total if layout.has_state else 0,
     )
 
 
 def embedding_bytes(model: ModelSpec, types: Types) -> int:
-    """Of one token of a picture or video, with its features; 0 if the model takes none."""
+    """Return the bytes of one media token's embedding, with its features; 0 for a model without
+    vision."""
     return 0 if model.vision is None else model.embedding_width * types.vision.itemsize
 
 
 def default_cache_memory(device: torch.device, ranks: int = 1) -> int:
-    """Of one rank: on a CPU its share of a quarter of the free memory, at most 4 GiB; on a GPU 85 %
-    of what is free there."""
+    """Return the default cache memory of one rank. On a CPU this is its share of a quarter of the
+    free memory, at most 4 GiB; on a GPU 85 % of the free memory there."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
@@ -130,18 +133,18 @@ def default_cache_memory(device: torch.device, ranks: int = 1) -> int:
 
 
 def check_host_cache(num_bytes: int) -> None:
-    """Raises ConfigError if this machine can never have that much for the tier in host memory."""
+    """Check the size of the host tier; raise ConfigError if this machine can never provide it."""
     most = host_memory()
     if num_bytes > most:
         raise ConfigError(
-            f"host_cache_memory is {format_size(num_bytes)}, and all the memory that this process "
-            f"may have is {format_size(most)}",
+            f"host_cache_memory is {format_size(num_bytes)}, but this process may use at most "
+            f"{format_size(most)}",
             param="host_cache_memory",
         )
 
 
 def host_memory() -> int:
-    """Bytes of the machine's memory, or of its group's part of it."""
+    """Return the bytes of the machine's memory, or of its control group's limit."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = _GROUP_LIMIT.read_text(encoding="ascii").strip()
@@ -151,7 +154,7 @@ def host_memory() -> int:
 
 
 def free_host_memory() -> int:
-    """Bytes that processes may still take."""
+    """Return the bytes that processes may still allocate."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

@@ -1,7 +1,7 @@
-"""The cache's tree as other threads see it, without asking the thread that owns the cache.
+"""Mirror of the cache's tree for other threads, so that they need not involve the cache's thread.
 
-It lives on the cache's events. The cache's own thread hands over what a step has changed, all at
-once; readers copy the list of nodes, or follow the changes by number.
+It is updated from the cache's events. The cache's thread publishes all changes of a step at once.
+Readers copy the list of nodes, or follow the changes by number.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ ChangeKind = Literal[
     "node_added", "node_evicted", "snapshot_ready", "snapshot_evicted", "hit", "pinned"
 ]
 MAX_CHANGES = 8192
-"""Most changes that are kept for those who follow them."""
+"""Maximum number of changes kept for followers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that happened.
+    """One change of the tree.
 
     Attributes:
-        kind: what; "pinned": the node's pins, hits or size are other ones.
-        key: of the node that it is about; of a miss: empty.
-        root: of that node, or of the prompt.
-        entry: the node, unless it has left or there is none.
-        snapshot: its kind, of "snapshot_ready".
-        hit: of "hit".
+        kind: type of change; "pinned" means that the node's pins, hits or size have changed.
+        key: key of the node concerned; empty for a miss.
+        root: root key of the node, or of the prompt.
+        entry: the node, unless it was evicted or there is none.
+        snapshot: kind of the snapshot, for "snapshot_ready".
+        hit: the hit, for "hit".
     """
 
     kind: ChangeKind
@@ -46,7 +46,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class TreeListing:
     """All nodes, parents before children, as of a batch of changes."""
 
     sequence: int
@@ -54,13 +54,13 @@ class Whole:
 
 
 class TreeMirror:
-    """Written by the thread of one cache, read by any.
+    """Mirror of one cache's tree, written by the cache's thread and read by any thread.
 
-    Without readers who follow, nothing is kept but the list of nodes.
+    Without followers, only the list of nodes is kept.
 
     Args:
-        events: of a cache that holds nothing yet.
-        limit: most changes that are kept.
+        events: events of a cache that is still empty.
+        limit: maximum number of changes kept.
 
     Attributes:
         sequence: number of the last batch of changes; 0 before the first one.
@@ -72,10 +72,10 @@ class TreeMirror:
         self._limit = limit
         self._lock = threading.Lock()
         self._entries: dict[bytes, Entry] = {}
-        # The cache's thread's own, until it publishes them:
+        # Used by the cache's thread only, until it publishes them:
         self._pending: list[tuple[ChangeKind, Node, str | None] | Hit] = []
         self._touched: dict[Node, None] = {}
-        # For those who follow:
+        # For followers:
         self._followers = 0
         self._used: dict[Node, None] = {}
         self._batches: deque[tuple[int, tuple[Change, ...]]] = deque()
@@ -89,22 +89,22 @@ class TreeMirror:
 
     # Called by any thread
 
-    def whole(self) -> Whole:
-        """All that there is."""
+    def listing(self) -> TreeListing:
+        """Return all nodes."""
         with self._lock:
-            return Whole(self.sequence, tuple(self._entries.values()))
+            return TreeListing(self.sequence, tuple(self._entries.values()))
 
     def __len__(self) -> int:
-        """Number of nodes."""
+        """Return the number of nodes."""
         return len(self._entries)
 
     def find(self, key: bytes) -> Entry | None:
-        """The node with that key."""
+        """Return the node with this key, if any."""
         return self._entries.get(key)
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Changes are kept meanwhile."""
+        """Keep changes for a follower within this context."""
         with self._lock:
             self._followers += 1
             if self._followers == 1:
@@ -122,8 +122,9 @@ class TreeMirror:
                     self._complete_since = self.sequence
 
     def since(self, sequence: int) -> tuple[int, tuple[Change, ...]] | None:
-        """The number of the last batch, and the changes after batch `sequence`, oldest first. None
-        if some of them are gone or the number is none of this mirror's: read the whole again."""
+        """Return the number of the last batch and the changes after batch `sequence`, oldest first.
+        Return None if some of them are gone or the number is unknown: the reader must get the
+        listing again."""
         with self._lock:
             if not self._complete_since <= sequence <= self.sequence:
                 return None
@@ -135,8 +136,7 @@ class TreeMirror:
             return self.sequence, tuple([change for each in reversed(late) for change in each])
 
     def publish_use(self) -> None:
-        """Tells those who follow of which nodes pins, hits or sizes are other ones now: one batch,
-        if there are any."""
+        """Publish to followers the nodes with changed pins, hits or sizes, as one batch."""
         with self._lock:
             used, self._used = self._used, {}
             found = ((node, self._entries.get(node.key)) for node in used)
@@ -150,10 +150,10 @@ class TreeMirror:
             if changes:
                 self._add_batch(changes)
 
-    # The cache's thread
+    # Called by the cache's thread
 
     def publish(self) -> None:
-        """Lets readers see what has happened since the last call: one batch, if anything has."""
+        """Publish what has changed since the last call, as one batch."""
         if not self._pending and not self._touched:
             return
         with self._lock:
@@ -206,5 +206,5 @@ class TreeMirror:
 
 
 def _node_of(snapshot: Snapshot) -> Node:
-    assert snapshot.node is not None, "only what hangs from a node is told"
+    assert snapshot.node is not None, "events are only emitted for snapshots of a node"
     return snapshot.node

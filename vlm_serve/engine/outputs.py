@@ -1,4 +1,4 @@
-"""What a caller receives: deltas while a request runs, and the reports that come with them."""
+"""Results for callers: deltas while a request runs, with their reports."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; `cached_tokens` is the part of the prompt that was reused.
-    Drafted tokens are counted by whether they held; the former are part of the completion."""
+    """Token counts of one request; `cached_tokens` is the reused part of the prompt. Drafts are
+    counted as accepted or rejected; accepted ones are part of the completion."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -31,8 +31,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PromptSegment:
-    """Tokens `[start, end)` of a prompt and their source: the tier that had them ("device", "host",
-    "disk"), or "computed"."""
+    """Tokens `[start, end)` of a prompt and their source: a tier ("device", "host", "disk") or
+    "computed"."""
 
     start: int
     end: int
@@ -46,9 +46,9 @@ class PromptMedia:
     Attributes:
         offset, length: its placeholder tokens.
         kind: "image" or "video".
-        hash: the first digits of its content hash, hexadecimal.
-        source: "encoded": it went through the vision tower; "cached": its embedding was there; a
-            lower tier's name: its embedding came up from there; "reused": none of it was needed.
+        hash: first hexadecimal digits of its content hash.
+        source: "encoded": by the vision tower; "cached": the embedding was on the device; a lower
+            tier's name: the embedding was fetched from there; "reused": no embedding was needed.
     """
 
     offset: int
@@ -60,26 +60,26 @@ class PromptMedia:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What the cache did for one request (docs/architecture.md#reasons).
+    """Cache report of one request (docs/architecture.md#reasons).
 
     Attributes:
         prompt_tokens: length of the prompt.
         kv_boundary: deepest boundary at which KV alone was present.
         state_boundary: deepest boundary with a ready state snapshot.
-        boundary: tokens that were reused.
+        boundary: number of reused tokens.
         tiers: tokens reused from each tier.
-        media_decoded: images and videos that were decoded for this request.
-        media_encoded: images and videos of which at least one part went through the vision tower.
+        media_decoded: images and videos decoded for this request.
+        media_encoded: images and videos with at least one part encoded by the vision tower.
         media_skipped: images and videos that needed no vision encoding at all.
         reason: why the boundary is not deeper; "full" when nothing more could be reused.
-        experts_missing: reused tokens whose routed experts nobody has recorded; 0 if they were not
-            asked for.
+        experts_missing: reused tokens without recorded experts; 0 if experts were not requested.
         logprobs_reused: prompt tokens whose log-probabilities came from the cache.
-        segments: the whole prompt, in order, by where its parts came from.
+        segments: the whole prompt, in order, split by source.
         media: its media spans, in order.
         snapshots: positions of the prompt at which the cache has a state now.
         boundary_key: hexadecimal key of the cache's node that ends at `boundary`, None at 0.
-        resumed: how often the answer went on elsewhere; the rest is what the first try found.
+        resumed: how often the answer was resumed by another engine; all else describes the first
+            attempt.
     """
 
     prompt_tokens: int
@@ -106,23 +106,23 @@ class Delta:
 
     Attributes:
         index: the choice.
-        text: text that became certain with these tokens (never half a character, never part of a
-            stop string); may be empty.
-        token_ids: the tokens, an end-of-sequence token included.
-        logprobs: per token, see `Sampled.logprobs`; empty unless asked for.
+        text: text that became final with these tokens (never half a character, never part of a stop
+            string); may be empty.
+        token_ids: the tokens, including an end-of-sequence token.
+        logprobs: per token, see `Sampled.logprobs`; empty if not requested.
         finish_reason: set on the last delta of the choice.
         stop_reason: the stop string or stop token id that ended the choice; None for end of
             sequence.
         usage: counts of the whole request so far.
-        cache_report: on every delta.
-        routed_experts: on the last delta, if asked for: expert ids `[tokens, layers, top_k]` of all
+        cache_report: set on every delta.
+        routed_experts: on the last delta, if requested: expert ids `[tokens, layers, top_k]` of all
             tokens but the last, from `routed_experts_prompt_start` on; uint8 up to 256 experts,
             else uint16. Zero in the gaps.
         routed_experts_gaps: (first, last + 1) positions of the tokens whose rows are unknown.
-        prompt_logprobs: on the first delta, if asked for: of the prompt's tokens from
-            `prompt_logprobs_start` on, the first one excepted.
+        prompt_logprobs: on the first delta, if requested: rows of the prompt's tokens from
+            `prompt_logprobs_start` on, without the first token.
         error: set (with finish_reason "error") when the request failed.
-        time: monotonic seconds at which it was made.
+        time: creation time in monotonic seconds.
     """
 
     index: int

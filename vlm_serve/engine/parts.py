@@ -1,4 +1,4 @@
-"""What an engine consists of, assembled by `build`."""
+"""Components of an engine, assembled by `build`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vlm_serve.preprocess.prepare import Preprocessor
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Everything an Engine drives. `config` has its defaults filled in."""
+    """Components of an engine. `config` has its defaults filled in."""
 
     config: EngineConfig
     spec: ModelSpec

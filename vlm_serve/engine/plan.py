@@ -1,5 +1,5 @@
-"""What passes between scheduler and executor: frozen data without behaviour or anything alive, so
-that it can cross a process."""
+"""Messages between scheduler and executor: frozen data without behaviour, so that it can cross a
+process boundary."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vlm_serve.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """What an executor is told of a sequence once; afterwards only what is new travels, in slices.
+    """Data about a sequence that an executor receives once. Later, slices carry only what is new.
 
     Attributes:
-        sequence: the scheduler's number for it.
+        sequence: the scheduler's number for the sequence.
         token_ids: its prompt.
         positions: int64 `[3, len(token_ids)]`, see `Prompt`.
         rope_delta: see `Prompt`.
         params: sampling options with the checkpoint's defaults filled in.
-        seed: of this choice's draws.
+        seed: seed of this choice's draws.
     """
 
     sequence: int
@@ -36,10 +36,10 @@ class SequenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """One media span to run through the vision tower; its embedding is kept under `slot`.
+    """A media span to run through the vision tower; its embedding is stored under `slot`.
 
-    `pixels` are those of `MediaItem.patches`, `grid` is (1, h, w) in patches, `merge_size` how many
-    of them per side become one token.
+    `pixels` are those of `MediaItem.patches`, `grid` is (1, h, w) in patches, `merge_size` is the
+    number of patches per side that become one token.
     """
 
     pixels: torch.Tensor
@@ -50,7 +50,7 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """A media span's embedding that a lower cache tier had, to be kept under `slot`: `[tokens,
+    """Embedding of a media span from a lower cache tier, to be stored under `slot`: `[tokens,
     width]` as `Encode` would have made it."""
 
     rows: torch.Tensor
@@ -63,11 +63,11 @@ class SampleTask:
 
     Attributes:
         position: number of tokens generated before it.
-        draft: the token that is drafted for this position; if another one is sampled, the
-            sequence's further tasks are void.
-        forced: this token is taken whatever is drawn.
-        mask: what may come: bit `i % 8` of byte `i // 8` stands for token i; None: everything.
-        unbiased: logits are taken as they are, without biases and penalties.
+        draft: the token drafted for this position. If another token is sampled, the sequence's
+            further tasks are void.
+        forced: token to take regardless of what is drawn.
+        mask: allowed tokens: bit `i % 8` of byte `i // 8` stands for token i; None allows all.
+        unbiased: use the logits without biases and penalties.
     """
 
     sequence: int
@@ -83,28 +83,28 @@ class Slice:
     """Tokens `[start, end)` of one registered sequence in one step.
 
     Attributes:
-        kind: "prefill": through the chunk kernel; "decode": exactly one token through the recurrent
-            step; "verify": a sampled token and the drafts behind it, each computed as a decode
-            token would be. They leave the state row alone: what they would change is kept as
-            updates until it is known which of them hold.
-        token_ids: those of its tokens that are no part of the prompt. They replace what the
-            executor knows from there on.
-        src_row, dst_row: state row to start from (-1: zero state) and to leave the state in.
-        blocks: physical KV blocks, which replace the executor's table from entry `first_block` on;
-            together they cover `end` tokens.
+        kind: "prefill": through the chunk kernel. "decode": exactly one token through the recurrent
+            step. "verify": a sampled token and the drafts behind it, each computed as a decode
+            token would be. A verify slice does not write the state row. Its changes are stored as
+            updates until the accepted drafts are known.
+        token_ids: its tokens behind the prompt. They replace the executor's tokens from there on.
+        src_row, dst_row: state rows to start from (-1: zero state) and to leave the state in.
+        blocks: physical KV blocks. They replace the executor's table from entry `first_block` on;
+            the whole table covers `end` tokens.
         write_start: K and V of tokens below this position are shared and not written.
         chunk_ends: absolute positions at which GDN chunks end, ascending, the last one is `end`;
             empty for a decode token.
         snapshots: (absolute position, row) pairs; the positions are chunk ends of this slice.
         embeddings: (first token, last token + 1, slot, first row of the embedding) of the media
             tokens in this slice, absolute positions.
-        samples: what to sample from the logits after the last token (several for forked choices);
-            empty while prefill goes on. Of drafted tokens one task for each token, in order.
-        reported_start, reported_end: tokens `[reported_start, reported_end)` are followed by a
-            prompt token whose log-probability is wanted; none if the end is not beyond the start.
-        updates: where the updates of a verify slice go, one for each token; -1: there is no state.
-        pending: so many updates that lie there hold: they are folded into the row first.
-        drafts: so many tokens are to be drafted behind what is sampled; `blocks` cover them.
+        samples: tasks to sample from the logits after the last token (several for forked choices);
+            empty while prefill continues. A verify slice has one task per token, in order.
+        reported_start, reported_end: tokens `[reported_start, reported_end)` precede prompt tokens
+            whose log-probabilities are wanted; none if the end is not beyond the start.
+        updates: index of the first update of a verify slice, one per token; -1 for a model without
+            state.
+        pending: number of accepted updates at that index, to be folded into the row first.
+        drafts: number of tokens to draft behind the sampled ones; `blocks` cover them.
     """
 
     sequence: int
@@ -130,12 +130,20 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Before the forward, in this order: `dropped_slots` are embeddings to forget,
-    `folds` (row, first update, count) are updates to fold into state rows,
-    `row_copies` (source, destination) state rows of forked choices, `copies` (source block,
-    destination block, number of rows) of KV; then what is `recalled` is put where it belongs, and
-    the spans in `encodes` are encoded. `unread`: the model's layer for drafts leaves the tokens of
-    this step out, none of which is of a prefill."""
+    """One step.
+
+    Before the forward, an executor does the following in this order:
+
+    1. Forget the embeddings in `dropped_slots`.
+    2. Fold the updates of `folds` (row, first update, count) into state rows.
+    3. Copy the state rows of forked choices: `row_copies` (source, destination).
+    4. Copy KV: `copies` (source block, destination block, number of rows).
+    5. Store the `recalled` embeddings.
+    6. Encode the spans in `encodes`.
+
+    If `skip_mtp` is set, the model's MTP layer does not read this step's tokens; then no slice is a
+    prefill.
+    """
 
     slices: tuple[Slice, ...]
     encodes: tuple[Encode, ...] = ()
@@ -144,7 +152,7 @@ class StepPlan:
     dropped_slots: tuple[int, ...] = ()
     folds: tuple[tuple[int, int, int], ...] = ()
     recalled: tuple[Recalled, ...] = ()
-    unread: bool = False
+    skip_mtp: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -153,9 +161,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sampled token; `logprobs` maps token id to log-probability (natural log of the model's own
-    distribution), the sampled token included, or is empty when none were asked for. `drawn` is what
-    would have been sampled, if the token was forced and another one was drawn."""
+    """A sampled token. `logprobs` maps token ids to log-probabilities (natural log of the model's
+    own distribution), including the sampled token; empty if not requested. `drawn` is the token
+    drawn instead, if a forced token differs from it."""
 
     token_id: int
     logprobs: dict[int, float]
@@ -164,11 +172,11 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of one prompt token, given those before it.
+    """Log-probabilities of one prompt token, given those before it.
 
     Attributes:
-        logprobs: token id -> log-probability of the most likely tokens and of the prompt's own.
-        rank: how likely the prompt's own token was; 1: the most likely one.
+        logprobs: log-probabilities by token id: the most likely tokens and the prompt's own.
+        rank: rank of the prompt's own token by probability; 1 is the most likely one.
     """
 
     logprobs: dict[int, float]
@@ -177,16 +185,16 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step has computed, by sequence number.
+    """Results of a step, by sequence number.
 
     Attributes:
-        sampled: the tokens of a sequence's SampleTasks, in order, up to the first that is not its
+        sampled: tokens of a sequence's SampleTasks, in order, up to the first that differs from its
             draft.
         experts: if any sequence wants them, the routed experts of every slice: `[tokens, layers,
             top_k]` expert ids, uint8 up to 256 experts, else uint16.
-        prompt_logprobs: of the slices that want them, a row (`cache.logprobs.row_type`) for each
-            of the tokens `reported_start + 1 ... reported_end`.
-        drafts: what the slices that want some are drafted.
+        prompt_logprobs: for slices that want them, a row (`cache.logprobs.row_type`) for each of
+            the tokens `reported_start + 1 ... reported_end`.
+        drafts: drafts for the slices that requested some.
     """
 
     sampled: dict[int, tuple[Sampled, ...]]

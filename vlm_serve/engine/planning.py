@@ -1,4 +1,4 @@
-"""Plans a step: continuous batching of chunked prefill and decode under one token budget."""
+"""Step planner: continuous batching of chunked prefill and decode under one token budget."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from vlm_serve.engine.admission import Admission
 from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.pacing import Pace
 from vlm_serve.engine.plan import Slice, StepPlan
+from vlm_serve.engine.queues import SequenceQueues, order
 from vlm_serve.engine.replaying import Replays
-from vlm_serve.engine.roster import Roster, order
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.slicing import chunk_ends, slice_end
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step; everything is in tokens except the number of sequences."""
+    """Limits of a step, in tokens unless the name says otherwise."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -27,147 +27,154 @@ class SchedulerConfig:
     state_interval: int
     decode_state_interval: int
     reported_tokens: int = 1 << 30
-    """Prompt tokens whose log-probabilities are computed in one step; at least a block."""
+    """Maximum number of prompt tokens whose log-probabilities one step computes; at least a
+    block."""
     complete_experts: bool = False
-    """Requests for routed experts reuse nothing whose experts are unknown."""
+    """If True, requests for routed experts do not reuse tokens without recorded experts."""
     speculative_tokens: int = 0
-    """Drafts of a sequence in one step, at most; 0: none."""
+    """Maximum number of drafts per sequence and step; 0 disables drafts."""
     step_seconds: float = 0.0
-    """That a step with prompts is to take; 0: no limit."""
-    least_step_tokens: int = 256
-    """Tokens that a step may have whatever it takes, four times as many for one sequence alone; at
-    least a block."""
+    """Target duration of a step with prompt tokens, in seconds; 0 means no limit."""
+    min_step_tokens: int = 256
+    """Tokens that a step may have regardless of its duration; at least a block. Four times as many
+    if a single sequence is active."""
 
 
-_LEAST_ALONE = 4
-"""Times as many tokens at least has a step that nobody waits for yet."""
-_WORTH_A_STEP = 4
-"""Times as many tokens as a short prompt has a step must have, for it to get one of its own."""
-_MOST_OVERTAKING = 8
-"""Waiting prompts that a step looks at to find short ones."""
+_SINGLE_SEQUENCE_FACTOR = 4
+"""A step that serves a single sequence may exceed the token limit by this factor."""
+_SHORT_PROMPT_FACTOR = 4
+"""A prompt is short enough for its own step if the step's budget is at least this many times
+larger."""
+_MAX_OVERTAKING = 8
+"""Maximum number of waiting prompts per step that may overtake a long prefill."""
 
 
 class Planner:
-    """Reserves blocks, rows and embeddings for what runs next.
+    """Reserves blocks, state rows and embeddings for the next step.
 
-    Decode tokens come first, then running prefills and replays, oldest first, then admissions, and
-    drafts from what is left. While a prefill needs more than the step has, a short prompt overtakes
-    the rest of it: if it is much smaller than the step it gets one without the long one, whose turn
-    is the next; else up to half of the step goes to prompts that fit into that as a whole. While
-    there are suspects of a failed step, the first of them runs alone.
+    The order is: decode tokens, running prefills and replays (oldest first), admissions, then
+    drafts from the remaining budget.
+
+    Short prompts overtake a prefill that needs more than one step. A prompt much smaller than the
+    step gets its own step, without the long prefill; the next step is the long prefill's again.
+    Otherwise, up to half of the step goes to prompts that fit into this half completely.
+
+    After a failed step, its sequences are suspects. While there are suspects, the first of them
+    runs alone.
 
     Attributes:
-        pace: limits the step.
-        failures: sequences that could not be planned, with the error.
+        pace: limits the prompt tokens of a step by its expected duration.
+        failures: sequences that could not be planned, each with its error.
     """
 
     def __init__(
         self,
-        roster: Roster,
+        queues: SequenceQueues,
         config: SchedulerConfig,
         replays: Replays,
         tiers: TierFetcher | None = None,
         drafting: Drafting | None = None,
     ) -> None:
-        self._roster = roster
+        self._queues = queues
         self._replays = replays
-        self._cache = roster.cache
-        self._media = roster.media
+        self._cache = queues.cache
+        self._media = queues.media
         self._config = config
         self._drafting = drafting
         self._reports_left = 0
         self._held_back = False
-        self.pace = Pace(config.step_seconds, config.least_step_tokens)
+        self.pace = Pace(config.step_seconds, config.min_step_tokens)
         self.failures: list[tuple[Sequence, Exception]] = []
         self._admission = Admission(
-            roster.cache,
+            queues.cache,
             config.state_interval,
             complete_experts=config.complete_experts,
             tiers=tiers,
         )
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if nothing can run."""
-        roster = self._roster
-        roster.planned = []
-        room = self._config.max_num_batched_tokens
+        """Plan the next step; return None if nothing can run."""
+        queues = self._queues
+        queues.planned = []
+        budget = self._config.max_num_batched_tokens
         self._reports_left = self._config.reported_tokens
-        self._media.begin_step(room)
-        candidates = sorted(roster.suspects[:1] or roster.running, key=order)
+        self._media.begin_step(budget)
+        candidates = sorted(queues.suspects[:1] or queues.running, key=order)
         decoding: list[Sequence] = []
         later: list[Sequence] = []
         for sequence in candidates:
             (later if sequence.prefilling or sequence.replaying else decoding).append(sequence)
         for sequence in decoding:
-            room -= self._grant(sequence, room)
-        if later or roster.waiting:
-            room -= self._grant_prompts(later, self._limit(room, later))
+            budget -= self._grant(sequence, budget)
+        if later or queues.waiting:
+            budget -= self._grant_prompts(later, self._prompt_limit(budget, later))
         if self._drafting is not None:
-            self._drafting.extend(max(0, room))
-        for item in roster.planned:
+            self._drafting.extend(max(0, budget))
+        for item in queues.planned:
             if item.kind == "decode":
-                roster.fold(roster[item.sequence])
-        if not roster.planned:
+                queues.fold(queues[item.sequence])
+        if not queues.planned:
             return None
-        leases = [roster[item.sequence].lease for item in roster.planned]
+        leases = [queues[item.sequence].lease for item in queues.planned]
         return StepPlan(
-            slices=tuple(roster.planned),
+            slices=tuple(queues.planned),
             encodes=self._media.take_encodes(),
             recalled=self._media.take_recalled(),
             copies=tuple(copy for lease in leases if lease is not None for copy in lease.copies),
-            row_copies=tuple(roster.row_copies),
+            row_copies=tuple(queues.row_copies),
             dropped_slots=self._media.take_dropped(),
-            folds=tuple(roster.folds),
-            unread=self._drafting is not None and self._drafting.unread,
+            folds=tuple(queues.folds),
+            skip_mtp=self._drafting is not None and self._drafting.skip_mtp,
         )
 
-    def _limit(self, room: int, running: list[Sequence]) -> int:
-        """Prompt tokens of this step, of those for which there is room. The oldest prefill has
-        most of them."""
-        roster = self._roster
-        alone = len(roster.running) + len(roster.waiting) <= 1
-        least = self._config.least_step_tokens * (_LEAST_ALONE if alone else 1)
-        decodes = self._config.max_num_batched_tokens - room
+    def _prompt_limit(self, budget: int, running: list[Sequence]) -> int:
+        """Return the maximum number of prompt tokens of this step; at most `budget`. The oldest
+        prefill is expected to take most of them."""
+        queues = self._queues
+        alone = len(queues.running) + len(queues.waiting) <= 1
+        least = self._config.min_step_tokens * (_SINGLE_SEQUENCE_FACTOR if alone else 1)
+        decodes = self._config.max_num_batched_tokens - budget
         start = next((each.num_computed for each in running if each.prefilling), 0)
-        return min(room, max(self.pace.most(start) - decodes, least))
+        return min(budget, max(self.pace.most(start) - decodes, least))
 
     def _grant_prompts(self, running: list[Sequence], budget: int) -> int:
-        """Plans slices of running prefills and replays, and admits what waits; returns the tokens
-        planned."""
+        """Plan slices of running prefills and replays, and admit waiting sequences. Return the
+        number of tokens planned."""
         left, kept = budget, 0
         prefills = [each for each in running if each.prefilling]
         held_back, self._held_back = self._held_back, False
         if self._may_be_overtaken(prefills, budget):
             if not held_back:
-                short = self._overtaking(prefills[0], budget // _WORTH_A_STEP)
+                short = self._find_overtaking(prefills[0], budget // _SHORT_PROMPT_FACTOR)
                 taken = budget - self._admit(budget, short)
                 if taken:
                     self._held_back = True
                     return taken
             most = max(0, min(budget // 2, budget - self._config.block_size))
-            kept = min(most, sum(each.num_tokens for each in self._overtaking(prefills[0])))
+            kept = min(most, sum(each.num_tokens for each in self._find_overtaking(prefills[0])))
         for sequence in running:
             left -= self._grant(sequence, left - kept)
-        # Where prefills wait for something themselves, there is room for long prompts too.
+        # Prefills that are blocked leave budget unused: spend it on waiting prompts of any length.
         whole = kept > 0 and left - kept < self._config.block_size
-        prefills = [each for each in self._roster.running if each.prefilling] if whole else []
-        beside = self._overtaking(min(prefills, key=order)) if prefills else None
+        prefills = [each for each in self._queues.running if each.prefilling] if whole else []
+        beside = self._find_overtaking(min(prefills, key=order)) if prefills else None
         return budget - self._admit(left, beside)
 
     def _may_be_overtaken(self, prefills: list[Sequence], budget: int) -> bool:
-        """Whether running prefills need more than a step, and there is a seat for others."""
-        roster = self._roster
+        """Return True if the running prefills need more than this step and another sequence may
+        start."""
+        queues = self._queues
         needed = sum(each.prefill_target - each.num_computed for each in prefills)
-        full = len(roster.running) >= self._config.max_num_seqs
-        return bool(needed) and needed > budget and not roster.suspects and not full
+        full = len(queues.running) >= self._config.max_num_seqs
+        return bool(needed) and needed > budget and not queues.suspects and not full
 
-    def _overtaking(self, prefill: Sequence, most: int | None = None) -> list[Sequence]:
-        """Of what waits, what may overtake a prefill: nothing of a lower priority, and of no more
-        than so many tokens."""
+    def _find_overtaking(self, prefill: Sequence, most: int | None = None) -> list[Sequence]:
+        """Return the waiting sequences that may overtake a prefill, in order. Sequences of lower
+        priority and prompts longer than `most` tokens are left out."""
         found: list[Sequence] = []
-        for sequence in self._roster.waiting:
+        for sequence in self._queues.waiting:
             lower = sequence.request.priority > prefill.request.priority
-            if lower or len(found) == _MOST_OVERTAKING:
+            if lower or len(found) == _MAX_OVERTAKING:
                 break
             free = sequence.overtakes and not sequence.fetching and sequence.lease is None
             if free and (most is None or sequence.num_tokens <= most):
@@ -175,46 +182,49 @@ class Planner:
         return found
 
     def _admit(self, budget: int, short: list[Sequence] | None) -> int:
-        """Admits what waits; returns the budget that is left.
+        """Admit waiting sequences; return the remaining budget.
 
         Args:
             budget: tokens.
-            short: only these, and only those of them that it covers whole; None: whoever comes.
+            short: if given, admit only these, and each only if its whole prompt fits; None means
+                all waiting sequences.
         """
-        roster, most, whole = self._roster, budget, short is not None
+        queues, most, whole = self._queues, budget, short is not None
         waiting = short
         if waiting is None:
-            waiting = roster.suspects[:1] or list(roster.waiting)
+            waiting = queues.suspects[:1] or list(queues.waiting)
         for sequence in waiting:
             if sequence.lease is not None or sequence.fetching:
                 continue
             if not self._replays.may_start(sequence):
-                continue  # nor for those that replay
+                continue  # it waits for other replays; the sequences behind it need not
             if sequence.suspect_until:
-                self._clear_the_way()
-            full = len(roster.running) >= self._config.max_num_seqs
+                self._preempt_all()
+            full = len(queues.running) >= self._config.max_num_seqs
             if budget <= 0 or full:
                 return budget
-            alone = not roster.running
+            alone = not queues.running
             if not self._admission.admit(sequence, budget, alone=alone, whole=whole):
                 if sequence.fetching:
-                    continue  # others need not wait for what comes up for this one
+                    continue  # the sequences behind it need not wait for the tiers
                 if not whole:
                     return budget
                 sequence.overtakes = budget < most
                 continue
-            roster.start(sequence)
+            queues.start(sequence)
             budget -= self._grant(sequence, budget)
         return budget
 
-    def _clear_the_way(self) -> None:
-        """A suspect runs alone. The others wait for it anyway, so they may as well make room."""
-        for other in sorted(self._roster.running, key=order, reverse=True):
-            self._roster.preempt(other)
+    def _preempt_all(self) -> None:
+        """Preempt every running sequence: a suspect runs alone. The others would wait anyway, so
+        their blocks may as well be free."""
+        for other in sorted(self._queues.running, key=order, reverse=True):
+            self._queues.preempt(other)
 
     def _grant(self, sequence: Sequence, budget: int) -> int:
-        """Plans what comes next for a sequence; returns the tokens planned. Pictures and grammars
-        are a request's own: where one of them fails, it is left out and noted in `failures`."""
+        """Plan the next slice of a sequence; return the number of tokens planned. Media and
+        grammars belong to a single request. If one of them raises, skip the sequence and add it to
+        `failures`."""
         try:
             if sequence.prefilling:
                 return self._grant_prefill(sequence, budget)
@@ -226,11 +236,11 @@ class Planner:
             return 0
 
     def _grant_decode(self, sequence: Sequence, budget: int) -> int:
-        """Plans one decode token, or what is replayed if the budget allows it; returns the tokens
-        planned."""
+        """Plan one decode token, or several forced tokens of a replay if the budget allows. Return
+        the number of tokens planned."""
         if sequence.replaying and budget <= 0:
             return 0
-        if sequence.lease is None or not self._make_room(sequence, sequence.num_computed + 1):
+        if sequence.lease is None or not self._ensure_blocks(sequence, sequence.num_computed + 1):
             return 0
         start = sequence.num_computed
         end = start + 1
@@ -239,21 +249,22 @@ class Planner:
         item = self._slice(sequence, start, end, snapshots)
         if sequence.replaying:
             item = self._replays.extended(item, budget - 1)
-        self._roster.planned.append(item)
+        self._queues.planned.append(item)
         return item.end - start
 
     def _grant_prefill(self, sequence: Sequence, budget: int) -> int:
-        """Plans the next slice of a prefill if budget and blocks allow it; returns its tokens."""
+        """Plan the next slice of a prefill, limited by budget and blocks. Return the number of
+        tokens planned."""
         if sequence.lease is None or budget <= 0:
             return 0
         config, cuts = self._config, sequence.keys.cuts
         start = sequence.num_computed
-        log = sequence.job.prompt_log if sequence.job.wanted_rows is not None else None
+        log = sequence.group.prompt_log if sequence.group.wanted_rows is not None else None
         if log is not None:
             budget = min(budget, log.next - 1 - start + self._reports_left)
         end = slice_end(cuts, start, sequence.prefill_target, budget)
         end = self._media.clip(sequence, start, end)
-        if end <= start or not self._make_room(sequence, end):
+        if end <= start or not self._ensure_blocks(sequence, end):
             return 0
         ends = chunk_ends(cuts, start, end, config.block_size, config.chunk_size)
         wanted = [p for p in sequence.snapshot_positions if start < p <= end]
@@ -261,28 +272,30 @@ class Planner:
         self._reports_left -= max(0, reported[1] - reported[0])
         embeddings = self._media.acquire(sequence, start, end)
         snapshots = self._reserve(sequence, wanted)
-        self._roster.planned.append(
+        self._queues.planned.append(
             self._slice(
                 sequence, start, end, snapshots, ends=ends, embeddings=embeddings, reported=reported
             )
         )
         return end - start
 
-    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Grows the lease; preempts sequences that replay, and then those that come later in order,
-        until it fits."""
+    def _ensure_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Grow the lease to `num_tokens`; preempt other sequences until it fits. Replaying
+        sequences are preempted first, then the last ones in scheduling order. Return False if the
+        sequence itself was preempted."""
         assert sequence.lease is not None
-        roster = self._roster
+        queues = self._queues
         while not self._cache.grow(sequence.lease, num_tokens):
-            last = max(roster.running, key=lambda each: (each.replaying, order(each)))
-            assert len(roster.running) > 1, "one sequence always fits: checked when submitted"
-            roster.preempt(last)
+            last = max(queues.running, key=lambda each: (each.replaying, order(each)))
+            assert len(queues.running) > 1, "one sequence always fits: checked when submitted"
+            queues.preempt(last)
             if last is sequence:
                 return False
         return True
 
     def _reserve(self, sequence: Sequence, positions: Iterable[int]) -> tuple[tuple[int, int], ...]:
-        """Rows for state snapshots, most important first; one without a row is skipped."""
+        """Reserve rows for state snapshots, most important position first; skip positions without a
+        free row. Return (position, row) pairs, ascending."""
         assert sequence.lease is not None
         reserved = []
         for position in positions:
@@ -308,7 +321,7 @@ class Planner:
         first_block = sequence.settled_blocks if lease.committed else 0
         tasks = []
         if end == sequence.num_tokens:
-            tasks = [each.sample_task() for each in (sequence, *sequence.unborn)]
+            tasks = [each.sample_task() for each in (sequence, *sequence.pending_forks)]
         return Slice(
             sequence=sequence.number,
             kind="prefill" if ends else "decode",

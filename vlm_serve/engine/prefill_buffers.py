@@ -1,8 +1,8 @@
-"""The inputs of a step with a short prefill at addresses that never change, for captured graphs.
+"""Inputs of a step with a short prefill at fixed addresses, for captured graphs.
 
-What a step lacks of what was captured is padding: sequences and chunks of no tokens, tiles of an
-empty sequence, and tokens whose K and V are written nowhere. An empty sequence leaves the zero
-state in the scratch row. No step's token reads any of it.
+A step is padded to the captured size: with sequences and chunks of no tokens, tiles of an empty
+sequence, and tokens whose K and V are written nowhere. An empty sequence leaves the zero state in
+the scratch row. No token of the step reads any of it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from vlm_serve.kernels.triton_support import prefill_parts, query_tiles
 from vlm_serve.models.batch import ForwardBatch
 
 TileForm = tuple[int, int]
-"""Rows of a tile of attention's queries, and the heads that share a key."""
+"""Rows of a query tile in attention, and number of heads that share a key."""
 _SEQUENCES, _ROWS = "tile_sequence/{}/{}", "tile_row/{}/{}"
-"""Names of attention's tables, by form of its tiles."""
+"""Names of attention's tables, by tile form."""
 
 
 def tile_forms(tensors: Mapping[str, torch.Tensor]) -> tuple[TileForm, ...]:
-    """Return the forms of tiles whose tables attention has added to a step's."""
+    """Return the tile forms whose tables attention has added to a step."""
     names = [name.split("/") for name in tensors if name.startswith("tile_sequence/")]
     return tuple((int(rows), int(group)) for _, rows, group in names)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSizes:
-    """What steps stay within.
+    """Maximum sizes of steps.
 
     Attributes:
         decodes: decoding sequences.
-        tokens: prompt tokens, of all sequences together.
-        sequences: slices of prompts.
-        chunks: of the gated delta rule, of all slices together.
-        tails: states that are kept, those at the ends of slices included.
+        tokens: prompt tokens of all sequences together.
+        sequences: prefill slices.
+        chunks: chunks of the gated delta rule, of all slices together.
+        tails: stored states, including those at the ends of slices.
     """
 
     decodes: int
@@ -49,7 +49,8 @@ class PrefillSizes:
 
     @property
     def chunks(self) -> int:
-        """Whole ones, and three more for each slice, which ends where blocks and snapshots do."""
+        """Number of whole chunks, plus three per slice, whose chunks also end at blocks and
+        snapshots."""
         return self.tokens // MAX_CHUNK + 3 * self.sequences
 
     @property
@@ -58,16 +59,16 @@ class PrefillSizes:
 
     @property
     def logits(self) -> int:
-        """Tokens whose logits a step may want."""
+        """Maximum number of tokens whose logits a step needs."""
         return self.decodes + self.sequences
 
 
 class PrefillTables:
-    """The tables of a prefill within sizes, and of one more sequence, which is always empty.
+    """Tables of a prefill of limited size, with one more sequence that is always empty.
 
     Args:
-        sizes, limits: what steps stay within.
-        forms: of attention's tiles; without them attention makes tables of its own, of the largest
+        sizes, limits: maximum sizes of steps.
+        forms: attention's tile forms. Without them, attention makes its own tables for the largest
             step, in the first forward.
     """
 
@@ -80,7 +81,7 @@ class PrefillTables:
 
     @property
     def shapes(self) -> Shapes:
-        """Types and shapes, all int32."""
+        """Types and shapes; all are int32."""
         sizes, rows = self._sizes, self._sizes.sequences + 1
         shapes: dict[str, tuple[int, ...]] = {
             **dict.fromkeys(("cu_seqlens", "first_chunk", "first_tail"), (rows + 1,)),
@@ -95,12 +96,12 @@ class PrefillTables:
         return {name: (torch.int32, shape) for name, shape in shapes.items()}
 
     def meta(self, fixed: Mapping[str, torch.Tensor]) -> PrefillMeta:
-        """Return what ops are given; see `DecodeTables.meta`."""
+        """Return the arguments of ops; see `DecodeTables.meta`."""
         self._largest.tensors.update(fixed)
         return self._largest
 
     def accepts(self, meta: PrefillMeta) -> bool:
-        """Return whether a prefill's sequences, chunks, states and tiles find their places."""
+        """Return True if a prefill's sequences, chunks, states and tiles fit."""
         sizes, limits = self._sizes, self._limits
         return (
             meta.num_tokens <= sizes.tokens
@@ -114,7 +115,7 @@ class PrefillTables:
         )
 
     def fill(self, staged: Mapping[str, torch.Tensor], meta: PrefillMeta | None) -> None:
-        """Write a prefill that `accepts` allows, or none, and padding behind it."""
+        """Write a prefill that `accepts` allows, or none, followed by padding."""
         if meta is None:
             meta = PrefillMeta((0,), (), (), (), (), ())
         parts = prefill_parts(meta)
@@ -140,7 +141,8 @@ class PrefillTables:
 
 
 def _largest(sizes: PrefillSizes, limits: DecodeLimits) -> PrefillMeta:
-    """Return one token of every sequence but the last, which has the others: the most tiles."""
+    """Return the prefill with the most tiles: one token in every sequence but the last, which has
+    the rest."""
     count = sizes.sequences
     offsets = (*range(count), sizes.tokens, sizes.tokens)
     cuts = range(count - 1, sizes.tokens, MAX_CHUNK)
@@ -156,14 +158,14 @@ def _largest(sizes: PrefillSizes, limits: DecodeLimits) -> PrefillMeta:
 
 
 class PrefillBuffers:
-    """Inputs of a step: places for decoding sequences first, then those for prompt tokens.
+    """Inputs of a step: first those of decoding sequences, then those of prompt tokens.
 
     Args:
         sizes, limits, forms: see `PrefillTables`.
         ring, device: see `StepTables`.
 
     Attributes:
-        batch: what the model is given.
+        batch: argument of the model.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class PrefillBuffers:
         self.fill(None)
 
     def accepts(self, batch: ForwardBatch) -> bool:
-        """Return whether a step's sequences, tokens and logits find their places."""
+        """Return True if a step's sequences, tokens and logits fit."""
         return (
             batch.prefill is not None
             and (batch.decode is None or len(batch.decode) <= self._sizes.decodes)
@@ -207,7 +209,8 @@ class PrefillBuffers:
         )
 
     def fill(self, batch: ForwardBatch | None) -> None:
-        """Take over a step that `accepts` allows, its tensors on the host; None: padding alone."""
+        """Write a step that `accepts` allows, its tensors on the host; None writes padding
+        alone."""
         decode = None if batch is None else batch.decode
         prefill = None if batch is None else batch.prefill
         decodes, first = 0 if decode is None else len(decode), self._sizes.decodes

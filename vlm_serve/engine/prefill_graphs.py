@@ -1,7 +1,7 @@
-"""Steps with a short prefill replayed from CUDA graphs: what is left to compute behind a cache hit.
+"""Replays steps with a short prefill from CUDA graphs: the rest of a prompt behind a cache hit.
 
 Such a step has as many launches as a decode step, and more tables. It is padded to one of a few
-numbers of tokens; sequences that decode beside it take part.
+token counts and may contain decoding sequences.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 TOKENS = (64, 128, 256, 512)
-"""Prompt tokens of the steps to capture. Longer ones keep a GPU busy without graphs."""
+"""Prompt tokens of the captured steps. Longer steps keep a GPU busy without graphs."""
 SEQUENCES = 4
-"""Slices of prompts in one step."""
+"""Maximum number of prefill slices in a step."""
 DECODES = 32
-"""Sequences that decode beside them."""
+"""Maximum number of decoding sequences in a step."""
 
 
 class PrefillGraphs(StepGraphs):
@@ -58,7 +58,7 @@ class PrefillGraphs(StepGraphs):
             self._steps.insert(0, (buffers, self._captured(buffers.batch)))
 
     def _tile_forms(self, sizes: PrefillSizes) -> tuple[TileForm, ...]:
-        """Run a step of padding, and return the tiles that this model's attention has there."""
+        """Run a step of padding; return the tile forms that this model's attention uses."""
         batch = PrefillBuffers(sizes, self._limits, self._ring, self._caches.device).batch
 
         def step() -> None:
@@ -69,8 +69,8 @@ class PrefillGraphs(StepGraphs):
         return tile_forms(batch.prefill.tensors)
 
     def _find(self, batch: ForwardBatch) -> tuple[PrefillBuffers, Step] | None:
-        """What can compute this step: a short prefill of few sequences beside few that decode, no
-        media, no drafts, no routed experts wanted, and logits of few tokens."""
+        """Find a graph for this step. It must be a short prefill of few sequences beside few that
+        decode. It must have no media, drafts or routed experts, and need logits of few tokens."""
         plain = batch.verify is None and not batch.media and not batch.capture_experts
         if not plain or batch.deterministic:
             return None
@@ -78,7 +78,8 @@ class PrefillGraphs(StepGraphs):
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
-        """The step's output, if a graph can compute it; its logits are overwritten by the next one.
+        """Run the step from a graph; return None if no graph fits. The next run overwrites the
+        logits.
 
         Args:
             batch: a step, its tensors on the host.

@@ -1,5 +1,7 @@
-"""Log-probabilities of a prompt's tokens: out of logits, and gathered for a request from whatever
-computed each of them, this request or one before it."""
+"""Log-probabilities of a prompt's tokens: computed from logits, and collected for a request.
+
+The rows of a request may come from its own steps or from the cache.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,16 @@ from vlm_serve.cache.records import LogprobRows
 from vlm_serve.engine.plan import PromptLogprobs
 
 _ROWS_AT_ONCE = 32
-"""Rows whose softmax is in memory at once."""
+"""Number of rows whose softmax is in memory at the same time."""
 
 
 def logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> LogprobRows:
-    """Rows of tokens, see `row_type`; each depends on nothing but its own logits.
+    """Compute the rows of tokens, see `row_type`; each row depends on its own logits only.
 
     Args:
         logits: float32 `[R, vocab]`, each given everything before the token of its row.
         token_ids: the R tokens.
-        top: how many of the most likely tokens to name.
+        top: number of most likely tokens per row.
     """
     rows = np.empty(len(token_ids), row_type(top))
     for first in range(0, len(token_ids), _ROWS_AT_ONCE):
@@ -38,14 +40,14 @@ def logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> Lo
 
 
 def _name_likeliest(part: LogprobRows, logprobs: torch.Tensor) -> None:
-    """Fills in the likeliest tokens, of equals those of lower ids: the first k of more than k are
-    then what asking for k gives."""
+    """Fill in the most likely tokens; ties go to lower ids. So the first k of a longer row equal a
+    row of k."""
     top = part["ids"].shape[1]
     values, ids = (
         each.cpu().numpy() for each in torch.topk(logprobs, min(top + 1, logprobs.shape[1]))
     )
     for row in np.flatnonzero(values[:, top - 1] == values[:, -1]) if values.shape[1] > top else ():
-        level = float(values[row, -1])  # shared by the last one named and the first one that is not
+        level = float(values[row, -1])  # shared by the last token named and the first one left out
         equals = torch.nonzero(logprobs[row] == level)[:, 0].cpu().numpy()
         better = int((values[row] > level).sum())
         ids[row, better:top] = equals[: top - better]
@@ -55,17 +57,17 @@ def _name_likeliest(part: LogprobRows, logprobs: torch.Tensor) -> None:
 
 
 class PromptLog:
-    """What a request knows of the rows it asked for: all up to some token, and none beyond.
+    """Rows of one request, contiguous from the first requested token.
 
     Args:
-        first: the first token that is asked for; the prompt's first one has no row.
+        first: first requested token; the prompt's first token has no row.
         end: number of tokens of the prompt.
-        top: how many of the most likely tokens each row names.
+        top: number of most likely tokens per row.
 
     Attributes:
-        first: the first token whose row is wanted.
-        next: the first token whose row is missing.
-        num_reused: rows that came from the cache.
+        first: first token whose row is wanted.
+        next: first token whose row is missing.
+        num_reused: number of rows from the cache.
     """
 
     def __init__(self, first: int, end: int, top: int) -> None:
@@ -78,7 +80,7 @@ class PromptLog:
 
     @property
     def wanted(self) -> WantedRows | None:
-        """What is missing, if anything is."""
+        """Missing rows, None if there are none."""
         return WantedRows(self.next, self._top) if self.next < self._end else None
 
     @property
@@ -86,12 +88,13 @@ class PromptLog:
         return RowPiece(self.first, self._rows[: self.next - self.first])
 
     def to_report(self, start: int, end: int) -> tuple[int, int]:
-        """Of the tokens `[start, end)` those after which a missing row comes: (first, last + 1)."""
+        """Return the range (first, last + 1) of the tokens in `[start, end)` that precede a missing
+        row."""
         assert self.next == self._end or start < self.next, "rows would be skipped"
         return max(start, self.next - 1), min(end, self._end - 1)
 
     def put(self, start: int, rows: LogprobRows) -> None:
-        """Rows of the tokens from `start` on. What is known already stays."""
+        """Store rows of the tokens from `start` on. Rows that exist already are kept."""
         assert start <= self.next, "rows with a hole before them"
         new = rows[self.next - start :]
         place = self.next - self.first
@@ -99,17 +102,17 @@ class PromptLog:
         self.next += len(new)
 
     def replay(self, pieces: Iterable[RowPiece]) -> None:
-        """Takes over kept rows, in order."""
+        """Take over cached rows, in order."""
         before = self.next
         for piece in pieces:
             self.put(piece.start, piece.rows)
         self.num_reused += self.next - before
 
     def report(self, token_ids: Sequence[int]) -> tuple[PromptLogprobs, ...]:
-        """All rows in the form in which callers get them.
+        """Return all rows in the form for callers.
 
         Args:
-            token_ids: of the prompt.
+            token_ids: tokens of the prompt.
         """
         assert self.wanted is None, "rows are missing"
         if self._report is None:

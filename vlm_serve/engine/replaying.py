@@ -1,7 +1,7 @@
-"""Replays the beginning of an answer that another engine has given: its tokens are forced.
+"""Replays the start of an answer that another engine has given: its tokens are forced.
 
-They are drafts that hold whatever is drawn, so they are computed as decode tokens, several in a
-slice; never as prompt. What is drawn is compared all the same.
+Forced tokens are drafts that are always accepted. They are computed as decode tokens, several in a
+slice, never as prompt. Tokens are still drawn, and compared with the forced ones.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from vlm_serve.engine.plan import Sampled, Slice
-from vlm_serve.engine.roster import Roster
-from vlm_serve.engine.sequence import Job, Sequence
-from vlm_serve.engine.update_seats import MOST_REPLAYS
-from vlm_serve.engine.verifying import verify_room, verify_slice
+from vlm_serve.engine.queues import SequenceQueues
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
+from vlm_serve.engine.update_slots import MAX_REPLAYS
+from vlm_serve.engine.verifying import verify_capacity, verify_slice
 
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """What has been replayed.
+    """Counters of replays.
 
     Attributes:
-        requests: that came with the beginning of their answers.
-        tokens: forced so far.
-        disagreements: of those, the ones for which another token was drawn; none between engines of
-            the same numerics.
+        requests: number of requests with forced tokens.
+        tokens: number of forced tokens.
+        disagreements: number of forced tokens that differ from the drawn ones; 0 between engines
+            with the same numerics.
     """
 
     requests: int = 0
@@ -35,51 +35,53 @@ class ReplayCounts:
 
 
 class Replays:
-    """Replays take what a step has left, as prefills do, and few run at a time: the requests of an
-    engine that has died are not to slow down those of the others.
+    """Extends the slices of replaying sequences. Replays use the remaining budget of a step, as
+    prefills do, and few run at a time. So the requests of a failed engine do not slow down all
+    others.
 
     Args:
-        roster: whose sequences replay.
-        state_interval: tokens between state snapshots while decoding; 0: none.
+        queues: provides the sequences.
+        state_interval: tokens between state snapshots while decoding; 0 means none.
 
     Attributes:
-        counts: what has been replayed.
+        counts: counters of replays.
     """
 
-    def __init__(self, roster: Roster, state_interval: int) -> None:
+    def __init__(self, queues: SequenceQueues, state_interval: int) -> None:
         self.counts = ReplayCounts()
-        self._roster = roster
+        self._queues = queues
         self._interval = state_interval
 
-    def add(self, job: Job) -> None:
-        """A request has come."""
-        self.counts.requests += any(sequence.replaying for sequence in job.sequences)
+    def add(self, group: SequenceGroup) -> None:
+        """Count a new request."""
+        self.counts.requests += any(sequence.replaying for sequence in group.sequences)
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Whether a sequence may be admitted: one that replays waits for others that do."""
+        """Return True if a sequence may be admitted: the number of replaying requests is
+        limited."""
         if not sequence.replaying or sequence.suspect_until:
             return True
-        jobs = {id(other.job) for other in self._roster.running if other.replaying}
-        return id(sequence.job) in jobs or len(jobs) < MOST_REPLAYS
+        groups = {id(other.group) for other in self._queues.running if other.replaying}
+        return id(sequence.group) in groups or len(groups) < MAX_REPLAYS
 
     def extended(self, item: Slice, budget: int) -> Slice:
-        """A decode token of a sequence that replays, with the forced tokens behind it.
+        """Return a decode token of a replaying sequence, extended by the next forced tokens.
 
         Args:
-            budget: tokens that may be added.
+            budget: number of tokens that may be added.
 
         Raises InvalidRequestError as `Sequence.draft_tasks` does.
         """
-        roster, sequence = self._roster, self._roster[item.sequence]
+        queues, sequence = self._queues, self._queues[item.sequence]
         if sequence.suspect_until:
             return item
-        room = min(budget, verify_room(roster, item, self._interval))
-        if roster.update_size:
-            room = min(room, roster.update_size - 1)
+        room = min(budget, verify_capacity(queues, item, self._interval))
+        if queues.update_size:
+            room = min(room, queues.update_size - 1)
         ahead = sequence.forced[sequence.num_generated :]
-        return verify_slice(roster, item, ahead[: max(0, room)])
+        return verify_slice(queues, item, ahead[: max(0, room)])
 
     def count(self, sequence: Sequence, sampled: Sampled) -> None:
-        """A token is about to be accepted."""
+        """Count a token that is about to be accepted."""
         self.counts.tokens += sequence.replaying
         self.counts.disagreements += sampled.drawn is not None

@@ -1,4 +1,4 @@
-"""What is said of a request's prompt: where each part of it came from."""
+"""Reports about a request's prompt: the source of each part."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ COMPUTED = "computed"
 def prompt_segments(
     boundary: int, length: int, fetched: Iterable[Segment]
 ) -> tuple[PromptSegment, ...]:
-    """A prompt of `length` tokens, of which `boundary` were reused, in order and without holes.
-    What was not fetched from a lower tier was on the device."""
+    """Split a prompt of `length` tokens, `boundary` of them reused, by source, in order and without
+    gaps. Reused tokens that were not fetched from a lower tier count as "device"."""
     segments: list[PromptSegment] = []
 
     def add(end: int, source: str) -> None:
@@ -42,7 +42,7 @@ def prompt_segments(
 
 
 def tokens_by_tier(segments: Sequence[PromptSegment]) -> dict[str, int]:
-    """Tokens reused from each tier."""
+    """Count the tokens reused from each tier."""
     tokens: Counter[str] = Counter()
     for segment in segments:
         if segment.source != COMPUTED:
@@ -53,16 +53,16 @@ def tokens_by_tier(segments: Sequence[PromptSegment]) -> dict[str, int]:
 def prompt_media(
     prompt: Prompt, boundary: int, encoded: Collection[int], recalled: Mapping[int, str]
 ) -> tuple[PromptMedia, ...]:
-    """The media spans of a prompt.
+    """Describe the media spans of a prompt.
 
     Args:
-        boundary: tokens that were reused; no span lies across it.
-        encoded: starts of the spans that went through the vision tower.
-        recalled: starts of those whose embeddings came up, and the tiers.
+        boundary: number of reused tokens; no span crosses it.
+        encoded: starts of the spans that the vision tower encoded.
+        recalled: tiers of the spans whose embeddings were fetched, by the spans' starts.
     """
 
     def source(start: int) -> str:
-        if start in encoded:  # perhaps although it had been reused: the request was preempted
+        if start in encoded:  # may have been reused before: the request was preempted
             return "encoded"
         if start in recalled:
             return recalled[start]
@@ -81,21 +81,24 @@ def prompt_media(
 
 
 def boundary_key(keys: PromptKeys, boundary: int) -> str | None:
-    """Hexadecimal key of the node that ends there; None: nothing was reused."""
+    """Return the hexadecimal key of the node that ends at the boundary; None if nothing was
+    reused."""
     return key_at(keys, boundary).hex() if boundary else None
 
 
 def complete_report(cache: PrefixCache, sequence: EngineSequence) -> CacheReport | None:
-    """The report of a request whose whole prompt has been computed."""
-    job, prompt = sequence.job, sequence.prompt
-    if job.report is None:
+    """Return the report of a request whose whole prompt has been computed."""
+    group, prompt = sequence.group, sequence.prompt
+    if group.report is None:
         return None
-    encoded = {span.item for span in prompt.spans if span.start in job.encoded_spans}
+    encoded = {span.item for span in prompt.spans if span.start in group.encoded_spans}
     return replace(
-        job.report,
+        group.report,
         media_decoded=sum(item.decoded for item in prompt.media),
         media_encoded=len(encoded),
         media_skipped=len(prompt.media) - len(encoded),
-        media=prompt_media(prompt, job.report.boundary, job.encoded_spans, job.recalled_spans),
+        media=prompt_media(
+            prompt, group.report.boundary, group.encoded_spans, group.recalled_spans
+        ),
         snapshots=cache.snapshot_positions(sequence.keys, len(prompt)),
     )

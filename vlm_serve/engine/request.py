@@ -1,4 +1,4 @@
-"""What a caller asked for, and what answers are made of."""
+"""Requests, and the language of answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vlm_serve.sampling_params import SamplingParams
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What the caller submitted. `params` has the checkpoint's defaults filled in.
+    """A submitted request. `params` has the checkpoint's defaults filled in.
 
-    A `cold` one shares nothing with others: it matches nothing and publishes nothing, and its media
-    are encoded for it alone.
+    A `cold` request shares nothing: it matches nothing, publishes nothing, and its media are
+    encoded for it alone.
     """
 
     request_id: str
@@ -29,27 +29,28 @@ class Request:
     arrival: int = 0
     cold: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences of which the last token is banned after the others."""
+    """Token sequences; the last token is banned after the others."""
     grammar: Grammar | None = None
     prediction: tuple[int, ...] = ()
     """Tokens that the caller expects in the answer."""
     affinity: tuple[AffinityKey, ...] = ()
-    """Affinity keys, longest prefix first: whoever routes is told what is held of them."""
+    """Affinity keys, longest prefix first, for routers."""
     forced: tuple[tuple[int, ...], ...] = ()
-    """Tokens that the answer begins with, by choice: another engine has given them already."""
+    """Tokens that the answer begins with, by choice: another engine has generated them already."""
     complete_experts: bool = False
-    """Reuses only what has its routed experts, so that no report depends on what is cached."""
+    """If True, reuse only tokens with recorded experts, so that the report does not depend on the
+    cache."""
 
 
 @dataclass(frozen=True)
 class Language:
-    """What an engine's answers are made of.
+    """Tokenizer, stop tokens and limits of an engine's answers.
 
     Attributes:
-        tokenizer: says what tokens stand for.
-        stop_tokens: end an answer.
+        tokenizer: provides the bytes of tokens.
+        stop_tokens: tokens that end an answer.
         vocabulary: width of the logits.
-        max_length: tokens of the longest prompt with its answer.
+        max_length: maximum number of tokens of a prompt with its answer.
     """
 
     tokenizer: TokenBytes
@@ -61,7 +62,7 @@ class Language:
 def find_bad_words(
     words: Sequence[str], encode: Callable[[str], list[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is and after a space, where those are other tokens."""
+    """Encode each word as it is and after a space, where those tokens differ."""
     found: list[tuple[int, ...]] = []
     for word in words:
         plain = tuple(encode(word.lstrip()))

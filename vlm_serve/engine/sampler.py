@@ -1,5 +1,8 @@
-"""From logits to tokens. A draw depends on (seed, position) alone, so a request that is preempted,
-retried or batched differently draws the same tokens from the same logits."""
+"""Samples tokens from logits.
+
+A draw depends on (seed, position) alone. So a request that is preempted, retried or batched
+differently draws the same tokens from the same logits.
+"""
 
 from __future__ import annotations
 
@@ -13,63 +16,66 @@ import torch
 from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
 
 _FEW_LOGITS = 1 << 17
-"""So many are searched faster by one thread than by several, which torch would wake."""
+"""Up to this many logits, one thread searches faster than several, which torch would wake."""
 
 
 def sample(
     logits: torch.Tensor,
     tasks: Sequence[SampleTask],
-    choosers: Mapping[int, Chooser],
+    samplers: Mapping[int, SequenceSampler],
     rows: Sequence[int],
     best: Sequence[int] | None = None,
 ) -> dict[int, tuple[Sampled, ...]]:
-    """Samples a token per task, but for those behind a draft that was not sampled.
+    """Sample a token per task; skip those behind a draft that was not sampled.
 
     Args:
         logits: float32 `[R, vocab]`.
-        tasks: what to sample; those of a sequence in order.
-        choosers: by sequence.
-        rows: for each task its row of `logits` (several tasks may share one).
-        best: the first of each row's largest logits, if somebody has looked.
+        tasks: tasks; those of a sequence in order.
+        samplers: samplers by sequence.
+        rows: row of `logits` for each task (several tasks may share one).
+        best: index of each row's first maximum, if known.
 
     Returns:
-        Each sequence's tokens.
+        Tokens of each sequence.
     """
     sampled: dict[int, tuple[Sampled, ...]] = {}
     ended: set[int] = set()
     for task, row in zip(tasks, rows, strict=True):
         if task.sequence in ended:
             continue
-        chooser = choosers[task.sequence]
-        if chooser.is_plain and task.mask is None and not task.unbiased:
+        sampler = samplers[task.sequence]
+        if sampler.is_plain and task.mask is None and not task.unbiased:
             best = _best(logits) if best is None else best
             one = Sampled(best[row], {})
         else:
-            one = chooser.choose(logits[row], task)
+            one = sampler.choose(logits[row], task)
         if task.forced is not None and task.forced != one.token_id:
-            one = chooser.forced(logits[row], task.forced, one.token_id)
+            one = sampler.forced(logits[row], task.forced, one.token_id)
         sampled[task.sequence] = (*sampled.get(task.sequence, ()), one)
         if task.draft is not None and one.token_id == task.draft:
-            chooser.replace(task.position, (task.draft,))
+            sampler.replace(task.position, (task.draft,))
         elif task.draft is not None:
             ended.add(task.sequence)
     return sampled
 
 
 def _best(logits: torch.Tensor) -> list[int]:
-    """The largest of every row, the first of equals."""
+    """Return the index of each row's maximum; the first one in a tie."""
     if logits.device.type == "cpu" and logits.numel() <= _FEW_LOGITS:
         few: list[int] = logits.numpy().argmax(-1).tolist()
         return few
     return torch.argmax(logits, dim=-1).tolist()
 
 
-class Chooser:
-    """Chooses the tokens of one sequence, and keeps what its penalties need of the generated ones:
-    tables over the vocabulary, so that a token costs the same wherever it comes.
+class SequenceSampler:
+    """Samples the tokens of one sequence.
+
+    The penalties' tables cover the vocabulary, so the cost of a token does not depend on its
+    position.
 
     Attributes:
-        is_plain: greedy, and nothing changes or reports its logits but a mask.
+        is_plain: True for greedy sampling without changes to the logits (other than masks) and
+            without log-probabilities.
     """
 
     def __init__(self, info: SequenceInfo) -> None:
@@ -86,13 +92,14 @@ class Chooser:
         self._counts: Counter[int] = Counter()
         self._bias = tuple((params.logit_bias or {}).items())
         self._biased: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Ids and float32 values of `logit_bias` where the logits are."""
+        """Ids and float32 values of `logit_bias`, on the device of the logits."""
         self._tables: torch.Tensor | None = None
-        """float32 `[2, vocab]`: what presence and frequency take off each logit, and what positive
-        ones are divided and negative ones multiplied by. Made when the first token is chosen."""
+        """float32 `[2, vocab]`, created with the first token. Row 0 is subtracted from each logit
+        (presence and frequency); row 1 divides positive logits and multiplies negative ones
+        (repetition)."""
 
     def replace(self, first: int, token_ids: Sequence[int]) -> None:
-        """The generated tokens from the one with index `first` on are these."""
+        """Replace the generated tokens from index `first` on."""
         if not self._penalised:
             return
         assert first <= len(self._generated), "generated tokens are missing"
@@ -104,7 +111,8 @@ class Chooser:
             self._note(self._tables, {*gone, *token_ids})
 
     def choose(self, raw: torch.Tensor, task: SampleTask) -> Sampled:
-        """One token from the model's logits, float32 `[vocab]`, which stay as they are."""
+        """Sample one token from the model's logits, float32 `[vocab]`; the logits stay
+        unchanged."""
         logits = self._changed(raw) if self._changes and not task.unbiased else raw
         if task.mask is not None:
             bits = np.frombuffer(task.mask, dtype=np.uint8)
@@ -115,11 +123,11 @@ class Chooser:
         return Sampled(token, _top_logprobs(raw, token, self._params.logprobs))
 
     def forced(self, raw: torch.Tensor, token: int, drawn: int) -> Sampled:
-        """A token that is taken in place of the one that was drawn."""
+        """Return the forced token, with the token that was drawn instead."""
         return Sampled(token, _top_logprobs(raw, token, self._params.logprobs), drawn)
 
     def _changed(self, raw: torch.Tensor) -> torch.Tensor:
-        """A row with biases and penalties in it. Penalties as in OpenAI's API (presence, frequency:
+        """Apply biases and penalties to a row. Penalties follow OpenAI's API (presence, frequency:
         generated tokens) and Keskar et al. 2019 (repetition: prompt and generated tokens)."""
         params, logits = self._params, raw
         if self._bias:
@@ -143,7 +151,7 @@ class Chooser:
         return logits
 
     def _note(self, tables: torch.Tensor, changed: set[int]) -> None:
-        """Brings the tables up to date where counts have changed."""
+        """Update the tables for tokens with changed counts."""
         presence, frequency = self._params.presence_penalty, self._params.frequency_penalty
         ids = list(changed)
         counts = [self._counts[token] for token in ids]
@@ -164,7 +172,7 @@ class Chooser:
             kept, ids = torch.sort(scaled, descending=True)
         probs = torch.softmax(kept.double(), dim=-1)
         if params.top_p is not None and params.top_p < 1.0:
-            # A token stays while the mass before it is below top_p: the first one always does.
+            # A token stays while the mass before it is below top_p, so the first one always stays.
             probs = torch.where(probs.cumsum(0) - probs < params.top_p, probs, 0.0)
         if params.min_p > 0.0:
             probs = torch.where(probs >= params.min_p * probs[0], probs, 0.0)
@@ -176,7 +184,7 @@ class Chooser:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The draw in [0, 1) that belongs to (seed, position)."""
+    """Return the draw in [0, 1) for (seed, position)."""
     message = f"{seed}:{position}".encode()
     digest = hashlib.blake2b(message, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -1,7 +1,7 @@
-"""Decides what runs next and settles what has run. It touches no tensor.
+"""Scheduler of an engine: decides what runs next and settles what has run. It touches no tensor.
 
-`plan` reserves, `commit` publishes what a successful step has computed, `fail` takes everything of
-a failed step back.
+`plan` reserves resources, `commit` publishes the results of a successful step, `fail` rolls a
+failed step back.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta, FinishReason
 from vlm_serve.engine.plan import Sampled, Slice, StepOutput, StepPlan
 from vlm_serve.engine.planning import Planner, SchedulerConfig
+from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.replaying import Replays
 from vlm_serve.engine.reports import complete_report
-from vlm_serve.engine.roster import Roster
-from vlm_serve.engine.sequence import Job, Sequence
-from vlm_serve.engine.update_seats import UpdateSeats
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
+from vlm_serve.engine.update_slots import UpdateSlots
 from vlm_serve.errors import EngineError, InvalidRequestError, OverloadedError, VlmServeError
 
-Event = tuple[Job, Delta]
+Event = tuple[SequenceGroup, Delta]
 
 
 class Scheduler:
-    """One for each engine; only the engine's thread calls it.
+    """Scheduler of one engine; used by the engine's thread only.
 
     Args:
         cache: blocks, state rows, snapshots and the trie.
-        media: which spans need the vision tower, and where their embeddings are.
+        media: tracks which spans need the vision tower and where embeddings are stored.
         config: limits.
-        tiers: fetches from lower cache tiers; None: there are none.
-        drafters: guess what comes next; none: nobody does.
-        costs: of a step's rows.
-        pass_costs: of a pass of the model's layer for drafts, by sequences.
+        tiers: fetches entries from lower cache tiers; None if there are no tiers.
+        drafters: sources of drafts; empty disables drafts.
+        costs: duration of a step by its rows.
+        pass_costs: duration of a pass of the model's MTP layer, by number of sequences.
+        never_drafted: tokens that are never drafted.
 
     Attributes:
-        running, waiting: not to be changed.
-        drafting: puts drafts into steps, if there are drafters.
-        pace: limits steps.
-        replays: has answers go on that began elsewhere.
+        running, waiting: read-only.
+        drafting: adds drafts to steps; None without drafters.
+        pace: limits the prompt tokens of steps.
+        replays: continues answers that another engine began.
     """
 
     def __init__(
@@ -61,13 +62,15 @@ class Scheduler:
         self._cache = cache
         self._media = media
         self._config = config
-        seats = UpdateSeats.of(config.max_num_seqs, config.speculative_tokens)
-        self._roster = Roster(cache, media, seats=seats if cache.config.has_state else None)
-        self.replays = Replays(self._roster, config.decode_state_interval)
+        update_slots = UpdateSlots.of(config.max_num_seqs, config.speculative_tokens)
+        self._queues = SequenceQueues(
+            cache, media, update_slots=update_slots if cache.config.has_state else None
+        )
+        self.replays = Replays(self._queues, config.decode_state_interval)
         self.drafting: Drafting | None = None
         if drafters:
             self.drafting = Drafting(
-                self._roster,
+                self._queues,
                 drafters,
                 most=config.speculative_tokens,
                 sequences=config.max_num_seqs,
@@ -76,45 +79,45 @@ class Scheduler:
                 state_interval=config.decode_state_interval,
                 never=never_drafted,
             )
-        self._planner = Planner(self._roster, config, self.replays, tiers, self.drafting)
+        self._planner = Planner(self._queues, config, self.replays, tiers, self.drafting)
         self.pace = self._planner.pace
-        self.running, self.waiting = self._roster.running, self._roster.waiting
+        self.running, self.waiting = self._queues.running, self._queues.waiting
 
     @property
     def num_preemptions(self) -> int:
-        return self._roster.num_preemptions
+        return self._queues.num_preemptions
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, job: Job) -> None:
-        """Queues a request."""
-        self.replays.add(job)
-        self._roster.add(job)
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a request."""
+        self.replays.add(group)
+        self._queues.add(group)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if nothing can run. Ask for `take_failures` then."""
+        """Plan the next step; return None if nothing can run. Call `take_failures` afterwards."""
         return self._planner.plan()
 
     def learn(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
-        """A successful step took so long."""
+        """Record the duration of a successful step, in seconds."""
         self.pace.learn(plan, seconds)
         if self.drafting is not None:
             self.drafting.learn(plan, output, seconds)
 
     def take_failures(self) -> list[Event]:
-        """Ends the requests that could not be planned."""
+        """End the requests that could not be planned."""
         failures, self._planner.failures = self._planner.failures, []
         return [each for failure in failures for each in self._end_with_error(*failure)]
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Event]:
-        """Publishes what a successful step has computed and appends the sampled tokens."""
-        self._roster.forget_row_copies()
+        """Publish the results of a successful step and append the sampled tokens."""
+        self._queues.forget_row_copies()
         self._media.commit_step()
         events: list[Event] = []
         for item in plan.slices:
-            sequence = self._roster[item.sequence]
+            sequence = self._queues[item.sequence]
             if item.kind == "verify":
                 events += self._commit_drafts(sequence, item, output)
                 continue
@@ -129,11 +132,11 @@ class Scheduler:
         return events + self._end_slow_grammars()
 
     def _commit_tokens(self, sequence: Sequence, item: Slice, end: int, output: StepOutput) -> None:
-        """The tokens of a slice up to `end` are computed."""
+        """Mark the tokens of a slice before position `end` as computed and publish them."""
         assert sequence.lease is not None
         sequence.num_computed = end
         sequence.settled_blocks = item.start // self._config.block_size
-        rows, log = output.experts.get(item.sequence), sequence.job.prompt_log
+        rows, log = output.experts.get(item.sequence), sequence.group.prompt_log
         if rows is not None:
             rows = rows[: end - item.start]
         reports = output.prompt_logprobs.get(item.sequence)
@@ -151,19 +154,19 @@ class Scheduler:
             sequence.experts.put(item.start, rows)
 
     def _commit_drafts(self, sequence: Sequence, item: Slice, output: StepOutput) -> list[Event]:
-        """Takes in what was sampled up to the first draft that did not hold, or up to the answer's
-        end. What lies behind it in blocks and updates counts for nothing."""
+        """Accept sampled tokens up to the first rejected draft or the end of the answer. Blocks and
+        updates behind that token are discarded."""
         assert sequence.lease is not None
         forced = item.samples[0].forced is not None
         sampled, drafted = output.sampled[sequence.number], len(item.samples) - 1
-        job, events, taken = sequence.job, list[Event](), 0
-        job.drafted_tokens += 0 if forced else drafted
+        group, events, taken = sequence.group, list[Event](), 0
+        group.drafted_tokens += 0 if forced else drafted
         rows = output.experts.get(item.sequence)
         if sequence.experts is not None and rows is not None:
             sequence.experts.put(item.start, rows[: len(sampled)])
         for taken, one in enumerate(sampled, 1):
-            job.accepted_tokens += not forced and taken < len(sampled)
-            events.append(self._taken(sequence, one))
+            group.accepted_tokens += not forced and taken < len(sampled)
+            events.append(self._accept_token(sequence, one))
             if sequence.answer.finish_reason is not None:
                 break
         self._commit_tokens(sequence, item, item.start + taken, output)
@@ -178,86 +181,90 @@ class Scheduler:
             self._take_drafts(sequence, output)
         return events
 
-    def _taken(self, sequence: Sequence, sampled: Sampled) -> Event:
+    def _accept_token(self, sequence: Sequence, sampled: Sampled) -> Event:
         self.replays.count(sequence, sampled)
-        return sequence.job, sequence.accept(sampled)
+        return sequence.group, sequence.accept(sampled)
 
     def _take_drafts(self, sequence: Sequence, output: StepOutput) -> None:
-        """What the step has drafted behind its tokens, and the blocks back that it needed."""
+        """Store the drafts that the step made for a sequence and return the blocks reserved for
+        them."""
         assert self.drafting is not None
         if sequence.lease is not None:
             self._cache.shrink(sequence.lease, sequence.num_computed)
             self.drafting.take(sequence, output.drafts[sequence.number])
 
     def _remove(self, sequence: Sequence) -> None:
-        self._roster.remove(sequence)
+        self._queues.remove(sequence)
         if self.drafting is not None:
             self.drafting.forget(sequence)
 
     def _end_slow_grammars(self) -> list[Event]:
-        """One request's grammar may not take up the time of all others."""
+        """End requests whose grammar takes too long, since they delay all others."""
         events: list[Event] = []
         for sequence in list(self.running):
             grammar = sequence.answer.grammar
-            if grammar is not None and grammar.too_slow and not sequence.job.finished:
+            if grammar is not None and grammar.too_slow and not sequence.group.finished:
                 failure = InvalidRequestError(
-                    "following the grammar takes too long; one with less repetition inside of "
-                    "repetitions is faster",
+                    "following the grammar takes too long; use fewer nested repetitions",
                     param="structured_outputs",
                     code="grammar_limit",
                 )
-                events += self.end(sequence.job, failure)
+                events += self.end(sequence.group, failure)
         return events
 
     def fail(self, plan: StepPlan, failure: StepError) -> list[Event]:
-        """Takes a failed step back. State rows are updated in place, so every sequence of the step
-        starts again from the cache, alone; one that fails alone is ended with the error. Drafts
-        leave rows alone: where it is known what is in them, their sequences go on from there."""
+        """Roll a failed step back.
+
+        State rows are updated in place, so every sequence of the step restarts from the cache,
+        alone. A sequence that fails alone is ended with the error. Drafts do not write the row
+        itself: if the row's content is known, the sequence continues from it.
+        """
         self._media.abandon_step()
         folded_rows = {row for row, _, _ in plan.folds}
-        self._roster.drop_suspended(folded_rows)
-        # Of drafts nobody knows whether they would have held.
+        self._queues.drop_suspended(folded_rows)
+        # Drafts may have been rejected, so only the sampled token is certain.
         items = {item.sequence: item for item in plan.slices}
         ends = {
             number: item.start + 1 if item.kind == "verify" else item.end
             for number, item in items.items()
         }
-        first = self._roster[next(iter(ends))]
+        first = self._queues[next(iter(ends))]
         if len(ends) == 1 and first.suspect_until:
-            self._roster.forget_row_copies()
+            self._queues.forget_row_copies()
             return self._end_with_error(first, failure.cause)
-        unborn_rows = folded_rows | {destination for _, destination in plan.row_copies}
+        invalid_rows = folded_rows | {destination for _, destination in plan.row_copies}
         for sequence in list(self.running):
             assert sequence.lease is not None
             if sequence.number in ends:
                 sequence.suspect_until = max(ends[sequence.number], sequence.suspect_until)
-                if sequence not in self._roster.suspects:
-                    self._roster.suspects.append(sequence)
-                if self._goes_on(items[sequence.number], failure.rows):
+                if sequence not in self._queues.suspects:
+                    self._queues.suspects.append(sequence)
+                if self._keeps_row(items[sequence.number], failure.rows):
                     continue
-            elif sequence.lease.row not in unborn_rows:
+            elif sequence.lease.row not in invalid_rows:
                 continue
-            self._roster.restart(sequence)
-        self._roster.forget_row_copies()
+            self._queues.restart(sequence)
+        self._queues.forget_row_copies()
         return []
 
-    def _goes_on(self, item: Slice, rows: RowsAfter) -> bool:
-        """Whether a sequence of a failed step keeps its row: only drafts leave a sound one."""
+    def _keeps_row(self, item: Slice, rows: RowsAfter) -> bool:
+        """Return True if a sequence of a failed step keeps its state row. Only verify slices leave
+        a valid row."""
         if item.kind != "verify" or rows == "unknown" or (item.pending and rows == "mixed"):
             return False
-        sequence = self._roster[item.sequence]
+        sequence = self._queues[item.sequence]
         assert sequence.lease is not None
         if rows != "whole":
             sequence.pending = 0
         self._cache.shrink(sequence.lease, sequence.num_computed)
         return True
 
-    def end(self, job: Job, failure: VlmServeError | None = None) -> list[Event]:
-        """Ends every unfinished choice of a request, at the caller's wish or with an error, and
-        frees everything at once."""
+    def end(self, group: SequenceGroup, failure: VlmServeError | None = None) -> list[Event]:
+        """End all unfinished choices of a request and free their resources at once. Without
+        `failure` the request is aborted."""
         reason: FinishReason = "abort" if failure is None else "error"
         events = []
-        for sequence in job.sequences:
+        for sequence in group.sequences:
             if sequence.answer.finish_reason is not None:
                 continue
             sequence.answer.finish_reason = reason
@@ -265,30 +272,31 @@ class Scheduler:
             ending = Delta(
                 index=sequence.index,
                 finish_reason=reason,
-                usage=job.usage,
-                cache_report=job.report,
+                usage=group.usage,
+                cache_report=group.report,
                 error=failure,
             )
-            events.append((job, ending))
+            events.append((group, ending))
         return events
 
     def reject_head(self) -> list[Event]:
-        """Ends the first waiting request: nothing runs, and even alone it does not fit."""
+        """End the first waiting request with an error: it does not fit although nothing else is
+        running."""
         failure = OverloadedError("the request does not fit into the cache memory that is left")
-        return self.end(self.waiting[0].job, failure)
+        return self.end(self.waiting[0].group, failure)
 
     def _accept(self, sequence: Sequence, output: StepOutput) -> list[Event]:
-        job, events = sequence.job, list[Event]()
+        group, events = sequence.group, list[Event]()
         if sequence.num_generated == 0:
-            job.report = complete_report(self._cache, sequence)
-        for each in (sequence, *sequence.unborn):
+            group.report = complete_report(self._cache, sequence)
+        for each in (sequence, *sequence.pending_forks):
             if each is not sequence and sequence.experts is not None:
                 each.experts = sequence.experts.copy()
             for sampled in output.sampled[each.number]:
                 if each.answer.finish_reason is None:
-                    events.append(self._taken(each, sampled))
+                    events.append(self._accept_token(each, sampled))
             if each is not sequence and each.answer.finish_reason is None:
-                self._roster.fork(sequence, each, self._config.max_num_seqs)
+                self._queues.fork(sequence, each, self._config.max_num_seqs)
             elif each is not sequence:
                 self._remove(each)
         if sequence.answer.finish_reason is not None:
@@ -298,10 +306,10 @@ class Scheduler:
     def _clear_suspect(self, sequence: Sequence) -> None:
         if sequence.suspect_until and sequence.num_computed >= sequence.suspect_until:
             sequence.suspect_until = 0
-            self._roster.suspects.remove(sequence)
+            self._queues.suspects.remove(sequence)
 
     def _end_with_error(self, culprit: Sequence, error: Exception) -> list[Event]:
         if isinstance(error, VlmServeError):
-            return self.end(culprit.job, error)
+            return self.end(culprit.group, error)
         message = f"request {culprit.request.request_id} made the model's step fail"
-        return self.end(culprit.job, EngineError(message))
+        return self.end(culprit.group, EngineError(message))

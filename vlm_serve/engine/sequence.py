@@ -1,4 +1,4 @@
-"""A request under way, and its choices."""
+"""Active requests and their choices."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
     from vlm_serve.cache.suspension import Suspended
 
 
-class Job:
-    """What the engine knows of a request.
+class SequenceGroup:
+    """All choices of one request, with the state that they share.
 
     Args:
-        request: what was asked.
-        numbers: gives its choices their numbers.
-        language: what answers are made of.
+        request: the request.
+        numbers: source of sequence numbers.
+        language: tokenizer, stop tokens and limits of answers.
 
     Attributes:
         sequences: its choices.
-        report, cached_tokens: of its first admission.
-        encoded_spans: starts of the media spans that went through the vision tower for it.
-        recalled_spans: the tier of those whose embeddings came up from there, by their starts.
-        prompt_log: log-probabilities of the prompt's tokens, None if they were not asked for.
-        drafted_tokens, accepted_tokens: drafts for it, and those that held.
+        report, cached_tokens: results of its first admission.
+        encoded_spans: starts of the media spans that the vision tower encoded for it.
+        recalled_spans: tiers of the media spans whose embeddings were fetched, by the spans'
+            starts.
+        prompt_log: log-probabilities of the prompt's tokens; None if not requested.
+        drafted_tokens, accepted_tokens: numbers of drafts and of accepted drafts.
     """
 
     def __init__(self, request: Request, numbers: Iterator[int], language: Language) -> None:
@@ -77,13 +78,13 @@ class Job:
 
     @property
     def wanted_rows(self) -> WantedRows | None:
-        """Log-probabilities of the prompt that are wanted and missing."""
+        """Requested log-probabilities of the prompt that are still missing."""
         return self.prompt_log.wanted if self.prompt_log is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What lower cache tiers gave a sequence: (start, end, tier) of the tokens that came up."""
+    """Result of a fetch from lower cache tiers: (start, end, tier) of the tokens fetched."""
 
     segments: tuple[tuple[int, int, str], ...]
     failed: bool
@@ -93,28 +94,29 @@ class Sequence:
     """Token ids, keys and lengths of one choice: `num_cached <= num_computed <= num_tokens`.
 
     Attributes:
-        info: what an executor has to know of it.
-        prefill_target: tokens below this go through the chunk kernel. It is the whole length each
-            time the sequence starts from shared entries, so recomputed tokens count as prompt.
-        settled_blocks: so many entries of the lease's table have reached the executor and will not
-            change; counted from the lease's first commit on.
+        info: data for executors.
+        prefill_target: tokens below this position go through the chunk kernel. It is the whole
+            length each time the sequence starts from shared entries, so recomputed tokens count as
+            prompt.
+        settled_blocks: number of entries of the lease's table that the executor has and that will
+            not change; valid from the lease's first commit.
         snapshot_positions: cut points at which a state snapshot is wanted, with their kind.
-        suspect_until: set after a step with this sequence has raised: it runs alone until it has
-            computed that many tokens.
-        experts: the routed experts of its tokens, None if they were not asked for.
-        fetching: entries of lower cache tiers are on their way up for it.
-        patience: what it has waited for lower cache tiers, as its preparation did.
-        fetched: what came up since it began to wait; it asks once.
-        overtakes: while it waits: it may be short enough for what a long prefill leaves of a step.
-        pending: updates of drafts that held, which its state row does not contain yet.
-        forced: tokens that its answer begins with, whatever is drawn.
+        suspect_until: set when a step with this sequence has raised. The sequence runs alone until
+            it has computed this many tokens.
+        experts: routed experts of its tokens; None if not requested.
+        fetching: True while entries of lower cache tiers are being fetched for it.
+        patience: time spent waiting for lower cache tiers, including preprocessing.
+        fetched: result of its fetch; a sequence fetches once per admission.
+        overtakes: while waiting, False once it did not fit into the whole budget for overtaking.
+        pending: number of accepted updates that its state row does not contain yet.
+        forced: tokens that its answer begins with, regardless of what is drawn.
     """
 
-    def __init__(self, number: int, job: Job, index: int, answer: Answer) -> None:
-        request = job.request
+    def __init__(self, number: int, group: SequenceGroup, index: int, answer: Answer) -> None:
+        request = group.request
         prompt, params = request.prompt, request.params
         self.number = number
-        self.job = job
+        self.group = group
         self.request = request
         self.prompt = prompt
         self.index = index
@@ -154,11 +156,11 @@ class Sequence:
         return tuple(self.token_ids[len(self.prompt) :])
 
     @property
-    def unborn(self) -> list[Sequence]:
-        """The choices that fork from this one when it samples its first token."""
+    def pending_forks(self) -> list[Sequence]:
+        """Choices that fork from this one when it samples its first token."""
         if self.index != 0 or self.num_generated > 0:
             return []
-        return [s for s in self.job.sequences[1:] if s.answer.finish_reason is None]
+        return [s for s in self.group.sequences[1:] if s.answer.finish_reason is None]
 
     @property
     def prefilling(self) -> bool:
@@ -166,7 +168,7 @@ class Sequence:
 
     @property
     def replaying(self) -> bool:
-        """Forced tokens are yet to come."""
+        """True while forced tokens remain."""
         return bool(self.forced) and self.num_generated < len(self.forced)
 
     def check_lengths(self) -> None:
@@ -174,16 +176,17 @@ class Sequence:
         assert self.prefill_target <= self.num_tokens
 
     def sample_task(self) -> SampleTask:
-        """How its next token is to be sampled.
+        """Return the task that samples its next token.
 
-        Raises InvalidRequestError for a forced token that must not come.
+        Raises InvalidRequestError for a forced token that the request's rules forbid.
         """
         position = self.num_generated
         return self._task(position, *self.answer.mask(self.token_ids, position))
 
     def draft_tasks(self, first: SampleTask, drafts: Tokens[int]) -> tuple[SampleTask, ...]:
-        """How the next tokens are to be sampled if drafts hold, the very next one as in `first`.
-        Drafts that cannot come are left out, with what is behind them. Raises as `sample_task`."""
+        """Return the tasks that sample the next tokens if the drafts are accepted, beginning with
+        `first`. Cut the drafts at the first one that the request's rules forbid. Raise as
+        `sample_task` does."""
         tasks = [first]
         masks = self.answer.masks_ahead(first.mask, self.token_ids, first.position, drafts)
         for draft, mask in zip(drafts, masks, strict=False):
@@ -197,13 +200,13 @@ class Sequence:
         forced = self.forced[position]
         if mask is not None and not mask[forced // 8] >> forced % 8 & 1:
             raise InvalidRequestError(
-                f"forced: token {forced} must not come in answer to this request", param="forced"
+                f"forced: token {forced} is forbidden by the request's rules", param="forced"
             )
         return SampleTask(self.number, position, mask, unbiased, forced=forced)
 
     def accept(self, sampled: Sampled) -> Delta:
-        """Appends a sampled token, decides whether the choice ends, says what became visible."""
-        token, answer, job = sampled.token_id, self.answer, self.job
+        """Append a sampled token, decide whether the choice ends, and return the increment."""
+        token, answer, group = sampled.token_id, self.answer, self.group
         self.token_ids.append(token)
         self.keys.extend((token,))
         text = answer.accept(token, self.num_generated)
@@ -215,22 +218,22 @@ class Sequence:
             logprobs=(sampled.logprobs,) if self.request.params.logprobs is not None else (),
             finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason,
-            usage=job.usage,
-            cache_report=job.report,
+            usage=group.usage,
+            cache_report=group.report,
             routed_experts=rows,
             routed_experts_gaps=gaps,
             prompt_logprobs=self._first_report(),
         )
 
     def _first_report(self) -> tuple[PromptLogprobs, ...] | None:
-        """The prompt's log-probabilities, on a choice's first delta."""
-        log = self.job.prompt_log
+        """Return the prompt's log-probabilities for a choice's first delta."""
+        log = self.group.prompt_log
         if log is None or self.num_generated != 1:
             return None
         return log.report(self.prompt.token_ids)
 
     def _routed_experts(self) -> tuple[Rows | None, Gaps]:
-        """Of a choice that has ended: the rows that were asked for."""
+        """Return the requested rows once the choice has ended."""
         if self.experts is None or self.answer.finish_reason is None:
             return None, ()
         start = self.request.params.routed_experts_prompt_start

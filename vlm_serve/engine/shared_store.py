@@ -1,7 +1,7 @@
-"""The store that several servers share, as the options name it.
+"""Options of the shared store, which several servers use.
 
-What can be told without asking the store is an error at the start. What only the store can tell may
-heal by itself, so a server starts without it and tries again (`cache/tiers/asking.py`).
+Errors that can be found without contacting the store are reported at start-up. The store itself may
+become reachable later, so the server starts without it and retries (`cache/tiers/asking.py`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FORM = "redis://, rediss://, valkey:// or valkeys:// and [USER:PASSWORD@]HOST[:
 
 @dataclass(frozen=True)
 class SharedAddress:
-    """Where the shared store is and what is needed to use it.
+    """Address of the shared store, with the credentials.
 
     Attributes:
         connection: arguments of the client.
-        secret: the key file's content; empty: there is none.
+        secret: content of the key file; empty without one.
         text: the address without user and password.
     """
 
@@ -50,15 +50,15 @@ class SharedAddress:
         origin: Origin,
         size_of: Callable[[Any, int], int | None],
     ) -> WritableStore:
-        """The store as a tier; connects when it is first used."""
+        """Return the store as a tier; it connects on first use."""
         from redis.asyncio import Redis
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
 
         from vlm_serve.cache.tiers.shared import SharedStore
 
-        # Connections of before a restart of the store are broken: one more try makes a new one.
-        # The tier has time limits of its own, for a whole request.
+        # After a restart of the store, old connections are broken; one retry makes a new one. The
+        # tier has its own time limits for a whole request.
         client = Redis(
             **self.connection,
             retry=Retry(NoBackoff(), 1),
@@ -76,36 +76,36 @@ class SharedAddress:
 
 
 def read_address(config: EngineConfig) -> SharedAddress | None:
-    """What the options say; None: there is no shared store.
+    """Read the address from the options; return None without a shared store.
 
     Raises:
-        ConfigError: the address, the key file or both together will not do; one sentence.
+        ConfigError: the address or the key file is invalid; one sentence.
     """
     if config.shared_store is None or not config.enable_prefix_caching:
         return None
     try:
         url = urlsplit(config.shared_store)
         host, port = url.hostname, url.port or DEFAULT_PORT
-        (host or "").encode("idna")  # as whoever resolves it does
+        (host or "").encode("idna")  # the resolver encodes it likewise
         database = int(url.path.strip("/") or "0")
         query = dict(parse_qsl(url.query, keep_blank_values=True, strict_parsing=bool(url.query)))
     except ValueError:
-        raise _wrong(f"must be {_FORM}") from None
+        raise _invalid(f"must be {_FORM}") from None
     if url.scheme not in _SCHEMES or not host or url.fragment or not 0 <= database < 1 << 16:
-        raise _wrong(f"must be {_FORM}")
+        raise _invalid(f"must be {_FORM}")
     unknown = sorted(query.keys() - set(_FILES))
     if unknown:
-        raise _wrong(f"has a parameter {unknown[0]!r}; those known are {', '.join(_FILES)}")
+        raise _invalid(f"has a parameter {unknown[0]!r}; known ones are {', '.join(_FILES)}")
     with_tls = _SCHEMES[url.scheme]
     if query and not with_tls:
-        raise _wrong(f"has a parameter {next(iter(query))!r}, which is for TLS alone")
-    near = _is_loopback(host)
-    if not (near or with_tls or config.shared_store_insecure):
-        raise _wrong(
+        raise _invalid(f"has a parameter {next(iter(query))!r}, which requires TLS")
+    is_local = _is_loopback(host)
+    if not (is_local or with_tls or config.shared_store_insecure):
+        raise _invalid(
             "is on another machine: use rediss:// or valkeys:// (TLS), or allow plain text with "
             "shared_store_insecure"
         )
-    if not near and config.shared_store_key_file is None:
+    if not is_local and config.shared_store_key_file is None:
         raise ConfigError(
             "shared_store_key_file is needed, since the shared store is on another machine",
             param="shared_store_key_file",
@@ -130,10 +130,11 @@ def read_address(config: EngineConfig) -> SharedAddress | None:
 
 
 def find_store(config: EngineConfig) -> SharedAddress | None:
-    """As `read_address`, when what this machine needs to reach it is there. Nobody is asked.
+    """Read the address and check the client package and the certificates. The store is not
+    contacted.
 
     Raises:
-        ConfigError: as there, and if the client is missing or certificates cannot be used.
+        ConfigError: as `read_address`, and if the client is missing or certificates are unusable.
     """
     address = read_address(config)
     if address is None:
@@ -142,16 +143,16 @@ def find_store(config: EngineConfig) -> SharedAddress | None:
         for name in ("redis", "redis.asyncio"):
             import_module(name)
     except ImportError:
-        raise _wrong("needs the package redis: pip install 'vlm-serve[store]'") from None
+        raise _invalid("needs the package redis: pip install 'vlm-serve[store]'") from None
     _check_certificates(address.connection)
     return address
 
 
 def _check_certificates(connection: dict[str, Any]) -> None:
-    """Raises ConfigError that names the parameter whose file cannot be used."""
+    """Check the certificates; raise ConfigError that names the parameter with an unusable file."""
     given = {name: connection[name] for name in _FILES if name in connection}
     if "ssl_keyfile" in given and "ssl_certfile" not in given:
-        raise _wrong("has a parameter 'ssl_keyfile' without 'ssl_certfile'")
+        raise _invalid("has a parameter 'ssl_keyfile' without 'ssl_certfile'")
     for name, path in given.items():
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
@@ -161,16 +162,18 @@ def _check_certificates(connection: dict[str, Any]) -> None:
             elif name == "ssl_certfile":
                 context.load_cert_chain(path, given.get("ssl_keyfile"), _no_password)
         except (OSError, ValueError) as error:
-            raise _wrong(f"has a parameter {name!r} that cannot be used: {_line(error)}") from None
+            raise _invalid(
+                f"has a parameter {name!r} that cannot be used: {_line(error)}"
+            ) from None
 
 
 def _no_password() -> str:
-    """Return what a key is tried with that has a password, instead of asking at the terminal."""
+    """Return an empty password for an encrypted key, instead of prompting at the terminal."""
     return ""
 
 
 def _read_key(path: Path) -> bytes:
-    """The content of the key file, without the end of its line."""
+    """Return the content of the key file without its line ending."""
     param = "shared_store_key_file"
     try:
         mode = path.stat().st_mode
@@ -179,7 +182,7 @@ def _read_key(path: Path) -> bytes:
         raise ConfigError(f"{param} cannot be read: {error}", param=param) from None
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ConfigError(
-            f"{param} can be read or written by everybody on this machine: chmod o= {path}",
+            f"{param} can be read or written by every user of this machine: chmod o= {path}",
             param=param,
         )
     if len(secret) < MIN_KEY_BYTES:
@@ -198,10 +201,10 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _wrong(problem: str) -> ConfigError:
+def _invalid(problem: str) -> ConfigError:
     return ConfigError(f"shared_store {problem}", param="shared_store")
 
 
 def _line(error: Exception) -> str:
-    """What an exception says, on one line and without its number."""
+    """Return the message of an exception on one line, without its number."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__

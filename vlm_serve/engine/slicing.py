@@ -1,4 +1,4 @@
-"""Where prefill slices and GDN chunks end: arithmetic on cut points.
+"""Ends of prefill slices and GDN chunks: arithmetic on cut points.
 
 docs/architecture.md#cut-points-and-matching
 """
@@ -10,14 +10,15 @@ from collections.abc import Sequence
 
 
 def slice_end(cuts: Sequence[int], start: int, target: int, budget: int) -> int:
-    """End of the next prefill slice from `start`: the target if the budget reaches it, else the
-    last cut point within the budget; `start` itself when not even the next one is within reach.
+    """Return the end of the next prefill slice from `start`. It is the target if the budget
+    suffices, else the last cut point within the budget. If even the next cut point is out of reach,
+    return `start`.
 
     Args:
         cuts: all cut points, ascending.
         start: first token not computed yet.
         target: end of the prefill.
-        budget: most tokens to grant.
+        budget: maximum number of tokens.
     """
     assert start < target
     if target - start <= budget:
@@ -29,7 +30,8 @@ def slice_end(cuts: Sequence[int], start: int, target: int, budget: int) -> int:
 def chunk_ends(
     cuts: Sequence[int], start: int, end: int, block_size: int, chunk_size: int
 ) -> tuple[int, ...]:
-    """Absolute positions at which the GDN chunks of tokens `[start, end)` end, ascending.
+    """Return the absolute positions at which the GDN chunks of tokens `[start, end)` end,
+    ascending.
 
     Chunks run from cut point to cut point and are cut at multiples of the chunk size in between, so
     they do not depend on where a run started. Multiples of the block size are cut points already.

@@ -1,4 +1,4 @@
-"""What makes steps cheaper to launch: CUDA graphs on a GPU, compiled kernels on a CPU."""
+"""Ways to make steps cheaper to launch: CUDA graphs on a GPU, compiled kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _log = logging.getLogger(__name__)
 
 
 def graphs_wanted(option: bool | None, device: torch.device, ranks: int = 1) -> bool:
-    """Whether short steps are to run from CUDA graphs.
+    """Return True if short steps are to run from CUDA graphs.
 
     Raises:
-        ConfigError: they were asked for by name without a GPU, or beside ranks.
+        ConfigError: the option requests them without a GPU, or with several ranks.
     """
     if ranks > 1:
         if option:
-            problem = "cuda_graphs cannot hold what several ranks tell each other"
+            problem = "cuda_graphs cannot capture the communication between ranks"
             raise ConfigError(problem, param="cuda_graphs")
         return False
     if option and device.type != "cuda":
@@ -43,7 +43,12 @@ def graphs_wanted(option: bool | None, device: torch.device, ranks: int = 1) -> 
 def step_graphs(
     model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
 ) -> tuple[DecodeGraphs | PrefillGraphs, ...]:
-    """Nothing if they were not asked for by name and this GPU or driver cannot capture them."""
+    """Capture the graphs of short steps. Return none if this GPU or driver cannot capture them,
+    unless the option requests them.
+
+    Raises:
+        ConfigError: the option requests graphs and they cannot be captured.
+    """
     assert config.block_size is not None
     try:
         with launching_on(caches.device):
@@ -67,16 +72,16 @@ def step_graphs(
 
 
 def find_backend(config: EngineConfig, device: torch.device, *, build: bool = True) -> Backend:
-    """What computes on a device.
+    """Find the kernels that compute on a device.
 
     Args:
         config: options.
-        device: where.
-        build: whether to build compiled kernels if they have not been on this machine; else they
-            are taken to be what the compiler would make.
+        device: the device.
+        build: build compiled kernels if this machine has none yet; if False, predict the result of
+            the compiler instead.
 
     Raises:
-        ConfigError: compiled kernels were asked for by name and cannot be had.
+        ConfigError: the option requests compiled kernels and they are unavailable.
     """
     if config.compiled_kernels and device.type != "cpu":
         raise ConfigError(
@@ -95,7 +100,7 @@ def find_backend(config: EngineConfig, device: torch.device, *, build: bool = Tr
 
 
 def compile_steps(model: Model, caches: CacheTensors) -> None:
-    """Has the model compute whole steps over these pools in compiled code, if it can."""
+    """Let the model compute whole steps over these pools in compiled code, if it can."""
     try:
         model.compile_steps(caches)
     except UnsupportedError as error:

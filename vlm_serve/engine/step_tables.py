@@ -1,8 +1,8 @@
-"""The tables that a captured step reads: at fixed addresses on a device, sent in one copy.
+"""Input tables of captured steps: at fixed addresses on a device, sent in one copy.
 
-The host runs ahead of the device. A copy out of pinned memory reads it when all that was queued
-before is done, which may be after the next step was planned. So tables are filled in a ring of host
-buffers, and one is filled again only when its last copy has been made.
+The host runs ahead of the device. A copy out of pinned memory is only made when all earlier work is
+done, which may be after the next step was planned. So tables are filled in a ring of host buffers,
+and a buffer is reused only after its last copy.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ Parts = Mapping[str, dict[str, torch.Tensor]]
 """Tables by part of a step and name."""
 
 _ALIGNMENT = 16
-"""Bytes at which tables start: Triton specialises kernels on the alignment of their pointers."""
+"""Alignment of tables in bytes: Triton specialises kernels on the alignment of their pointers."""
 _BUFFERS = 2
-"""One is filled while the other's copy waits for the step before: the device always has a step."""
+"""Number of host buffers: one is filled while the copy of the other waits, so the device always has
+a step."""
 
 
 class HostRing:
-    """Host buffers out of which copies are queued in turn; shared by steps of all sizes.
+    """Ring of host buffers for copies to the device; shared by steps of all sizes.
 
     Args:
-        device: what copies.
+        device: makes the copies.
     """
 
     def __init__(self, device: GraphDevice) -> None:
@@ -38,19 +39,19 @@ class HostRing:
         self._next = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room for tables of so many bytes; between steps."""
+        """Allocate buffers of at least `num_bytes`; between steps only."""
         for place, buffer in enumerate(self._buffers):
             if buffer.numel() < num_bytes:
                 self._wait(place)
                 self._buffers[place] = self._device.host_memory(num_bytes)
 
     def take(self) -> torch.Tensor:
-        """Return the next buffer, to be filled; what it holds is of some step before."""
+        """Return the next buffer to fill; it holds the data of an earlier step."""
         self._wait(self._next)
         return self._buffers[self._next]
 
     def send(self, target: torch.Tensor) -> None:
-        """Queue the copy of what `take` returned to the device."""
+        """Queue the copy of the buffer returned by `take` to the device."""
         source = self._buffers[self._next][: target.numel()]
         self._reads[self._next] = self._device.send(target, source)
         self._next = (self._next + 1) % _BUFFERS
@@ -62,15 +63,15 @@ class HostRing:
 
 
 class StepTables:
-    """All tables of one captured step, in one piece of memory.
+    """All tables of one captured step, in one allocation.
 
     Args:
-        parts: what they are, by part of the step.
+        parts: types and shapes by part of the step.
         ring: host buffers to fill.
-        device: where the step reads them.
+        device: device that the step reads them on.
 
     Attributes:
-        fixed: the tables on the device, zeros at first.
+        fixed: the tables on the device, initially zero.
     """
 
     def __init__(self, parts: Mapping[str, Shapes], ring: HostRing, device: torch.device) -> None:
@@ -80,18 +81,18 @@ class StepTables:
             for tables in parts.values()
             for dtype, shape in tables.values()
         ]
-        # Read and written inside and outside of inference mode.
+        # These are read and written inside and outside of inference mode.
         with torch.inference_mode(False):
             ring.reserve(sum(sizes))
             self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self.fixed = self._carve(self._device)
 
     def stage(self) -> Parts:
-        """Return host tables to fill, all of them: they hold what was sent before."""
+        """Return host tables to fill completely: they hold older data."""
         return self._carve(self._ring.take())
 
     def send(self) -> None:
-        """Queue the copy of what `stage` returned to the device."""
+        """Queue the copy of the tables returned by `stage` to the device."""
         self._ring.send(self._device)
 
     def _carve(self, flat: torch.Tensor) -> Parts:
@@ -107,5 +108,5 @@ class StepTables:
 
 
 def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Count a table's bytes, up to where the next one may start."""
+    """Return a table's bytes, padded to the start of the next one."""
     return -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -1,16 +1,16 @@
-"""How long the engine's steps take outside of the model."""
+"""Histogram of the time that steps take outside of the model."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
 BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
-"""Upper bounds of the buckets, in seconds; a last bucket holds what is longer."""
+"""Upper bounds of the buckets, in seconds; a last bucket holds longer times."""
 
 
 class StepTimes:
-    """A histogram of each step's time on the host: planning, sampling, bookkeeping, callbacks and
-    whatever other threads asked for in between, without the model's own work.
+    """Histogram of each step's host time: planning, sampling, bookkeeping, callbacks and posted
+    commands, without the model's own work.
 
     Attributes:
         counts: steps per bucket, `len(BOUNDS) + 1` of them.
@@ -23,7 +23,7 @@ class StepTimes:
         self.model_seconds = 0.0
 
     def record(self, seconds: float, model_seconds: float) -> None:
-        """Takes in one step of `seconds` in all."""
+        """Add a step with a total duration of `seconds`."""
         host = seconds - model_seconds
         self.counts[bisect_left(BOUNDS, host)] += 1
         self.host_seconds += host

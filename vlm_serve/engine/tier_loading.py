@@ -1,4 +1,4 @@
-"""The lower cache tiers of an engine: made from options, asked between steps, saved at the end."""
+"""Lower cache tiers of an engine: created from options, used between steps, saved at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from vlm_serve.engine.shared_store import SharedAddress
 from vlm_serve.errors import ConfigError, EngineClosedError
 
 SHUTDOWN_SECONDS = 20.0
-"""How long the end of an engine may take to save what the device holds."""
+"""Time limit for saving the device's cache when the engine ends."""
 
 _NEVER_A_FOLDER = (errno.ENOTDIR, errno.ENAMETOOLONG)
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tiers:
-    """What goes down, where to, and what comes up; and what is shared, if anything is."""
+    """Tier stack of an engine, with the saver, the fetcher and, for a shared store, the sharer."""
 
     stack: TierStack
     saver: TierSaver
@@ -58,14 +58,16 @@ def make_tiers(
     address: SharedAddress | None = None,
     promised: bool = True,
 ) -> Tiers | None:
-    """The tiers that the options ask for, if any; those that cannot be used yet come later. Raises
-    ConfigError if one never can be: the disk tier has no folder, or memory has no room for it.
+    """Create the tiers that the options request. Tiers that are not usable yet are retried later.
+
+    Raises ConfigError if one can never be used: the disk tier has no folder, or memory is too
+    small.
 
     Args:
         model: 32 bytes that identify weights, types and numerics.
-        form: of the embeddings; None: a model without a vision tower.
-        address: of the shared store; None: there is none.
-        promised: a hit has the bits of a cold run whatever made the entries.
+        form: shape and type of the embeddings; None for a model without a vision tower.
+        address: address of the shared store; None if there is none.
+        promised: True if a hit has the bits of a cold run whatever made the entries.
     """
     host_bytes, disk_bytes = config.host_cache_memory, config.disk_cache_size
     assert isinstance(host_bytes, int) and isinstance(disk_bytes, int)
@@ -88,18 +90,18 @@ def make_tiers(
     if shared is not None:
         bandwidth = config.shared_store_write_bandwidth
         assert isinstance(bandwidth, int)
-        what = Sharing(POLICIES[config.shared_store_write], not promised, bandwidth)
+        sharing = Sharing(POLICIES[config.shared_store_write], not promised, bandwidth)
         has_state = cache.config.has_state
-        sharer = Sharer(stack, shared, transfer, what, has_state=has_state)
+        sharer = Sharer(stack, shared, transfer, sharing, has_state=has_state)
         sharer.listen(cache.events)
         stack.share = sharer.offer
     return Tiers(stack, saver, TierFetcher(cache, stack, transfer), sharer)
 
 
 def disk_folder(config: EngineConfig) -> Path | None:
-    """Return the folder of the disk tier, if the options ask for one. It need not be there.
+    """Return the folder of the disk tier, if the options request one. It need not exist.
 
-    Raises ConfigError if it never can be: something else has its name.
+    Raises ConfigError if it can never exist: a file has its name.
     """
     if not config.enable_prefix_caching or config.disk_cache_path is None:
         return None
@@ -107,7 +109,7 @@ def disk_folder(config: EngineConfig) -> Path | None:
     try:
         folder = Path(config.disk_cache_path).expanduser()
         if not stat.S_ISDIR(folder.stat().st_mode):
-            problem = f"{folder} is no folder"
+            problem = f"{folder} is not a folder"
     except (ValueError, RuntimeError) as error:
         problem = str(error)
     except OSError as error:
@@ -120,20 +122,20 @@ def disk_folder(config: EngineConfig) -> Path | None:
 def _num_bytes(
     transfer: Transfer, form: EmbeddingForm | None, kind: Kind, num_tokens: int
 ) -> int | None:
-    """Bytes of an entry's payload; None if that does not follow from the layout."""
+    """Return the bytes of an entry's payload; None if the layout does not determine it."""
     if kind is Kind.EMBEDDINGS and form is not None:
         return num_tokens * form.token_bytes
     return transfer.num_bytes(kind, num_tokens)
 
 
 class TierLoading:
-    """Starts what waiting sequences ask for; does nothing in an engine without tiers.
+    """Runs the tier requests of waiting sequences; does nothing in an engine without tiers.
 
     Args:
-        cache: the tier above.
-        tiers: None: there are none.
+        cache: prefix cache on the device.
+        tiers: lower tiers; None if there are none.
         post: runs a function on the engine's thread.
-        embeddings: those of media in the tiers; None: a model without a vision tower.
+        embeddings: lower tiers for media embeddings; None for a model without a vision tower.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class TierLoading:
         return self._tiers.fetcher.busy or (self._embeddings is not None and self._embeddings.busy)
 
     def start(self) -> None:
-        """Hands over what has been asked for since the last call."""
+        """Submit the fetches that were requested since the last call."""
         if self._tiers is not None:
             fetcher = self._tiers.fetcher
             starting, fetcher.starting = fetcher.starting, []
@@ -169,8 +171,8 @@ class TierLoading:
                     self._tiers.stack.submit(self._load_embeddings(self._embeddings, each))
 
     def flush(self) -> Future[None] | None:
-        """Forgets everything that no running request holds, in every tier: at once; the future ends
-        when it is removed."""
+        """Drop everything that no running request holds, in every tier. Entries are invisible at
+        once; the future completes when they are removed."""
         if self._tiers is None:
             self._cache.flush()
             return None
@@ -184,7 +186,7 @@ class TierLoading:
         return self._tiers.stack.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Counters and sizes of the tiers; empty without them."""
+        """Return counters and sizes of the tiers; empty without tiers."""
         if self._tiers is None:
             return {}
         stack = self._tiers.stack
@@ -196,8 +198,7 @@ class TierLoading:
         return {"counts": dict(stack.counts), **gauges}
 
     def close(self) -> None:
-        """Saves what host memory and the device hold to where it lasts, if that is anywhere; never
-        raises."""
+        """Save the content of host memory and device to persistent tiers, if any. Never raise."""
         if self._tiers is None:
             return
         stack = self._tiers.stack

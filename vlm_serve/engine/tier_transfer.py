@@ -11,7 +11,7 @@ Staged = tuple[torch.Tensor, ...]
 
 
 class TensorTransfer:
-    """Of the real pools; see `cache.tiers.transfer`."""
+    """Transfer of the real pools; see `cache.tiers.transfer`."""
 
     def __init__(self, caches: CacheTensors) -> None:
         self._caches = caches
@@ -65,7 +65,7 @@ class TensorTransfer:
 
 
 def to_bytes(parts: Staged) -> bytes:
-    """The content of tensors, one after the other."""
+    """Return the content of tensors, concatenated."""
     arrays = [part.contiguous().view(-1).view(torch.uint8).cpu().numpy() for part in parts]
     if len(arrays) == 1:
         return arrays[0].tobytes()

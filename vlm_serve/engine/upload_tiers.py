@@ -1,4 +1,4 @@
-"""What is known of uploaded files in the lower cache tiers; see `preprocess.upload_records`."""
+"""Records of uploaded files in the lower cache tiers; see `preprocess.upload_records`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _T = TypeVar("_T")
 
 
 class UploadTiers:
-    """`UploadRecords` in the tiers. Records are small: one goes down as soon as it is made.
+    """`UploadRecords` in the tiers. Records are small: each is saved as soon as it is made.
 
     Args:
-        stack: the tiers; `get` waits for each store no longer than it may take for a call.
+        stack: the tiers; `get` waits for each store no longer than the store's time limit.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -40,9 +40,9 @@ class UploadTiers:
         reading = self._submit(self._read(entry_id))
         try:
             return reading.result(self._seconds) if reading is not None else None
-        except Exception:  # a TimeoutError too
+        except Exception:  # including TimeoutError
             self._stack.counts["failed"] += 1
-            _log.exception("what is known of an upload could not be read")
+            _log.exception("the record of an upload could not be read")
             return None
 
     def put(self, key: bytes, record: MediaRecord) -> None:
@@ -56,7 +56,7 @@ class UploadTiers:
         self._submit(self._stack.replace(self._entry(key, record)))
 
     def _id(self, key: bytes) -> EntryId:
-        """Entries of different models in one place have different ids."""
+        """Return the entry's id; it includes the model, since several models may share a store."""
         origin = self._stack.origin
         fields = (tagged("domain", _DOMAIN), tagged("model", origin.model), tagged("upload", key))
         return origin.id(Kind.UPLOAD, blake3(b"".join(fields)).digest())

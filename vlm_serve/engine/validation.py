@@ -1,4 +1,4 @@
-"""What callers may ask of an engine. Everything here raises InvalidRequestError or its kin."""
+"""Validation of requests to an engine. All functions raise InvalidRequestError or a subclass."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MAX_PIN_SECONDS = 30 * 24 * 3600.0
 def check_request(
     prompt: Prompt, params: SamplingParams, model: ModelSpec, max_model_len: int
 ) -> None:
-    """Raises ContextLengthError if prompt and answer do not fit, InvalidRequestError for an empty
-    prompt or parameters that do not fit the model."""
+    """Check a request against the model. Raise ContextLengthError if prompt and answer do not fit.
+    Raise InvalidRequestError for an empty prompt or parameters that do not fit the model."""
     check_prompt(prompt)
     length = len(prompt)
     wanted = params.max_tokens or 1
@@ -57,7 +57,7 @@ def check_request(
 
 
 def check_forced(forced: Sequence[Sequence[int]], choices: int, vocabulary: int) -> None:
-    """Raises InvalidRequestError for tokens that no answer can begin with."""
+    """Check forced tokens; raise InvalidRequestError if no answer can begin with them."""
     if len(forced) > choices:
         raise InvalidRequestError(f"forced: there are only {choices} choices", param="forced")
     for token in (token for tokens in forced for token in tokens):
@@ -81,7 +81,7 @@ def _check_experts(length: int, params: SamplingParams, model: ModelSpec) -> Non
 
 
 def check_page(offset: int, limit: int) -> None:
-    """Raises InvalidRequestError for a page that cannot be."""
+    """Check a page; raise InvalidRequestError if it is invalid."""
     if offset < 0:
         raise InvalidRequestError(f"offset must be at least 0, got {offset}", param="offset")
     if not 1 <= limit <= MAX_TREE_NODES:
@@ -91,7 +91,7 @@ def check_page(offset: int, limit: int) -> None:
 
 
 def check_ttl(ttl_seconds: float) -> None:
-    """Raises InvalidRequestError for a time to live that cannot be."""
+    """Check a time to live; raise InvalidRequestError if it is invalid."""
     if not (math.isfinite(ttl_seconds) and 0 < ttl_seconds <= MAX_PIN_SECONDS):
         raise InvalidRequestError(
             f"ttl_seconds must be more than 0 and at most {MAX_PIN_SECONDS:g}, got {ttl_seconds}",
@@ -100,6 +100,6 @@ def check_ttl(ttl_seconds: float) -> None:
 
 
 def check_prompt(prompt: Prompt) -> None:
-    """Raises InvalidRequestError for a prompt without tokens."""
+    """Check a prompt; raise InvalidRequestError if it is empty."""
     if not len(prompt):
         raise InvalidRequestError("the prompt is empty", param="messages")

@@ -13,7 +13,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.decode_graphs import padded_sizes
-from vlm_serve.engine.drafting import most_drafts
+from vlm_serve.engine.drafting import max_drafts
 from vlm_serve.engine.drafts.start import why_off
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
@@ -176,7 +176,7 @@ def _drafts(engine: Engine) -> str:
         return f"off; {why}" if why else "off"
     updates = format_size(memory.num_updates * memory.update_bytes)
     most = options.speculative_tokens
-    alone = most_drafts(most, 1, options.max_num_seqs)
+    alone = max_drafts(most, 1, options.max_num_seqs)
     text = (
         f"{options.speculative}, at most {most} a sequence"
         f"{f', {alone} while few run' if alone > most else ''}; "

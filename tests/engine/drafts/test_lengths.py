@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_serve.engine.drafts.base import MOST_EVIDENCE
-from vlm_serve.engine.drafts.lengths import CostCurve, Wish, depths, share
-from vlm_serve.engine.drafts.trust import Trust
+from vlm_serve.engine.drafts.acceptance import Acceptance
+from vlm_serve.engine.drafts.base import MAX_EVIDENCE
+from vlm_serve.engine.drafts.lengths import Candidate, CostCurve, depths, share
 
 FREE = CostCurve()
 LINEAR = CostCurve([(1, 1.0), (2, 2.0)])
 STEPS = CostCurve([(1, 1.0), (4, 1.1), (5, 4.0), (8, 4.2)])
 
 
-def trusting(rate: float) -> Trust:
+def trusting(rate: float) -> Acceptance:
     """As much whatever the evidence."""
-    return Trust([rate] * (MOST_EVIDENCE + 1))
+    return Acceptance([rate] * (MAX_EVIDENCE + 1))
 
 
 def lengths(
-    *wishes: tuple[float, int], costs: CostCurve, rows: int = 0, budget: int = 100
+    *candidates: tuple[float, int], costs: CostCurve, rows: int = 0, budget: int = 100
 ) -> list[int]:
-    decodes = len(wishes)
-    trusts = [Wish(trusting(rate), count) for rate, count in wishes]
+    decodes = len(candidates)
+    offered = [Candidate(trusting(rate), count) for rate, count in candidates]
     rows = rows or decodes
-    return share(trusts, rows=rows, decodes=decodes, budget=budget, costs=costs)
+    return share(offered, rows=rows, decodes=decodes, budget=budget, costs=costs)
 
 
 def test_weak_evidence_gets_less_than_strong() -> None:
     """Drafts that are likely to hold once the first one has are worth more together."""
-    trust = Trust([0.2, 0.9, *[0.95] * 6])
+    acceptance = Acceptance([0.2, 0.9, *[0.95] * 6])
     costs = CostCurve([(1, 1.0), (9, 5.0)])
     for evidence, expected in ((0, 0), (1, 2), (2, 2)):
-        wish = Wish(trust, 2, evidence)
-        assert share([wish], rows=1, decodes=1, budget=10, costs=costs) == [expected]
+        candidate = Candidate(acceptance, 2, evidence)
+        assert share([candidate], rows=1, decodes=1, budget=10, costs=costs) == [expected]
 
 
 def test_rows_that_cost_nothing_are_all_used() -> None:
@@ -53,10 +53,10 @@ def test_the_likeliest_come_first_and_a_jump_in_costs_ends_them() -> None:
 def test_sequences_with_states_to_read_are_dear_already_so_drafts_are_not() -> None:
     """Eight rows of eight sequences take longer than of one, and a second row each adds less."""
     points = [(1, 1.0), (8, 1.7), (16, 2.5)]
-    wishes = [(0.3, 1)] * 8
-    assert lengths(*wishes, costs=CostCurve(points)) == [0] * 8
+    candidates = [(0.3, 1)] * 8
+    assert lengths(*candidates, costs=CostCurve(points)) == [0] * 8
     several = CostCurve(points, sequence=0.2, tokens=8)
-    assert lengths(*wishes, costs=several) == [1] * 8
+    assert lengths(*candidates, costs=several) == [1] * 8
     assert several.seconds(8, 8) == pytest.approx(1.7 + 7 * 0.2)
     assert several.seconds(16, 8) == pytest.approx(2.5 + 6 * 0.2)
     assert several.seconds(16, 1) == several.seconds(16) == 2.5
@@ -82,17 +82,17 @@ def test_steps_that_run_from_graphs_without_drafts_are_worth_many() -> None:
 
 
 def test_a_sequence_that_lost_trust_is_tried_again_ever_more_rarely() -> None:
-    trust, tries = Trust(), []
+    acceptance, tries = Acceptance(), []
     for step in range(600):
-        (given,) = share([Wish(trust, 7)], rows=1, decodes=1, budget=10, costs=LINEAR)
+        (given,) = share([Candidate(acceptance, 7)], rows=1, decodes=1, budget=10, costs=LINEAR)
         if given:
             assert given == 1
             tries.append(step)
-            trust.learn(given, 0)
+            acceptance.learn(given, 0)
     waits = [after - before for before, after in zip(tries, tries[1:], strict=False)]
     assert waits == sorted(waits) and waits[-1] == 256
-    trust.learn(1, 1)
-    assert trust.pause == 8
+    acceptance.learn(1, 1)
+    assert acceptance.pause == 8
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,11 @@ def test_the_models_own_layer_drafts_as_many_in_a_row_as_pay() -> None:
 
 
 def test_a_layer_that_does_not_pay_is_tried_now_and_then() -> None:
-    trust, costs = trusting(0.05), CostCurve([(1, 1.0), (2, 2.0)])
+    acceptance, costs = trusting(0.05), CostCurve([(1, 1.0), (2, 2.0)])
     found = [
-        depths([trust], [7], costs=costs, pass_costs=CostCurve([(1, 0.5)]))[0] for _ in range(9)
+        depths([acceptance], [7], costs=costs, pass_costs=CostCurve([(1, 0.5)]))[0]
+        for _ in range(9)
     ]
     assert found[:6] == [0] * 6 and found[-1] == 1
-    trust.learn(1, 0)
-    assert depths([trust], [7], costs=costs, pass_costs=None) == [0]
+    acceptance.learn(1, 0)
+    assert depths([acceptance], [7], costs=costs, pass_costs=None) == [0]

@@ -10,9 +10,9 @@ from letters import Letters
 from symbolic import make_prompt
 
 from vlm_serve.engine.drafts.suffix import BYTES_PER_TOKEN, CONTEXT_BYTES, SuffixDrafter
-from vlm_serve.engine.drafts.texts import MOST_TRIED, ORDER, Answers, Text, nearest, repeated
+from vlm_serve.engine.drafts.texts import MAX_TRIED, ORDER, Answers, Text, nearest, repeated
 from vlm_serve.engine.request import Language, Request
-from vlm_serve.engine.sequence import Job, Sequence
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.sampling_params import SamplingParams
 
 NUMBERS = itertools.count()
@@ -33,7 +33,7 @@ def sequence(
         prediction=prediction,
         cold=cold,
     )
-    (made,) = Job(request, NUMBERS, Language(Letters(), frozenset(), 50, 500)).sequences
+    (made,) = SequenceGroup(request, NUMBERS, Language(Letters(), frozenset(), 50, 500)).sequences
     made.token_ids += answer
     return made
 
@@ -67,7 +67,7 @@ def test_what_was_removed_is_not_found_and_the_rest_is() -> None:
             continue
         text, at, length = found
         assert list(text) in texts.values() and list(text[at - length : at]) == ending[-length:]
-        if len(matches) <= MOST_TRIED:
+        if len(matches) <= MAX_TRIED:
             assert length == max(matches)
 
 

@@ -11,7 +11,7 @@ from other_user import mode, umask
 
 import vlm_serve
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.ranks.start import _meeting
+from vlm_serve.engine.ranks.start import _rendezvous
 from vlm_serve.models import read_spec
 
 DEMO = Path(vlm_serve.__file__).parent / "demo" / "dense"
@@ -20,12 +20,12 @@ DEMO = Path(vlm_serve.__file__).parent / "demo" / "dense"
 @pytest.mark.parametrize("compiled", [True, False])
 def test_nobody_else_can_come(compiled: bool) -> None:
     """The store of a process group would be written by whoever has opened it, and read by all."""
-    what: Any = SimpleNamespace(compiled=compiled, spec=read_spec(DEMO))
-    with umask(0), _meeting(what, EngineConfig(tensor_parallel_size=2)) as meeting:
+    source: Any = SimpleNamespace(compiled=compiled, spec=read_spec(DEMO))
+    with umask(0), _rendezvous(source, EngineConfig(tensor_parallel_size=2)) as rendezvous:
         if compiled:
-            assert mode(meeting.file) == 0o600
+            assert mode(rendezvous.file) == 0o600
         else:
-            assert mode(meeting.file.parent) == 0o700 and not meeting.file.exists()
-            meeting.file.touch()
-    assert not meeting.file.exists()
-    assert compiled or not meeting.file.parent.exists()
+            assert mode(rendezvous.file.parent) == 0o700 and not rendezvous.file.exists()
+            rendezvous.file.touch()
+    assert not rendezvous.file.exists()
+    assert compiled or not rendezvous.file.parent.exists()

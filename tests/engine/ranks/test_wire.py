@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from vlm_serve.engine.ranks.wire import GoneError, Wire
+from vlm_serve.engine.ranks.wire import ConnectionLostError, Wire
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def test_a_message_larger_than_the_socket_holds() -> None:
 
 
 def test_who_does_not_answer_in_time_is_gone() -> None:
-    with wires() as (left, _right), pytest.raises(GoneError):
+    with wires() as (left, _right), pytest.raises(ConnectionLostError):
         left.receive(0.01)
 
 
@@ -64,9 +64,9 @@ def test_who_has_closed_is_gone_for_sender_and_receiver() -> None:
         right.send("last")
         right.close()
         assert left.receive(1.0) == ("last",), "what was said before still arrives"
-        with pytest.raises(GoneError):
+        with pytest.raises(ConnectionLostError):
             left.receive()
-        with pytest.raises(GoneError):
+        with pytest.raises(ConnectionLostError):
             for _ in range(2):
                 left.send("step")
 
@@ -74,7 +74,7 @@ def test_who_has_closed_is_gone_for_sender_and_receiver() -> None:
 def test_a_wire_that_was_closed_here_says_so_too() -> None:
     with wires() as (left, _right):
         left.close()
-        with pytest.raises(GoneError):
+        with pytest.raises(ConnectionLostError):
             left.send("step")
-        with pytest.raises(GoneError):
+        with pytest.raises(ConnectionLostError):
             left.receive()

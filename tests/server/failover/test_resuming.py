@@ -212,7 +212,7 @@ def test_tokens_of_another_answer_are_refused(pair: Pair) -> None:
     tokens = {0: (pair.engines[0].preprocessor.tokenizer.encode_plain("zzz")[0],)}
     attempt = Attempt(1, "id", 2, tokens=tokens, resumed=1, delivered=5, started=True)
     messages = pair.runner.run(pair.second.answer(Asked(PATHS[0], body), attempt))
-    assert b"must not come" in bytes_of(messages) and messages[0]["status"] == 400
+    assert b"is forbidden by the" in bytes_of(messages) and messages[0]["status"] == 400
     attempt = Attempt(1, "id", 2, tokens={0: (10**6,)}, resumed=1, delivered=5, started=True)
     messages = pair.runner.run(pair.second.answer(ASKED, attempt))
     assert b"vocabulary" in bytes_of(messages) and messages[0]["status"] == 400

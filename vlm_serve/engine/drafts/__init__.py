@@ -1,1 +1,1 @@
-"""Drafted tokens: where they come from, and how many of them are worth a step's time."""
+"""Drafts: their sources, and how many of them are worth the time."""

@@ -1,4 +1,4 @@
-"""What a source of drafts is."""
+"""Interface of drafters, the sources of drafts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from typing import Protocol
 
 from vlm_serve.engine.sequence import Sequence
 
-MOST_EVIDENCE = 7
+MAX_EVIDENCE = 7
 
 
 class Drafter(Protocol):
-    """Guesses what a sequence generates next. Only the engine's thread calls it."""
+    """Predicts the next tokens of a sequence. Used by the engine's thread only."""
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
-        """Up to `limit` tokens that may follow those that the sequence has."""
+        """Return up to `limit` tokens that may follow the sequence's tokens."""
 
     def evidence(self, sequence: Sequence) -> int:
-        """How much speaks for what was proposed last, 0 to `MOST_EVIDENCE`; for each draft more
-        that holds, one more. What has become of other drafts counts for those that are alike in
-        this."""
+        """Return the evidence for the first of the latest drafts, 0 to `MAX_EVIDENCE`. It grows by
+        one with each further draft. Acceptance rates are tracked by evidence."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended; what it has said may come again in another one."""
+        """Drop the data of a finished sequence. Its answer may serve as a source for others."""

@@ -1,4 +1,5 @@
-"""How many drafts are worth it: what a row more costs a step against how likely a draft holds."""
+"""Chooses how many drafts are worth it: the cost of additional rows against the probability of
+acceptance."""
 
 from __future__ import annotations
 
@@ -6,18 +7,18 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vlm_serve.engine.drafts.trust import Trust
+from vlm_serve.engine.drafts.acceptance import Acceptance
 
 
 class CostCurve:
-    """Seconds of a step by its rows: straight lines between what was measured.
+    """Duration of a step by its rows: linear interpolation between measured points.
 
     Args:
-        points: (rows, seconds), ascending in both; none: rows cost nothing.
-        sequence: seconds that a sequence more takes beside as many rows.
-        tokens: rows of a sequence in what was measured.
-        plain: (sequences, seconds) of steps without drafts, where those run from graphs, which
-            take a fraction of the time; none: they take what as many rows take.
+        points: (rows, seconds), ascending in both; if empty, rows cost nothing.
+        sequence: additional seconds for each further sequence with the same number of rows.
+        tokens: rows per sequence in the measured steps.
+        plain: (sequences, seconds) of steps without drafts, if these run from graphs, which are
+            much faster. If empty, they take as long as other steps with as many rows.
     """
 
     def __init__(
@@ -35,11 +36,12 @@ class CostCurve:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether steps without drafts cost less than as many rows."""
+        """True if steps without drafts cost less than others with as many rows."""
         return self._plain is not None
 
     def seconds(self, rows: int, sequences: int = 0) -> float:
-        """Of a step of `rows`, of so many sequences or more; of as many, if none has drafts."""
+        """Return the duration of a step of `rows` rows and at least `sequences` sequences. With no
+        more rows than sequences, the step has no drafts."""
         if self._plain is not None and rows <= sequences:
             return self._plain.seconds(rows)
         more = max(0, sequences - -(-rows // self._tokens))
@@ -58,67 +60,71 @@ class CostCurve:
         return less + (more - less) * (rows - low) / (high - low)
 
 
-class Wish(NamedTuple):
-    """What is known of a sequence's drafts: how others of their drafter have done, how many there
-    are, and what speaks for the first."""
+class Candidate(NamedTuple):
+    """Candidate drafts of a sequence: acceptance rates of their drafter, number of drafts, and
+    evidence for the first one."""
 
-    trust: Trust
+    acceptance: Acceptance
     drafts: int
     evidence: int = 0
 
 
 def depths(
-    trusts: Sequence[Trust],
-    rooms: Sequence[int],
+    acceptances: Sequence[Acceptance],
+    limits: Sequence[int],
     *,
     costs: CostCurve,
     pass_costs: CostCurve | None,
 ) -> list[int]:
-    """How many drafts in a row the model's own layer is to make for each sequence, so that making
-    and verifying them together pays most.
+    """Choose for each sequence how many drafts in a row the MTP layer makes. The depth maximises
+    tokens per second of drafting and verifying together.
 
     Args:
-        trusts: of each sequence how its drafts have done.
-        rooms: of each the most that fit.
-        costs: of a step by its rows.
-        pass_costs: of a pass of the layer, which drafts one token for all, by sequences.
+        acceptances: acceptance rates of each sequence.
+        limits: maximum number of drafts of each sequence.
+        costs: duration of a step by its rows.
+        pass_costs: duration of a pass of the layer, which drafts one token for all sequences, by
+            number of sequences.
     """
-    count, best, chosen = len(trusts), 0.0, 0
+    count, best, chosen = len(acceptances), 0.0, 0
     each = pass_costs.seconds(count) if pass_costs is not None and count else 0.0
-    for depth in range(max(rooms, default=0) + 1):
+    for depth in range(max(limits, default=0) + 1):
         tokens = count + sum(
-            trust.promise(min(depth, room)) for trust, room in zip(trusts, rooms, strict=True)
+            acceptance.expected_accepted(min(depth, limit))
+            for acceptance, limit in zip(acceptances, limits, strict=True)
         )
-        rows = count + sum(min(depth, room) for room in rooms)
+        rows = count + sum(min(depth, limit) for limit in limits)
         seconds = costs.seconds(rows, count) + depth * each
         if tokens / seconds >= best:
             best, chosen = tokens / seconds, depth
     if chosen:
-        return [min(chosen, room) for room in rooms]
-    for trust in trusts:
-        trust.paused += 1
-    return [int(trust.paused >= trust.pause) for trust in trusts]
+        return [min(chosen, limit) for limit in limits]
+    for acceptance in acceptances:
+        acceptance.paused += 1
+    return [int(acceptance.paused >= acceptance.pause) for acceptance in acceptances]
 
 
 def share(
-    wishes: Sequence[Wish], *, rows: int, decodes: int, budget: int, costs: CostCurve
+    candidates: Sequence[Candidate], *, rows: int, decodes: int, budget: int, costs: CostCurve
 ) -> list[int]:
-    """How many drafts each sequence gets, so that the step makes the most tokens in a second.
+    """Choose how many drafts each sequence gets, so that the step yields the most tokens per
+    second.
 
     Args:
-        wishes: of each sequence.
+        candidates: candidate drafts of each sequence.
         rows: tokens of the step without drafts.
-        decodes: of those, the ones that make a token each.
-        budget: most drafts in all.
-        costs: of a step.
+        decodes: how many of the rows yield a token each.
+        budget: maximum number of drafts in total.
+        costs: duration of a step.
     """
     if costs.has_graphs and rows > decodes:
-        return [0] * len(wishes)  # Beside prompts too a step without drafts is the cheaper one.
+        # With graphs, steps without drafts are faster beside prompts too.
+        return [0] * len(candidates)
     chances = sorted(
         (
             (chance, -index)
-            for index, wish in enumerate(wishes)
-            for chance in wish.trust.chances(wish.drafts, wish.evidence)
+            for index, candidate in enumerate(candidates)
+            for chance in candidate.acceptance.chances(candidate.drafts, candidate.evidence)
         ),
         reverse=True,
     )[:budget]
@@ -128,11 +134,11 @@ def share(
         speed = tokens / costs.seconds(rows + number, decodes)
         if speed >= best:
             best, wanted = speed, number
-    lengths = [0] * len(wishes)
+    lengths = [0] * len(candidates)
     for _, index in chances[:wanted]:
         lengths[-index] += 1
-    for index, (trust, drafts, _) in enumerate(wishes):
+    for index, (acceptance, drafts, _) in enumerate(candidates):
         if not lengths[index] and drafts and sum(lengths) < budget:
-            trust.paused += 1
-            lengths[index] = int(trust.paused >= trust.pause)
+            acceptance.paused += 1
+            lengths[index] = int(acceptance.paused >= acceptance.pause)
     return lengths

@@ -1,4 +1,4 @@
-"""Measures what rows cost a step, on the machine that will make the steps."""
+"""Measures the cost of rows in a step, on the machine that will run the steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 10
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 10
 _SECONDS = 2.0
 
 Shape = TypeVar("Shape", bound=Hashable)
@@ -24,18 +24,19 @@ Shape = TypeVar("Shape", bound=Hashable)
 def measure_rows(
     model: Model, caches: CacheTensors, *, most_sequences: int, most_tokens: int
 ) -> tuple[list[tuple[int, float]], float]:
-    """(rows, seconds) of steps of drafted tokens of as few sequences as have them, and the seconds
-    that a sequence more takes beside as many rows: its state is read. The pools must be unused yet.
+    """Measure steps of draft slices, with as few sequences as possible for each number of rows.
+    Return (rows, seconds) and the seconds that an additional sequence costs at the same number of
+    rows, since its state is read. The pools must be unused.
 
     Args:
-        model: what computes.
-        caches: its pools, with room for updates.
-        most_sequences: that run at once.
-        most_tokens: of a slice of drafts.
+        model: the model.
+        caches: its pools, with space for updates.
+        most_sequences: maximum number of running sequences.
+        most_tokens: maximum number of tokens in a draft slice.
     """
     most = min(most_sequences * most_tokens, caches.num_blocks * caches.block_size)
     _clear_rows(caches, most_sequences)
-    # The last one is of sequences with one token each.
+    # The last shape has one token per sequence.
     apart = min(most_sequences, most_tokens, caches.num_blocks)
     shapes = [*((rows, most_tokens) for rows in sizes(most)), (apart, 1)]
     with launching_on(caches.device):
@@ -50,13 +51,13 @@ def measure_rows(
 def measure_plain(
     forward: Callable[[ForwardBatch], ForwardOutput], caches: CacheTensors, *, most_sequences: int
 ) -> list[tuple[int, float]]:
-    """(sequences, seconds) of steps in which each decodes one token. The pools must be unused yet,
-    and have a block for each sequence.
+    """Measure steps in which each sequence decodes one token; return (sequences, seconds). The
+    pools must be unused and have a block for each sequence.
 
     Args:
-        forward: what computes steps, from graphs where it can.
+        forward: runs a step, from graphs where possible.
         caches: the pools.
-        most_sequences: that run at once.
+        most_sequences: maximum number of running sequences.
     """
     most = min(most_sequences, caches.num_blocks)
     _clear_rows(caches, most)
@@ -71,8 +72,8 @@ def measure_plain(
 def measure_passes(
     model: Model, caches: CacheTensors, *, most_sequences: int
 ) -> list[tuple[int, float]]:
-    """(sequences, seconds) of passes of the model's layer for drafts. The pools must be unused yet,
-    and have a block for each sequence."""
+    """Measure passes of the MTP layer; return (sequences, seconds). The pools must be unused and
+    have a block for each sequence."""
     with launching_on(caches.device):
         return _points(
             min(most_sequences, caches.num_blocks),
@@ -82,7 +83,7 @@ def measure_passes(
 
 
 def _clear_rows(caches: CacheTensors, count: int) -> None:
-    """Zero what the first state rows hold: of state layers, if there are any, and of others."""
+    """Zero the first `count` rows of all row pools."""
     for pool in caches.of_unit("row"):
         pool[:count].zero_()
 
@@ -90,20 +91,18 @@ def _clear_rows(caches: CacheTensors, count: int) -> None:
 def _points(
     most: int, make: Callable[[int], Callable[[], ForwardOutput]], *, on_cpu: bool
 ) -> list[tuple[int, float]]:
-    """Times what is made for 1, 2, 3, 4, 6, 8, ... up to `most`."""
+    """Measure the runs made for 1, 2, 3, 4, 6, 8, ... up to `most`."""
     return ascending(_least({size: make(size) for size in sizes(most)}, on_cpu=on_cpu))
 
 
 def _least(
     runs: Mapping[Shape, Callable[[], ForwardOutput]], *, on_cpu: bool
 ) -> dict[Shape, float]:
-    """The least seconds of each, all of them in every round: what else the machine does for a while
-    then does not stand for the cost of one size."""
+    """Return the minimum duration of each run, in seconds. Every round times all runs, so that a
+    temporary load on the machine does not distort a single size."""
     least = dict.fromkeys(runs, math.inf)
     begin, rounds = time.perf_counter(), 0
-    while rounds < _LEAST_ROUNDS or (
-        rounds < _MOST_ROUNDS and time.perf_counter() - begin < _SECONDS
-    ):
+    while rounds < _MIN_ROUNDS or (rounds < _MAX_ROUNDS and time.perf_counter() - begin < _SECONDS):
         for shape, run in runs.items():
             least[shape] = min(least[shape], _seconds(run, on_cpu))
         rounds += 1
@@ -111,14 +110,15 @@ def _least(
 
 
 def sizes(most: int) -> list[int]:
-    """Powers of two up to `most`, and what lies half-way between them."""
+    """Return the powers of two up to `most` and the midpoints between them, ascending."""
     powers = [2**power for power in range(most.bit_length())]
     halves = [3 * power // 2 for power in powers[1:]]
     return sorted(size for size in (*powers, *halves) if size <= most)
 
 
 def ascending(least: Mapping[int, float]) -> list[tuple[int, float]]:
-    """(size, seconds): less takes no longer than more, and what did has been disturbed."""
+    """Return (size, seconds) with non-decreasing durations. A smaller size that took longer was
+    disturbed: it gets the duration of the larger one."""
     points, bound = list[tuple[int, float]](), math.inf
     for size in sorted(least, reverse=True):
         bound = min(bound, least[size])
@@ -127,7 +127,8 @@ def ascending(least: Mapping[int, float]) -> list[tuple[int, float]]:
 
 
 def _seconds(run: Callable[[], ForwardOutput], on_cpu: bool) -> float:
-    """On a CPU of its threads' own time, which does not count what else runs on the machine."""
+    """Time one run. On a CPU, measure the processor time of this process per thread, so that other
+    processes do not count."""
     clock, threads = (
         (time.process_time, torch.get_num_threads()) if on_cpu else (time.perf_counter, 1)
     )
@@ -144,7 +145,7 @@ def _step(
 
 
 def _pass(model: Model, caches: CacheTensors, count: int) -> Callable[[], ForwardOutput]:
-    """Each sequence's second token, with one key."""
+    """Return a run over the second token of each sequence, with one key."""
     own = tuple(range(count))
     batch = ForwardBatch(
         token_ids=torch.zeros(count, dtype=torch.int64),
@@ -167,7 +168,7 @@ def _pass(model: Model, caches: CacheTensors, count: int) -> Callable[[], Forwar
 
 
 def _decodes(count: int, caches: CacheTensors) -> ForwardBatch:
-    """Each sequence's first token, in a block of its own."""
+    """Build a batch with the first token of each sequence, in a block of its own."""
     own = tuple(range(count))
     rows = own if caches.num_rows else (-1,) * count
     return ForwardBatch(
@@ -184,7 +185,8 @@ def _decodes(count: int, caches: CacheTensors) -> ForwardBatch:
 
 
 def _batch(rows: int, caches: CacheTensors, most_tokens: int) -> ForwardBatch:
-    """Tokens 0 at positions 0, 1, ..., as slices of drafts; one alone as a decode token."""
+    """Build a batch of tokens 0 at positions 0, 1, ..., as draft slices. A single row is a decode
+    token."""
     lengths = [min(most_tokens, rows - first) for first in range(0, rows, most_tokens)]
     size = caches.block_size
     blocks = [-(-length // size) for length in lengths]

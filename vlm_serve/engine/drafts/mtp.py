@@ -1,5 +1,5 @@
-"""Drafts of the model's multi-token-prediction layer. The executor makes them behind a step; here
-they wait for the next one."""
+"""Drafter of the model's MTP layer: stores the drafts that the executor made until the next
+step."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from vlm_serve.engine.sequence import Sequence
 
 
 class MtpDrafter:
-    """What was drafted for each sequence, and behind how many of its tokens."""
+    """Stores each sequence's drafts and the number of tokens that they follow."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def take(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
-        """Drafts that follow all tokens which the sequence has."""
+        """Store drafts that follow all tokens of the sequence."""
         self._made[sequence.number] = (sequence.num_tokens, drafts)
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
@@ -21,7 +21,7 @@ class MtpDrafter:
         return drafts[:limit] if num_tokens == sequence.num_tokens else ()
 
     def evidence(self, sequence: Sequence) -> int:
-        """They all come from the same layer; only their places differ."""
+        """Return 0: all drafts come from the same layer and differ only in their position."""
         return 0
 
     def forget(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Where an engine's drafts come from, and what they cost: decided when it starts."""
+"""Start-up decisions about drafts: sources and costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vlm_serve.models.cache_layout import CacheTensors
 
 
 def with_drafts(config: EngineConfig, device: torch.device, *, compiled: bool) -> EngineConfig:
-    """The config with "auto" decided: drafts where they were measured to cost next to nothing."""
+    """Resolve "auto": enable drafts where measurements show that they cost next to nothing."""
     if config.speculative != "auto":
         return config
     why = why_off(device, config.tensor_parallel_size, compiled=compiled)
@@ -28,20 +28,20 @@ def with_drafts(config: EngineConfig, device: torch.device, *, compiled: bool) -
 
 
 def why_off(device: torch.device, ranks: int, *, compiled: bool) -> str:
-    """What speaks against drafts unless they are asked for; empty if nothing does."""
+    """Return the reason why drafts are off by default; empty if they are on."""
     if device.type != "cpu":
-        return "what they bring on GPUs has not been measured"
+        return "their benefit on GPUs has not been measured"
     if not compiled:
         return "without compiled kernels a token's bits depend on the rows beside it"
-    return "what they bring to several ranks has not been measured" if ranks > 1 else ""
+    return "their benefit on several ranks has not been measured" if ranks > 1 else ""
 
 
 def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
-    """Whether the model's own layer for drafts is to be used.
+    """Return True if the model's MTP layer is used.
 
     Raises:
-        ConfigError: it is, and there is none, or CUDA graphs, which report no hidden states, were
-            asked for beside it, or several ranks.
+        ConfigError: the layer is requested but missing, or combined with CUDA graphs (which report
+            no hidden states) or several ranks.
     """
     if "mtp" not in config.speculative:
         return False
@@ -53,20 +53,20 @@ def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
         )
     if config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"speculative {config.speculative!r} cannot run over several ranks: its drafts depend "
-            "on tokens that only the first one knows",
+            f"speculative {config.speculative!r} cannot run on several ranks: its drafts depend "
+            "on tokens that only the first rank knows",
             param="speculative",
         )
     if config.cuda_graphs:
         raise ConfigError(
-            f"cuda_graphs cannot go together with speculative {config.speculative!r}",
+            f"cuda_graphs cannot be combined with speculative {config.speculative!r}",
             param="cuda_graphs",
         )
     return True
 
 
 def make_drafters(config: EngineConfig) -> list[Drafter]:
-    """Those that the options name."""
+    """Create the drafters that the options name."""
     kinds: dict[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter, "mtp": MtpDrafter}
     return [make() for name, make in kinds.items() if name in config.speculative.split(",")]
 
@@ -74,7 +74,7 @@ def make_drafters(config: EngineConfig) -> list[Drafter]:
 def measure_costs(
     executor: LocalExecutor, model: Model, caches: CacheTensors, config: EngineConfig
 ) -> tuple[CostCurve, CostCurve | None]:
-    """Of a step's rows, and of passes of the model's own layer for drafts if there is one."""
+    """Measure the cost of a step's rows, and of passes of the MTP layer if the model has one."""
     most = config.max_num_seqs
     tokens = config.speculative_tokens + 1
     rows, sequence = executor.measure(most_sequences=most, most_tokens=tokens)

@@ -1,6 +1,8 @@
-"""Drafts from what has been said before: the sequence's own text, a prediction that came with the
-request, and earlier answers of the same model to the same tenant (after Saxena 2023, "Prompt lookup
-decoding", and Oliaro et al. 2024, "SuffixDecoding")."""
+"""Drafts from earlier text: the sequence itself, a prediction sent with the request, and earlier
+answers of the same model to the same tenant.
+
+After Saxena 2023, "Prompt lookup decoding", and Oliaro et al. 2024, "SuffixDecoding".
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 from itertools import count
 
-from vlm_serve.engine.drafts.base import MOST_EVIDENCE
+from vlm_serve.engine.drafts.base import MAX_EVIDENCE
 from vlm_serve.engine.drafts.texts import (
-    MOST_COMPARED,
+    MAX_COMPARED,
     ORDER,
     Answers,
     Text,
@@ -22,36 +24,38 @@ from vlm_serve.engine.drafts.texts import (
 from vlm_serve.engine.sequence import Sequence
 
 BYTES_PER_TOKEN = 200
-"""Of an earlier answer: its place in a dictionary, the one before it, and itself."""
+"""Bytes per token of an earlier answer: its dictionary entry, its predecessor link, and the
+token."""
 ANSWER_BYTES = 64 << 20
-"""Most bytes of all earlier answers."""
+"""Maximum bytes of all earlier answers."""
 CONTEXT_BYTES = 12
-"""Of a token of the prompt before it, which is only compared."""
-MOST_MISSED = 4
-"""Tokens in a row, or nearly, that are others than in the text that is followed."""
-MOST_PROMPT_TOKENS = 1 << 14
-"""Tokens at a prompt's end that are looked through."""
+"""Bytes per token of the prompt before an answer; these are only compared."""
+MAX_MISSED = 4
+"""Maximum number of mismatches, roughly in a row, before the followed text yields no more
+drafts."""
+MAX_PROMPT_TOKENS = 1 << 14
+"""Number of tokens at the end of a prompt that are searched."""
 
 
 class _Follower:
-    """Follows a sequence through the texts that it may repeat."""
+    """Follows a sequence through texts that it may repeat."""
 
     def __init__(self, sequence: Sequence, answers: Answers | None) -> None:
-        self._seen = max(0, len(sequence.prompt) - MOST_PROMPT_TOKENS)
+        self._seen = max(0, len(sequence.prompt) - MAX_PROMPT_TOKENS)
         self._own = Text()
         self._answers = answers
         self._prediction = Text(sequence.request.prediction)
-        self._in: Tokens[int] = self._prediction.tokens
-        self._at = 0
-        # Equal tokens so far. For a prediction its sender speaks.
-        self._length = MOST_EVIDENCE if sequence.request.prediction else 0
+        self._text: Tokens[int] = self._prediction.tokens
+        self._position = 0
+        # Number of equal tokens so far. A prediction is trusted from the start.
+        self._length = MAX_EVIDENCE if sequence.request.prediction else 0
         self._missed = 0
         self._start = len(sequence.prompt)
 
     @property
     def evidence(self) -> int:
-        """For how long the text that is followed has been the same."""
-        return min(self._length, MOST_EVIDENCE)
+        """Number of equal tokens in the followed text, at most `MAX_EVIDENCE`."""
+        return min(self._length, MAX_EVIDENCE)
 
     def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
         new = tokens[self._seen :]
@@ -60,52 +64,54 @@ class _Follower:
                 self._follow(token)
         self._own.extend(new)
         self._seen = len(tokens)
-        if self._length < ORDER or self._at >= len(self._in):
+        if self._length < ORDER or self._position >= len(self._text):
             self._look_up()
-        if self._missed > MOST_MISSED or not self._at < len(self._in):
+        if self._missed > MAX_MISSED or not self._position < len(self._text):
             return ()
-        if self._in is self._own.tokens:
-            return repeated(self._in, self._at, limit)
-        return tuple(self._in[self._at : self._at + limit])
+        if self._text is self._own.tokens:
+            return repeated(self._text, self._position, limit)
+        return tuple(self._text[self._position : self._position + limit])
 
     def _follow(self, token: int) -> None:
-        """Goes on in the same place: where a token is another one, what follows may be the same
-        again."""
-        held = self._at < len(self._in) and self._in[self._at] == token
+        """Advance by one token in the followed text. After a mismatch, keep following: the next
+        tokens may be equal again."""
+        held = self._position < len(self._text) and self._text[self._position] == token
         if held:
-            self._at, self._length = self._at + 1, self._length + 1
+            self._position, self._length = self._position + 1, self._length + 1
             self._missed = 0 if self._length >= ORDER else self._missed
         else:
-            self._at = nearest(self._in, self._at, token, lost=not self._length)
+            self._position = nearest(self._text, self._position, token, lost=not self._length)
             self._length = 0
             self._missed += 1
 
     def _look_up(self) -> None:
-        """Goes on where most of what came last has come before; an answer's first tokens are looked
-        for where the prompt has them first, since copies begin with a text's beginning. A text of
-        which one token was another is not left for a few equal tokens elsewhere."""
+        """Move to the longest match of the latest tokens.
+
+        The first tokens of an answer match their first occurrence in the prompt: copies start where
+        a text starts. A text with a single mismatch is not left for a short match elsewhere.
+        """
         own, generated = self._own.tokens, self._seen - self._start
         best = longer(self._prediction.find(own), self._own.find(own))
         if self._answers is not None:
             best = longer(best, self._answers.find(own))
         if best is None and 0 < generated < ORDER:
             best = self._own.first(generated)
-        follows = self._missed <= 1 and self._at < len(self._in)
+        follows = self._missed <= 1 and self._position < len(self._text)
         if best is not None and (best.length > ORDER or not follows):
-            # Equal prompts say little of answers.
-            self._in, self._at = best.text, best.at
+            # Count equal tokens of the answer only: equal prompts say little about answers.
+            self._text, self._position = best.text, best.at
             self._length = min(best.length, generated)
             self._missed = int(self._length < ORDER)
 
 
 class SuffixDrafter:
-    """A token costs a few look-ups, however long the texts are.
+    """Drafts by suffix lookup. A token costs a few lookups, whatever the length of the texts.
 
     Args:
-        most_bytes: of earlier answers; the oldest ones go.
+        most_bytes: maximum bytes of earlier answers; the oldest are removed first.
 
     Attributes:
-        num_bytes: what they take.
+        num_bytes: bytes of the stored answers.
     """
 
     def __init__(self, most_bytes: int = ANSWER_BYTES) -> None:
@@ -128,14 +134,14 @@ class SuffixDrafter:
 
     def forget(self, sequence: Sequence) -> None:
         self._followers.pop(sequence.number, None)
-        before, said = sequence.info.token_ids[-MOST_COMPARED:], sequence.generated
-        size = len(before) * CONTEXT_BYTES + len(said) * BYTES_PER_TOKEN
-        if sequence.request.cold or not said or size > self._most_bytes:
+        before, generated_ids = sequence.info.token_ids[-MAX_COMPARED:], sequence.generated
+        size = len(before) * CONTEXT_BYTES + len(generated_ids) * BYTES_PER_TOKEN
+        if sequence.request.cold or not generated_ids or size > self._most_bytes:
             return
         while self.num_bytes + size > self._most_bytes:
             self._remove_oldest()
         number, root = next(self._numbers), sequence.keys.root
-        text = array("i", (*before, *said))
+        text = array("i", (*before, *generated_ids))
         self._answers.setdefault(root, Answers()).add(number, text, first=len(before))
         self._order[number] = root, size
         self.num_bytes += size

@@ -1,4 +1,4 @@
-"""Tokens that may come again, and where to go on in them."""
+"""Search for earlier occurrences of tokens, and for the place to continue in a text."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from itertools import islice
 from typing import NamedTuple
 
 ORDER = 3
-"""So many tokens in a row must have come before for what followed them to be a guess."""
-MOST_COMPARED, MOST_TRIED = 32, 8
+"""Minimum number of equal tokens in a row for a match."""
+MAX_COMPARED, MAX_TRIED = 32, 8
 NEAR = 4
 _BITS = 21
 
 
 def key(tokens: Sequence[int], end: int) -> int:
-    """The ORDER tokens before position `end`, as one number."""
+    """Return the ORDER tokens before position `end` as one number."""
     first, second, third = tokens[end - ORDER : end]
     return (first << 2 * _BITS) | (second << _BITS) | third
 
 
 def common(text: Sequence[int], at: int, tokens: Sequence[int]) -> int:
-    """How many tokens before `at` are the last ones of `tokens` too, as far as is worth knowing."""
-    most, end = min(at, len(tokens), MOST_COMPARED), len(tokens)
+    """Count the tokens before `at` that equal the last ones of `tokens`, at most `MAX_COMPARED`."""
+    most, end = min(at, len(tokens), MAX_COMPARED), len(tokens)
     length = 0
     while length < most and text[at - 1 - length] == tokens[end - 1 - length]:
         length += 1
     return length
 
 
-class Match(NamedTuple):
-    """Where the end of some tokens has come before: the index in a text of what followed it, and
-    how many tokens are the same."""
+class TextMatch(NamedTuple):
+    """Earlier occurrence of the last tokens: a text, the index of the token behind the occurrence,
+    and the number of equal tokens."""
 
     text: Sequence[int]
     at: int
@@ -39,16 +39,16 @@ class Match(NamedTuple):
 
 
 class Text:
-    """A text that grows, with the places behind the occurrences of every ORDER tokens in it.
+    """Growing text with an index of the occurrences of every ORDER tokens.
 
     Attributes:
-        tokens: all of them.
+        tokens: all tokens.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i")
         self._places: dict[int, int] = {}
-        self._earlier = array("i")  # for every place the one before it with the same tokens, or 0
+        self._earlier = array("i")  # per position, the previous one with the same key, or 0
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -62,21 +62,21 @@ class Text:
             self._earlier.append(earlier)
             own.append(token)
 
-    def find(self, tokens: Sequence[int]) -> Match | None:
-        """Where most of the last tokens, at least ORDER, were followed by another one; the latest
-        of equals, among the latest MOST_TRIED."""
+    def find(self, tokens: Sequence[int]) -> TextMatch | None:
+        """Find the longest earlier occurrence of the last tokens, at least ORDER of them. Only the
+        latest MAX_TRIED occurrences are compared; the latest wins ties."""
         if len(tokens) < ORDER:
             return None
         place, best = self._places.get(key(tokens, len(tokens)), 0), None
-        for _ in range(MOST_TRIED):
+        for _ in range(MAX_TRIED):
             if not place:
                 break
-            best = longer(best, Match(self.tokens, place, common(self.tokens, place, tokens)))
+            best = longer(best, TextMatch(self.tokens, place, common(self.tokens, place, tokens)))
             place = self._earlier[place]
         return best
 
-    def first(self, count: int) -> Match | None:
-        """Where the last `count` tokens have come first, before all of them."""
+    def first(self, count: int) -> TextMatch | None:
+        """Find the first occurrence of the last `count` tokens before themselves."""
         own, begin = self.tokens, len(self.tokens) - count
         last = own[begin:]
         at = -1
@@ -85,14 +85,14 @@ class Text:
                 at = own.index(last[0], at + 1, begin)
         except ValueError:
             return None
-        return Match(own, at + count, count)
+        return TextMatch(own, at + count, count)
 
 
 class Answers:
-    """Texts of one origin.
+    """Earlier answers with a common root key.
 
     Attributes:
-        texts: by their numbers, which ascend. The oldest ones are removed first.
+        texts: texts by number, ascending. The oldest are removed first.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Answers:
         self._earlier: dict[int, array[int]] = {}
 
     def add(self, number: int, tokens: array[int], first: int = 0) -> None:
-        """A text; only what comes from its `first` token on is ever guessed."""
+        """Add a text. Only tokens from index `first` on can be found."""
         self.texts[number] = tokens
         earlier = self._earlier[number] = array("q", [-1]) * len(tokens)
         for end in range(max(ORDER, first), len(tokens)):
@@ -117,33 +117,36 @@ class Answers:
             if self._places.get(place, -1) >> 32 == number:
                 del self._places[place]
 
-    def find(self, tokens: Sequence[int]) -> Match | None:
-        """As `Text.find`, in all of the texts."""
+    def find(self, tokens: Sequence[int]) -> TextMatch | None:
+        """Find the longest occurrence in all texts, as `Text.find` does."""
         if len(tokens) < ORDER:
             return None
         place, best = self._places.get(key(tokens, len(tokens)), -1), None
-        for _ in range(MOST_TRIED):
+        for _ in range(MAX_TRIED):
             number, at = place >> 32, place & 0xFFFFFFFF
-            if number not in self.texts:  # There is none, or what is left is older still.
+            # No occurrence, or a removed text: its links lead to older ones only.
+            if number not in self.texts:
                 break
             text = self.texts[number]
-            best = longer(best, Match(text, at, common(text, at, tokens)))
+            best = longer(best, TextMatch(text, at, common(text, at, tokens)))
             place = self._earlier[number][at]
         return best
 
 
-def longer(best: Match | None, other: Match | None) -> Match | None:
-    """The longer one; the first of equals."""
+def longer(best: TextMatch | None, other: TextMatch | None) -> TextMatch | None:
+    """Return the longer match; the first one in a tie."""
     if best is None or (other is not None and other.length > best.length):
         return other
     return best
 
 
 def nearest(text: Sequence[int], at: int, token: int, *, lost: bool) -> int:
-    """Where to go on in a text that was to go on at `at`, when a token has come that is another
-    one: as if it stood for the one that was expected, or behind the next one, if it is that and
-    nowhere else nearby. If the one before it was another one too (`lost`), behind the nearest of
-    its kind: text may have been put in or left out."""
+    """Return the index at which to continue in a text after a mismatch at `at`.
+
+    By default the token counts as a substitution. If it equals the next expected token and nothing
+    else nearby, a token was left out. If the previous token mismatched too (`lost`), continue
+    behind the nearest equal token: text may have been inserted or left out.
+    """
     if lost:
         for distance in range(1, NEAR + 1):
             for place in (at - distance, at + distance):
@@ -156,7 +159,8 @@ def nearest(text: Sequence[int], at: int, token: int, *, lost: bool) -> int:
 
 
 def repeated(tokens: Sequence[int], at: int, limit: int) -> tuple[int, ...]:
-    """What comes from `at` on in a text that grows: where it ends it goes on repeating itself."""
+    """Return up to `limit` tokens from `at` on. Where the text ends, it continues by repeating
+    them."""
     found = list(islice(tokens, at, at + limit))
     period = len(tokens) - at
     while 0 < period <= len(found) < limit:

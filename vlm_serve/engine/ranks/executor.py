@@ -1,4 +1,5 @@
-"""Computes steps on several ranks: the first one's part here, the others' in their processes."""
+"""Executor over several ranks: runs the first rank's part here and the others in their
+processes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.ranks.process import RankProcesses
 from vlm_serve.engine.ranks.task import Pools
 from vlm_serve.engine.ranks.transfer import RanksTransfer
-from vlm_serve.engine.ranks.wire import GoneError, SilentError
+from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError
 from vlm_serve.kernels.native_library import RanksApartError
 from vlm_serve.kernels.ranks import SharedRanks
 from vlm_serve.models import Model
@@ -21,18 +22,18 @@ from vlm_serve.models.cache_layout import CacheTensors
 
 _T = TypeVar("_T")
 _GRACE_SECONDS = 1.0
-"""For ranks to say why they have left a step."""
+"""Time for ranks to report why they have left a step."""
 
 
 class ShardedExecutor(LocalExecutor):
-    """An `Executor` of all ranks. Plans go to every rank; tokens are chosen by the first alone.
+    """An `Executor` over all ranks. Plans go to every rank; only the first one samples tokens.
 
     Args:
-        model, caches: of the first rank.
-        pools: as the others have them.
-        processes: the others, with their part of the model loaded.
+        model, caches: model and pools of the first rank.
+        pools: sizes of the pools of every rank.
+        processes: the other ranks, with their part of the model loaded.
         limit: seconds that ranks wait for each other.
-        owned: whether the processes end with this.
+        owned: if True, closing the executor ends the processes.
     """
 
     def __init__(
@@ -54,28 +55,28 @@ class ShardedExecutor(LocalExecutor):
         self._owned = owned
         self._numbers = itertools.count(1)
         self._ended = ""
-        self._tell: Callable[[ExecutorLostError], None] = lambda error: None
+        self._report_loss: Callable[[ExecutorLostError], None] = lambda error: None
         processes.watch(self._lost)
         processes.ask("pools", pools)
 
     def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
-        self._tell = lost
+        self._report_loss = lost
         if self._ended:
             lost(ExecutorLostError(self._ended))
 
     def register(self, info: SequenceInfo) -> None:
         super().register(info)
-        with suppress(GoneError):  # the next step says so
+        with suppress(ConnectionLostError):  # the next step reports it
             self._processes.send("register", info)
 
     def forget(self, sequence: int) -> None:
         super().forget(sequence)
-        with suppress(GoneError):
+        with suppress(ConnectionLostError):
             self._processes.send("forget", sequence)
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """See `Executor.run`. What a step that fails has left in the rows differs from rank to
-        rank."""
+        """Run a step, see `Executor.run`. After a failed step, the content of state rows differs
+        between ranks, so it is always "unknown"."""
         run = super().run
 
         def own() -> StepOutput:
@@ -85,7 +86,7 @@ class ShardedExecutor(LocalExecutor):
                 raise error.cause from None
 
         try:
-            return self._together(own, "run", plan)
+            return self._run_on_all_ranks(own, "run", plan)
         except ExecutorLostError:
             raise
         except Exception as error:
@@ -95,7 +96,7 @@ class ShardedExecutor(LocalExecutor):
         self, *, most_sequences: int, most_tokens: int
     ) -> tuple[list[tuple[int, float]], float]:
         measure = super().measure
-        return self._together(
+        return self._run_on_all_ranks(
             lambda: measure(most_sequences=most_sequences, most_tokens=most_tokens),
             "measure",
             most_sequences,
@@ -105,7 +106,7 @@ class ShardedExecutor(LocalExecutor):
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
         blocks, rows = tuple(blocks), tuple(rows)
         super().poison_freed(blocks, rows)
-        with suppress(GoneError):
+        with suppress(ConnectionLostError):
             self._processes.send("poison", blocks, rows)
 
     def close(self) -> None:
@@ -117,8 +118,8 @@ class ShardedExecutor(LocalExecutor):
             self._processes.ask("unload")
         self._model.ranks.close()
 
-    def _together(self, own: Callable[[], _T], name: str, *arguments: object) -> _T:
-        """This rank's part of a step while the others do theirs."""
+    def _run_on_all_ranks(self, own: Callable[[], _T], name: str, *arguments: object) -> _T:
+        """Run this rank's part of a step while the others run theirs."""
         ranks, number = self._model.ranks, next(self._numbers)
         try:
             self._processes.send(name, number, *arguments)
@@ -133,18 +134,19 @@ class ShardedExecutor(LocalExecutor):
                 self._processes.receive(self._limit)
                 raise
             self._processes.receive(self._limit if problem is None else _GRACE_SECONDS)
-        except SilentError as error:
+        except ReplyTimeoutError as error:
             silent = f"{error} has not answered for {self._limit:g} s"
             raise ExecutorLostError(self._ended or silent) from None
-        except GoneError as error:
+        except ConnectionLostError as error:
             raise ExecutorLostError(str(error)) from None
         if problem is not None:
             raise problem
         return cast(_T, result)
 
     def _lost(self, sentence: str) -> None:
-        """From another thread: nobody waits for who has gone."""
+        """Handle the loss of a rank, on the watcher's thread: wake this rank if it waits for the
+        lost one."""
         self._ended = sentence
         if isinstance(self._model.ranks, SharedRanks):
             self._model.ranks.end()
-        self._tell(ExecutorLostError(sentence))
+        self._report_loss(ExecutorLostError(sentence))

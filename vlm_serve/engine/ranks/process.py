@@ -1,4 +1,4 @@
-"""The processes of all ranks but the first, seen from the engine."""
+"""Processes of all ranks but the first, seen from the engine."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vlm_serve import child
-from vlm_serve.engine.ranks.wire import GoneError, SilentError, Wire
+from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError, Wire
 from vlm_serve.errors import EngineError
 
 START_SECONDS = 300.0
 _END_SECONDS = 10.0
-"""A process that ends closes its connection a little before it can be told how it has ended."""
+"""Time to wait for the exit status: an ending process closes its connection a little earlier."""
 
 
 class RankProcess:
-    """One of them. It ends with the engine's process, however that ends.
+    """Process of one rank. It ends with the engine's process, whatever ends that.
 
-    Raises from `send` and `receive` GoneError, which says that it has ended and how, or
-    SilentError, which names it.
+    `send` and `receive` raise ConnectionLostError if the process has ended (the message says how),
+    or ReplyTimeoutError with the rank's name.
     """
 
     def __init__(self, rank: int) -> None:
@@ -54,7 +54,7 @@ class RankProcess:
             self._wire.send(name, *arguments)
 
     def receive(self, seconds: float | None = None) -> Any:
-        """The answer to what was sent last. Raises EngineError if that is what it came to."""
+        """Return the reply to the last message. Raise EngineError if the reply is an error."""
         with self._named():
             problem, value = self._wire.receive(seconds)
         if problem is not None:
@@ -65,16 +65,17 @@ class RankProcess:
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except SilentError:
-            raise SilentError(f"rank {self.rank}") from None
-        except GoneError:
+        except ReplyTimeoutError:
+            raise ReplyTimeoutError(f"rank {self.rank}") from None
+        except ConnectionLostError:
             how = "has closed its connection"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 how = self.wait(_END_SECONDS)
-            raise GoneError(f"rank {self.rank} {how}") from None
+            raise ConnectionLostError(f"rank {self.rank} {how}") from None
 
     def wait(self, seconds: float | None = None) -> str:
-        """How the process ended, when it has. Raises subprocess.TimeoutExpired."""
+        """Wait for the process to end and describe its exit. Raise subprocess.TimeoutExpired on
+        timeout."""
         status = self._process.wait(seconds)
         if status < 0:
             with contextlib.suppress(ValueError):
@@ -82,7 +83,7 @@ class RankProcess:
         return f"ended with status {status}"
 
     def close(self) -> None:
-        """Ends it."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -91,10 +92,10 @@ class RankProcess:
 
 
 class RankProcesses:
-    """All of an engine's.
+    """All rank processes of an engine.
 
     Args:
-        count: how many.
+        count: number of processes.
     """
 
     def __init__(self, count: int) -> None:
@@ -114,16 +115,17 @@ class RankProcesses:
         return iter(self._all)
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Calls, from another thread, when one of them ends by itself: with a sentence."""
+        """Call `lost` with a message, from another thread, when a process ends unexpectedly."""
         self._lost = lost
 
     def send(self, name: str, *arguments: Any) -> None:
-        """To all of them. Raises as they do."""
+        """Send a message to all processes. Raise as `RankProcess.send` does."""
         for process in self._all:
             process.send(name, *arguments)
 
     def receive(self, seconds: float | None = None) -> list[Any]:
-        """The answers of all of them. Raises as they do, but EngineError when all have answered."""
+        """Return the replies of all processes. Raise as `RankProcess.receive` does, but EngineError
+        only after all have replied."""
         answers, problem = [], None
         for process in self._all:
             try:
@@ -135,12 +137,13 @@ class RankProcesses:
         return answers
 
     def ask(self, name: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
-        """Sends to all and waits for their answers. Raises as both do."""
+        """Send a message to all processes and wait for their replies. Raise as `send` and `receive`
+        do."""
         self.send(name, *arguments)
         return self.receive(seconds)
 
     def close(self) -> None:
-        """Ends them."""
+        """Kill all processes."""
         self._closing = True
         for process in self._all:
             process.close()

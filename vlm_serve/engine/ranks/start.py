@@ -1,4 +1,4 @@
-"""Loads a model, on one rank or on several."""
+"""Loads a model on one rank or on several."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic
 from vlm_serve.engine.ranks.process import START_SECONDS, RankProcesses
-from vlm_serve.engine.ranks.task import Meeting, RankTask
-from vlm_serve.engine.ranks.wire import GoneError, SilentError
+from vlm_serve.engine.ranks.task import RankTask, Rendezvous
+from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, ModelSpec, load_model
@@ -21,8 +21,8 @@ from vlm_serve.temporary_folder import TemporaryFolder
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
-    """What is to be loaded; see `load_model`."""
+class ModelSource:
+    """A model to load, with its arithmetic and device; see `load_model`."""
 
     path: Path
     spec: ModelSpec
@@ -33,42 +33,49 @@ class Loading:
 
 
 def load(
-    what: Loading, config: EngineConfig, processes: RankProcesses | None = None
+    source: ModelSource, config: EngineConfig, processes: RankProcesses | None = None
 ) -> tuple[Model, RankProcesses | None]:
-    """The first rank's part of the model, and the processes that have loaded theirs, if there are.
+    """Load the model. Return the first rank's part and the processes of the other ranks, if any.
 
     Args:
-        what: the model.
+        source: the model.
         config: options.
-        processes: that are there already and have nothing loaded (tests); else they are started.
+        processes: existing processes with nothing loaded (tests); None starts new ones.
 
     Raises:
         ConfigError: more ranks than GPUs.
-        EngineError: a rank cannot be started, or fails. None is left behind then.
+        EngineError: a rank cannot be started, or fails; no process is left behind.
         CheckpointError, BuildError: as from `load_model`.
     """
-    types, size = what.arithmetic.types, config.tensor_parallel_size
+    types, size = source.arithmetic.types, config.tensor_parallel_size
     if size == 1:
         model = load_model(
-            what.path,
+            source.path,
             types.weights,
-            what.device,
+            source.device,
             compute_dtype=types.compute,
-            compiled=what.compiled,
-            drafts=what.drafts,
-            bits=what.arithmetic.bits,
-            dynamic=what.arithmetic.dynamic,
+            compiled=source.compiled,
+            drafts=source.drafts,
+            bits=source.arithmetic.bits,
+            dynamic=source.arithmetic.dynamic,
         )
         return model, None
-    devices = _devices(what.device, size)
+    devices = _devices(source.device, size)
     owned = processes is None
     processes = processes or RankProcesses(size - 1)
     threads = config.threads or max(1, torch.get_num_threads() // size)
     try:
-        with _meeting(what, config) as meeting:
+        with _rendezvous(source, config) as rendezvous:
             tasks = [
                 RankTask(
-                    rank, size, meeting, what.path, what.arithmetic, device, what.compiled, threads
+                    rank,
+                    size,
+                    rendezvous,
+                    source.path,
+                    source.arithmetic,
+                    device,
+                    source.compiled,
+                    threads,
                 )
                 for rank, device in enumerate(devices)
             ]
@@ -79,16 +86,16 @@ def load(
     except BaseException as error:
         if owned:
             processes.close()
-        if isinstance(error, SilentError):
+        if isinstance(error, ReplyTimeoutError):
             raise EngineError(f"{error} has not started within {START_SECONDS:g} s") from None
-        if isinstance(error, GoneError):
+        if isinstance(error, ConnectionLostError):
             raise EngineError(f"{error} before it had started") from None
         raise
     return model, processes
 
 
 def _devices(device: torch.device, size: int) -> list[str]:
-    """One for each rank."""
+    """Return the device of each rank."""
     if device.type == "cpu":
         return ["cpu"] * size
     count = torch.cuda.device_count()
@@ -101,29 +108,31 @@ def _devices(device: torch.device, size: int) -> list[str]:
 
 
 @contextmanager
-def _meeting(what: Loading, config: EngineConfig) -> Iterator[Meeting]:
-    """Compiled steps of one host meet in shared memory, all else in a process group. Nobody else
-    can come, and when all ranks are there no place is left."""
+def _rendezvous(source: ModelSource, config: EngineConfig) -> Iterator[Rendezvous]:
+    """Create the place where ranks meet: shared memory for compiled steps on one host, else the
+    store of a process group. It is private, and its file is gone as soon as all ranks have
+    joined."""
     size, limit = config.tensor_parallel_size, config.stall_timeout
-    if what.compiled:
-        memory = SharedMemory.create(size, slot_bytes(what.spec, config))
+    if source.compiled:
+        memory = SharedMemory.create(size, slot_bytes(source.spec, config))
         try:
-            yield Meeting(memory.path, memory.slot_bytes, limit)
+            yield Rendezvous(memory.path, memory.slot_bytes, limit)
         finally:
             memory.unlink()
         return
     try:
         folder = TemporaryFolder("vlm-serve-ranks-")
     except OSError as error:
-        raise EngineError(f"the ranks have nowhere to meet: {error}") from error
+        raise EngineError(f"there is no folder for the ranks' rendezvous: {error}") from error
     try:
-        yield Meeting(Path(folder.path, "store"), 0, limit)
+        yield Rendezvous(Path(folder.path, "store"), 0, limit)
     finally:
         folder.remove()
 
 
 def slot_bytes(spec: ModelSpec, config: EngineConfig) -> int:
-    """Of a rank's slot: a step's tokens, as many as there can be, and a row of its logits."""
+    """Return the bytes of a rank's slot. It holds all tokens of the largest step, or a row of its
+    logits."""
     drafts = 0 if config.speculative == "off" else config.speculative_tokens + 1
     tokens = config.max_num_batched_tokens + config.max_num_seqs * drafts
     return 4 * max(tokens * spec.hidden_size, -(-spec.vocab_size // config.tensor_parallel_size))

@@ -1,4 +1,4 @@
-"""What a rank is told to load, as data, and how it does: the engine's own rank and all others."""
+"""Load task of a rank, as data: for the engine's own rank and all others."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vlm_serve.models.cache_layout import CacheTensors
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where ranks meet.
+class Rendezvous:
+    """Place where ranks meet.
 
     Attributes:
-        file: memory that they share, or the store of a process group.
-        slot_bytes: of the shared memory; 0 of a process group.
-        limit: seconds that they wait for each other.
+        file: shared memory, or the store of a process group.
+        slot_bytes: size of a slot in shared memory; 0 for a process group.
+        limit: seconds that ranks wait for each other.
     """
 
     file: Path
@@ -33,7 +33,7 @@ class Meeting:
     limit: float
 
     def join(self, rank: int, size: int, device: torch.device, threads: int) -> Ranks:
-        """Opens it."""
+        """Join as one of `size` ranks."""
         if not self.slot_bytes:
             return GroupRanks(rank, size, self.file, device, limit=self.limit)
         memory = SharedMemory(self.file, size, self.slot_bytes)
@@ -42,18 +42,18 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """A rank's part of a model.
+    """Load task of one rank.
 
     Attributes:
         path: directory of the checkpoint.
-        device: of this rank.
-        compiled: whether compiled CPU code multiplies.
-        threads: for the model.
+        device: device of this rank.
+        compiled: True if compiled CPU code multiplies.
+        threads: number of threads for the model.
     """
 
     rank: int
     size: int
-    meeting: Meeting
+    rendezvous: Rendezvous
     path: Path
     arithmetic: Arithmetic
     device: str
@@ -61,7 +61,7 @@ class RankTask:
     threads: int
 
     def load(self) -> Model:
-        """Raises whatever loading raises."""
+        """Load the rank's part of the model. Raise whatever loading raises."""
         device = torch.device(self.device)
         if device.type == "cpu":
             torch.set_num_threads(self.threads)
@@ -74,13 +74,13 @@ class RankTask:
             compiled=self.compiled,
             bits=self.arithmetic.bits,
             dynamic=self.arithmetic.dynamic,
-            ranks=self.meeting.join(self.rank, self.size, device, self.threads),
+            ranks=self.rendezvous.join(self.rank, self.size, device, self.threads),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The pools of every rank, and what computes over them; see `LocalExecutor`."""
+    """Pool sizes of every rank and settings of its executor; see `LocalExecutor`."""
 
     types: Types
     num_blocks: int
@@ -91,7 +91,8 @@ class Pools:
 
     @classmethod
     def of(cls, types: Types, memory: MemoryPlan, num_rows: int, *, deterministic: bool) -> Pools:
-        """Those of a plan; it does not know of scratch rows."""
+        """Take the sizes from a memory plan. The number of rows is given, since a plan has no
+        scratch rows."""
         return cls(
             types,
             memory.num_blocks,
@@ -102,7 +103,7 @@ class Pools:
         )
 
     def allocate(self, model: Model) -> CacheTensors:
-        """A rank's share of them."""
+        """Allocate a rank's share of the pools."""
         return model.spec.cache_layout(model.ranks.size, mtp=model.drafts).allocate(
             self.num_blocks,
             self.num_rows,
@@ -113,7 +114,7 @@ class Pools:
         )
 
     def follower(self, model: Model) -> LocalExecutor:
-        """What follows the first rank's steps."""
+        """Create the executor that follows the first rank's steps."""
         caches = self.allocate(model)
         if model.compiled:
             compile_steps(model, caches)

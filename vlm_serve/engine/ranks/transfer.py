@@ -9,18 +9,19 @@ from vlm_serve.cache.tiers.entry import Entry, Kind
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.executor import ExecutorLostError
 from vlm_serve.engine.ranks.process import RankProcesses
-from vlm_serve.engine.ranks.wire import GoneError, SilentError
+from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError
 
 Staged = tuple[Any, list[Entry]]
 
 
 class RanksTransfer:
-    """See `cache.tiers.transfer`: an entry holds every rank's part, one after the other.
+    """A transfer over all ranks, see `cache.tiers.transfer`. An entry holds every rank's part,
+    concatenated.
 
     Args:
-        own: of the first rank.
-        processes: the others.
-        limit: seconds that they have for an answer.
+        own: transfer of the first rank.
+        processes: the other ranks.
+        limit: timeout of a reply, in seconds.
     """
 
     def __init__(self, own: Transfer, processes: RankProcesses, limit: float) -> None:
@@ -29,11 +30,11 @@ class RanksTransfer:
         self._size = 1 + sum(1 for _ in processes)
 
     def read_kv(self, block: int, num_tokens: int) -> bytes:
-        others = self._ask("read_kv", block, num_tokens)
+        others = self._read("read_kv", block, num_tokens)
         return b"".join([self._own.read_kv(block, num_tokens), *others])
 
     def read_state(self, row: int) -> bytes:
-        return b"".join([self._own.read_state(row), *self._ask("read_state", row)])
+        return b"".join([self._own.read_state(row), *self._read("read_state", row)])
 
     def layout(self, kind: Kind, num_tokens: int) -> str:
         return f"{self._size} ranks: {self._own.layout(kind, num_tokens)}"
@@ -69,16 +70,16 @@ class RanksTransfer:
             for process, entry in zip(self._processes, entries, strict=True):
                 process.send(name, place, entry)
             self._processes.receive(self._limit)
-        except GoneError as error:
+        except ConnectionLostError as error:
             raise _lost(error) from None
 
-    def _ask(self, name: str, *arguments: object) -> list[bytes]:
+    def _read(self, name: str, *arguments: object) -> list[bytes]:
         try:
             return self._processes.ask(name, *arguments, seconds=self._limit)
-        except GoneError as error:
+        except ConnectionLostError as error:
             raise _lost(error) from None
 
 
-def _lost(error: GoneError) -> ExecutorLostError:
-    silent = isinstance(error, SilentError)
+def _lost(error: ConnectionLostError) -> ExecutorLostError:
+    silent = isinstance(error, ReplyTimeoutError)
     return ExecutorLostError(f"{error} does not answer" if silent else str(error))

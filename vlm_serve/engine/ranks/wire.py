@@ -1,4 +1,4 @@
-"""Messages between the engine and its ranks, over a pair of sockets that nobody else has."""
+"""Messages between the engine and its ranks, over a private socket pair."""
 
 from __future__ import annotations
 
@@ -7,41 +7,39 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-class GoneError(Exception):
-    """The other side has closed, or has not answered in time."""
+class ConnectionLostError(Exception):
+    """The other side has closed the connection or has not replied in time."""
 
 
-class SilentError(GoneError):
-    """It has not answered in time."""
+class ReplyTimeoutError(ConnectionLostError):
+    """The other side has not replied in time."""
 
 
 class Wire:
-    """One end.
+    """One end of a connection. Every method raises ConnectionLostError.
 
     Args:
-        descriptor: of a connected socket, which is this one's from now on.
-
-    Raises GoneError from every method.
+        descriptor: a connected socket; this object takes ownership.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._connection = Connection(descriptor)
 
     def send(self, *message: Any) -> None:
-        """A name and its arguments, or an answer. Tensors travel by value."""
+        """Send a name with its arguments, or a reply. Tensors are copied."""
         try:
             self._connection.send_bytes(pickle.dumps(message, protocol=5))
         except OSError as error:
-            raise GoneError from error
+            raise ConnectionLostError from error
 
     def receive(self, seconds: float | None = None) -> tuple[Any, ...]:
-        """Waits for the next message, for ever if no time is given."""
+        """Wait for the next message; without `seconds`, wait for ever."""
         try:
             if seconds is not None and not self._connection.poll(seconds):
-                raise SilentError
+                raise ReplyTimeoutError
             message: tuple[Any, ...] = pickle.loads(self._connection.recv_bytes())
         except (OSError, EOFError) as error:
-            raise GoneError from error
+            raise ConnectionLostError from error
         return message
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What runs in the process of a rank: it follows the first rank's steps until that closes."""
+"""Main loop of a rank's process: follows the first rank's steps until the engine closes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from vlm_serve.cache.tiers.entry import Entry
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import SequenceInfo, StepPlan
 from vlm_serve.engine.ranks.task import Pools, RankTask
-from vlm_serve.engine.ranks.wire import GoneError, Wire
+from vlm_serve.engine.ranks.wire import ConnectionLostError, Wire
 from vlm_serve.models import Model
 
-SILENT = ("register", "forget", "poison")
-"""Messages without an answer."""
+WITHOUT_REPLY = ("register", "forget", "poison")
+"""Messages without a reply."""
 
 
 class Worker:
-    """One method for each message."""
+    """Handles messages: one method for each."""
 
     def __init__(self) -> None:
         self._model: Model | None = None
         self._executor: LocalExecutor | None = None
 
     def load(self, task: RankTask) -> int:
-        """Bytes of the rank's projections and the like are in memory from now on."""
+        """Load the rank's part of the model; return the process id."""
         self._model = self._executor = None
         self._model = task.load()
         return os.getpid()
@@ -82,7 +82,8 @@ class Worker:
 
 
 class _Following:
-    """A step with the others, who do not wait for this rank if it cannot go on."""
+    """Context of a step that runs together with the other ranks. If this rank fails, the others
+    stop waiting for it."""
 
     def __init__(self, model: Model, step: int) -> None:
         self._ranks, self._step = model.ranks, step
@@ -96,7 +97,7 @@ class _Following:
 
 
 def main(descriptor: int) -> None:
-    """Answers with (problem or None, value)."""
+    """Run the loop. A reply is (problem or None, value)."""
     threading.Thread(target=_end_with_the_engine, daemon=True).start()
     wire, worker = Wire(descriptor), Worker()
     while True:
@@ -106,7 +107,7 @@ def main(descriptor: int) -> None:
             value = getattr(worker, name)(*arguments)
         except Exception as error:
             problem = _sentence(error)
-        if name not in SILENT:
+        if name not in WITHOUT_REPLY:
             wire.send(problem, value)
 
 
@@ -120,8 +121,8 @@ def _end_with_the_engine() -> Any:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # until it is told how many
+    torch.set_num_threads(1)  # until the load task sets the number
     try:
         main(int(sys.argv[1]))
-    except GoneError:
+    except ConnectionLostError:
         sys.exit(0)

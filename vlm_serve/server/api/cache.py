@@ -191,7 +191,7 @@ async def tree(service: Service, request: Request) -> Response:
     refuse_unknown(query, ("offset", "limit"))
     offset = _number(query, "offset", 0)
     limit = _number(query, "limit", DEFAULT_TREE_NODES)
-    entries = entries_below(visible_root(service, request), service.engine.mirror.whole().entries)
+    entries = entries_below(visible_root(service, request), service.engine.mirror.listing().entries)
     page = service.engine.page(entries, offset, limit)
     return JSONResponse(CacheTree(**dataclasses.asdict(page)).model_dump())
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from vlm_serve.cache.listing import Entry, NodeInfo
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.mirror import Change, Whole
+from vlm_serve.engine.mirror import Change, TreeListing
 from vlm_serve.server.api.cache import CacheNode, entries_below, refuse_unknown, visible_root
 from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
 from vlm_serve.server.http.tenants import PermissionDeniedError
@@ -114,14 +114,14 @@ class _Subscriber:
         mirror = self._feed.mirror
         update = mirror.since(sequence)
         if update is None or len(update[1]) > max(MIN_CHANGES, len(mirror)):
-            whole = mirror.whole()
+            whole = mirror.listing()
             return whole.sequence, self._tree(whole)
         sequence, changes = update
         if self._root is not None:
             changes = tuple(change for change in changes if change.root == self._root)
         return sequence, self._changes(sequence, changes) if changes else iter(())
 
-    def _tree(self, whole: Whole) -> Iterator[bytes]:
+    def _tree(self, whole: TreeListing) -> Iterator[bytes]:
         entries = entries_below(self._root, whole.entries)
         number = self._message_number(whole.sequence)
         roots = json.dumps([{"key": key.hex()} for key in dict.fromkeys(e.root for e in entries)])

@@ -1,4 +1,4 @@
-"""The waiting and the running sequences with their leases: the state that plan and commit share."""
+"""Waiting and running sequences with their leases: the state shared by plan and commit."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from bisect import insort
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.plan import Slice
-from vlm_serve.engine.sequence import Job, Sequence
-from vlm_serve.engine.update_seats import SeatPlan, UpdateSeats
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
+from vlm_serve.engine.update_slots import UpdateSlotAllocator, UpdateSlots
 
 
 def order(sequence: Sequence) -> tuple[int, int, int]:
-    """FCFS with priority: a lower value runs first."""
+    """Return the sort key for FCFS with priorities; lower values run first."""
     request = sequence.request
     return (request.priority, request.arrival, sequence.index)
 
 
-class Roster:
-    """The queues, and the moves between them. Every move gives back what must be given back.
+class SequenceQueues:
+    """Queues of sequences and the transitions between them. Every transition frees what is no
+    longer needed.
 
     Attributes:
-        waiting: in order; sequences without a lease.
+        waiting: sequences without a lease, in scheduling order.
         running: sequences with a lease.
         suspects: sequences of a failed step that have yet to run alone without a failure.
-        planned: slices of the step that is being planned.
+        planned: slices of the step being planned.
         row_copies: (source, destination) state rows of forked choices, for the next step.
-        folds: (state row, first update, count) of what drafts have left for rows that somebody else
-            reads, for the next step.
-        update_size: updates of a sequence, at most; 0: there is no state.
+        folds: (state row, first update, count) of accepted updates, for the next step. They are
+            applied before anything else reads the row.
+        update_size: maximum number of updates of a slot; 0 for a model without state.
 
     Args:
-        cache, media: what sequences hold places in.
-        seats: where it is kept what drafts and replayed tokens do to states; None: there is no
-            state.
+        cache, media: resources that sequences hold.
+        update_slots: number and size of the slots for the state updates of drafts and replayed
+            tokens; None for a model without state.
     """
 
     def __init__(
-        self, cache: PrefixCache, media: MediaPlanner, *, seats: UpdateSeats | None = None
+        self, cache: PrefixCache, media: MediaPlanner, *, update_slots: UpdateSlots | None = None
     ) -> None:
         self.cache = cache
         self.media = media
@@ -50,29 +51,30 @@ class Roster:
         self._by_number: dict[int, Sequence] = {}
         self._retired: list[Sequence] = []
         self.folds: list[tuple[int, int, int]] = []
-        self.update_size = seats.size if seats is not None else 0
-        self._seats = SeatPlan(seats) if seats is not None else None
+        self.update_size = update_slots.size if update_slots is not None else 0
+        self._update_slots = UpdateSlotAllocator(update_slots) if update_slots is not None else None
         cache.events.row_freed.subscribe(self._forget_fold)
 
     def __getitem__(self, number: int) -> Sequence:
         return self._by_number[number]
 
-    def add(self, job: Job) -> None:
-        """Queues the first choice; the others fork from it when its prompt has been computed."""
-        for sequence in job.sequences:
+    def add(self, group: SequenceGroup) -> None:
+        """Queue the first choice. The others fork from it when its prompt has been computed."""
+        for sequence in group.sequences:
             self._by_number[sequence.number] = sequence
-        self.wait(job.sequences[0])
+        self.wait(group.sequences[0])
 
     def wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=order)
 
     def start(self, sequence: Sequence) -> None:
-        """From waiting to running; the sequence has its lease."""
+        """Move a sequence with a lease from waiting to running."""
         self.waiting.remove(sequence)
         self.running.append(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to waiting, with its state kept privately for as long as nobody needs the room."""
+        """Move a running sequence back to waiting. Its state stays private to it until its memory
+        is needed."""
         assert sequence.lease is not None
         self.num_preemptions += 1
         self._drop_forks_of(sequence)
@@ -80,27 +82,31 @@ class Roster:
         self.media.release_all(sequence)
         self.fold(sequence)
         sequence.suspended = self.cache.suspend(sequence.lease)
-        self._leave(sequence)
+        self._return_to_waiting(sequence)
 
     def fold(self, sequence: Sequence) -> None:
-        """Has the next step bring the sequence's row up to date before anything reads it."""
+        """Schedule pending updates to be folded into the sequence's row at the start of the next
+        step."""
         assert sequence.lease is not None
-        if sequence.pending and self._seats is not None:
-            first = self._seats.first(sequence)
+        if sequence.pending and self._update_slots is not None:
+            first = self._update_slots.first_update(sequence)
             self.folds.append((sequence.lease.row, first, sequence.pending))
-        self._leave_seat(sequence)  # folds come before all else in a step
+        # The slots are free already: a step applies folds before it writes updates.
+        self._release_update_slots(sequence)
 
-    def update_room(self, sequence: Sequence) -> int | None:
-        """Tokens of a running sequence for whose updates there is a place; None: any number, there
-        is no state."""
-        return None if self._seats is None else self._seats.room(sequence)
+    def update_capacity(self, sequence: Sequence) -> int | None:
+        """Return the number of tokens of a running sequence whose updates can be stored. None means
+        any number: the model has no state."""
+        return None if self._update_slots is None else self._update_slots.capacity(sequence)
 
     def take_updates(self, sequence: Sequence, tokens: int) -> int:
-        """Where the updates of a running sequence's next tokens come; -1 if there is no state."""
-        return -1 if self._seats is None else self._seats.take(sequence, tokens)
+        """Allocate space for the updates of a running sequence's next tokens. Return the index of
+        the first update; -1 for a model without state."""
+        return -1 if self._update_slots is None else self._update_slots.take(sequence, tokens)
 
     def drop_suspended(self, rows: set[int]) -> None:
-        """Nobody knows what is in these rows: whose they were starts again from the cache."""
+        """Drop suspended state in rows with unknown content. The sequences restart from the
+        cache."""
         for sequence in self.waiting:
             suspended = sequence.suspended
             lease = suspended.lease if suspended is not None else None
@@ -109,19 +115,19 @@ class Roster:
                 sequence.suspended = None
 
     def restart(self, sequence: Sequence) -> None:
-        """Back to waiting; it starts again from shared cache entries."""
+        """Move a running sequence back to waiting; it restarts from shared cache entries."""
         assert sequence.lease is not None
         self.media.release_all(sequence)
         self.cache.close(sequence.lease)
-        self._leave(sequence)
+        self._return_to_waiting(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forgets a finished sequence and gives back all it held."""
+        """Remove a finished sequence and free its resources."""
         for queue in (self.running, self.waiting, self.suspects):
             if sequence in queue:
                 queue.remove(sequence)
         self._by_number.pop(sequence.number, None)
-        self._leave_seat(sequence)
+        self._release_update_slots(sequence)
         self.media.release_all(sequence)
         if sequence.request.cold:
             self.media.discard(sequence)
@@ -140,10 +146,11 @@ class Roster:
         self._release_retired()
 
     def fork(self, parent: Sequence, child: Sequence, max_num_seqs: int) -> None:
-        """Gives a choice a row and a partial block; without room it recomputes via the cache."""
+        """Give a choice its own row and partial block. If that fails, it waits and recomputes via
+        the cache."""
         assert parent.lease is not None
-        room = len(self.running) < max_num_seqs
-        lease = self.cache.fork(parent.lease) if room else None
+        may_run = len(self.running) < max_num_seqs
+        lease = self.cache.fork(parent.lease) if may_run else None
         if lease is None:
             self.wait(child)
             return
@@ -156,13 +163,13 @@ class Roster:
         self.running.append(child)
 
     def forget_row_copies(self) -> None:
-        """The step that made the row copies is over: their sources may go. So are its folds."""
+        """Clear row copies and folds: their step is over. Their source rows may be freed."""
         self.row_copies = []
         self.folds = []
         self._release_retired()
 
     def _release_retired(self) -> None:
-        """Finished sequences go once no choice is to copy their row any more."""
+        """Free finished sequences whose row is no longer the source of a copy."""
         sources = {source for source, _ in self.row_copies}
         retired, self._retired = self._retired, []
         for sequence in retired:
@@ -173,7 +180,8 @@ class Roster:
                 self._close(sequence)
 
     def _drop_forks_of(self, parent: Sequence) -> None:
-        """Choices that were to copy the parent's row in this step start from the cache instead."""
+        """Restart from the cache the choices that would have copied the parent's row in this
+        step."""
         assert parent.lease is not None
         row = parent.lease.row
         children = {copy[1] for copy in self.row_copies if copy[0] == row}
@@ -181,20 +189,21 @@ class Roster:
         for child in [s for s in self.running if s.lease and s.lease.row in children]:
             self.restart(child)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _return_to_waiting(self, sequence: Sequence) -> None:
         if sequence.lease is not None and sequence.lease.hit is not None:
-            sequence.job.report = None  # no step has succeeded: the next admission is the first
+            # No step has succeeded since: the next admission counts as the first.
+            sequence.group.report = None
         sequence.lease = None
-        self._leave_seat(sequence)
+        self._release_update_slots(sequence)
         self.running.remove(sequence)
-        # A decode token may have been planned before a prefill of higher priority needed its room.
+        # A prefill of higher priority may take blocks after a decode token was planned.
         self.planned = [item for item in self.planned if item.sequence != sequence.number]
         self.wait(sequence)
 
-    def _leave_seat(self, sequence: Sequence) -> None:
+    def _release_update_slots(self, sequence: Sequence) -> None:
         sequence.pending = 0
-        if self._seats is not None:
-            self._seats.leave(sequence)
+        if self._update_slots is not None:
+            self._update_slots.release(sequence)
 
     def _forget_fold(self, row: int) -> None:
         self.folds = [fold for fold in self.folds if fold[0] != row]

@@ -1,7 +1,7 @@
-"""What the cache holds of requests that begin alike, for routers: by affinity key.
+"""Map from affinity keys to cached prefixes, for routers.
 
-The engine's thread notes which node each key of a request ends at; whoever reads looks the nodes up
-in the mirror, so that what has been evicted is not told, and nobody waits for the engine.
+The engine's thread records the node at which each key of a request ends. Readers look the nodes up
+in the mirror: evicted nodes are not reported, and readers do not wait for the engine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from vlm_serve.preprocess.keys import PromptKeys
 MAX_NOTED_KEYS = 16_384
 MAX_DIGEST_ENTRIES = 4096
 _SLACK = 16
-"""A place may be guessed too low by a sixteenth of the tokens before it, or by a block."""
+"""A position may be estimated too low by a sixteenth of the tokens before it, or by a block."""
 
 
 class PromptPlaces(Protocol):
-    """Where things stand in a prompt; `Prompt` is one."""
+    """Positions in a prompt; implemented by `Prompt`."""
 
     def __len__(self) -> int: ...
     @property
@@ -34,14 +34,14 @@ class PromptPlaces(Protocol):
 
 
 class AffinityMap:
-    """Affinity key -> the deepest node of which a request with it can go on.
+    """Maps each affinity key to the deepest node from which a request with this key can continue.
 
-    Bounded: MAX_NOTED_KEYS, the least recently used are forgotten. `note` is for the engine's
-    thread, `digest` for any.
+    Holds at most MAX_NOTED_KEYS keys; the least recently used are dropped. `note` belongs to the
+    engine's thread, `digest` is thread-safe.
 
     Args:
-        mirror: of the cache's tree.
-        has_state: only nodes with a state count.
+        mirror: mirror of the cache's tree.
+        has_state: if True, only nodes with a state count.
     """
 
     def __init__(self, mirror: TreeMirror, *, has_state: bool) -> None:
@@ -57,14 +57,15 @@ class AffinityMap:
     def note(
         self, affinity: Sequence[AffinityKey], prompt: PromptPlaces, states: Sequence[int]
     ) -> None:
-        """A request's prompt has been computed.
+        """Record a request whose prompt has been computed.
 
-        Of several keys that end at one node the shortest stands for all: who has another one of
-        them has it too.
+        If several keys end at one node, only the shortest is stored: requests with a longer one
+        have it too.
 
         Args:
-            affinity: its keys, longest prefix first.
-            states: positions at which there is a state now, ascending.
+            affinity: the request's keys, longest prefix first.
+            prompt: its prompt.
+            states: positions that have a state now, ascending.
         """
         keys = prompt.keys
         size = keys.block_size
@@ -84,7 +85,7 @@ class AffinityMap:
                 self._nodes.popitem(last=False)
 
     def digest(self, most: int = MAX_DIGEST_ENTRIES) -> AffinityDigest:
-        """What is held now, at most so many entries."""
+        """Return the keys whose nodes are cached now, at most `most`."""
         with self._lock:
             noted, version = list(self._nodes.items()), self._notes + self._mirror.sequence
         entries, gone = list[tuple[AffinityKey, int]](), list[tuple[AffinityKey, bytes]]()
@@ -102,10 +103,10 @@ class AffinityMap:
 
 
 def _places(affinity: Sequence[AffinityKey], prompt: PromptPlaces) -> list[int]:
-    """About where each key's prefix ends, in tokens and rather too deep than not deep enough, but
-    never beyond the beginning of the medium after it.
+    """Estimate where each key's prefix ends, in tokens. The estimate errs towards deeper positions,
+    but never exceeds the start of the next medium.
 
-    Text is taken to have the same number of bytes per token everywhere.
+    Text is assumed to have the same number of bytes per token everywhere.
     """
     places = [place_of(key) for key in affinity]
     if not places or places[0].media != len(prompt.media_ends):
@@ -124,7 +125,7 @@ def _places(affinity: Sequence[AffinityKey], prompt: PromptPlaces) -> list[int]:
 
 
 def _media_starts(prompt: PromptPlaces) -> list[int]:
-    """Where each medium's first span starts."""
+    """Return the start of each medium's first span."""
     starts: list[int] = []
     for start, end in prompt.keys.span_bounds:
         if len(starts) < len(prompt.media_ends) and (

@@ -1,4 +1,5 @@
-"""Has the model's multi-token-prediction layer read what a step has computed, and draft from it."""
+"""Runs the model's multi-token-prediction (MTP) layer behind a step: it reads the step's hidden
+states and drafts tokens."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ _MediaRows = tuple[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MtpInput:
     """Tokens of one sequence that the layer reads in one forward.
 
     Attributes:
         known: the sequence.
-        start: position of the first of them, at least 1.
-        tokens: their ids.
-        unwritten: so many of them, the first ones, have their KV already.
+        start: position of the first token, at least 1.
+        tokens: token ids.
+        unwritten: number of leading tokens whose KV exists already.
         media: (position, embeddings) of placeholder tokens among them.
-        wanted: drafts behind the last one.
+        wanted: number of drafts behind the last token.
     """
 
     known: KnownSequence
@@ -39,35 +40,32 @@ class Piece:
     wanted: int = 0
 
 
-def make_draft_batch(pieces: Sequence[Piece], block_size: int) -> ForwardBatch:
-    """As `Model.draft` takes it; logits are wanted of the pieces that want drafts."""
+def make_draft_batch(inputs: Sequence[MtpInput], block_size: int) -> ForwardBatch:
+    """Build the batch for `Model.draft`, with logits for the inputs that want drafts."""
     offsets, slots, rows, media = [0], list[int](), list[int](), list[_MediaRows]()
     chunk_ends = []
-    for piece in pieces:
-        first, count = offsets[-1], len(piece.tokens)
+    for one in inputs:
+        first, count = offsets[-1], len(one.tokens)
         chunk_ends.append((*range(first + _CHUNK, first + count, _CHUNK), first + count))
         offsets.append(first + count)
-        slots += [-1] * piece.unwritten
-        for position in range(piece.start + piece.unwritten, piece.start + count):
+        slots += [-1] * one.unwritten
+        for position in range(one.start + one.unwritten, one.start + count):
             block, place = divmod(position, block_size)
-            slots.append(piece.known.table[block] * block_size + place)
-        media += [(first + position - piece.start, each) for position, each in piece.media]
-        if piece.wanted:
+            slots.append(one.known.table[block] * block_size + place)
+        media += [(first + position - one.start, each) for position, each in one.media]
+        if one.wanted:
             rows.append(offsets[-1] - 1)
-    none = (-1,) * len(pieces)
-    before = [
-        piece.known.positions(piece.start - 1, piece.start - 1 + len(piece.tokens))
-        for piece in pieces
-    ]
+    none = (-1,) * len(inputs)
+    before = [one.known.positions(one.start - 1, one.start - 1 + len(one.tokens)) for one in inputs]
     return ForwardBatch(
-        token_ids=torch.tensor([token for piece in pieces for token in piece.tokens]),
+        token_ids=torch.tensor([token for one in inputs for token in one.tokens]),
         positions=torch.cat(before, dim=1),
         slots=torch.tensor(slots),
         decode=None,
         prefill=PrefillMeta(
             cu_seqlens=tuple(offsets),
-            starts=tuple(piece.start - 1 for piece in pieces),
-            block_tables=tuple(piece.known.table for piece in pieces),
+            starts=tuple(one.start - 1 for one in inputs),
+            block_tables=tuple(one.known.table for one in inputs),
             src_rows=none,
             dst_rows=none,
             chunk_ends=tuple(chunk_ends),
@@ -77,12 +75,12 @@ def make_draft_batch(pieces: Sequence[Piece], block_size: int) -> ForwardBatch:
     )
 
 
-class DraftMaker:
-    """Keeps the layer's KV and every state row's last hidden state complete for all tokens that are
-    certain, and drafts what may follow. Drafts are what is most likely, whatever is sampled.
+class MtpRunner:
+    """Keeps the layer's KV and the last hidden state of every state row complete for all certain
+    tokens, and drafts the next ones. Drafts are greedy, regardless of the sampling options.
 
     Args:
-        model: loaded with its layer for drafts.
+        model: a model loaded with its MTP layer.
         caches: its pools.
         block_size: tokens per KV block.
     """
@@ -105,17 +103,17 @@ class DraftMaker:
         hidden: torch.Tensor,
         sampled: Mapping[int, tuple[Sampled, ...]],
     ) -> dict[int, tuple[int, ...]]:
-        """What is drafted behind the sampled tokens, by sequence number.
+        """Draft behind the sampled tokens; return the drafts by sequence number.
 
         Args:
             packed: the step's slices in their order.
             known: sequences by number.
-            embeddings: of media, by slot.
-            hidden: `[T, hidden]`, of the step's tokens.
-            sampled: by sequence number.
+            embeddings: media embeddings by slot.
+            hidden: `[T, hidden]`, hidden states of the step's tokens.
+            sampled: sampled tokens by sequence number.
         """
         pool = self._caches["hidden"][:, 0]
-        pieces, before, numbers = list[Piece](), list[torch.Tensor](), list[int]()
+        inputs, before, numbers = list[MtpInput](), list[torch.Tensor](), list[int]()
         kept = list[tuple[int, int]]()
         first = 0
         for item in packed:
@@ -123,60 +121,61 @@ class DraftMaker:
             count = len(own) if item.kind == "verify" else item.end - item.start
             kept.append((item.dst_row, first + count - 1))
             kept += [(row, first + end - 1 - item.start) for end, row in item.snapshots]
-            known[item.sequence].cleared = 0
-            piece = _piece(item, known[item.sequence], count, own, embeddings)
-            if piece.tokens:
+            known[item.sequence].mtp_cleared_until = 0
+            one = _mtp_input(item, known[item.sequence], count, own, embeddings)
+            if one.tokens:
                 if item.start:
                     before.append(pool[item.src_row : item.src_row + 1])
-                before.append(hidden[first : first + count - (not piece.wanted)])
-                pieces.append(piece)
-                numbers += [item.sequence] * bool(piece.wanted)
+                before.append(hidden[first : first + count - (not one.wanted)])
+                inputs.append(one)
+                numbers += [item.sequence] * bool(one.wanted)
             first += item.end - item.start
-        drafts = self._draft(pieces, torch.cat(before)) if pieces else []
+        drafts = self._draft(inputs, torch.cat(before)) if inputs else []
         rows, places = zip(*kept, strict=True)
         pool[list(rows)] = hidden[list(places)]
         return dict(zip(numbers, drafts, strict=True))
 
-    def leave_out(self, packed: Sequence[Slice], known: Known) -> None:
-        """The layer reads nothing of a step. Its keys and values there are zero: who goes on behind
-        them attends to nothing, and to nobody else's."""
+    def skip(self, packed: Sequence[Slice], known: Known) -> None:
+        """Skip a step. Its keys and values in the layer are set to zero, so that later tokens
+        attend to nothing there instead of another sequence's data."""
         for item in packed:
             each = known[item.sequence]
-            if item.end <= each.cleared:
+            if item.end <= each.mtp_cleared_until:
                 continue
             for block in range(item.start // self._block_size, len(each.table)):
                 row = max(0, item.start - block * self._block_size)
                 for pool in self._own_pools:
                     pool[each.table[block], :, row:] = 0
-            each.cleared = len(each.table) * self._block_size
+            each.mtp_cleared_until = len(each.table) * self._block_size
 
-    def _draft(self, pieces: list[Piece], before: torch.Tensor) -> list[tuple[int, ...]]:
-        """The drafts of each piece that wants some; each of them is read to draft the next."""
-        chains: list[list[int]] = [[] for piece in pieces if piece.wanted]
+    def _draft(self, inputs: list[MtpInput], before: torch.Tensor) -> list[tuple[int, ...]]:
+        """Draft for each input that wants it, token by token. Each draft is read to draft the
+        next."""
+        chains: list[list[int]] = [[] for one in inputs if one.wanted]
         live = list(range(len(chains)))
-        asking = [piece for piece in pieces if piece.wanted]
-        while pieces:
-            batch = make_draft_batch(pieces, self._block_size).to(self._caches.device)
+        requested = [one for one in inputs if one.wanted]
+        while inputs:
+            batch = make_draft_batch(inputs, self._block_size).to(self._caches.device)
             output = self._model.draft(batch, before, self._caches)
             assert output.hidden is not None
             for place, token in zip(live, output.logits.argmax(-1).tolist(), strict=True):
                 chains[place].append(token)
-            going_on = [place for place in live if len(chains[place]) < asking[place].wanted]
-            before = output.hidden[[live.index(place) for place in going_on]]
-            live = going_on
-            pieces = [_next(asking[place], chains[place]) for place in live]
+            unfinished = [place for place in live if len(chains[place]) < requested[place].wanted]
+            before = output.hidden[[live.index(place) for place in unfinished]]
+            live = unfinished
+            inputs = [_next(requested[place], chains[place]) for place in live]
         return [tuple(chain) for chain in chains]
 
 
-def _piece(
+def _mtp_input(
     item: Slice,
     known: KnownSequence,
     count: int,
     sampled: Sequence[Sampled],
     embeddings: Mapping[int, torch.Tensor],
-) -> Piece:
-    """The first `count` tokens of a slice, and the sampled one if drafts are wanted behind it. A
-    sequence's very first token has nothing before it."""
+) -> MtpInput:
+    """Build the input from the first `count` tokens of a slice, plus the sampled token if drafts
+    are wanted. The first token of a sequence is left out: it has no predecessor."""
     start = max(1, item.start)
     tokens = known.token_ids(item)[start - item.start : count]
     wanted = item.drafts if sampled else 0
@@ -188,10 +187,10 @@ def _piece(
         if begin < last:
             media.append((begin, embeddings[slot][row + begin - first : row + last - first]))
     unwritten = max(0, min(item.end, item.write_start) - start)
-    return Piece(known, start, tokens, unwritten, tuple(media), wanted)
+    return MtpInput(known, start, tokens, unwritten, tuple(media), wanted)
 
 
-def _next(piece: Piece, chain: list[int]) -> Piece:
-    """Where the last draft is read."""
-    position = piece.start + len(piece.tokens) + len(chain) - 1
-    return Piece(piece.known, position, (chain[-1],), wanted=piece.wanted)
+def _next(one: MtpInput, chain: list[int]) -> MtpInput:
+    """Return the input that reads the last draft."""
+    position = one.start + len(one.tokens) + len(chain) - 1
+    return MtpInput(one.known, position, (chain[-1],), wanted=one.wanted)
