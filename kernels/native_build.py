@@ -34,8 +34,8 @@ from vlm_serve.kernels.native_seal import seal
 from vlm_serve.private_files import cache_path, make_private
 
 SOURCES = (Path(__file__).parent / "native", Path(__file__).parents[1] / "models" / "native")
-"""Ops of single layers, and the compiled forward, which is made of them. No two files have the same
-name."""
+"""Roots of the C++ sources: ops of single layers, and the compiled forward on top of them. Sources
+include headers by their path below a root. No two sources have the same name."""
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -102,9 +102,10 @@ class Recipe:
     def _digest(self) -> bytes:
         """Of sources, flags, compiler and processor."""
         hasher = blake3()
-        for source in sorted(source for folder in SOURCES for source in folder.iterdir()):
-            hasher.update(source.name.encode())
-            hasher.update(source.read_bytes())
+        for folder in SOURCES:
+            for source in sorted(path for path in folder.rglob("*") if path.is_file()):
+                hasher.update(source.relative_to(folder).as_posix().encode())
+                hasher.update(source.read_bytes())
         status = Path(self.compiler).stat()
         identity = (self, self.flags, status.st_size, status.st_mtime_ns, platform.machine())
         hasher.update(repr(identity).encode())
@@ -137,7 +138,7 @@ def build(how: Recipe, target: Path) -> None:
     macros = instructions(how, deadline)
     make_private(target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        sources = sorted(source for folder in SOURCES for source in folder.glob("*.cpp"))
+        sources = translation_units()
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             command = (how.compiler, *how.flags, *includes(), "-c")
@@ -157,6 +158,11 @@ def build(how: Recipe, target: Path) -> None:
         seal(linked)
         linked.chmod(0o600)
         linked.replace(target)
+
+
+def translation_units() -> list[Path]:
+    """Return every source that is compiled to an object of its own."""
+    return sorted(source for folder in SOURCES for source in folder.rglob("*.cpp"))
 
 
 def includes() -> Iterator[str]:

@@ -57,5 +57,5 @@ def _kind(name: str) -> Any:
 
 @cache
 def _sources() -> str:
-    files = sorted(file for folder in SOURCES for file in folder.iterdir())
+    files = sorted(path for folder in SOURCES for path in folder.rglob("*") if path.is_file())
     return _COMMENT.sub("", "\n".join(file.read_text(encoding="utf-8") for file in files))

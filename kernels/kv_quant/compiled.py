@@ -1,4 +1,4 @@
-"""Pages of keys and values as compiled CPU code finds them (`native/kv_pages.h`)."""
+"""Pages of keys and values as compiled CPU code finds them (`native/attention/kv_pages.h`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""e4m3 codes with scales per block or output channel; see `native/grouped.h` for their layout and
-arithmetic."""
+"""e4m3 codes with scales per block or output channel; see `native/codes/grouped.h` for their layout
+and arithmetic."""
 
 from __future__ import annotations
 

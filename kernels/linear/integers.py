@@ -1,5 +1,5 @@
 """int8, int6, int4 and e2m1 codes with scales, and with or without zero points, in groups of k; see
-`native/grouped.h` for their layout and arithmetic."""
+`native/codes/grouped.h` for their layout and arithmetic."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@
 // return what `guarded` does.
 #pragma once
 
-#include "attention.h"
-#include "packed.h"
+#include "attention/attention.h"
+#include "gated_delta/packed.h"
+#include "products/weight.h"
 #include "ranks.h"
-#include "weight.h"
 
 namespace vlm {
 

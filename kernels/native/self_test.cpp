@@ -2,13 +2,13 @@
 // for this library's arithmetic. See kernels/native_self_test.py for what becomes of them.
 #include <vector>
 
-#include "byte_products.h"
 #include "calls.h"
-#include "convolution.h"
-#include "experts.h"
-#include "gated_delta.h"
-#include "product.h"
-#include "rows.h"
+#include "codes/byte_products.h"
+#include "gated_delta/convolution.h"
+#include "gated_delta/gated_delta.h"
+#include "products/experts.h"
+#include "products/product.h"
+#include "rows/rows.h"
 
 namespace vlm {
 

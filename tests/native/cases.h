@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "kv_pages.h"
+#include "attention/kv_pages.h"
 #include "vectors.h"
 
 namespace cases {

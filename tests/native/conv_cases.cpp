@@ -1,7 +1,7 @@
 // vlm_causal_conv.
 #include "calls.h"
 #include "cases.h"
-#include "convolution.h"
+#include "gated_delta/convolution.h"
 #include "sequences.h"
 
 namespace cases {

@@ -191,7 +191,7 @@ static void products() {
     }
 }
 
-// A sum of products of tiles as tiles.h describes it, number by number.
+// A sum of products of tiles as amx_products.h describes it, number by number.
 static float in_tiles(const bf16* x, const bf16* weight, int64_t depth) {
     float total = 0.0f;
     for (int64_t block = 0; block < depth; block += vlm::TILE_DEPTH) {

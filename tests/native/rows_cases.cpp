@@ -4,7 +4,7 @@
 
 #include "calls.h"
 #include "cases.h"
-#include "rows.h"
+#include "rows/rows.h"
 
 namespace cases {
 

@@ -2,7 +2,7 @@
 #include <chrono>
 
 #include "cases.h"
-#include "product.h"
+#include "products/product.h"
 #include "sharing.h"
 
 namespace cases {

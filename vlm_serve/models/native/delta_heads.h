@@ -2,9 +2,9 @@
 // serves, from the projected input to the gated norm, a tile of tokens after the other.
 #pragma once
 
-#include "convolution.h"
-#include "gated_delta.h"
-#include "rows.h"
+#include "gated_delta/convolution.h"
+#include "gated_delta/gated_delta.h"
+#include "rows/rows.h"
 #include "run.h"
 
 namespace vlm {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "functions.h"
-#include "product.h"
+#include "products/product.h"
 #include "run.h"
 
 namespace vlm {

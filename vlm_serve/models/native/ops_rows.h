@@ -4,7 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "rows.h"
+#include "rows/rows.h"
 #include "run.h"
 
 namespace vlm {

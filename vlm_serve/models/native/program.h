@@ -3,9 +3,9 @@
 // models/compiled_step.py a step. Nothing here knows an architecture.
 #pragma once
 
-#include "gated_delta.h"
-#include "kv_pages.h"
-#include "product.h"
+#include "attention/kv_pages.h"
+#include "gated_delta/gated_delta.h"
+#include "products/product.h"
 #include "ranks.h"
 
 namespace vlm {

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "attention.h"
-#include "experts.h"
+#include "attention/attention.h"
+#include "products/experts.h"
 #include "program.h"
 #include "room.h"
 

@@ -1,7 +1,7 @@
 // A projection as an op, and the packing of its weight; see product.h for both.
 #include "calls.h"
 #include "functions.h"
-#include "product.h"
+#include "products/product.h"
 #include "transpose.h"
 
 namespace vlm {

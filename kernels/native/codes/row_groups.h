@@ -1,8 +1,8 @@
 // Groups of k of a row that is quantised: what is multiplied, and what becomes of their sums.
 #pragma once
 
-#include "byte_products.h"
-#include "grouped.h"
+#include "codes/byte_products.h"
+#include "codes/grouped.h"
 
 namespace vlm {
 

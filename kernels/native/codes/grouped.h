@@ -19,7 +19,7 @@
 //
 // Where pairs of bfloat16 are multiplied, rows of those meet e4m3 codes, which bfloat16 has all, in
 // pairs of k: the chain of a group is one over pairs. Where there are tiles (AMX), the sum of a
-// group is what tiles.h says instead, and groups that are no multiples of 32 meet float32.
+// group is what amx_products.h says instead, and groups that are no multiples of 32 meet float32.
 //
 // If activations are quantised, groups are those of a row (`row_group`), a group's sum is one of
 // integers, sum(code * x) - zero * sum(x), to the bit, and its factor the product of both scales.
@@ -27,7 +27,7 @@
 
 #include <utility>
 
-#include "operand.h"
+#include "products/operand.h"
 
 namespace vlm {
 

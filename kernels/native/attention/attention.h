@@ -11,9 +11,9 @@
 
 #include <algorithm>
 
+#include "attention/kv_pages.h"
 #include "functions.h"
 #include "guard.h"
-#include "kv_pages.h"
 #include "room.h"
 
 namespace vlm {

@@ -1,8 +1,8 @@
 // Tile registers (AMX) of a thread: sums (0 to 3), rows (4, 5) and a panel's columns (6, 7).
 #pragma once
 
+#include "products/weight.h"
 #include "vectors.h"
-#include "weight.h"
 
 namespace vlm {
 

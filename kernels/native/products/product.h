@@ -14,7 +14,7 @@
 #include <type_traits>
 
 #include "guard.h"
-#include "operand.h"
+#include "products/operand.h"
 
 namespace vlm {
 

@@ -3,7 +3,7 @@
 // many_queries.h.
 #pragma once
 
-#include "query_tile.h"
+#include "attention/flash_attention.h"
 #include "transpose.h"
 
 namespace vlm {

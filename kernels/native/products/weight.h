@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "callback.h"
+#include "codes/small_floats.h"
 #include "registers.h"
-#include "small_floats.h"
 
 namespace vlm {
 

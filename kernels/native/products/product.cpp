@@ -1,9 +1,9 @@
 // The kernels of product.h: a tile of rows times a panel, sums in registers.
-#include "product.h"
+#include "products/product.h"
 
-#include "grouped.h"
-#include "singles.h"
-#include "tiles.h"
+#include "codes/grouped.h"
+#include "products/amx_products.h"
+#include "products/multiply_add.h"
 
 namespace vlm {
 

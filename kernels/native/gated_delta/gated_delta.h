@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "functions.h"
+#include "gated_delta/packed.h"
 #include "guard.h"
-#include "packed.h"
 #include "room.h"
 
 namespace vlm {

@@ -1,5 +1,5 @@
 // How rows become an operand.
-#include "operand.h"
+#include "products/operand.h"
 
 #include "transpose.h"
 

@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "calls.h"
-#include "gated_delta.h"
+#include "gated_delta/gated_delta.h"
 #include "guard.h"
-#include "product.h"
+#include "products/product.h"
 
 namespace vlm {
 

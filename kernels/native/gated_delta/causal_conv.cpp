@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "calls.h"
-#include "convolution.h"
+#include "gated_delta/convolution.h"
 #include "guard.h"
 
 namespace vlm {

@@ -3,7 +3,7 @@
 
 #include "calls.h"
 #include "guard.h"
-#include "rows.h"
+#include "rows/rows.h"
 
 namespace vlm {
 

@@ -1,9 +1,9 @@
 // Rows as the products read them.
 #pragma once
 
+#include "products/weight.h"
 #include "room.h"
 #include "vectors.h"
-#include "weight.h"
 
 namespace vlm {
 

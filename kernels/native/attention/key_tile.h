@@ -1,7 +1,7 @@
 // What attention over a tile of keys is made of, whatever the lanes of vectors are.
 #pragma once
 
-#include "attention.h"
+#include "attention/attention.h"
 
 namespace vlm {
 

@@ -1,8 +1,8 @@
 // What a panel holds, float32 values or pairs of bfloat16, as it is added to the sums of some rows.
 #pragma once
 
+#include "products/weight.h"
 #include "vectors.h"
-#include "weight.h"
 
 namespace vlm {
 

@@ -1,8 +1,8 @@
 // The kernels of grouped.h for rows of bfloat16 and codes that bfloat16 holds exactly, e4m3: the
 // sums of their groups are computed by tiles (AMX).
-#include "grouped.h"
-#include "tile_registers.h"
-#include "tiles.h"
+#include "codes/grouped.h"
+#include "products/amx_products.h"
+#include "products/amx_registers.h"
 
 namespace vlm {
 

@@ -1,10 +1,10 @@
-// What attention multiplies in tiles (AMX), for many queries and for few: sums as tiles.h describes
-// them, whichever of both factors are the rows. TileRegisters are set, with a row for each of 16
-// keys or dims beside many queries, or for each of few queries.
+// What attention multiplies in tiles (AMX), for many queries and for few: sums as amx_products.h
+// describes them, whichever of both factors are the rows. TileRegisters are set, with a row for
+// each of 16 keys or dims beside many queries, or for each of few queries.
 #pragma once
 
-#include "attention_tiles.h"
-#include "tile_registers.h"
+#include "attention/key_tile.h"
+#include "products/amx_registers.h"
 #include "transpose.h"
 
 namespace vlm {

@@ -1,5 +1,5 @@
 // The kernels of grouped.h with quantised activations: products of bytes, summed by fours.
-#include "row_groups.h"
+#include "codes/row_groups.h"
 
 namespace vlm {
 

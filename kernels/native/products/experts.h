@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "functions.h"
-#include "product.h"
+#include "products/product.h"
 
 namespace vlm {
 

@@ -1,7 +1,7 @@
 // Attention of a tile of many queries: these are the lanes of vectors.
 #pragma once
 
-#include "query_tile.h"
+#include "attention/flash_attention.h"
 
 namespace vlm {
 

@@ -1,8 +1,8 @@
-// The kernels of tiles.h: two tiles of rows times the two of a panel, sums in registers.
-#include "tiles.h"
+// The kernels of amx_products.h: two tiles of rows times the two of a panel, sums in registers.
+#include "products/amx_products.h"
 
 #include "guard.h"
-#include "tile_registers.h"
+#include "products/amx_registers.h"
 
 #if VLM_TILES
 #include <sys/syscall.h>

@@ -1,8 +1,8 @@
 // The kernels of grouped.h with activations as they are: a few rows meet codes that are widened in
 // registers, more of them a group of a panel that has been widened into the L1 cache.
-#include "grouped.h"
+#include "codes/grouped.h"
 
-#include "singles.h"
+#include "products/multiply_add.h"
 
 namespace vlm {
 

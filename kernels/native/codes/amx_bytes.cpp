@@ -1,8 +1,8 @@
 // The kernels of grouped.h with quantised activations for many rows, where sums of products of
 // bytes are computed by tiles (AMX). They are whole numbers, so that bits do not depend on who adds
 // them.
-#include "grouped.h"
-#include "tile_registers.h"
+#include "codes/grouped.h"
+#include "products/amx_registers.h"
 
 namespace vlm {
 

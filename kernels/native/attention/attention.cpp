@@ -1,9 +1,9 @@
 // Attention as attention.h describes it.
-#include "attention.h"
+#include "attention/attention.h"
 
+#include "attention/few_queries.h"
+#include "attention/many_queries.h"
 #include "calls.h"
-#include "few_queries.h"
-#include "many_queries.h"
 
 namespace vlm {
 

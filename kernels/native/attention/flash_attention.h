@@ -4,8 +4,8 @@
 #include <optional>
 #include <type_traits>
 
-#include "attention_tiles.h"
-#include "tile_attention.h"
+#include "attention/amx_attention.h"
+#include "attention/key_tile.h"
 
 namespace vlm {
 

@@ -6,7 +6,7 @@
 // to be normal is zero. The last block is filled up with zeros.
 #pragma once
 
-#include "operand.h"
+#include "products/operand.h"
 
 namespace vlm {
 
