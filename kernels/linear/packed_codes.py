@@ -1,4 +1,4 @@
-"""Codes with scales in our own layout (`native/codes/grouped.h`), multiplied by compiled CPU code."""
+"""Codes with scales in our own layout (`native/codes/grouped.h`), multiplied by compiled code."""
 
 from __future__ import annotations
 
