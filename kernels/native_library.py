@@ -37,7 +37,7 @@ FUNCTIONS: dict[str, tuple[str | type, ...]] = {
     "vlm_pack": ("Packing",),
     "vlm_ranks_begin": ("Ranks", _INTEGER),
     "vlm_ranks_give_up": ("Ranks", _INTEGER),
-    "vlm_ranks_meet": ("Ranks",),
+    "vlm_ranks_barrier": ("Ranks",),
     "vlm_rms_norm": ("Rows", _ADDRESS, _NUMBER, _INTEGER),
     "vlm_rotations": (_INTEGER, _INTEGER, _INTEGER, *5 * (_ADDRESS,)),
     "vlm_self_test": (_ADDRESS,),

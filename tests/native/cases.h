@@ -165,7 +165,7 @@ void rows_cases();
 void step_cases();
 void tower_cases();
 void ranks_cases();
-void sharing_cases();
+void scheduler_cases();
 void self_cases();
 
 }  // namespace cases

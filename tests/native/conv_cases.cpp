@@ -37,7 +37,7 @@ static void conv(int64_t channels, int64_t kernel) {
 template <typename T>
 static void convs() {
     conv<T>(16, 2);
-    conv<T>(48, vlm::MOST_TAPS);
+    conv<T>(48, vlm::MAX_TAPS);
     conv<T>(528, 4);
 }
 

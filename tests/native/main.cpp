@@ -40,7 +40,7 @@ std::vector<int64_t> offsets(const std::vector<Slice>& slices) {
 }  // namespace cases
 
 int main() {
-    const char* products = vlm::TILE_PRODUCTS ? "tiles" : vlm::PAIR_PRODUCTS ? "pairs" : "singles";
+    const char* products = vlm::HAS_AMX ? "tiles" : vlm::HAS_BF16_DOT ? "pairs" : "singles";
     std::printf("width %d\nproducts %s\n", vlm::WIDTH, products);
     cases::linear_cases();
     cases::attention_cases();
@@ -50,7 +50,7 @@ int main() {
     cases::step_cases();
     cases::tower_cases();
     cases::ranks_cases();
-    cases::sharing_cases();
+    cases::scheduler_cases();
     cases::self_cases();
     return cases::failures != 0;
 }

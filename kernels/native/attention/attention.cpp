@@ -1,4 +1,4 @@
-// Attention as attention.h describes it.
+// Planning of attention, and its kernels' dispatch; see attention.h.
 #include "attention/attention.h"
 
 #include "attention/few_queries.h"
@@ -14,20 +14,20 @@ void AttentionPlan::make(const Attention& job) {
         tiles += own;
         parts += own * ((keys_of(job, i) + PART_KEYS - 1) / PART_KEYS);
     }
-    // Parts are shared out only where tiles alone would leave threads without work.
+    // Split tiles into parts only where tiles alone would leave threads idle.
     by_parts = tiles < 4 * job.threads;
     const int64_t most = by_parts ? parts : tiles;
-    if (most > item_room) {
-        item_room = 0;
+    if (most > item_capacity) {
+        item_capacity = 0;
         items.reset(new AttentionItem[most]);
-        joins.reset(new AttentionItem[most]);
-        item_room = most;
+        merges.reset(new AttentionItem[most]);
+        item_capacity = most;
     }
-    count = join_count = 0;
+    count = merge_count = 0;
     int64_t partial_count = 0;
     for (int64_t i = 0; i < job.sequences; ++i) {
         const int64_t shared = job.heads / job.kv_heads;
-        // The last tiles see most keys: they come first, so that threads end together.
+        // The last tiles see most keys: start them first, so that threads finish together.
         for (int64_t tile = query_tiles(job, i) - 1; tile >= 0; --tile) {
             const int64_t rows = (job.offsets[i + 1] - job.offsets[i]) * shared;
             const int64_t last = (std::min((tile + 1) * QUERIES, rows) - 1) / shared;
@@ -41,7 +41,7 @@ void AttentionPlan::make(const Attention& job) {
                 }
                 item.part = (int32_t)own;
                 item.partial = partial_count;
-                joins[join_count++] = item;
+                merges[merge_count++] = item;
                 for (int64_t part = 0; part < own; ++part) {
                     item.part = (int32_t)part;
                     item.partial = partial_count++;
@@ -50,67 +50,69 @@ void AttentionPlan::make(const Attention& job) {
             }
         }
     }
-    partials.of(partial_count * partial_size(job.head_dim));
+    partials.get(partial_count * partial_size(job.head_dim));
 }
 
-// As QueryTile takes it apart.
-int64_t attention_room(int64_t head_dim) {
+// The layout is that of FlashAttention's constructor.
+int64_t attention_scratch_floats(int64_t head_dim) {
     return 3 * head_dim * QUERIES + TILE_KEYS * QUERIES + 2 * TILE_KEYS * head_dim;
 }
 
-Room& own_attention_room() {
-    static thread_local Room own;
+ScratchBuffer& attention_scratch() {
+    static thread_local ScratchBuffer own;
     return own;
 }
 
 template <typename T, typename P>
-void attend_over(const Attention& job, AttentionPlan& plan, Sharing& sharing) {
-    float* room = own_attention_room().of(attention_room(job.head_dim));
-    float* partials = plan.partials.of(0);
-    FewQueries<T, P> few(job, room);
-    ManyQueries<T, P> many(job, room);
+void attend_over(const Attention& job, AttentionPlan& plan, LoopScheduler& scheduler) {
+    float* scratch = attention_scratch().get(attention_scratch_floats(job.head_dim));
+    float* partials = plan.partials.get(0);
+    FewQueries<T, P> few(job, scratch);
+    ManyQueries<T, P> many(job, scratch);
     const auto run = [&](int64_t i) {
         const AttentionItem& item = plan.items[i];
         few.takes(item) ? few.run(item, partials) : many.run(item, partials);
     };
-    // Parts that a thread takes one after the other ask for each other's keys.
-    plan.by_parts ? sharing.each(plan.count, run) : sharing.in_turn(plan.count, run);
-    if (plan.join_count == 0) return;
-    sharing.in_turn(plan.join_count, [&](int64_t i) {
-        const AttentionItem& item = plan.joins[i];
-        few.takes(item) ? few.join(item, partials) : many.join(item, partials);
+    // Consecutive parts of a thread prefetch each other's keys, so give each thread a contiguous
+    // range.
+    plan.by_parts ? scheduler.for_each(plan.count, run)
+                  : scheduler.for_each_interleaved(plan.count, run);
+    if (plan.merge_count == 0) return;
+    scheduler.for_each_interleaved(plan.merge_count, [&](int64_t i) {
+        const AttentionItem& item = plan.merges[i];
+        few.takes(item) ? few.merge(item, partials) : many.merge(item, partials);
     });
 }
 
 template <typename T>
-void attend(const Attention& job, AttentionPlan& plan, Sharing& sharing) {
+void attend(const Attention& job, AttentionPlan& plan, LoopScheduler& scheduler) {
     constexpr bool wide = sizeof(T) == 4;
     switch (job.pages.form) {
         case KV_FLOAT8:
-            return attend_over<T, float8>(job, plan, sharing);
+            return attend_over<T, float8>(job, plan, scheduler);
         case KV_INT8:
-            return attend_over<T, code8>(job, plan, sharing);
+            return attend_over<T, code8>(job, plan, scheduler);
         case KV_BFLOAT16:
-            return attend_over<T, bf16>(job, plan, sharing);
-        // Products of bfloat16 have no exact place for these.
+            return attend_over<T, bf16>(job, plan, scheduler);
+        // bfloat16 operands cannot represent float16 exactly.
         case KV_FLOAT16:
-            return attend_over<T, std::conditional_t<wide, f16, bf16>>(job, plan, sharing);
+            return attend_over<T, std::conditional_t<wide, f16, bf16>>(job, plan, scheduler);
         default:
-            return attend_over<T, T>(job, plan, sharing);
+            return attend_over<T, T>(job, plan, scheduler);
     }
 }
 
-template void attend<float>(const Attention&, AttentionPlan&, Sharing&);
-template void attend<bf16>(const Attention&, AttentionPlan&, Sharing&);
+template void attend<float>(const Attention&, AttentionPlan&, LoopScheduler&);
+template void attend<bf16>(const Attention&, AttentionPlan&, LoopScheduler&);
 
 template <typename T>
 void attend_all(const Attention& job) {
     static thread_local AttentionPlan plan;
     plan.make(job);
-    AttentionPlan& made = plan;
+    AttentionPlan& make_vec = plan;
     on_all_threads(
-        job.threads, [&] { own_attention_room().of(attention_room(job.head_dim)); },
-        [&](Sharing& sharing) { attend<T>(job, made, sharing); });
+        job.threads, [&] { attention_scratch().get(attention_scratch_floats(job.head_dim)); },
+        [&](LoopScheduler& scheduler) { attend<T>(job, make_vec, scheduler); });
 }
 
 }  // namespace vlm

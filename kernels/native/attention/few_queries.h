@@ -1,5 +1,5 @@
-// Attention of a tile of few queries, as of a decoded token: keys are the lanes of vectors, and
-// then the dims of values, so that no lane is left empty. Every sum is the same chain as in
+// Attention of a tile of few queries, such as a decoded token. The lanes of vectors are keys first,
+// and then dims of values, so that no lane is idle. Every sum is the same chain as in
 // many_queries.h.
 #pragma once
 
@@ -8,15 +8,15 @@
 
 namespace vlm {
 
-// scores[query][key] = key . query, for COUNT queries of `words` words each, one after the other.
+// scores[query][key] = key . query, for COUNT contiguous queries of `words` words each.
 template <bool PAIRS, int COUNT, typename P>
 void score_few(const float* const* keys, const float* queries, int64_t words, float* scores,
-               Ahead<P>& ahead) {
+               KeyPrefetcher<P>& prefetcher) {
     for (int64_t j = 0; j < TILE_KEYS; j += WIDTH) {
-        Floats total[COUNT] = {};
+        Floats acc[COUNT] = {};
         for (int64_t w = 0; w < words; w += WIDTH) {
             Words square[WIDTH];
-            ahead.ask();
+            prefetcher.step();
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; ++i) square[i] = read<Words>(keys[j + i] + w);
             transpose(square);
@@ -24,30 +24,30 @@ void score_few(const float* const* keys, const float* queries, int64_t words, fl
             for (int i = 0; i < WIDTH; ++i)
 #pragma GCC unroll 8
                 for (int r = 0; r < COUNT; ++r)
-                    total[r] =
-                        fused_at<PAIRS>(queries + r * words + w + i, (Floats)square[i], total[r]);
+                    acc[r] = fma_broadcast<PAIRS>(queries + r * words + w + i, (Floats)square[i],
+                                                  acc[r]);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < COUNT; ++r)
-            std::memcpy(scores + r * TILE_KEYS + j, &total[r], sizeof total[r]);
+            std::memcpy(scores + r * TILE_KEYS + j, &acc[r], sizeof acc[r]);
     }
 }
 
-// mixed[query][dim] += sum over keys (or pairs of them) of value[key][dim] * weight[query][key].
+// output[query][dim] += sum over keys (or pairs of them) of value[key][dim] * weight[query][key].
 template <bool PAIRS, int COUNT>
-void mix_few(const float* const* values, const float* weights, int64_t dim, float* mixed) {
+void add_values_few(const float* const* values, const float* weights, int64_t dim, float* output) {
     constexpr int N = 2, KEYS = PAIRS ? 2 : 1;
     for (int64_t d = 0; d < dim; d += N * WIDTH) {
-        Floats total[COUNT][N];
+        Floats acc[COUNT][N];
 #pragma GCC unroll 8
         for (int r = 0; r < COUNT; ++r)
 #pragma GCC unroll 2
-            for (int i = 0; i < N; ++i) total[r][i] = read<Floats>(mixed + r * dim + d + i * WIDTH);
+            for (int i = 0; i < N; ++i) acc[r][i] = read<Floats>(output + r * dim + d + i * WIDTH);
         for (int64_t j = 0; j < TILE_KEYS / KEYS; ++j) {
             Floats value[N];
             if constexpr (PAIRS) {
-                const Zipped both((const bf16*)values[2 * j] + d,
-                                  (const bf16*)values[2 * j + 1] + d);
+                const Interleaved both((const bf16*)values[2 * j] + d,
+                                       (const bf16*)values[2 * j + 1] + d);
                 value[0] = both.lower, value[1] = both.upper;
             } else {
 #pragma GCC unroll 2
@@ -57,40 +57,41 @@ void mix_few(const float* const* values, const float* weights, int64_t dim, floa
             for (int r = 0; r < COUNT; ++r)
 #pragma GCC unroll 2
                 for (int i = 0; i < N; ++i)
-                    total[r][i] =
-                        fused_at<PAIRS>(weights + r * TILE_KEYS + j, value[i], total[r][i]);
+                    acc[r][i] =
+                        fma_broadcast<PAIRS>(weights + r * TILE_KEYS + j, value[i], acc[r][i]);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < COUNT; ++r)
 #pragma GCC unroll 2
             for (int i = 0; i < N; ++i)
-                std::memcpy(mixed + r * dim + d + i * WIDTH, &total[r][i], sizeof(Floats));
+                std::memcpy(output + r * dim + d + i * WIDTH, &acc[r][i], sizeof(Floats));
     }
 }
 
 template <typename T, typename P>
-class FewQueries : public QueryTile<FewQueries<T, P>, T, P> {
-    using Base = QueryTile<FewQueries<T, P>, T, P>;
-    using Base::dim_, Base::rows_, Base::least_, Base::visible_, Base::queries_, Base::scores_;
+class FewQueries : public FlashAttention<FewQueries<T, P>, T, P> {
+    using Base = FlashAttention<FewQueries<T, P>, T, P>;
+    using Base::dim_, Base::rows_, Base::min_visible_, Base::visible_, Base::queries_,
+        Base::scores_;
     using Base::part_, Base::running_, Base::words, Base::PAIRS, Base::SCALED, Base::in_tiles_,
-        Base::ahead_;
-    static constexpr int MOST = 8;
+        Base::prefetcher_;
+    static constexpr int MAX_QUERIES = 8;
 
   public:
     using Base::Base;
 
-    // Whether these are few, of whole vectors.
+    // Tells whether an item has few queries, of whole vectors.
     bool takes(const AttentionItem& item) const {
-        return Base::rows_of(item) <= MOST && dim_ % (2 * WIDTH) == 0;
+        return Base::rows_of(item) <= MAX_QUERIES && dim_ % (2 * WIDTH) == 0;
     }
 
-    int64_t count() const { return dim_ * MOST; }
-    bool zipped() const { return in_tiles_; }
-    int64_t tile_rows() const { return rows_ <= MOST / 2 ? MOST / 2 : MOST; }
+    int64_t count() const { return dim_ * MAX_QUERIES; }
+    bool interleaved() const { return in_tiles_; }
+    int64_t tile_rows() const { return rows_ <= MAX_QUERIES / 2 ? MAX_QUERIES / 2 : MAX_QUERIES; }
 
-    void clear() { std::memset(queries_, 0, words() * MOST * sizeof(float)); }
+    void clear() { std::memset(queries_, 0, words() * MAX_QUERIES * sizeof(float)); }
 
-    void put(const T* q, int64_t r) {
+    void set_query(const T* q, int64_t r) {
         float* to = queries_ + r * words();
         if constexpr (PAIRS)
             std::memcpy(to, q, dim_ * sizeof(T));
@@ -99,92 +100,94 @@ class FewQueries : public QueryTile<FewQueries<T, P>, T, P> {
     }
 
     void score(const float* const* keys) {
-        ahead_.in(TILE_KEYS / WIDTH * words() / WIDTH);
+        prefetcher_.spread_over(TILE_KEYS / WIDTH * words() / WIDTH);
         if (in_tiles_)
-            score_few_tiles(keys, queries_, dim_, scores_, ahead_);
+            score_few_amx(keys, queries_, dim_, scores_, prefetcher_);
         else
-            by_count([&](auto count) {
-                score_few<PAIRS, count>(keys, queries_, words(), scores_, ahead_);
+            dispatch_count([&](auto count) {
+                score_few<PAIRS, count>(keys, queries_, words(), scores_, prefetcher_);
             });
         for (int64_t j = 0; j < rows_ * TILE_KEYS && SCALED; j += LANES)
             store(scores_ + j, load(scores_ + j) * load(Base::key_scales_.scale + j % TILE_KEYS));
     }
 
-    void weigh(int64_t first) {
+    void softmax(int64_t first) {
         const float scale = Base::base_2_scale();
-        float most[LANES], totals[LANES] = {}, weights[MOST][TILE_KEYS];
+        float most[LANES], totals[LANES] = {}, weights[MAX_QUERIES][TILE_KEYS];
         store(most, all(-INFINITY));
         for (int64_t r = 0; r < rows_; ++r) {
             float* own = scores_ + r * TILE_KEYS;
-            if (first + TILE_KEYS > least_) hide(own, visible_[r] - (float)first);
+            if (first + TILE_KEYS > min_visible_) mask(own, visible_[r] - (float)first);
             Vec highest = load(own);
             for (int64_t j = LANES; j < TILE_KEYS; j += LANES)
-                highest = larger(load(own + j), highest);
-            most[r] = largest(highest);
+                highest = maximum(load(own + j), highest);
+            most[r] = reduce_max(highest);
         }
-        const Vec top = larger(load(most) * scale, part_.peak[0]), base = Running::finite(top);
-        float bases[LANES], fades[LANES];
+        const Vec top = maximum(load(most) * scale, part_.max_score[0]),
+                  base = OnlineSoftmax::finite(top);
+        float bases[LANES], rescales[LANES];
         store(bases, base);
         for (int64_t r = 0; r < rows_; ++r) {
             float* own = scores_ + r * TILE_KEYS;
             for (int64_t j = 0; j < TILE_KEYS; j += LANES) {
-                const Vec weight = power_of_2(fma(load(own + j), scale, all(-bases[r])));
+                const Vec weight = exp2_nonpositive(fma(load(own + j), scale, all(-bases[r])));
                 store(weights[r] + j, weight);
                 const Vec kept = SCALED ? weight * load(Base::value_scales_.scale + j) : weight;
                 store((typename Base::Operand*)own + j, kept);
             }
         }
-        by_count([&](auto count) { add_up<count>(weights, totals); });
-        store(fades, part_.rise(0, top, base, load(totals)));
+        dispatch_count([&](auto count) { sum_weights<count>(weights, totals); });
+        store(rescales, part_.update(0, top, base, load(totals)));
         for (int64_t r = 0; r < rows_; ++r)
-            if (fades[r] != 1.0f) times(part_.mixed + r * dim_, fades[r]);
+            if (rescales[r] != 1.0f) scale_row(part_.output + r * dim_, rescales[r]);
     }
 
-    void mix(const float* const* values) {
-        if (in_tiles_) return mix_few_tiles(values[0], scores_, dim_, part_.mixed);
-        by_count([&](auto count) { mix_few<PAIRS, count>(values, scores_, dim_, part_.mixed); });
+    void add_values(const float* const* values) {
+        if (in_tiles_) return add_values_few_amx(values[0], scores_, dim_, part_.output);
+        dispatch_count(
+            [&](auto count) { add_values_few<PAIRS, count>(values, scores_, dim_, part_.output); });
     }
 
-    void add_part() {
-        running_.template join<1>(part_, [&](const Vec* mine, const Vec* its) {
+    void merge_part() {
+        running_.template merge<1>(part_, [&](const Vec* mine, const Vec* its) {
             float own[LANES], others[LANES];
             store(own, *mine), store(others, *its);
             for (int64_t r = 0; r < rows_; ++r) {
-                float* to = running_.mixed + r * dim_;
-                const float* from = part_.mixed + r * dim_;
+                float* to = running_.output + r * dim_;
+                const float* from = part_.output + r * dim_;
                 for (int64_t d = 0; d < dim_; d += LANES)
                     store(to + d, fma(load(from + d), others[r], load(to + d) * own[r]));
             }
         });
     }
 
-    void divide() {
+    void normalise() {
         float totals[LANES];
-        store(totals, running_.total[0]);
+        store(totals, running_.weight_sum[0]);
         for (int64_t r = 0; r < rows_; ++r) {
-            float* own = running_.mixed + r * dim_;
+            float* own = running_.output + r * dim_;
             for (int64_t d = 0; d < dim_; d += LANES)
                 store(own + d, load(own + d) / all(totals[r]));
         }
     }
 
-    void get(int64_t r, T* out) const {
+    void get_result(int64_t r, T* out) const {
         for (int64_t d = 0; d < dim_; d += LANES)
-            store(out + d, load(running_.mixed + r * dim_ + d));
+            store(out + d, load(running_.output + r * dim_ + d));
     }
 
   private:
-    // `work` with a number of queries as a constant, those that are missing among them.
+    // Calls `work` with the number of queries rounded up to a compile-time constant.
     template <typename Work>
-    void by_count(const Work& work) const {
-        if (rows_ <= MOST / 2)
-            work(std::integral_constant<int, MOST / 2>());
+    void dispatch_count(const Work& work) const {
+        if (rows_ <= MAX_QUERIES / 2)
+            work(std::integral_constant<int, MAX_QUERIES / 2>());
         else
-            work(std::integral_constant<int, MOST>());
+            work(std::integral_constant<int, MAX_QUERIES>());
     }
 
-    // Scores of a tile's keys from the one of that number on become -infinity.
-    static void hide(float* scores, float visible) {
+    // Sets the scores of a tile's keys from number `visible` on to -infinity.
+    static void mask(float* scores, float visible) {
         float numbers[LANES];
         for (int i = 0; i < LANES; ++i) numbers[i] = (float)i;
         for (int64_t j = 0; j < TILE_KEYS; j += LANES)
@@ -192,17 +195,17 @@ class FewQueries : public QueryTile<FewQueries<T, P>, T, P> {
                                          load(scores + j), all(-INFINITY)));
     }
 
-    // The sums of a tile's weights, key by key.
+    // Sums a tile's weights in the order of keys.
     template <int COUNT>
-    static void add_up(const float (*weights)[TILE_KEYS], float* totals) {
-        float total[COUNT] = {};
+    static void sum_weights(const float (*weights)[TILE_KEYS], float* totals) {
+        float acc[COUNT] = {};
         for (int64_t j = 0; j < TILE_KEYS; ++j)
 #pragma GCC unroll 8
-            for (int r = 0; r < COUNT; ++r) total[r] += weights[r][j];
-        std::memcpy(totals, total, sizeof total);
+            for (int r = 0; r < COUNT; ++r) acc[r] += weights[r][j];
+        std::memcpy(totals, acc, sizeof acc);
     }
 
-    void times(float* row, float factor) const {
+    void scale_row(float* row, float factor) const {
         for (int64_t d = 0; d < dim_; d += LANES) store(row + d, load(row + d) * factor);
     }
 };

@@ -1,12 +1,12 @@
-// What attention over a tile of keys is made of, whatever the lanes of vectors are.
+// Parts of attention over one tile of keys that do not depend on what the lanes of vectors are.
 #pragma once
 
 #include "attention/attention.h"
 
 namespace vlm {
 
-// Where the keys of a tile lie: the last key instead of those from `end` on.
-struct Places {
+// Offsets of a tile's keys in the pages. Keys from `end` on repeat the last key.
+struct KeyOffsets {
     int64_t at[TILE_KEYS], scale_at[TILE_KEYS];
 
     void find(const Pages& pages, int64_t first_key, const int32_t* blocks, int64_t first,
@@ -21,28 +21,27 @@ struct Places {
     }
 };
 
-// Asks for a tile's keys and values while the tile before it is computed: into the second cache,
-// since two tiles are more than the first one holds, and a few lines at a time, since processors
-// leave requests out that come all at once. (The rows of a head are short pieces, which no
-// processor foresees.)
+// Prefetches a tile's keys and values while the tile before it is computed. Into L2, because two
+// tiles exceed L1; a few lines per step, because processors drop bursts of prefetches. The rows of
+// a head are too short for the hardware prefetcher.
 template <typename P>
-class Ahead {
+class KeyPrefetcher {
   public:
-    // Nothing if there is no tile.
-    void of(const P* keys, const P* values, const Places* tile, int64_t dim) {
+    // Prefetches nothing if `tile` is null.
+    void start(const P* keys, const P* values, const KeyOffsets* tile, int64_t dim) {
         keys_ = keys, values_ = values, tile_ = tile, dim_ = dim;
     }
 
-    // `ask` will be called that many times, or more often.
-    void in(int64_t turns) {
+    // Distributes the prefetches over this many calls of `step`.
+    void spread_over(int64_t steps) {
         const int64_t lines = 2 * TILE_KEYS * ((dim_ + LINE - 1) / LINE);
-        each_ = tile_ ? (lines + turns - 1) / turns : 0;
+        lines_per_step_ = tile_ ? (lines + steps - 1) / steps : 0;
         next_ = 0;
         at_ = dim_;
     }
 
-    VLM_INLINE void ask() {
-        for (int64_t i = 0; i < each_; ++i, at_ += LINE) {
+    VLM_INLINE void step() {
+        for (int64_t i = 0; i < lines_per_step_; ++i, at_ += LINE) {
             if (at_ >= dim_) {
                 if (next_ == 2 * TILE_KEYS) return;
                 row_ = (next_ < TILE_KEYS ? keys_ : values_) + tile_->at[next_ % TILE_KEYS];
@@ -56,87 +55,89 @@ class Ahead {
     static constexpr int64_t LINE = 64 / (int64_t)sizeof(P);
 
     const P *keys_ = nullptr, *values_ = nullptr, *row_ = nullptr;
-    const Places* tile_ = nullptr;
-    int64_t dim_ = 0, each_ = 0, next_ = 0, at_ = 0;
+    const KeyOffsets* tile_ = nullptr;
+    int64_t dim_ = 0, lines_per_step_ = 0, next_ = 0, at_ = 0;
 };
 
-// What scores of keys, and weights of values, are multiplied with, and what comes off their codes.
-struct Scales {
+// Scales and zero points of int8 codes. Scales multiply the scores of keys and the weights of
+// values; zero points are subtracted from codes.
+struct CodeScales {
     float scale[TILE_KEYS], zero[TILE_KEYS];
 
-    void find(const Places& places, const void* scales, const void* zeros, int64_t head) {
-        take(places, (const f16*)scales + head, scale);
-        take(places, (const f16*)zeros + head, zero);
+    void find(const KeyOffsets& offsets, const void* scales, const void* zeros, int64_t head) {
+        gather(offsets, (const f16*)scales + head, scale);
+        gather(offsets, (const f16*)zeros + head, zero);
     }
 
   private:
-    static void take(const Places& places, const f16* from, float* to) {
+    static void gather(const KeyOffsets& offsets, const f16* from, float* to) {
         f16 halves[TILE_KEYS];
-        for (int64_t j = 0; j < TILE_KEYS; ++j) halves[j] = from[places.scale_at[j]];
+        for (int64_t j = 0; j < TILE_KEYS; ++j) halves[j] = from[offsets.scale_at[j]];
         for (int64_t j = 0; j < TILE_KEYS; j += LANES) store(to + j, load(halves + j));
     }
 };
 
-// What queries have seen so far; `mixed` is [dim, QUERIES], of few queries [queries, dim].
-struct Running {
-    Vec peak[QUERY_VECS], total[QUERY_VECS];
-    float* mixed;
+// The running state of an online softmax. `output` is [dim, QUERIES], for few queries [queries,
+// dim].
+struct OnlineSoftmax {
+    Vec max_score[QUERY_VECS], weight_sum[QUERY_VECS];
+    float* output;
 
     void begin(int64_t count) {
-        for (int c = 0; c < QUERY_VECS; ++c) peak[c] = all(-INFINITY), total[c] = zero();
-        std::memset(mixed, 0, count * sizeof(float));
+        for (int c = 0; c < QUERY_VECS; ++c) max_score[c] = all(-INFINITY), weight_sum[c] = zero();
+        std::memset(output, 0, count * sizeof(float));
     }
 
     void save(float* partial) const {
         for (int c = 0; c < QUERY_VECS; ++c) {
-            store(partial + c * LANES, peak[c]);
-            store(partial + QUERIES + c * LANES, total[c]);
+            store(partial + c * LANES, max_score[c]);
+            store(partial + QUERIES + c * LANES, weight_sum[c]);
         }
     }
 
     void read(const float* partial) {
         for (int c = 0; c < QUERY_VECS; ++c) {
-            peak[c] = load(partial + c * LANES);
-            total[c] = load(partial + QUERIES + c * LANES);
+            max_score[c] = load(partial + c * LANES);
+            weight_sum[c] = load(partial + QUERIES + c * LANES);
         }
     }
 
-    // Adds what was seen in the next part: `mix(mine, its)` does so for what was mixed.
+    // Merges the state of the next part; `add_values(mine, its)` does so for the output.
     template <int C, typename Mix>
-    void join(const Running& part, const Mix& mix) {
+    void merge(const OnlineSoftmax& part, const Mix& add_values) {
         Vec mine[C], its[C];
         for (int c = 0; c < C; ++c) {
-            const Vec top = larger(part.peak[c], peak[c]), base = finite(top);
-            mine[c] = power_of_2(peak[c] - base);
-            its[c] = power_of_2(part.peak[c] - base);
-            peak[c] = top;
-            total[c] = fma(part.total[c], its[c], total[c] * mine[c]);
+            const Vec top = maximum(part.max_score[c], max_score[c]), base = finite(top);
+            mine[c] = exp2_nonpositive(max_score[c] - base);
+            its[c] = exp2_nonpositive(part.max_score[c] - base);
+            max_score[c] = top;
+            weight_sum[c] = fma(part.weight_sum[c], its[c], weight_sum[c] * mine[c]);
         }
-        mix(mine, its);
+        add_values(mine, its);
     }
 
-    // The peak rises to `top`, and `its` is what a tile adds; `base` is the finite `top`. Returns
-    // what becomes of all that was mixed before.
-    Vec rise(int c, const Vec& top, const Vec& base, const Vec& its) {
-        const Vec fade = power_of_2(peak[c] - base);
-        total[c] = fma(total[c], fade, its);
-        peak[c] = top;
-        return fade;
+    // Raises the maximum to `top` and adds `its`, a tile's weights; `base` is the finite `top`.
+    // Returns the factor by which the output so far must be rescaled.
+    Vec update(int c, const Vec& top, const Vec& base, const Vec& its) {
+        const Vec rescale = exp2_nonpositive(max_score[c] - base);
+        weight_sum[c] = fma(weight_sum[c], rescale, its);
+        max_score[c] = top;
+        return rescale;
     }
 
-    // A query that has seen no key has weights of 0, not 2^(inf - inf).
+    // Returns a finite maximum: a query that has seen no key has weights of 0, not 2^(inf - inf).
     static Vec finite(const Vec& peak) { return where_less(all(-INFINITY), peak, peak, zero()); }
 };
 
-// How values of T meet in products: as float32, or as pairs of bfloat16.
+// Values of T are multiplied as pairs of bfloat16, else as float32.
 template <typename T>
-constexpr bool PAIRED = PAIR_PRODUCTS && sizeof(T) == 2;
+constexpr bool PAIRED = HAS_BF16_DOT && sizeof(T) == 2;
 
-// 2 * WIDTH values of two keys, as pairs.
-struct Zipped {
+// 2 * WIDTH values of two keys, interleaved to pairs.
+struct Interleaved {
     Floats lower, upper;
 
-    VLM_INLINE Zipped(const bf16* even, const bf16* odd) {
+    VLM_INLINE Interleaved(const bf16* even, const bf16* odd) {
         typedef uint16_t Whole __attribute__((vector_size(4 * WIDTH)));
         struct First {
             static constexpr int of(int lane) { return lane / 2 + lane % 2 * 2 * WIDTH; }
@@ -145,8 +146,8 @@ struct Zipped {
             static constexpr int of(int lane) { return First::of(lane) + WIDTH; }
         };
         const Whole low = read<Whole>(even), high = read<Whole>(odd);
-        lower = (Floats)shuffled<First>(low, high);
-        upper = (Floats)shuffled<Second>(low, high);
+        lower = (Floats)shuffle<First>(low, high);
+        upper = (Floats)shuffle<Second>(low, high);
     }
 };
 

@@ -1,86 +1,87 @@
-// Attention of a tile of many queries: these are the lanes of vectors.
+// Attention of a tile of many queries, which are the lanes of vectors.
 #pragma once
 
 #include "attention/flash_attention.h"
 
 namespace vlm {
 
-// ROWS keys at a time: enough sums to keep the multipliers busy.
-constexpr int ROWS = WIDTH == 16 ? 8 : 4;
+// Register blocking: keys (or dims) at a time, enough accumulators to keep the multipliers busy.
+constexpr int KERNEL_ROWS = WIDTH == 16 ? 8 : 4;
 
-// scores[key][query] = key . query, for ROWS keys of `words` words each.
+// scores[key][query] = key . query, for KERNEL_ROWS keys of `words` words each.
 template <bool PAIRS, int N>
 void score(const float* const* keys, const float* queries, int64_t words, float* scores) {
-    Floats total[ROWS][N];
+    Floats acc[KERNEL_ROWS][N];
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < KERNEL_ROWS; ++r)
 #pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) total[r][i] = Floats{};
-    const float* key[ROWS];
+        for (int i = 0; i < N; ++i) acc[r][i] = Floats{};
+    const float* key[KERNEL_ROWS];
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) key[r] = keys[r];
+    for (int r = 0; r < KERNEL_ROWS; ++r) key[r] = keys[r];
     for (int64_t w = 0; w < words; ++w) {
         Floats lanes[N];
 #pragma GCC unroll 4
         for (int i = 0; i < N; ++i) lanes[i] = read<Floats>(queries + w * QUERIES + i * WIDTH);
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
+        for (int r = 0; r < KERNEL_ROWS; ++r)
 #pragma GCC unroll 4
             for (int i = 0; i < N; ++i)
-                total[r][i] = fused_at<PAIRS>(key[r] + w, lanes[i], total[r][i]);
+                acc[r][i] = fma_broadcast<PAIRS>(key[r] + w, lanes[i], acc[r][i]);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < KERNEL_ROWS; ++r)
 #pragma GCC unroll 4
         for (int i = 0; i < N; ++i)
-            std::memcpy(scores + r * QUERIES + i * WIDTH, &total[r][i], sizeof total[r][i]);
+            std::memcpy(scores + r * QUERIES + i * WIDTH, &acc[r][i], sizeof acc[r][i]);
 }
 
-// mixed[dim][query] += sum over keys (or pairs of them) of value[key][dim] * weight[key][query],
-// for ROWS dims.
+// output[dim][query] += sum over keys (or pairs of them) of value[key][dim] * weight[key][query],
+// for KERNEL_ROWS dims.
 template <bool PAIRS, int N>
-void mix(const float* const* values, int64_t first, const float* weights, int64_t steps,
-         float* mixed) {
-    Floats total[ROWS][N];
+void add_values(const float* const* values, int64_t first, const float* weights, int64_t steps,
+                float* output) {
+    Floats acc[KERNEL_ROWS][N];
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < KERNEL_ROWS; ++r)
 #pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) total[r][i] = read<Floats>(mixed + r * QUERIES + i * WIDTH);
+        for (int i = 0; i < N; ++i) acc[r][i] = read<Floats>(output + r * QUERIES + i * WIDTH);
     for (int64_t j = 0; j < steps; ++j) {
         const float* value = values[j] + first;
         Floats lanes[N];
 #pragma GCC unroll 4
         for (int i = 0; i < N; ++i) lanes[i] = read<Floats>(weights + j * QUERIES + i * WIDTH);
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r)
+        for (int r = 0; r < KERNEL_ROWS; ++r)
 #pragma GCC unroll 4
             for (int i = 0; i < N; ++i)
-                total[r][i] = fused_at<PAIRS>(value + r, lanes[i], total[r][i]);
+                acc[r][i] = fma_broadcast<PAIRS>(value + r, lanes[i], acc[r][i]);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < KERNEL_ROWS; ++r)
 #pragma GCC unroll 4
         for (int i = 0; i < N; ++i)
-            std::memcpy(mixed + r * QUERIES + i * WIDTH, &total[r][i], sizeof total[r][i]);
+            std::memcpy(output + r * QUERIES + i * WIDTH, &acc[r][i], sizeof acc[r][i]);
 }
 
 template <typename T, typename P>
-class ManyQueries : public QueryTile<ManyQueries<T, P>, T, P> {
-    using Base = QueryTile<ManyQueries<T, P>, T, P>;
-    using Base::ahead_, Base::in_tiles_, Base::wide_;
-    using Base::dim_, Base::rows_, Base::least_, Base::visible_, Base::queries_, Base::scores_;
+class ManyQueries : public FlashAttention<ManyQueries<T, P>, T, P> {
+    using Base = FlashAttention<ManyQueries<T, P>, T, P>;
+    using Base::dim_, Base::rows_, Base::min_visible_, Base::visible_, Base::queries_,
+        Base::scores_;
     using Base::part_, Base::running_, Base::words, Base::PAIRS, Base::SCALED;
+    using Base::prefetcher_, Base::in_tiles_, Base::operands_;
 
   public:
     using Base::Base;
 
     int64_t count() const { return dim_ * QUERIES; }
     int64_t tile_rows() const { return TILE_ROWS; }
-    bool zipped() const { return PAIRS; }
+    bool interleaved() const { return PAIRS; }
 
     void clear() { std::memset(queries_, 0, words() * QUERIES * sizeof(float)); }
 
-    void put(const T* q, int64_t r) {
+    void set_query(const T* q, int64_t r) {
         float* lane = queries_ + r;
         if constexpr (PAIRS)
             for (int64_t w = 0; w < dim_ / 2; ++w) std::memcpy(lane + w * QUERIES, q + 2 * w, 4);
@@ -89,13 +90,14 @@ class ManyQueries : public QueryTile<ManyQueries<T, P>, T, P> {
     }
 
     void score(const float* const* keys) {
-        ahead_.in(TILE_KEYS / (in_tiles_ ? TILE_ROWS : ROWS));
-        by_width([&](auto vecs) {
-            if (in_tiles_) score_tiles<vecs>(keys, queries_, dim_, (char*)wide_, scores_, ahead_);
-            for (int64_t j = 0; j < TILE_KEYS && !in_tiles_; j += ROWS) {
-                ahead_.ask();
-                vlm::score<PAIRS, vecs * VLM_PARTS>(keys + j, queries_, words(),
-                                                    scores_ + j * QUERIES);
+        prefetcher_.spread_over(TILE_KEYS / (in_tiles_ ? TILE_ROWS : KERNEL_ROWS));
+        dispatch_width([&](auto vecs) {
+            if (in_tiles_)
+                score_amx<vecs>(keys, queries_, dim_, (char*)operands_, scores_, prefetcher_);
+            for (int64_t j = 0; j < TILE_KEYS && !in_tiles_; j += KERNEL_ROWS) {
+                prefetcher_.step();
+                vlm::score<PAIRS, vecs * VLM_REGISTERS_PER_VEC>(keys + j, queries_, words(),
+                                                                scores_ + j * QUERIES);
             }
             for (int64_t j = 0; j < TILE_KEYS && SCALED; ++j)
                 for (int c = 0; c < vecs; ++c) {
@@ -105,50 +107,51 @@ class ManyQueries : public QueryTile<ManyQueries<T, P>, T, P> {
         });
     }
 
-    // Scores of a tile into weights; what was mixed before fades as the peak rises.
-    void weigh(int64_t first) {
-        by_width([&](auto vecs) { weigh<vecs>(first); });
+    // Turns the scores of a tile into weights, and rescales the output where the maximum rises.
+    void softmax(int64_t first) {
+        dispatch_width([&](auto vecs) { softmax<vecs>(first); });
     }
 
-    void mix(const float* const* values) {
-        by_width([&](auto vecs) {
+    void add_values(const float* const* values) {
+        dispatch_width([&](auto vecs) {
             if (in_tiles_)
-                return mix_tiles<vecs>(values[0], scores_, dim_, Base::more_values(), part_.mixed);
-            for (int64_t d = 0; d < dim_; d += ROWS)
-                vlm::mix<PAIRS, vecs * VLM_PARTS>(values, d, scores_,
-                                                  PAIRS ? TILE_KEYS / 2 : TILE_KEYS,
-                                                  part_.mixed + d * QUERIES);
+                return add_values_amx<vecs>(values[0], scores_, dim_, Base::pair_scratch(),
+                                            part_.output);
+            for (int64_t d = 0; d < dim_; d += KERNEL_ROWS)
+                vlm::add_values<PAIRS, vecs * VLM_REGISTERS_PER_VEC>(
+                    values, d, scores_, PAIRS ? TILE_KEYS / 2 : TILE_KEYS,
+                    part_.output + d * QUERIES);
         });
     }
 
-    void add_part() {
-        by_width([&](auto vecs) {
-            running_.template join<vecs>(part_, [&](const Vec* mine, const Vec* its) {
-                each_sum<vecs>([&](int64_t at, int c) {
-                    float* own = running_.mixed + at;
-                    store(own, fma(load(part_.mixed + at), its[c], load(own) * mine[c]));
+    void merge_part() {
+        dispatch_width([&](auto vecs) {
+            running_.template merge<vecs>(part_, [&](const Vec* mine, const Vec* its) {
+                for_each_output<vecs>([&](int64_t at, int c) {
+                    float* own = running_.output + at;
+                    store(own, fma(load(part_.output + at), its[c], load(own) * mine[c]));
                 });
             });
         });
     }
 
-    void divide() {
-        by_width([&](auto vecs) {
-            each_sum<vecs>([&](int64_t at, int c) {
-                float* own = running_.mixed + at;
-                store(own, load(own) / running_.total[c]);
+    void normalise() {
+        dispatch_width([&](auto vecs) {
+            for_each_output<vecs>([&](int64_t at, int c) {
+                float* own = running_.output + at;
+                store(own, load(own) / running_.weight_sum[c]);
             });
         });
     }
 
-    void get(int64_t r, T* out) const {
-        for (int64_t d = 0; d < dim_; ++d) store_one(out + d, running_.mixed[d * QUERIES + r]);
+    void get_result(int64_t r, T* out) const {
+        for (int64_t d = 0; d < dim_; ++d) store_one(out + d, running_.output[d * QUERIES + r]);
     }
 
   private:
-    // `work` with the number of vectors that the queries take, as a constant.
+    // Calls `work` with the number of vectors of queries as a compile-time constant.
     template <typename Work>
-    void by_width(const Work& work) {
+    void dispatch_width(const Work& work) {
         if (rows_ <= LANES)
             work(std::integral_constant<int, 1>());
         else
@@ -156,48 +159,50 @@ class ManyQueries : public QueryTile<ManyQueries<T, P>, T, P> {
     }
 
     template <int C, typename Do>
-    void each_sum(const Do& what) const {
+    void for_each_output(const Do& what) const {
         for (int64_t d = 0; d < dim_; ++d)
             for (int c = 0; c < C; ++c) what(d * QUERIES + c * LANES, c);
     }
 
     template <int C>
-    void weigh(int64_t first) {
+    void softmax(int64_t first) {
         const float scale = Base::base_2_scale();
-        Vec fade[C];
-        bool fades = false;
+        Vec rescale[C];
+        bool rescales = false;
         for (int c = 0; c < C; ++c) {
             float* own = scores_ + c * LANES;
             const Vec visible = load(visible_ + c * LANES);
-            if (first + TILE_KEYS > least_)
+            if (first + TILE_KEYS > min_visible_)
                 for (int64_t j = 0; j < TILE_KEYS; ++j) {
                     float* at = own + j * QUERIES;
                     store(at,
                           where_less(all((float)(first + j)), visible, load(at), all(-INFINITY)));
                 }
             Vec most = load(own);
-            for (int64_t j = 1; j < TILE_KEYS; ++j) most = larger(load(own + j * QUERIES), most);
-            const Vec top = larger(most * scale, part_.peak[c]), base = Running::finite(top);
-            Vec total = zero();
+            for (int64_t j = 1; j < TILE_KEYS; ++j) most = maximum(load(own + j * QUERIES), most);
+            const Vec top = maximum(most * scale, part_.max_score[c]),
+                      base = OnlineSoftmax::finite(top);
+            Vec acc = zero();
             for (int64_t j = 0; j < TILE_KEYS; ++j) {
-                const Vec weight = power_of_2(fma(load(own + j * QUERIES), scale, -base));
-                total = total + weight;
-                keep(own, j, SCALED ? weight * Base::value_scales_.scale[j] : weight);
+                const Vec weight = exp2_nonpositive(fma(load(own + j * QUERIES), scale, -base));
+                acc = acc + weight;
+                store_weight(own, j, SCALED ? weight * Base::value_scales_.scale[j] : weight);
             }
-            fades |= std::memcmp(&top, &part_.peak[c], sizeof top) != 0;
-            fade[c] = part_.rise(c, top, base, total);
+            rescales |= std::memcmp(&top, &part_.max_score[c], sizeof top) != 0;
+            rescale[c] = part_.update(c, top, base, acc);
         }
-        if (fades)
-            each_sum<C>([&](int64_t at, int c) {
-                store(part_.mixed + at, load(part_.mixed + at) * fade[c]);
+        if (rescales)
+            for_each_output<C>([&](int64_t at, int c) {
+                store(part_.output + at, load(part_.output + at) * rescale[c]);
             });
     }
 
-    // The weights of a key's values; in pairs, an even key waits in the low half for the odd one.
-    static void keep(float* own, int64_t j, const Vec& weight) {
+    // Stores the weights of a key's values. With pairs, an even key is kept in the low half until
+    // the odd one follows.
+    static void store_weight(float* own, int64_t j, const Vec& weight) {
         if constexpr (PAIRS) {
             float* at = own + j / 2 * QUERIES;
-            use_each(
+            for_each_register(
                 [=](int lane, Floats x) {
                     Words words = rounded_bits(x);
                     words = j % 2 ? read<Words>(at + lane) | (words & 0xffff0000u) : words >> 16;

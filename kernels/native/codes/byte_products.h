@@ -1,23 +1,24 @@
-// Sums of products of bytes, as the instructions of a processor have them.
+// Dot products of bytes, with the instructions that a processor has.
 #pragma once
 
 #include "registers.h"
 
 namespace vlm {
 
-// Whether four such products are summed by one instruction, or two by one and pairs of those by
-// another, which saturate what does not fit 16 bits.
+// HAS_DOT4: one instruction adds four products to a 32-bit lane. HAS_DOT2: one instruction adds two
+// products to a 16-bit lane, saturating, and another adds pairs of those lanes.
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || \
     defined(__ARM_FEATURE_MATMUL_INT8) || defined(__ARM_FEATURE_DOTPROD)
-constexpr bool BYTE_FOURS = true, BYTE_PAIRS = false;
+constexpr bool HAS_DOT4 = true, HAS_DOT2 = false;
 #elif defined(__AVX512BW__) || defined(__AVX2__)
-constexpr bool BYTE_FOURS = false, BYTE_PAIRS = true;
+constexpr bool HAS_DOT4 = false, HAS_DOT2 = true;
 #else
-constexpr bool BYTE_FOURS = false, BYTE_PAIRS = false;
+constexpr bool HAS_DOT4 = false, HAS_DOT2 = false;
 #endif
 
-// c plus, word by word, the products of the four unsigned bytes in a and the signed ones in b.
-inline Signed dots(Words a, Words b, Signed c) {
+// Returns c plus, per 32-bit lane, the dot product of four unsigned bytes of a and four signed
+// bytes of b.
+inline Signed dot4(Words a, Words b, Signed c) {
 #if defined(__AVX512VNNI__)
     return (Signed)_mm512_dpbusd_epi32((__m512i)c, (__m512i)a, (__m512i)b);
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
@@ -25,7 +26,7 @@ inline Signed dots(Words a, Words b, Signed c) {
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     return (Signed)vusdotq_s32((int32x4_t)c, (uint8x16_t)a, (int8x16_t)b);
 #elif defined(__ARM_FEATURE_DOTPROD)
-    // Bytes less 128, and 128 times the sum of the others.
+    // Make the unsigned bytes signed by subtracting 128; 128 times the sum of b makes up for it.
     const int8x16_t half = vdupq_n_s8(-128), own = (int8x16_t)(a ^ 0x80808080u);
     const int32x4_t rest = vdotq_s32(vdupq_n_s32(0), half, (int8x16_t)b);
     return (Signed)vsubq_s32(vdotq_s32((int32x4_t)c, own, (int8x16_t)b), rest);
@@ -36,9 +37,9 @@ inline Signed dots(Words a, Words b, Signed c) {
 #endif
 }
 
-// Only where BYTE_PAIRS. Sums of neighbours: of the products of unsigned bytes in a and signed ones
-// in b, as shorts, and of shorts, as words. Sums of shorts lane by lane. Magnitudes of bytes, and
-// the bytes of b with the signs of those in a.
+// Building blocks for HAS_DOT2. byte_pairs: products of unsigned bytes of a and signed bytes of b,
+// adjacent ones added to 16 bits. short_pairs: adjacent 16-bit lanes added to 32 bits. with_signs:
+// the bytes of b with the signs of the bytes of a.
 #if defined(__AVX512BW__)
 inline Words byte_pairs(Words a, Words b) {
     return (Words)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
@@ -76,27 +77,27 @@ Words magnitudes(Words a);
 Words with_signs(Words b, Words a);
 #endif
 
-// What a register's columns have of a group of SIZE k of a row: the sums of codes, at most MOST,
-// less OFF, times the row's bytes, none of which is -128. Where pairs are summed, codes that are
-// small and few stay in shorts, and those that are large lose OFF, so that pairs fit.
-template <int MOST, int64_t SIZE>
-class GroupSum {
+// Accumulates one group of SIZE k of a row for a register of columns: sum((code - OFFSET) * byte),
+// with codes up to MAX_CODE and bytes other than -128. With HAS_DOT2, small groups of small codes
+// stay in 16-bit lanes, and large codes are reduced by OFFSET so that pairs of products fit.
+template <int MAX_CODE, int64_t SIZE>
+class GroupAccumulator {
   public:
-    static constexpr int OFF = BYTE_PAIRS && MOST > 127 ? 128 : 0;
+    static constexpr int OFFSET = HAS_DOT2 && MAX_CODE > 127 ? 128 : 0;
 
     VLM_INLINE void begin(Signed first) { total_ = IN_SHORTS ? Signed{} : first; }
 
-    // Codes of four k, and the row's bytes of those, the same for all columns.
+    // Adds the codes of four k, times the row's four bytes, which are the same for all columns.
     VLM_INLINE void add(Words codes, Words bytes) {
         if constexpr (IN_SHORTS) {
             total_ = (Signed)add_shorts((Words)total_, byte_pairs(codes, bytes));
-        } else if constexpr (OFF) {
-            const Words own = codes ^ OFF * 0x01010101u;
+        } else if constexpr (OFFSET) {
+            const Words own = codes ^ OFFSET * 0x01010101u;
             total_ += short_pairs(byte_pairs(magnitudes(own), with_signs(bytes, own)));
-        } else if constexpr (BYTE_PAIRS) {
+        } else if constexpr (HAS_DOT2) {
             total_ += short_pairs(byte_pairs(codes, bytes));
         } else {
-            total_ = dots(codes, bytes, total_);
+            total_ = dot4(codes, bytes, total_);
         }
     }
 
@@ -106,7 +107,7 @@ class GroupSum {
     }
 
   private:
-    static constexpr bool IN_SHORTS = BYTE_PAIRS && SIZE / 2 * 127 * MOST <= 32767;
+    static constexpr bool IN_SHORTS = HAS_DOT2 && SIZE / 2 * 127 * MAX_CODE <= 32767;
 
     Signed total_;
 };

@@ -1,5 +1,5 @@
-// The kernels of grouped.h with activations as they are: a few rows meet codes that are widened in
-// registers, more of them a group of a panel that has been widened into the L1 cache.
+// Kernels of grouped.h for activations that are not quantised. Few rows widen the codes in
+// registers; more rows share a group of a panel that was widened into the L1 cache.
 #include "codes/grouped.h"
 
 #include "products/multiply_add.h"
@@ -8,22 +8,22 @@ namespace vlm {
 
 namespace {
 
-constexpr int64_t CODES_AHEAD = 4096;  // bytes between what is used and what is asked for
-// Rows beside whose sums there are registers to widen codes in.
-constexpr int64_t MOST_FEW = WIDTH == 8 ? 2 : WHOLE_ROWS;
+constexpr int64_t CODES_PREFETCH_DISTANCE = 4096;  // prefetch distance in bytes
+// Most rows whose accumulators leave registers free to widen codes in.
+constexpr int64_t MAX_STREAMED_ROWS = WIDTH == 8 ? 2 : FULL_WIDTH_ROWS;
 
-// Bits of a word as a whole number above 2^23, less the middle's: the code less the middle, times
-// the value of its lowest bit, which the factors of an operand take back.
+// Returns (code - middle) times the value of the code's lowest bit: places the bits above 2^23 in a
+// float32 and subtracts. The operand's factors undo the multiplication.
 template <uint32_t MASK>
 inline Floats number(Words word) {
     constexpr uint32_t LOWEST = MASK & -MASK, MIDDLE = (MASK / LOWEST + 1) / 2 * LOWEST;
-    return (Floats)((word & MASK) | 0x4b000000u) - spread(0x1p23f + (float)MIDDLE);
+    return (Floats)((word & MASK) | 0x4b000000u) - broadcast(0x1p23f + (float)MIDDLE);
 }
 
-// How many words of a column make a step, how many k those have, and how many words, or parts, they
-// are unpacked to. How many values a part has and what each is, a number or a pair; `high` is the
-// word's upper half.
-struct PlainWords : ByteWords {
+// Unpackers of codes to float32. A step of a column is WORDS_PER_STEP words of COUNT k, unpacked to
+// PARTS words of VALUES values each: numbers, or pairs of bfloat16. `high` is the upper half of a
+// word.
+struct PlainWords : Int8Bytes {
     static constexpr bool PAIRS = false;
 };
 
@@ -42,7 +42,7 @@ struct Int8Words : NumbersOf4 {
     }
 };
 
-struct Int6Words : SixBitWords {
+struct Int6Words : Int6Bytes {
     static constexpr int COUNT = 16, VALUES = 4;
     static constexpr bool PAIRS = false;
     template <int K>
@@ -66,15 +66,15 @@ struct Float4Words : NumbersOf8 {
     }
 };
 
-// The bits of a byte where those of float32 are, and 112 in the exponent: 2^-8 times the number,
-// which an operand's factors take back. Below the least normal one twice that less 2^-14 is, and
-// less.
+// Shift the bits of a byte to where float32 has them and add 112 to the exponent: 2^-8 times the
+// number, which the operand's factors undo. Subnormal numbers become twice that less 2^-14, which
+// is smaller than the normal formula's result.
 struct Float8Words : NumbersOf4 {
     template <int K>
     static VLM_INLINE Floats value(Words word, Words) {
         const Words top = K < 3 ? word << (24 - 8 * K) : word;
         const Floats normal = (Floats)(((top >> 4) & 0x07f00000u) | 0x38000000u);
-        const Floats size = lesser(normal, fused(normal, spread(2.0f), spread(-0x1p-14f)));
+        const Floats size = minimum(normal, fma(normal, broadcast(2.0f), broadcast(-0x1p-14f)));
         return (Floats)((Words)size | (top & 0x80000000u));
     }
 };
@@ -88,22 +88,24 @@ struct Float8Pairs : PlainWords {
     }
 };
 
-// Calls `use(i, values)` with a constant i and the values of all columns, for every one of a step.
+// Calls `use(i, values)` for every value of a step, with i as a constant and the values of all
+// columns.
 template <typename Kind, typename Use, int... I>
 VLM_INLINE void use_values(const char* step, const Use& use, std::integer_sequence<int, I...>) {
-    Words words[REGISTERS], high[REGISTERS];
+    Words words[PANEL_REGISTERS], high[PANEL_REGISTERS];
     auto all_columns = [&](auto i) {
         constexpr int PART = i / Kind::VALUES, K = i % Kind::VALUES;
         if constexpr (K == 0) {
 #pragma GCC unroll 8
-            for (int j = 0; j < REGISTERS; ++j) {
+            for (int j = 0; j < PANEL_REGISTERS; ++j) {
                 words[j] = Kind::part(step + j * sizeof(Words), PART);
                 high[j] = words[j] >> 16;
             }
         }
-        Floats values[REGISTERS];
+        Floats values[PANEL_REGISTERS];
 #pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j) values[j] = Kind::template value<K>(words[j], high[j]);
+        for (int j = 0; j < PANEL_REGISTERS; ++j)
+            values[j] = Kind::template value<K>(words[j], high[j]);
         use(i, values);
     };
     (all_columns(std::integral_constant<int, I>()), ...);
@@ -115,137 +117,140 @@ VLM_INLINE void use_values(const char* step, const Use& use) {
 }
 
 template <typename Kind>
-VLM_INLINE void ask_for_step(const char* words) {
+VLM_INLINE void prefetch_step(const char* words) {
 #pragma GCC unroll 6
-    for (int64_t line = 0; line < Kind::STORED * PANEL * 4; line += 64)
-        __builtin_prefetch(words + CODES_AHEAD + line);
+    for (int64_t line = 0; line < Kind::WORDS_PER_STEP * PANEL * 4; line += 64)
+        __builtin_prefetch(words + CODES_PREFETCH_DISTANCE + line);
 }
 
-// total = group's sum * scale + total
-struct Folding {
+// results += group's sum * scale
+struct GroupFold {
     GroupScales scales;
     float middle;
-    const float* x_sums;  // of ROWS rows, null if there are no zero points
+    const float* x_sums;  // of ROWS rows, null without zero points
 
-    VLM_INLINE Folding(const Weight& weight, const PanelScales& all, int64_t group,
-                       const float* behind, int64_t rows)
+    VLM_INLINE GroupFold(const Weight& weight, const PanelScales& all, int64_t group,
+                         const float* behind, int64_t rows)
         : scales(all.of(group)),
           middle(middle_of(weight.type)),
           x_sums(weight.zeros ? behind + group * rows : nullptr) {}
 
-    VLM_INLINE void add(int r, int j, Floats sum, bool fresh, float* sums) const {
-        float* to = sums + r * PANEL + j * WIDTH;
-        if (x_sums) sum = fused(middle - scales.zero[j], spread(x_sums[r]), sum);
-        const Floats total = fused(sum, scales.scale[j], fresh ? Floats{} : read<Floats>(to));
-        std::memcpy(to, &total, sizeof total);
+    VLM_INLINE void add(int r, int j, Floats sum, bool fresh, float* results) const {
+        float* to = results + r * PANEL + j * WIDTH;
+        if (x_sums) sum = fma(middle - scales.zero[j], broadcast(x_sums[r]), sum);
+        const Floats acc = fma(sum, scales.scale[j], fresh ? Floats{} : read<Floats>(to));
+        std::memcpy(to, &acc, sizeof acc);
     }
 };
 
-// One group after the other: two side by side have more chains under way, but two places where the
-// memory has to begin anew.
+// Groups are processed one after another. Two side by side would have more independent chains, but
+// also two streams that the hardware prefetcher has to find.
 template <typename Kind, int ROWS>
-void few_rows(const Weight& weight, const PanelScales& scales, const char* words, const float* x,
-              float* sums) {
+void streamed_kernel(const Weight& weight, const PanelScales& scales, const char* words,
+                     const float* x, float* results) {
     const int64_t size = weight.group, count = weight.depth / size;
     const float* behind = x + weight.depth * ROWS;
     for (int64_t group = 0; group < count; ++group) {
-        Floats total[ROWS][REGISTERS] = {};
+        Floats acc[ROWS][PANEL_REGISTERS] = {};
         for (int64_t step = 0; step < size / Kind::COUNT; ++step) {
-            ask_for_step<Kind>(words);
+            prefetch_step<Kind>(words);
             use_values<Kind>(words, [&](int i, const Floats* values) {
 #pragma GCC unroll 12
                 for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-                    for (int j = 0; j < REGISTERS; ++j)
-                        total[r][j] =
-                            fused_at<Kind::PAIRS>(x + i * ROWS + r, values[j], total[r][j]);
+                    for (int j = 0; j < PANEL_REGISTERS; ++j)
+                        acc[r][j] =
+                            fma_broadcast<Kind::PAIRS>(x + i * ROWS + r, values[j], acc[r][j]);
             });
-            words += Kind::STORED * PANEL * 4;
+            words += Kind::WORDS_PER_STEP * PANEL * 4;
             x += Kind::PARTS * Kind::VALUES * ROWS;
         }
-        const Folding fold(weight, scales, group, behind, ROWS);
+        const GroupFold fold(weight, scales, group, behind, ROWS);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-            for (int j = 0; j < REGISTERS; ++j) fold.add(r, j, total[r][j], group == 0, sums);
+            for (int j = 0; j < PANEL_REGISTERS; ++j)
+                fold.add(r, j, acc[r][j], group == 0, results);
     }
 }
 
-// A widened group, of singles or of pairs.
+// Multiplies a widened group, of float32 values or of pairs of bfloat16.
 template <typename Values, int ROWS>
-void wide_rows(const Weight& weight, const PanelScales& scales, const float* wide, const float* x,
-               int64_t group, float* sums) {
-    Floats total[ROWS][REGISTERS] = {};
-    const int64_t size = std::is_same_v<Values, Pairs> ? weight.group / 2 : weight.group;
+void group_kernel(const Weight& weight, const PanelScales& scales, const float* wide,
+                  const float* x, int64_t group, float* results) {
+    Floats acc[ROWS][PANEL_REGISTERS] = {};
+    const int64_t size = std::is_same_v<Values, Bfloat16Pairs> ? weight.group / 2 : weight.group;
     const float* own = x + group * size * ROWS;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < size; ++i)
-        Values::template add<ROWS>((const char*)(wide + i * PANEL), own + i * ROWS, total);
-    const Folding fold(weight, scales, group, x + weight.depth * ROWS, ROWS);
+        Values::template add<ROWS>((const char*)(wide + i * PANEL), own + i * ROWS, acc);
+    const GroupFold fold(weight, scales, group, x + weight.depth * ROWS, ROWS);
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j) fold.add(r, j, total[r][j], group == 0, sums);
+        for (int j = 0; j < PANEL_REGISTERS; ++j) fold.add(r, j, acc[r][j], group == 0, results);
 }
 
-typedef void (*WideRows)(const Weight&, const PanelScales&, const float*, const float*, int64_t,
-                         float*);
+typedef void (*GroupKernel)(const Weight&, const PanelScales&, const float*, const float*, int64_t,
+                            float*);
 
 template <typename Values>
-WideRows wide_rows_of(int64_t rows) {
-    return by_rows<WideRows>(rows, [](auto count) { return wide_rows<Values, count>; });
+GroupKernel group_kernel_of(int64_t rows) {
+    return dispatch_rows<GroupKernel>(rows, [](auto count) { return group_kernel<Values, count>; });
 }
 
-typedef void (*FewRows)(const Weight&, const PanelScales&, const char*, const float*, float*);
+typedef void (*StreamedKernel)(const Weight&, const PanelScales&, const char*, const float*,
+                               float*);
 
 template <typename Kind>
-FewRows few_rows_of(int64_t rows) {
-    return by_rows<FewRows, MOST_FEW>(rows, [](auto count) { return few_rows<Kind, count>; });
+StreamedKernel streamed_kernel_of(int64_t rows) {
+    return dispatch_rows<StreamedKernel, MAX_STREAMED_ROWS>(
+        rows, [](auto count) { return streamed_kernel<Kind, count>; });
 }
 
 template <typename Kind>
 void widen_codes(const char* from, int64_t count, float* to) {
     for (int64_t k = 0; k < count; k += Kind::COUNT) {
-        ask_for_step<Kind>(from);
+        prefetch_step<Kind>(from);
         use_values<Kind>(from, [&](int i, const Floats* values) {
-        // One by one: all at once would go by way of the stack.
+        // Store values one by one; all at once would be spilled to the stack.
 #pragma GCC unroll 8
-            for (int j = 0; j < REGISTERS; ++j)
+            for (int j = 0; j < PANEL_REGISTERS; ++j)
                 std::memcpy(to + i * PANEL + j * WIDTH, &values[j], sizeof values[j]);
         });
-        from += Kind::STORED * PANEL * 4;
+        from += Kind::WORDS_PER_STEP * PANEL * 4;
         to += Kind::PARTS * Kind::VALUES * PANEL;
     }
 }
 
 template <typename Kind>
-void multiply_words(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+void multiply_words(const Weight& weight, int64_t index, const Operand& x, float* results) {
     const char* words = panel_at(weight, index);
     const PanelScales scales(weight, index);
-    if (x.rows() <= MOST_FEW)
-        return few_rows_of<Kind>(x.rows())(weight, scales, words, x.group(0), sums);
-    alignas(64) float wide[MOST_GROUP * PANEL];
+    if (x.rows() <= MAX_STREAMED_ROWS)
+        return streamed_kernel_of<Kind>(x.rows())(weight, scales, words, x.group(0), results);
+    alignas(64) float wide[MAX_GROUP * PANEL];
     const int64_t bytes = weight.group * panel_step(weight.type);
-    using Values = std::conditional_t<Kind::PAIRS, Pairs, Singles>;
+    using Values = std::conditional_t<Kind::PAIRS, Bfloat16Pairs, Float32Values>;
     for (int64_t group = 0; group < weight.depth / weight.group; ++group) {
         widen_codes<Kind>(words + group * bytes, weight.group, wide);
         for (int64_t i = 0; i < x.groups(); ++i)
-            wide_rows_of<Values>(x.size(i))(weight, scales, wide, x.group(i), group,
-                                            sums + x.first(i) * PANEL);
+            group_kernel_of<Values>(x.size(i))(weight, scales, wide, x.group(i), group,
+                                               results + x.first(i) * PANEL);
     }
 }
 
 }  // namespace
 
-void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* sums) {
-    if (weight.dynamic) return multiply_integers(weight, index, x, sums);
-    if (weight.type == INT8) return multiply_words<Int8Words>(weight, index, x, sums);
-    if (weight.type == INT6) return multiply_words<Int6Words>(weight, index, x, sums);
-    if (weight.type == INT4) return multiply_words<Int4Words>(weight, index, x, sums);
-    if (weight.type == FLOAT4) return multiply_words<Float4Words>(weight, index, x, sums);
-    if constexpr (PAIR_PRODUCTS)
-        if (x.pairs()) return multiply_words<Float8Pairs>(weight, index, x, sums);
-    multiply_words<Float8Words>(weight, index, x, sums);
+void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* results) {
+    if (weight.dynamic) return multiply_integers(weight, index, x, results);
+    if (weight.type == INT8) return multiply_words<Int8Words>(weight, index, x, results);
+    if (weight.type == INT6) return multiply_words<Int6Words>(weight, index, x, results);
+    if (weight.type == INT4) return multiply_words<Int4Words>(weight, index, x, results);
+    if (weight.type == FLOAT4) return multiply_words<Float4Words>(weight, index, x, results);
+    if constexpr (HAS_BF16_DOT)
+        if (x.pairs()) return multiply_words<Float8Pairs>(weight, index, x, results);
+    multiply_words<Float8Words>(weight, index, x, results);
 }
 
 }  // namespace vlm

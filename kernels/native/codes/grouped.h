@@ -1,28 +1,29 @@
 // Products with codes that share scales in groups of k.
 //
-// A panel holds words, `[K / 4, 32]` of bytes or `[K / 8, 32]` of four bits, and those of every
-// column lie next to each other. In a word of bytes the least significant one is the first k; one
-// of four bits has k 0 to 3 in the lower halves of its bytes and k 4 to 7 in the upper ones. Of six
-// bits they are `[K / 16, 3, 32]`: two words of the lower four bits, and one whose bytes have the
-// upper two of k 0 to 3 in their lowest bits, of k 4 to 7 in the next ones, and so on.
-// Integer codes are unsigned. Their value is (code - zero) * scale; without zero points zero is the
-// middle, 128, 32 or 8. A byte of FLOAT8 is e4m3 without infinities; its value is that times the
-// scale. A code of FLOAT4 is e2m1, and has no zero points; its value is twice that, a whole number,
-// times the scale. Scales and zero points of a panel are `[K / group, 32]`. Scales of one byte are
-// roots, whose value is q * |q|, e4m3 or e8m0; a column's sum is multiplied by its factor when it
-// is complete.
+// Layout. A panel holds 32-bit words, those of all columns of a step contiguous: `[K / 4, 32]` for
+// bytes, `[K / 8, 32]` for four bits. A word of bytes has its first k in the least significant
+// byte. A word of four-bit codes has k 0 to 3 in the lower halves of its bytes and k 4 to 7 in the
+// upper halves. Six-bit codes are `[K / 16, 3, 32]`: two words of the lower four bits, and one of
+// the upper two. The bytes of the latter have k 0 to 3 in their lowest two bits, k 4 to 7 in the
+// next two, and so on. Scales and zero points of a panel are `[K / group, 32]`.
 //
-// Every group has a sum of its own, a chain of fused multiply-adds over ascending k, from zero on,
-// of x * (code - middle). One more adds (middle - zero) times the sum of the group's x (16 lanes
-// over ascending k, then joined) where there are zero points. The groups' sums times their scales
-// are a chain of fused multiply-adds over ascending k in turn.
+// Values. Integer codes are unsigned; a value is (code - zero) * scale. Without zero points, zero
+// is the middle code: 128, 32 or 8. FLOAT8 codes are e4m3 without infinities, and a value is code *
+// scale. FLOAT4 codes are e2m1 without zero points; a value is twice the code, an integer, times
+// the scale. One-byte scales are roots (q * |q|), e4m3 or e8m0; a column's result is multiplied by
+// its factor when it is complete.
 //
-// Where pairs of bfloat16 are multiplied, rows of those meet e4m3 codes, which bfloat16 has all, in
-// pairs of k: the chain of a group is one over pairs. Where there are tiles (AMX), the sum of a
-// group is what amx_products.h says instead, and groups that are no multiples of 32 meet float32.
+// Arithmetic. Each group has an accumulator: a chain of fused multiply-adds of x * (code - middle)
+// over ascending k, starting at zero. With zero points, one more adds (middle - zero) times the sum
+// of the group's x (16 lanes over ascending k, then reduced). The groups' accumulators times their
+// scales form another chain of fused multiply-adds over ascending k.
 //
-// If activations are quantised, groups are those of a row (`row_group`), a group's sum is one of
-// integers, sum(code * x) - zero * sum(x), to the bit, and its factor the product of both scales.
+// Where the processor multiplies pairs of bfloat16, rows of bfloat16 and e4m3 codes (exact in
+// bfloat16) are multiplied in pairs of k: a group's chain is over pairs. With AMX, a group's
+// accumulator is as in amx_products.h; groups that are no multiple of 32 are computed in float32.
+//
+// With quantised activations, groups are those of a row (`row_group`). A group's sum is an exact
+// integer, sum(code * x) - zero * sum(x), and its factor is the product of both scales.
 #pragma once
 
 #include <utility>
@@ -31,44 +32,43 @@
 
 namespace vlm {
 
-// sums[r][PANEL] = x[r] . panel `index`, without the bias.
-void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* sums);
-void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* sums);
-// Of an operand in tiles; writes behind the rows, up to a multiple of TILE_ROWS.
-void multiply_byte_tiles(const Weight& weight, int64_t index, const Operand& x, float* sums);
+// results[r][PANEL] = x[r] . panel `index`, without the bias.
+void multiply_codes(const Weight& weight, int64_t index, const Operand& x, float* results);
+void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* results);
+// The same for an operand in tiles; writes behind the rows, up to a multiple of TILE_ROWS.
+void multiply_byte_tiles(const Weight& weight, int64_t index, const Operand& x, float* results);
 
-// Whether a row meets all panels of a run in one loop. Panels of less than bytes are short, and at
-// the end of a loop a processor guesses wrong, and asks the memory late. Panels of bytes are faster
-// with a loop for each (measured where tiles are).
+// Tells whether one loop covers all panels of a run for a single row. Panels of less than bytes are
+// short: a loop per panel mispredicts its end and prefetches late. Panels of bytes are faster with
+// a loop each (measured with AMX).
 inline bool in_one_loop(const Weight& weight, const Operand& x) {
     return weight.dynamic && panel_step(weight.type) < PANEL && x.rows() == 1;
 }
-// sums[p][PANEL] = x . panel `panels.first + p`, without the bias; only if `in_one_loop`.
+// results[p][PANEL] = x . panel `panels.first + p`, without the bias. Requires `in_one_loop`.
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
-                          float* sums);
+                          float* results);
 
-// What `make` gives for a constant number of rows, up to MOST.
+// Returns what `make` returns for `rows` as a compile-time constant, up to MAX.
 template <typename Function, typename Make, size_t... LESS>
-Function by_rows(int64_t rows, const Make& make, std::index_sequence<LESS...>) {
+Function dispatch_rows(int64_t rows, const Make& make, std::index_sequence<LESS...>) {
     const Function all[] = {make(std::integral_constant<int, LESS + 1>())...};
     return all[rows - 1];
 }
 
-template <typename Function, int64_t MOST = WHOLE_ROWS, typename Make>
-Function by_rows(int64_t rows, const Make& make) {
-    return by_rows<Function>(rows, make, std::make_index_sequence<MOST>());
+template <typename Function, int64_t MAX = FULL_WIDTH_ROWS, typename Make>
+Function dispatch_rows(int64_t rows, const Make& make) {
+    return dispatch_rows<Function>(rows, make, std::make_index_sequence<MAX>());
 }
 
-// Codes as bytes. What a step of each kind is: how many words of a column are stored, and how many
-// of four codes each, or parts, they become, and the largest code. `step` is where the columns of a
-// register begin.
-struct ByteWords {
-    static constexpr int STORED = 1, PARTS = 1, MOST = 255;
+// Unpackers of codes to bytes. A step of a column is WORDS_PER_STEP stored words and becomes PARTS
+// words of four codes each, up to MAX_CODE. `step` is the address of a register's columns.
+struct Int8Bytes {
+    static constexpr int WORDS_PER_STEP = 1, PARTS = 1, MAX_CODE = 255;
     static VLM_INLINE Words part(const char* step, int) { return read<Words>(step); }
 };
 
-struct SixBitWords {
-    static constexpr int STORED = 3, PARTS = 4, MOST = 63;
+struct Int6Bytes {
+    static constexpr int WORDS_PER_STEP = 3, PARTS = 4, MAX_CODE = 63;
     static VLM_INLINE Words part(const char* step, int quarter) {
         constexpr int64_t WORD = PANEL * 4;
         const Words both = read<Words>(step + quarter / 2 * WORD);
@@ -79,29 +79,29 @@ struct SixBitWords {
     }
 };
 
-struct HalfByteWords {
-    static constexpr int STORED = 1, PARTS = 2, MOST = 15;
+struct Int4Bytes {
+    static constexpr int WORDS_PER_STEP = 1, PARTS = 2, MAX_CODE = 15;
     static VLM_INLINE Words part(const char* step, int half) {
         const Words both = read<Words>(step);
         return (half ? both >> 4 : both) & 0x0f0f0f0fu;
     }
 };
 
-// What e2m1 codes stand for, above the middle.
-struct LookedUpWords {
-    static constexpr int STORED = 1, PARTS = 2, MOST = 2 * FLOAT4_MIDDLE;
+// Unpacks e2m1 codes to their values plus FLOAT4_MIDDLE.
+struct Float4Bytes {
+    static constexpr int WORDS_PER_STEP = 1, PARTS = 2, MAX_CODE = 2 * FLOAT4_MIDDLE;
     static VLM_INLINE Words part(const char* step, int half) {
         static constexpr ByteTable VALUES = float4_bytes(FLOAT4_MIDDLE);
-        return looked_up(VALUES, HalfByteWords::part(step, half));
+        return table_lookup(VALUES, Int4Bytes::part(step, half));
     }
 };
 
-// What gives the codes of a group their values.
+// Scales and zero points of one group, per column.
 struct GroupScales {
-    Floats scale[REGISTERS], zero[REGISTERS];
+    Floats scale[PANEL_REGISTERS], zero[PANEL_REGISTERS];
 };
 
-// Scales and zero points of a panel; without zero points zero is the middle.
+// Scales and zero points of a panel. Without zero points, zero is the middle code.
 class PanelScales {
   public:
     PanelScales(const Weight& weight, int64_t index)
@@ -114,19 +114,20 @@ class PanelScales {
     VLM_INLINE GroupScales of(int64_t group) const {
         GroupScales found;
         const char* scales = scales_ + group * PANEL * bytes_of(type_);
-        // They lie apart from the codes, whose reading is too slow for processors to foresee them.
-        __builtin_prefetch(scales + SCALES_AHEAD);
-        if (type_ == FLOAT32) __builtin_prefetch(scales + SCALES_AHEAD + 64);
+        // Scales are read too rarely, beside the codes, for the hardware prefetcher.
+        __builtin_prefetch(scales + SCALES_PREFETCH_DISTANCE);
+        if (type_ == FLOAT32) __builtin_prefetch(scales + SCALES_PREFETCH_DISTANCE + 64);
 #pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j) {
+        for (int j = 0; j < PANEL_REGISTERS; ++j) {
             found.scale[j] = scale_at(scales + j * WIDTH * bytes_of(type_));
-            found.zero[j] = zeros_ ? zero_at(zeros_ + group * PANEL + j * WIDTH) : spread(middle_);
+            found.zero[j] =
+                zeros_ ? zero_at(zeros_ + group * PANEL + j * WIDTH) : broadcast(middle_);
         }
         return found;
     }
 
   private:
-    static constexpr int64_t SCALES_AHEAD = 1024;  // bytes
+    static constexpr int64_t SCALES_PREFETCH_DISTANCE = 1024;  // bytes
 
     VLM_INLINE Floats scale_at(const char* from) const {
         if (type_ == FLOAT32) return read<Floats>(from);

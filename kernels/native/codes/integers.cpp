@@ -1,54 +1,57 @@
-// The kernels of grouped.h with quantised activations: products of bytes, summed by fours.
+// Kernels of grouped.h for quantised activations: dot products of four bytes.
 #include "codes/row_groups.h"
 
 namespace vlm {
 
 namespace {
 
-// Bytes between what is used and what is asked for.
-constexpr int64_t INTEGERS_AHEAD = TILE_PRODUCTS ? 5120 : 8192;
-// Of a row's loop over less than bytes. Where there are tiles, copies of a load mislead what
-// foresees them (see `integer_tile`); elsewhere two have been faster than one.
-constexpr int STEPS_AT_ONCE = TILE_PRODUCTS ? 1 : 2;
-constexpr int64_t CACHED_K = 512;  // of a panel's part that stays in the L1 cache, about
-constexpr int MOST_KEPT =
-    WIDTH == 16 ? 8 : 4;                  // sums that stay in registers beside those of a group
-constexpr int LINE = 64 / sizeof(Words);  // registers that a line of the memory fills
+// Prefetch distance in bytes.
+constexpr int64_t INTEGERS_PREFETCH_DISTANCE = HAS_AMX ? 5120 : 8192;
+// Unroll factor of a single row's loop over codes of less than a byte. With AMX, copies of a load
+// mislead the hardware prefetcher (see `integer_kernel`); elsewhere a factor of two was faster.
+constexpr int UNROLLED_STEPS = HAS_AMX ? 1 : 2;
+constexpr int64_t INTEGERS_L1_DEPTH =
+    512;  // about the k of a panel's part that stays in the L1 cache
+constexpr int MAX_HELD_REGISTERS =
+    WIDTH == 16 ? 8 : 4;  // results that stay in registers beside the accumulators of a group
+constexpr int LINE_REGISTERS = 64 / sizeof(Words);  // registers per cache line
 
-// Where a panel ends is a matter of numbers alone.
+// A single loop runs over all panels. The end of a panel is arithmetic, not a branch, so that
+// nothing can be mispredicted.
 template <typename Kind, int64_t SIZE, bool PLAIN>
-void row_of_panels(Weight weight, const Panels& panels, const float* x, float* sums) {
-    if constexpr (PLAIN) settle<Kind>(weight, SIZE);
-    using Sum = GroupSum<Kind::MOST, SIZE>;
-    constexpr int64_t STEPS = SIZE / (4 * Kind::PARTS), BYTES = Kind::STORED * PANEL * 4;
+void row_of_panels(Weight weight, const Panels& panels, const float* x, float* results) {
+    if constexpr (PLAIN) assume_plain<Kind>(weight, SIZE);
+    using Acc = GroupAccumulator<Kind::MAX_CODE, SIZE>;
+    constexpr int64_t STEPS = SIZE / (4 * Kind::PARTS), BYTES = Kind::WORDS_PER_STEP * PANEL * 4;
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
     const float *scales = x + weight.depth / 4, *x_sums = scales + count;
     const char* words = panel_at(weight, panels.first);
     const PanelScales all(weight, panels.first);
     GroupScales of;
-    Floats kept[REGISTERS] = {};
+    Floats held[PANEL_REGISTERS] = {};
     int64_t group = 0, shares = 0;
     for (int64_t i = 0, end = panels.count * count; i < end; ++i) {
         const float* own = x + group * (SIZE / 4);
-        const RowGroup<Sum::OFF> row{zeros, scales + group, x_sums + group};
-        Sum total[REGISTERS];
+        const RowGroupScale<Acc::OFFSET> row{zeros, scales + group, x_sums + group};
+        Acc acc[PANEL_REGISTERS];
 #pragma GCC unroll 8
-        for (Sum& each : total) each.begin(row.first());
-#pragma GCC unroll STEPS_AT_ONCE
+        for (Acc& each : acc) each.begin(row.first());
+#pragma GCC unroll UNROLLED_STEPS
         for (int64_t step = 0; step < STEPS; ++step) {
             Words factors[Kind::PARTS];
 #pragma GCC unroll 4
-            for (Words& each : factors) each = four_of(own++);
+            for (Words& each : factors) each = broadcast4(own++);
 #pragma GCC unroll 8
-            for (int j = 0; j < REGISTERS; ++j) {
+            for (int j = 0; j < PANEL_REGISTERS; ++j) {
                 const char* codes = words + j * sizeof(Words);
 #pragma GCC unroll 3
-                for (int word = 0; word < Kind::STORED; ++word)
-                    if (j % LINE == 0) ask_for_line(codes + word * PANEL * 4 + INTEGERS_AHEAD);
+                for (int word = 0; word < Kind::WORDS_PER_STEP; ++word)
+                    if (j % LINE_REGISTERS == 0)
+                        prefetch_line(codes + word * PANEL * 4 + INTEGERS_PREFETCH_DISTANCE);
 #pragma GCC unroll 4
                 for (int part = 0; part < Kind::PARTS; ++part)
-                    total[j].add(Kind::part(codes, part), factors[part]);
+                    acc[j].add(Kind::part(codes, part), factors[part]);
             }
             words += BYTES;
         }
@@ -56,84 +59,87 @@ void row_of_panels(Weight weight, const Panels& panels, const float* x, float* s
         const bool last = group + 1 == count;
         const uint32_t more = (uint32_t)last - 1;  // all bits, or none
 #pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j) {
-            const Floats after = row.add(total[j].end(row.first()), of, j, kept[j]);
-            std::memcpy(sums + j * WIDTH, &after, sizeof after);
-            kept[j] = (Floats)((Words)after & more);
+        for (int j = 0; j < PANEL_REGISTERS; ++j) {
+            const Floats after = row.add(acc[j].end(row.first()), of, j, held[j]);
+            std::memcpy(results + j * WIDTH, &after, sizeof after);
+            held[j] = (Floats)((Words)after & more);
         }
         group = (group + 1) & (int64_t)(int32_t)more;
-        sums += PANEL * last;
+        results += PANEL * last;
     }
 }
 
-// Groups `begin` to `end` of SIZE k of the rows and a panel for ROWS rows.
+// Multiplies ROWS rows by groups `begin` to `end`, of SIZE k each, of a panel.
 template <typename Kind, int ROWS, int64_t SIZE, bool PLAIN>
-void integer_tile(Weight weight, int64_t index, const float* rows, int64_t begin, int64_t end,
-                  float* sums) {
-    if constexpr (PLAIN) settle<Kind>(weight, SIZE);
+void integer_kernel(Weight weight, int64_t index, const float* rows, int64_t begin, int64_t end,
+                    float* results) {
+    if constexpr (PLAIN) assume_plain<Kind>(weight, SIZE);
     const PanelScales all(weight, index);
-    using Sum = GroupSum<Kind::MOST, SIZE>;
-    constexpr int64_t STEPS = Groups<Kind, ROWS, SIZE>::STEPS;
-    constexpr bool KEPT = ROWS * REGISTERS <= MOST_KEPT;
-    // Processors foresee what an instruction will read from what it read before: copies of a load,
-    // each with strides of its own, make them ask for the wrong things. So steps are not unrolled.
-    // A row of bytes waits for the memory alone, and has every line read by one instruction.
+    using Acc = GroupAccumulator<Kind::MAX_CODE, SIZE>;
+    constexpr int64_t STEPS = GroupCursor<Kind, ROWS, SIZE>::STEPS;
+    constexpr bool HELD = ROWS * PANEL_REGISTERS <= MAX_HELD_REGISTERS;
+    // The hardware prefetcher predicts an instruction's loads from its earlier ones. Copies of a
+    // load have strides of their own and mislead it, so steps are not unrolled. A single row of
+    // bytes is memory-bound: every line is read by the same instruction.
     constexpr bool BY_LINES = Kind::PARTS == 1 && ROWS == 1;
     const int64_t shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
-    const Groups<Kind, ROWS, SIZE> at(weight, index, rows, begin);
+    const GroupCursor<Kind, ROWS, SIZE> at(weight, index, rows, begin);
     const char* words = at.words;
     const float *x = at.x, *scales = at.scales, *x_sums = at.sums;
-    Floats kept[ROWS][REGISTERS] = {};
-    auto place = [=](int r, int j) { return sums + r * PANEL + j * WIDTH; };
+    Floats held[ROWS][PANEL_REGISTERS] = {};
+    auto place = [=](int r, int j) { return results + r * PANEL + j * WIDTH; };
     auto each_sum = [](const auto& use) {
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-            for (int j = 0; j < REGISTERS; ++j) use(r, j);
+            for (int j = 0; j < PANEL_REGISTERS; ++j) use(r, j);
     };
-    if (KEPT && begin) each_sum([&](int r, int j) { kept[r][j] = read<Floats>(place(r, j)); });
+    if (HELD && begin) each_sum([&](int r, int j) { held[r][j] = read<Floats>(place(r, j)); });
     GroupScales of;
     int64_t shares = begin / shared;
     for (int64_t group = begin; group < end; ++group, scales += ROWS, x_sums += ROWS) {
-        auto row = [&](int r) { return RowGroup<Sum::OFF>{zeros, scales + r, x_sums + r}; };
-        Sum total[ROWS][REGISTERS];
-        each_sum([&](int r, int j) { total[r][j].begin(row(r).first()); });
+        auto row = [&](int r) { return RowGroupScale<Acc::OFFSET>{zeros, scales + r, x_sums + r}; };
+        Acc acc[ROWS][PANEL_REGISTERS];
+        each_sum([&](int r, int j) { acc[r][j].begin(row(r).first()); });
         auto add_step = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 3
-            for (int word = 0; word < Kind::STORED; ++word)
-                ask_for_weight(words + word * PANEL * 4 + INTEGERS_AHEAD);
+            for (int word = 0; word < Kind::WORDS_PER_STEP; ++word)
+                prefetch_weight(words + word * PANEL * 4 + INTEGERS_PREFETCH_DISTANCE);
 #pragma GCC unroll 4
             for (int part = 0; part < Kind::PARTS; ++part, x += ROWS) {
-                Words codes[REGISTERS];
+                Words codes[PANEL_REGISTERS];
 #pragma GCC unroll 8
-                for (int j = 0; j < REGISTERS; ++j)
+                for (int j = 0; j < PANEL_REGISTERS; ++j)
                     codes[j] = Kind::part(words + j * sizeof(Words), part);
 #pragma GCC unroll 12
                 for (int r = 0; r < ROWS; ++r) {
-                    const Words own = four_of(x + r);
+                    const Words own = broadcast4(x + r);
 #pragma GCC unroll 8
-                    for (int j = 0; j < REGISTERS; ++j) total[r][j].add(codes[j], own);
+                    for (int j = 0; j < PANEL_REGISTERS; ++j) acc[r][j].add(codes[j], own);
                 }
             }
-            words += Groups<Kind, ROWS, SIZE>::BYTES;
+            words += GroupCursor<Kind, ROWS, SIZE>::BYTES;
         };
-        // The sums of a step's lines take turns.
+        // Rotates the accumulators of a step's lines, so that one copy of the code handles all
+        // lines.
         auto add_line = [&](const float* own) __attribute__((always_inline)) {
-            ask_for_line(words + INTEGERS_AHEAD);
-            Sum sums[LINE];
+            prefetch_line(words + INTEGERS_PREFETCH_DISTANCE);
+            Acc next[LINE_REGISTERS];
 #pragma GCC unroll 4
-            for (int j = 0; j < LINE; ++j, words += sizeof(Words)) {
-                sums[j] = total[0][j];
-                sums[j].add(read<Words>(words), four_of(own));
+            for (int j = 0; j < LINE_REGISTERS; ++j, words += sizeof(Words)) {
+                next[j] = acc[0][j];
+                next[j].add(read<Words>(words), broadcast4(own));
             }
 #pragma GCC unroll 8
-            for (int j = LINE; j < REGISTERS; ++j) total[0][j - LINE] = total[0][j];
+            for (int j = LINE_REGISTERS; j < PANEL_REGISTERS; ++j)
+                acc[0][j - LINE_REGISTERS] = acc[0][j];
 #pragma GCC unroll 4
-            for (int j = 0; j < LINE; ++j) total[0][REGISTERS - LINE + j] = sums[j];
+            for (int j = 0; j < LINE_REGISTERS; ++j)
+                acc[0][PANEL_REGISTERS - LINE_REGISTERS + j] = next[j];
         };
         if (BY_LINES) {
-            constexpr int LINES = REGISTERS / LINE;  // of a step
+            constexpr int LINES = PANEL_REGISTERS / LINE_REGISTERS;  // per step
 #pragma GCC unroll 1
             for (int64_t line = 0; line < STEPS * LINES; ++line) add_line(x + line / LINES);
             x += STEPS;
@@ -143,45 +149,45 @@ void integer_tile(Weight weight, int64_t index, const float* rows, int64_t begin
         }
         if (PLAIN || group == begin || group == shares * shared) of = all.of(shares++);
         each_sum([&](int r, int j) {
-            Floats before = kept[r][j];
-            if (!KEPT) before = group ? read<Floats>(place(r, j)) : Floats{};
-            const Floats after = row(r).add(total[r][j].end(row(r).first()), of, j, before);
-            if (KEPT)
-                kept[r][j] = after;
+            Floats before = held[r][j];
+            if (!HELD) before = group ? read<Floats>(place(r, j)) : Floats{};
+            const Floats after = row(r).add(acc[r][j].end(row(r).first()), of, j, before);
+            if (HELD)
+                held[r][j] = after;
             else
                 std::memcpy(place(r, j), &after, sizeof after);
         });
     }
-    if (KEPT)
-        each_sum([&](int r, int j) { std::memcpy(place(r, j), &kept[r][j], sizeof(Floats)); });
+    if (HELD)
+        each_sum([&](int r, int j) { std::memcpy(place(r, j), &held[r][j], sizeof(Floats)); });
 }
 
-// The same where registers are few: a group of the columns of one of them at a time.
+// The same with few registers: processes a group one register of columns at a time.
 template <typename Kind, int ROWS, int64_t SIZE, bool PLAIN>
 void integer_columns(Weight weight, int64_t index, const float* rows, int64_t begin, int64_t end,
-                     float* sums) {
-    if constexpr (PLAIN) settle<Kind>(weight, SIZE);
+                     float* results) {
+    if constexpr (PLAIN) assume_plain<Kind>(weight, SIZE);
     const PanelScales all(weight, index);
-    using Sum = GroupSum<Kind::MOST, SIZE>;
-    constexpr int64_t STEPS = Groups<Kind, ROWS, SIZE>::STEPS;
-    constexpr int64_t BYTES = Groups<Kind, ROWS, SIZE>::BYTES;
+    using Acc = GroupAccumulator<Kind::MAX_CODE, SIZE>;
+    constexpr int64_t STEPS = GroupCursor<Kind, ROWS, SIZE>::STEPS;
+    constexpr int64_t BYTES = GroupCursor<Kind, ROWS, SIZE>::BYTES;
     const int64_t shared = weight.group / SIZE;
     const bool zeros = weight.zeros;
-    const Groups<Kind, ROWS, SIZE> at(weight, index, rows, begin);
+    const GroupCursor<Kind, ROWS, SIZE> at(weight, index, rows, begin);
     const char* words = at.words;
     const float *x = at.x, *scales = at.scales, *x_sums = at.sums;
     GroupScales of;
     int64_t shares = begin / shared;
     for (int64_t group = begin; group < end; ++group, scales += ROWS, x_sums += ROWS) {
-        auto row = [&](int r) { return RowGroup<Sum::OFF>{zeros, scales + r, x_sums + r}; };
+        auto row = [&](int r) { return RowGroupScale<Acc::OFFSET>{zeros, scales + r, x_sums + r}; };
         if (PLAIN || group == begin || group == shares * shared) of = all.of(shares++);
         for (int64_t byte = 0; byte < STEPS * BYTES; byte += 128)
-            ask_for_weight(words + byte + INTEGERS_AHEAD);
+            prefetch_weight(words + byte + INTEGERS_PREFETCH_DISTANCE);
 #pragma GCC unroll 8
-        for (int j = 0; j < REGISTERS; ++j) {
-            Sum total[ROWS];
+        for (int j = 0; j < PANEL_REGISTERS; ++j) {
+            Acc acc[ROWS];
 #pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r) total[r].begin(row(r).first());
+            for (int r = 0; r < ROWS; ++r) acc[r].begin(row(r).first());
             const float* own = x;
 #pragma GCC unroll 1
             for (int64_t step = 0; step < STEPS; ++step)
@@ -190,13 +196,13 @@ void integer_columns(Weight weight, int64_t index, const float* rows, int64_t be
                     const char* from = words + step * BYTES + j * sizeof(Words);
                     const Words codes = Kind::part(from, part);
 #pragma GCC unroll 12
-                    for (int r = 0; r < ROWS; ++r) total[r].add(codes, four_of(own + r));
+                    for (int r = 0; r < ROWS; ++r) acc[r].add(codes, broadcast4(own + r));
                 }
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; ++r) {
-                float* to = sums + r * PANEL + j * WIDTH;
+                float* to = results + r * PANEL + j * WIDTH;
                 const Floats before = group ? read<Floats>(to) : Floats{};
-                const Floats after = row(r).add(total[r].end(row(r).first()), of, j, before);
+                const Floats after = row(r).add(acc[r].end(row(r).first()), of, j, before);
                 std::memcpy(to, &after, sizeof after);
             }
         }
@@ -204,60 +210,60 @@ void integer_columns(Weight weight, int64_t index, const float* rows, int64_t be
     }
 }
 
-typedef void (*IntegerTile)(Weight, int64_t, const float*, int64_t, int64_t, float*);
+typedef void (*IntegerKernel)(Weight, int64_t, const float*, int64_t, int64_t, float*);
 
 template <typename Kind>
-IntegerTile integer_tile_of(const Weight& weight, int64_t rows) {
-    constexpr bool WORTH = std::is_same_v<Kind, HalfByteWords>;
-    return by_groups<IntegerTile, Kind, WORTH>(weight, [=](auto size, auto plain) {
-        constexpr int64_t SIZE = decltype(size)::value;
-        constexpr bool PLAIN = decltype(plain)::value;
-        return by_rows<IntegerTile, MOST_ROWS>(rows, [](auto count) -> IntegerTile {
-            if constexpr (WIDTH == 8 && decltype(count)::value > 1)
-                return integer_columns<Kind, count, SIZE, PLAIN>;
-            else
-                return integer_tile<Kind, count, SIZE, PLAIN>;
+IntegerKernel integer_kernel_of(const Weight& weight, int64_t rows) {
+    constexpr bool SPECIALISED = std::is_same_v<Kind, Int4Bytes>;
+    return dispatch_group_size<IntegerKernel, Kind, SPECIALISED>(
+        weight, [=](auto size, auto plain) {
+            constexpr int64_t SIZE = decltype(size)::value;
+            constexpr bool PLAIN = decltype(plain)::value;
+            return dispatch_rows<IntegerKernel, MAX_ROWS>(rows, [](auto count) -> IntegerKernel {
+                if constexpr (WIDTH == 8 && decltype(count)::value > 1)
+                    return integer_columns<Kind, count, SIZE, PLAIN>;
+                else
+                    return integer_kernel<Kind, count, SIZE, PLAIN>;
+            });
         });
-    });
 }
 
 template <typename Kind>
-void multiply_by_fours(const Weight& weight, int64_t index, const Operand& x, float* sums) {
+void multiply_dot4(const Weight& weight, int64_t index, const Operand& x, float* results) {
     const int64_t size = row_group(weight), count = weight.depth / size;
-    const int64_t some = x.groups() == 1 ? count : CACHED_K / size;
+    const int64_t some = x.groups() == 1 ? count : INTEGERS_L1_DEPTH / size;
     for (int64_t begin = 0; begin < count; begin += some)
         for (int64_t i = 0; i < x.groups(); ++i)
-            integer_tile_of<Kind>(weight, x.size(i))(weight, index, x.group(i), begin,
-                                                     std::min(begin + some, count),
-                                                     sums + x.first(i) * PANEL);
+            integer_kernel_of<Kind>(weight, x.size(i))(weight, index, x.group(i), begin,
+                                                       std::min(begin + some, count),
+                                                       results + x.first(i) * PANEL);
 }
 
 template <typename Kind>
-void multiply_row_by_fours(const Weight& weight, const Panels& panels, const float* x,
-                           float* sums) {
+void multiply_row_dot4(const Weight& weight, const Panels& panels, const float* x, float* results) {
     typedef void (*Row)(Weight, const Panels&, const float*, float*);
-    const auto row = by_groups<Row, Kind, true>(weight, [](auto size, auto plain) -> Row {
+    const auto row = dispatch_group_size<Row, Kind, true>(weight, [](auto size, auto plain) -> Row {
         return row_of_panels<Kind, decltype(size)::value, decltype(plain)::value>;
     });
-    row(weight, panels, x, sums);
+    row(weight, panels, x, results);
 }
 
 }  // namespace
 
-void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* sums) {
-    if (x.in_tiles()) return multiply_byte_tiles(weight, index, x, sums);
-    if (weight.type == INT8) return multiply_by_fours<ByteWords>(weight, index, x, sums);
-    if (weight.type == INT6) return multiply_by_fours<SixBitWords>(weight, index, x, sums);
-    if (weight.type == INT4) return multiply_by_fours<HalfByteWords>(weight, index, x, sums);
-    multiply_by_fours<LookedUpWords>(weight, index, x, sums);
+void multiply_integers(const Weight& weight, int64_t index, const Operand& x, float* results) {
+    if (x.in_tiles()) return multiply_byte_tiles(weight, index, x, results);
+    if (weight.type == INT8) return multiply_dot4<Int8Bytes>(weight, index, x, results);
+    if (weight.type == INT6) return multiply_dot4<Int6Bytes>(weight, index, x, results);
+    if (weight.type == INT4) return multiply_dot4<Int4Bytes>(weight, index, x, results);
+    multiply_dot4<Float4Bytes>(weight, index, x, results);
 }
 
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
-                          float* sums) {
-    const auto multiply = weight.type == INT4   ? multiply_row_by_fours<HalfByteWords>
-                          : weight.type == INT6 ? multiply_row_by_fours<SixBitWords>
-                                                : multiply_row_by_fours<LookedUpWords>;
-    multiply(weight, panels, x.group(0), sums);
+                          float* results) {
+    const auto multiply = weight.type == INT4   ? multiply_row_dot4<Int4Bytes>
+                          : weight.type == INT6 ? multiply_row_dot4<Int6Bytes>
+                                                : multiply_row_dot4<Float4Bytes>;
+    multiply(weight, panels, x.group(0), results);
 }
 
 }  // namespace vlm

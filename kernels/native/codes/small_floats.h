@@ -1,27 +1,27 @@
-// Numbers of four and eight bits that weights and their scales are stored as.
+// Conversions of four-bit and eight-bit floating point numbers, of weights and of scales.
 #pragma once
 
 #include "registers.h"
 
 namespace vlm {
 
-// Twice the value of every e2m1 number, whose code is its place: a whole number.
+// Twice the value of every e2m1 code: an integer.
 constexpr int8_t FLOAT4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 constexpr int FLOAT4_MIDDLE = 12;
 
-// A byte that depends on the place alone, for each of 16 places.
+// A table of 16 bytes, for byte shuffles.
 struct ByteTable {
     uint8_t bytes[16];
 };
-// FLOAT4_VALUES plus a number.
+// Returns FLOAT4_VALUES plus a number.
 constexpr ByteTable float4_bytes(int more) {
     ByteTable table{};
     for (int i = 0; i < 16; ++i) table.bytes[i] = (uint8_t)(FLOAT4_VALUES[i] + more);
     return table;
 }
 
-// The bytes of the table at the places that the bytes of words name, which are below 16.
-inline Words looked_up(const ByteTable& table, Words places) {
+// Looks up every byte of `places`, which must be below 16, in the table.
+inline Words table_lookup(const ByteTable& table, Words places) {
 #if defined(__AVX512BW__)
     const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table.bytes));
     return (Words)_mm512_shuffle_epi8(all, (__m512i)places);
@@ -39,7 +39,7 @@ inline Words looked_up(const ByteTable& table, Words places) {
 #endif
 }
 
-// FLOAT4_VALUES of the lowest four bits of words.
+// Returns FLOAT4_VALUES of the lowest four bits of every word.
 inline Floats from_float4(Words codes) {
 #if defined(__AVX512F__)
     const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
@@ -49,24 +49,24 @@ inline Floats from_float4(Words codes) {
     const Words size = (Words)_mm256_permutevar8x32_ps(sizes, (__m256i)codes);
     return (Floats)(size | codes << 28 & 0x80000000u);
 #else
-    // Their bits where those of float32 are. Below the least normal one twice that less 2 is, and
-    // less.
+    // Shift the bits to where float32 has them. Subnormal numbers become twice that less 2, which
+    // is smaller than the normal formula's result.
     const Floats none = {}, normal = (Floats)(((codes & 7u) << 22) + 0x3f800000u);
-    const Floats size = lesser(normal, fused(normal, none + 2.0f, none - 2.0f));
+    const Floats size = minimum(normal, fma(normal, none + 2.0f, none - 2.0f));
     return (Floats)((Words)size | (codes << 28 & 0x80000000u));
 #endif
 }
 
-// e4m3 numbers without infinities, whose bytes are the lowest ones of words that have their sign.
+// Converts e4m3 numbers without infinities: the lowest byte of each sign-extended word.
 inline Floats from_float8(Words codes) {
     const Floats none = {}, normal = (Floats)((codes << 20 & 0x07f00000u) + 0x3c000000u);
-    const Floats size = lesser(normal, fused(normal, none + 2.0f, none - 0x1p-6f));
+    const Floats size = minimum(normal, fma(normal, none + 2.0f, none - 0x1p-6f));
     return (Floats)((Words)size | (codes & 0x80000000u));
 }
 
 #if defined(__AVX512BF16__)
 
-// Bytes 0 and 1 of every word, or 2 and 3, as its halves.
+// Spreads bytes 0 and 1 of every word, or 2 and 3, to its two halves.
 template <bool UPPER>
 VLM_INLINE Words bytes_apart(Words words) {
     constexpr int FIRST = UPPER ? 0x8003'8002 : 0x8001'8000;
@@ -75,8 +75,8 @@ VLM_INLINE Words bytes_apart(Words words) {
     return (Words)_mm512_shuffle_epi8((__m512i)words, _mm512_broadcast_i32x4(places));
 }
 
-// e4m3 codes in halves of words as bfloat16, whose exponent begins elsewhere; numbers below the
-// least normal one are looked up.
+// Converts e4m3 codes in 16-bit lanes to bfloat16: rebias the exponent, and look subnormal numbers
+// up.
 VLM_INLINE Words to_bfloat16(Words halves) {
     const __m128i below = _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60);
     const __m512i codes = (__m512i)halves;
@@ -91,8 +91,8 @@ VLM_INLINE Words to_bfloat16(Words halves) {
 
 #endif
 
-// Of the e4m3 numbers of words the first two or the last two, as a pair of bfloat16, which has them
-// all; only where PAIR_PRODUCTS.
+// Converts the first two or the last two e4m3 codes of every word to a pair of bfloat16, exactly.
+// Requires HAS_BF16_DOT.
 template <bool LAST>
 VLM_INLINE Words pair_of_float8(Words codes) {
 #if defined(__AVX512BF16__)
@@ -102,7 +102,7 @@ VLM_INLINE Words pair_of_float8(Words codes) {
 #endif
 }
 
-// 2^(e - 127) of bytes e, each in a word.
+// Returns 2^(e - 127) of an exponent e per word.
 inline Floats from_e8m0(Signed exponents) {
     const Signed normal = exponents << 23, least = Signed{} + 0x00400000;
     return (Floats)(normal > least ? normal : least);

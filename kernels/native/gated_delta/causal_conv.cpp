@@ -1,5 +1,5 @@
-// Causal depthwise convolution of a step; see kernels/causal_conv for what it computes. Channels
-// of the sequences are taken by threads as they come.
+// Causal depthwise convolution of a step; see kernels/causal_conv. Threads take channels of
+// sequences dynamically.
 #include <algorithm>
 
 #include "calls.h"
@@ -8,26 +8,27 @@
 
 namespace vlm {
 
-constexpr int64_t GROUPS = 16;  // of 16 channels each, that share a pass over a tile of tokens
+constexpr int64_t GROUPS = 16;  // of 16 channels each, per pass over a tile of tokens
 
-// Some groups of channels of one sequence; its old tail may be the row that receives the new one.
+// Convolves some groups of channels of one sequence. The old tail may be the row that receives the
+// new one.
 template <typename T>
 void convolve_channels(const Convolution& job, int64_t sequence, int64_t first, int64_t count) {
     const Packed& packed = job.packed;
-    const int64_t kept = job.kernel - 1;
+    const int64_t history = job.kernel - 1;
     auto tails = [&](int64_t row) {
-        return Tails<T>{row < 0 ? nullptr : (T*)job.tails + row * job.tail_row_stride, kept};
+        return Tails<T>{row < 0 ? nullptr : (T*)job.tails + row * job.tail_row_stride, history};
     };
-    Vec windows[GROUPS][MOST_TAPS];
+    Vec windows[GROUPS][MAX_TAPS];
     auto each = [&](const auto& work) {
         for (int64_t g = 0; g < count; ++g) work((first + g) * LANES, windows[g]);
     };
     each([&](int64_t c, Vec* window) { tails(packed.src_rows[sequence]).load(c, window); });
-    for_tiles(packed, sequence, [&](int64_t begin, int64_t n, int64_t row) {
+    for_token_tiles(packed, sequence, [&](int64_t begin, int64_t n, int64_t row) {
         const T* x = (const T*)job.x + begin * job.x_stride;
         T* out = (T*)job.out + begin * job.channels;
         each([&](int64_t c, Vec* window) {
-            convolve(x + c, job.x_stride, n, job.taps + c, job.channels, kept, window, out + c,
+            convolve(x + c, job.x_stride, n, job.taps + c, job.channels, history, window, out + c,
                      job.channels);
             tails(row).store(c, window);
         });

@@ -1,16 +1,16 @@
-// The causal convolution before the gated delta rule: what a step's layers and the op of a single
-// layer share. See kernels/causal_conv for the mathematics.
+// The causal convolution before the gated delta rule, shared by compiled steps and the op of a
+// single layer. See kernels/causal_conv for the mathematics.
 #pragma once
 
 #include "functions.h"
 
 namespace vlm {
 
-constexpr int64_t MOST_TAPS = 9;
+constexpr int64_t MAX_TAPS = 9;
 
-// Three registers of triples next to each other, apart: lane i of the result is value 3 i + PLACE.
+// Deinterleaves three registers of triples: lane i of the result is value 3 i + PLACE.
 template <int PLACE>
-VLM_INLINE Floats of_triples(Floats a, Floats b, Floats c) {
+VLM_INLINE Floats deinterleave3(Floats a, Floats b, Floats c) {
     struct Early {
         static constexpr int of(int lane) {
             return 3 * lane + PLACE < 2 * WIDTH ? 3 * lane + PLACE : 0;
@@ -22,12 +22,12 @@ VLM_INLINE Floats of_triples(Floats a, Floats b, Floats c) {
             return value < 2 * WIDTH ? lane : value - WIDTH;
         }
     };
-    return shuffled<All>(shuffled<Early>(a, b), c);
+    return shuffle<All>(shuffle<Early>(a, b), c);
 }
 
-// Likewise back: the register with the values PART * WIDTH and on.
+// Interleaves again: returns the register of the values from PART * WIDTH on.
 template <int PART>
-VLM_INLINE Floats in_triples(Floats first, Floats second, Floats third) {
+VLM_INLINE Floats interleave3(Floats first, Floats second, Floats third) {
     struct Two {
         static constexpr int of(int lane) {
             const int value = PART * WIDTH + lane;
@@ -40,50 +40,49 @@ VLM_INLINE Floats in_triples(Floats first, Floats second, Floats third) {
             return value % 3 == 2 ? WIDTH + value / 3 : lane;
         }
     };
-    return shuffled<All>(shuffled<Two>(first, second), third);
+    return shuffle<All>(shuffle<Two>(first, second), third);
 }
 
-// Where a convolution's inputs before the first token lie: a state row's tails, null for zeros, and
-// how they are stored.
+// The inputs before the first token, in a state row; null means zeros.
 template <typename T>
 struct Tails {
     T* row;  // [channels, kernel - 1], oldest first
-    int64_t kept;
+    int64_t history;
 
-    // The inputs of 16 channels, as `convolve` keeps them.
+    // Loads the inputs of 16 channels into a window of `convolve`.
     void load(int64_t channel, Vec* window) const {
-        const T* from = row + channel * kept;
-        if (row && kept == 3) {
+        const T* from = row + channel * history;
+        if (row && history == 3) {
             window[0] = third<0>(from);
             window[1] = third<1>(from);
             window[2] = third<2>(from);
             return;
         }
-        for (int64_t j = 0; j < kept; ++j) {
+        for (int64_t j = 0; j < history; ++j) {
             float lanes[LANES] = {};
-            for (int i = 0; i < LANES && row; ++i) lanes[i] = load_one(from + i * kept + j);
+            for (int i = 0; i < LANES && row; ++i) lanes[i] = load_one(from + i * history + j);
             window[j] = vlm::load(lanes);
         }
     }
     void store(int64_t channel, const Vec* window) const {
         if (!row) return;
-        T* to = row + channel * kept;
-        if (kept == 3) {
+        T* to = row + channel * history;
+        if (history == 3) {
             const Vec &first = window[0], &second = window[1], &third = window[2];
-            use_each(
+            for_each_register(
                 [=](int lane, Floats a, Floats b, Floats c) {
                     T* own = to + 3 * lane;
-                    store_register(own, in_triples<0>(a, b, c));
-                    store_register(own + WIDTH, in_triples<1>(a, b, c));
-                    store_register(own + 2 * WIDTH, in_triples<2>(a, b, c));
+                    store_register(own, interleave3<0>(a, b, c));
+                    store_register(own + WIDTH, interleave3<1>(a, b, c));
+                    store_register(own + 2 * WIDTH, interleave3<2>(a, b, c));
                 },
                 first, second, third);
             return;
         }
-        for (int64_t j = 0; j < kept; ++j) {
+        for (int64_t j = 0; j < history; ++j) {
             float lanes[LANES];
             vlm::store(lanes, window[j]);
-            for (int i = 0; i < LANES; ++i) store_one(to + i * kept + j, lanes[i]);
+            for (int i = 0; i < LANES; ++i) store_one(to + i * history + j, lanes[i]);
         }
     }
 
@@ -91,29 +90,29 @@ struct Tails {
     // One of the three inputs of each channel.
     template <int PLACE>
     static VLM_INLINE Vec third(const T* from) {
-        return made([=](int lane) {
+        return make_vec([=](int lane) {
             const T* own = from + 3 * lane;
-            return of_triples<PLACE>(load_register(own), load_register(own + WIDTH),
-                                     load_register(own + 2 * WIDTH));
+            return deinterleave3<PLACE>(load_register(own), load_register(own + WIDTH),
+                                        load_register(own + 2 * WIDTH));
         });
     }
 };
 
-// `n` tokens of 16 channels: y = silu(sum of taps * inputs), rounded as T. `window` holds the
-// `kept` inputs before them, oldest first, and then those before the next token. `taps` are
-// [kept + 1, channels].
+// Convolves `n` tokens of 16 channels: y = silu(sum of taps * inputs), rounded to T. `window` holds
+// the `history` inputs before them, oldest first, and is updated to those before the next token.
+// `taps` are [history + 1, channels].
 template <typename T, typename Y>
 inline void convolve(const T* x, int64_t x_stride, int64_t n, const float* taps, int64_t channels,
-                     int64_t kept, Vec* window, Y* y, int64_t y_stride) {
+                     int64_t history, Vec* window, Y* y, int64_t y_stride) {
     for (int64_t t = 0; t < n; ++t) {
         const Vec input = load(x + t * x_stride);
         Vec total = zero();
-        for (int64_t j = 0; j < kept; ++j) {
+        for (int64_t j = 0; j < history; ++j) {
             total = fma(window[j], load(taps + j * channels), total);
             if (j) window[j - 1] = window[j];
         }
-        total = fma(input, load(taps + kept * channels), total);
-        if (kept) window[kept - 1] = input;
+        total = fma(input, load(taps + history * channels), total);
+        if (history) window[history - 1] = input;
         store(y + t * y_stride, rounded<T>(silu(total)));
     }
 }

@@ -1,5 +1,5 @@
-// The gated delta rule over the tokens of a step, and its gates; see kernels/gated_delta for what
-// they compute. Heads of the sequences are taken by threads as they come.
+// The gated delta rule over the tokens of a step, and its gates; see kernels/gated_delta. Threads
+// share the heads of all sequences.
 #include <algorithm>
 
 #include "calls.h"
@@ -9,12 +9,13 @@
 
 namespace vlm {
 
-Room& own_delta_room() {
-    static thread_local Room own;
+ScratchBuffer& delta_scratch() {
+    static thread_local ScratchBuffer own;
     return own;
 }
 
-// Tokens begin .. begin + n - 1 of one head; the state after them goes to `row` unless it is null.
+// Advances one head by tokens begin .. begin + n - 1. The state after them goes to `row` unless
+// that is null.
 template <typename T, typename S>
 void delta_tile(const Delta& job, int64_t head, int64_t begin, int64_t n, HeadState<S>& state,
                 float* scratch, S* row) {
@@ -45,13 +46,13 @@ template <typename T, typename S>
 void delta_head(const Delta& job, int64_t sequence, int64_t head) {
     const Packed& packed = job.packed;
     const int64_t size = job.key_dim * job.value_dim;
-    float* memory = own_delta_room().of(delta_room(job.key_dim, job.value_dim, 1));
+    float* memory = delta_scratch().get(delta_scratch_floats(job.key_dim, job.value_dim, 1));
     auto row = [&](int64_t index) {
         return index < 0 ? nullptr : (S*)job.states + index * job.state_row_stride + head * size;
     };
     HeadState<S> state(job.key_dim, job.value_dim, memory);
     state.begin(row(packed.src_rows[sequence]));
-    for_tiles(packed, sequence, [&](int64_t begin, int64_t n, int64_t index) {
+    for_token_tiles(packed, sequence, [&](int64_t begin, int64_t n, int64_t index) {
         delta_tile<T, S>(job, head, begin, n, state, memory + size, row(index));
     });
     state.finish(row(packed.dst_rows[sequence]));
@@ -62,10 +63,11 @@ void delta_packed(const Delta& job) {
     const int64_t pieces = job.packed.sequences * job.value_heads;
     const auto head = job.state_type == BFLOAT16 ? delta_head<T, bf16> : delta_head<T, float>;
     on_all_threads(
-        job.packed.threads, [&] { own_delta_room().of(delta_room(job.key_dim, job.value_dim, 1)); },
-        [&](Sharing& sharing) {
-            sharing.each(pieces,
-                         [&](int64_t i) { head(job, i / job.value_heads, i % job.value_heads); });
+        job.packed.threads,
+        [&] { delta_scratch().get(delta_scratch_floats(job.key_dim, job.value_dim, 1)); },
+        [&](LoopScheduler& scheduler) {
+            scheduler.for_each(
+                pieces, [&](int64_t i) { head(job, i / job.value_heads, i % job.value_heads); });
         });
 }
 
@@ -78,10 +80,10 @@ void gates(const Gates& job) {
             const int64_t some = std::min<int64_t>(LANES, job.heads - h);
             const T* raw = (const T*)job.raw + t * job.stride + h;
             const Vec decay =
-                log_decay(load_some(raw + job.heads, some), load_some(job.dt_bias + h, some),
-                          load_some(job.neg_decay + h, some));
-            store_some(job.beta + t * job.heads + h, sigmoid(load_some(raw, some)), some);
-            store_some(job.decay + t * job.heads + h, decay, some);
+                log_decay(load_partial(raw + job.heads, some), load_partial(job.dt_bias + h, some),
+                          load_partial(job.neg_decay + h, some));
+            store_partial(job.beta + t * job.heads + h, sigmoid(load_partial(raw, some)), some);
+            store_partial(job.decay + t * job.heads + h, decay, some);
         }
 }
 

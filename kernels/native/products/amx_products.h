@@ -1,28 +1,27 @@
-// Products of whole tiles in one instruction (AMX): sums of 16 rows by 16 columns of float32 gain
-// those of 32 k of bfloat16.
+// Products of bfloat16 in AMX tiles: one instruction adds 32 k to 16 x 16 float32 accumulators.
 //
-// A sum is a chain over blocks of 32 k. A block adds one number to it: what its even k give, a
-// chain of fused multiply-adds from zero on, plus what its odd k give, likewise; what is too small
-// to be normal is zero. The last block is filled up with zeros.
+// An accumulator is a chain over blocks of 32 k. A block adds one number: the chain of fused
+// multiply-adds over its even k, plus the one over its odd k, both starting at zero. Subnormal
+// numbers count as zero. The last block is padded with zeros.
 #pragma once
 
 #include "products/operand.h"
 
 namespace vlm {
 
-// What a tile of rows has: 16 unless there are fewer.
+// Returns the rows of a tile: 16, or all rows if there are fewer.
 inline int64_t rows_of_tile(const Operand& x) { return std::min(x.rows(), TILE_ROWS); }
 
-// sums[p][r][PANEL] = x[r] . panel `panels.first + p` of bfloat16, without the bias; only where
-// TILE_PRODUCTS. Writes behind the rows, up to a multiple of TILE_ROWS.
-void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* sums);
+// results[p][r][PANEL] = x[r] . panel `panels.first + p` of bfloat16, without the bias. Requires
+// HAS_AMX. Writes behind the rows, up to a multiple of TILE_ROWS.
+void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* results);
 
-// Likewise, with sums handed on while others are computed; `room` is for those of one panel.
-void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* room,
-                    const Complete& complete);
+// The same with an epilogue that overlaps the products; `scratch` holds the results of one panel.
+void multiply_tiles(const Weight& weight, const Panels& panels, const Operand& x, float* scratch,
+                    const Epilogue& epilogue);
 
-// Of codes of e4m3, group by group as grouped.h has it.
+// The same for e4m3 codes, group by group as in grouped.h.
 void multiply_float8_tiles(const Weight& weight, const Panels& panels, const Operand& x,
-                           float* sums);
+                           float* results);
 
 }  // namespace vlm

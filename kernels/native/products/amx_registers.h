@@ -1,4 +1,5 @@
-// Tile registers (AMX) of a thread: sums (0 to 3), rows (4, 5) and a panel's columns (6, 7).
+// AMX tile registers of a thread: 0 to 3 are accumulators, 4 and 5 hold rows, 6 and 7 a panel's
+// columns.
 #pragma once
 
 #include "products/weight.h"
@@ -6,24 +7,24 @@
 
 namespace vlm {
 
-#if VLM_TILES
+#if VLM_AMX
 
 class TileRegisters {
   public:
-    // For `rows` rows, up to 16, of `bytes` each, up to 64, and columns in words of four bytes.
-    // Throws std::runtime_error if the system lets this process have none.
+    // Configures tiles of `rows` rows (up to 16) of `bytes` bytes (up to 64), and columns in words
+    // of four bytes. Throws std::runtime_error if the system grants no tile registers.
     TileRegisters(int64_t rows, int64_t bytes);
     ~TileRegisters() { _tile_release(); }
     TileRegisters(const TileRegisters&) = delete;
     TileRegisters& operator=(const TileRegisters&) = delete;
 
     // Compilers do not know that loading a tile reads memory.
-    static VLM_INLINE void written() { asm volatile("" ::: "memory"); }
+    static VLM_INLINE void compiler_fence() { asm volatile("" ::: "memory"); }
 };
 
-// The sums of one or two tiles of rows, `[rows, PANEL]` in memory.
+// The accumulators of one or two tiles of rows, `[rows, PANEL]` in memory.
 template <bool TWO>
-struct TileSums {
+struct TileAccumulators {
     static constexpr int64_t BYTES = PANEL * sizeof(float);  // of a row
 
     static VLM_INLINE void clear() {

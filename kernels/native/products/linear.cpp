@@ -1,4 +1,4 @@
-// A projection as an op, and the packing of its weight; see product.h for both.
+// The linear op and the packing of its weight; see product.h.
 #include "calls.h"
 #include "functions.h"
 #include "products/product.h"
@@ -6,36 +6,37 @@
 
 namespace vlm {
 
-template <int64_t USE>
-inline Vec finished(const Vec& sum, const Vec& other) {
-    if constexpr (USE == TIMES) return sum * other;
-    if constexpr (USE == PLUS) return sum + other;
-    if constexpr (USE == SILU) return silu(sum);
-    if constexpr (USE == GELU) return gelu(sum);
-    if constexpr (USE == GELU_TANH) return gelu_tanh(sum);
+template <int64_t FUSED>
+inline Vec fuse(const Vec& sum, const Vec& other) {
+    if constexpr (FUSED == TIMES) return sum * other;
+    if constexpr (FUSED == PLUS) return sum + other;
+    if constexpr (FUSED == SILU) return silu(sum);
+    if constexpr (FUSED == GELU) return gelu(sum);
+    if constexpr (FUSED == GELU_TANH) return gelu_tanh(sum);
     return sum;
 }
 
-template <typename T, int64_t USE>
+template <typename T, int64_t FUSED>
 void project_as(const Projection& job) {
-    constexpr bool JOINS = USE == TIMES || USE == PLUS;
+    constexpr bool JOINS = FUSED == TIMES || FUSED == PLUS;
     auto at = [&](int64_t r) { return (const T*)job.x + r * job.x_stride; };
-    auto use = [&](int64_t row, int64_t column, auto count, const float* sums) {
+    auto use = [&](int64_t row, int64_t column, auto count, const float* results) {
         T* out = (T*)job.out + row * job.weight.columns + column;
         const T* other = JOINS ? (const T*)job.other + row * job.other_stride + column : out;
-        ask_for_next(out);
+        prefetch_output(out);
         int64_t c = 0;
         for (; c + LANES <= count; c += LANES) {
-            const Vec sum = load(sums + c);
-            store(out + c, finished<USE>(sum, JOINS ? load(other + c) : sum));
+            const Vec sum = load(results + c);
+            store(out + c, fuse<FUSED>(sum, JOINS ? load(other + c) : sum));
         }
         if (c == count) return;
-        const Vec sum = load(sums + c), joined = JOINS ? load_some(other + c, count - c) : sum;
-        store_some(out + c, finished<USE>(sum, joined), count - c);
+        const Vec sum = load(results + c),
+                  reduce = JOINS ? load_partial(other + c, count - c) : sum;
+        store_partial(out + c, fuse<FUSED>(sum, reduce), count - c);
     };
     on_all_threads(
-        job.threads, [&] { own_workplace().reserve(job.weight.depth); },
-        [&](Sharing& sharing) { project<T>(job.weight, job.rows, sharing, at, use); });
+        job.threads, [&] { thread_workspace().reserve(job.weight.depth); },
+        [&](LoopScheduler& scheduler) { project<T>(job.weight, job.rows, scheduler, at, use); });
 }
 
 template <typename T>
@@ -46,14 +47,14 @@ void project_all(const Projection& job) {
     all[job.use](job);
 }
 
-// Where the values of a column begin in its panel, and how far the next word of them is.
+// Returns the address of a column's first value in its panel.
 inline char* column_of(const Packing& job, int64_t column) {
     const int64_t size = job.type == FLOAT16 ? 2 : 4;
     return (char*)job.packed + column / PANEL * panel_bytes(job.depth, job.type) +
            column % PANEL * size;
 }
 
-// One column, value by value from `k` on.
+// Packs one column, value by value, starting at `k`.
 inline void pack_column(const Packing& job, int64_t row, int64_t k) {
     char* to = column_of(job, job.first + row);
     const int64_t size = bytes_of(job.type);
@@ -64,8 +65,8 @@ inline void pack_column(const Packing& job, int64_t row, int64_t k) {
     }
 }
 
-// As many columns as a register has lanes, in squares of words: values of float32, or pairs of
-// 16-bit ones, which float16 has apart.
+// Packs WIDTH columns by transposing squares of words: float32 values, or pairs of 16-bit values,
+// which float16 stores apart.
 inline void pack_columns(const Packing& job, int64_t row) {
     char* to = column_of(job, job.first + row);
     const int64_t size = bytes_of(job.type), words = job.depth * size / 4;
@@ -90,7 +91,7 @@ inline void pack_columns(const Packing& job, int64_t row) {
 }
 
 void pack(const Packing& job) {
-    // A thread takes whole groups of columns, so that no two of them write to one word.
+    // A thread takes whole panels, so that no two threads write to the same word.
     const int64_t shift = job.first % PANEL, last = shift + job.rows;
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)job.threads)
     for (int64_t panel = 0; panel < (last + PANEL - 1) / PANEL; ++panel) {

@@ -1,4 +1,4 @@
-// How rows become an operand.
+// Packing of rows into an operand.
 #include "products/operand.h"
 
 #include "transpose.h"
@@ -7,7 +7,7 @@ namespace vlm {
 
 namespace {
 
-// Of the k in a word of codes, by its place there; see grouped.h.
+// Factors of the k in a word of codes, by position; see grouped.h.
 constexpr float PLAIN_FACTORS[] = {1, 1, 1, 1, 1, 1, 1, 1};
 constexpr float INT8_FACTORS[] = {1, 0x1p-8f, 1, 0x1p-8f, 1, 0x1p-8f, 1, 0x1p-8f};
 constexpr float INT4_FACTORS[] = {1, 0x1p-8f, 1, 0x1p-8f, 0x1p-4f, 0x1p-12f, 0x1p-4f, 0x1p-12f};
@@ -19,7 +19,7 @@ inline const float* factors_of(int64_t type) {
     return type == FLOAT8 ? FLOAT8_FACTORS : PLAIN_FACTORS;
 }
 
-// Pairs as they are, in words.
+// Copies pairs as words.
 void pack_pairs(const bf16* const* from, int64_t rows, int64_t depth, int64_t words, float* to) {
     int64_t k = 0;
     if (WIDTH == 16 && rows > 1)
@@ -39,33 +39,34 @@ void pack_pairs(const bf16* const* from, int64_t rows, int64_t depth, int64_t wo
         }
 }
 
-// What the groups of a row are multiplied by to have codes, and what takes that back.
+// Factors that turn the groups of a row into codes, and back.
 struct Ranges {
     Floats scale, inverse;
 };
 
-// Of up to WIDTH groups that lie next to each other.
+// Covers up to WIDTH adjacent groups.
 template <typename T>
 Ranges ranges_of(const T* from, int64_t group, int64_t count) {
-    constexpr float LEAST = 1e-30f;
-    // As whole numbers: what is not finite is the largest.
+    constexpr float MIN_PEAK = 1e-30f;
+    // Compares as integers, so that values that are not finite are the largest.
     auto larger_bits = [](Words a, Words b) { return (Signed)a > (Signed)b ? a : b; };
     Words most[WIDTH] = {};
     for (int64_t i = 0; i < count; ++i)
         for (int64_t k = 0; k < group; k += WIDTH, from += WIDTH)
             most[i] = larger_bits((Words)load_register(from) & 0x7fffffffu, most[i]);
-    const Floats top = (Floats)folded(most, larger_bits), none = {};
-    return {(top > LEAST ? top / 127.0f : none) + (top - top), top > LEAST ? 127.0f / top : none};
+    const Floats top = (Floats)transpose_reduce(most, larger_bits), none = {};
+    return {(top > MIN_PEAK ? top / 127.0f : none) + (top - top),
+            top > MIN_PEAK ? 127.0f / top : none};
 }
 
-// A group's codes, as words that lie `step` floats from each other; returns their sum, in parts.
+// Stores a group's codes as words `step` floats apart, and returns their sum in parts.
 template <typename T>
 VLM_INLINE Words put_codes(const T* from, int64_t group, float inverse, float* words,
                            int64_t step) {
-    int8_t codes[MOST_GROUP];
+    int8_t codes[MAX_GROUP];
     Signed total = {};
     for (int64_t k = 0; k < group; k += WIDTH) {
-        const Signed own = nearest(load_register(from + k) * inverse);
+        const Signed own = round_to_int(load_register(from + k) * inverse);
         to_bytes((step == 1 ? (int8_t*)words : codes) + k, own);
         total += own;
     }
@@ -85,10 +86,10 @@ void Operand::pack_tile_row(const bf16* from, int64_t depth, int64_t step, char*
     std::memset(to + 2 * depth, 0, BYTES - 2 * depth);
 }
 
-// Many rows by way of squares in registers, whose stores write over the lanes that have no row.
+// Transposes many rows in registers; the stores overwrite lanes that have no row.
 template <typename T>
-void Operand::pack(const T* const* from, int64_t rows, int64_t depth, int64_t padded, int64_t type,
-                   float* to) const {
+void Operand::pack_group(const T* const* from, int64_t rows, int64_t depth, int64_t padded,
+                         int64_t type, float* to) const {
     if constexpr (sizeof(T) == 2)
         if (pairs_) return pack_pairs(from, rows, depth, padded, to);
     const float* factors = factors_of(type);
@@ -119,7 +120,8 @@ void Operand::pack(const T* const* from, int64_t rows, int64_t depth, int64_t pa
 }
 
 template <typename T>
-void Operand::add_up(const T* const* from, int64_t rows, const Weight& weight, float* to) const {
+void Operand::sum_groups(const T* const* from, int64_t rows, const Weight& weight,
+                         float* to) const {
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t g = 0; g < weight.depth / weight.group; ++g) {
             const T* own = from[r] + g * weight.group;
@@ -129,15 +131,15 @@ void Operand::add_up(const T* const* from, int64_t rows, const Weight& weight, f
         }
 }
 
-// The largest magnitude of a group becomes 127. Numbers too small to divide by are zero, and a
-// number that is not finite makes the scale NaN. Without zero points the sums are whole numbers:
-// what the codes' middle takes off a product.
+// Maps the largest magnitude of a group to 127. Magnitudes too small to divide by become zero; a
+// value that is not finite makes the scale NaN. Without zero points the sums are integers: what the
+// codes' middle takes off a product.
 template <typename T>
-void Operand::quantise(const T* const* from, int64_t rows, int64_t among, bool by_rows,
+void Operand::quantise(const T* const* from, int64_t rows, int64_t among, bool dispatch_rows,
                        const Weight& weight, float* to) const {
     const int32_t middle = (int32_t)middle_of(weight.type);
     const int64_t group = row_group(weight), count = weight.depth / group;
-    const int64_t row_step = by_rows ? group / 4 : 1, word_step = by_rows ? 1 : among;
+    const int64_t row_step = dispatch_rows ? group / 4 : 1, word_step = dispatch_rows ? 1 : among;
     float *scales = to + weight.depth / 4 * among, *sums = scales + count * among;
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t g = 0; g < count; g += WIDTH) {
@@ -148,8 +150,8 @@ void Operand::quantise(const T* const* from, int64_t rows, int64_t among, bool b
             Words totals[WIDTH] = {};
             for (int64_t i = 0; i < some; ++i, own += group, words += group / 4 * among)
                 totals[i] = put_codes(own, group, ranges.inverse[i], words, word_step);
-            // Unsigned: codes of numbers that are not finite may sum to more than fits.
-            const Words whole = folded(totals, [](Words a, Words b) { return a + b; });
+            // Unsigned, because sums of codes of values that are not finite may overflow.
+            const Words whole = transpose_reduce(totals, [](Words a, Words b) { return a + b; });
             const Floats last = weight.zeros ? __builtin_convertvector((Signed)whole, Floats)
                                              : (Floats)(whole * (uint32_t)-middle);
             for (int64_t i = 0; i < some; ++i) {
@@ -159,12 +161,12 @@ void Operand::quantise(const T* const* from, int64_t rows, int64_t among, bool b
         }
 }
 
-#define VLM_OPERAND(T)                                                                       \
-    template void Operand::pack(const T* const*, int64_t, int64_t, int64_t, int64_t, float*) \
-        const;                                                                               \
-    template void Operand::quantise(const T* const*, int64_t, int64_t, bool, const Weight&,  \
-                                    float*) const;                                           \
-    template void Operand::add_up(const T* const*, int64_t, const Weight&, float*) const;
+#define VLM_OPERAND(T)                                                                             \
+    template void Operand::pack_group(const T* const*, int64_t, int64_t, int64_t, int64_t, float*) \
+        const;                                                                                     \
+    template void Operand::quantise(const T* const*, int64_t, int64_t, bool, const Weight&,        \
+                                    float*) const;                                                 \
+    template void Operand::sum_groups(const T* const*, int64_t, const Weight&, float*) const;
 VLM_OPERAND(float)
 VLM_OPERAND(bf16)
 #undef VLM_OPERAND

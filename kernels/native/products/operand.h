@@ -1,30 +1,31 @@
-// Rows as the products read them.
+// Packed rows, as the micro-kernels read them.
 #pragma once
 
 #include "products/weight.h"
-#include "room.h"
+#include "scratch.h"
 #include "vectors.h"
 
 namespace vlm {
 
-// Rows in groups of equal size, or one more, whose values of one k, or of one pair of k, lie next
-// to each other. Kept by a thread from product to product.
+// Rows in groups of equal size (or one row more). In a group the values of one k, or of one pair of
+// k, are contiguous. A thread reuses its operand from product to product.
 //
-// Beside codes (grouped.h) the values of a k have a factor, a power of two; where there are zero
-// points, the sums of every group of k lie behind them. Rows that are quantised are words of four
-// k each, `[K / 4, rows]`, and behind those scales and sums, `[K / row_group, rows]` each.
+// For codes (grouped.h) the values of each k carry a factor, a power of two. With zero points, the
+// sums of the groups of k follow the values. Quantised rows are words of four k, `[K / 4, rows]`,
+// followed by scales and sums, `[K / row_group, rows]` each.
 class Operand {
   public:
-    // `at(r)` is where row r of T lies. A single row of float is not copied if it need not be.
+    // Packs rows of T; `at(r)` is the address of row r. A single row of float32 is used in place if
+    // possible.
     template <typename T, typename At>
-    void take(int64_t rows, const Weight& weight, const At& at) {
+    void pack(int64_t rows, const Weight& weight, const At& at) {
         const int64_t depth = weight.depth, type = weight.type;
         rows_ = rows;
         pairs_ = in_pairs<T>(weight);
-        in_tiles_ = vlm::in_tiles<T>(weight) && (pairs_ || rows > WHOLE_ROWS);
-        if (in_tiles_ && pairs_) return take_tiles(rows, depth, at);
-        if (in_tiles_) return take_byte_tiles<T>(rows, weight, at);
-        const int64_t most = most_together(rows, weight);
+        in_tiles_ = vlm::in_tiles<T>(weight) && (pairs_ || rows > FULL_WIDTH_ROWS);
+        if (in_tiles_ && pairs_) return pack_tiles(rows, depth, at);
+        if (in_tiles_) return pack_byte_tiles<T>(rows, weight, at);
+        const int64_t most = max_kernel_rows(rows, weight);
         groups_ = (rows + most - 1) / most;
         least_ = rows / groups_, smaller_ = groups_ - rows % groups_;
         const int64_t group = weight.dynamic ? row_group(weight) : weight.group;
@@ -35,25 +36,26 @@ class Operand {
             place_ = (const float*)at(0);
             return;
         }
-        float* to = room_.of(rows * words_ + LANES);
+        float* to = scratch_.get(rows * words_ + LANES);
         place_ = to;
         for (int64_t i = 0; i < groups_; ++i) {
-            const T* from[MOST_ROWS];
+            const T* from[MAX_ROWS];
             const int64_t own = size(i);
             for (int64_t r = 0; r < own; ++r) from[r] = at(first(i) + r);
             if (weight.dynamic)
                 quantise(from, own, own, false, weight, to);
             else
-                pack(from, own, depth, values, type, to);
-            if (weight.zeros && !weight.dynamic) add_up(from, own, weight, to + depth * own);
+                pack_group(from, own, depth, values, type, to);
+            if (weight.zeros && !weight.dynamic) sum_groups(from, own, weight, to + depth * own);
             to += own * words_;
         }
     }
 
-    // Has room for as many rows as `most_rows` says, so that `take` asks for none.
+    // Allocates enough for `max_operand_rows` rows, so that `pack` never allocates.
     void reserve(int64_t depth) {
-        room_.of(most_rows(depth, false) * (depth + depth / LEAST_GROUP + 1) + LANES);
-        if (TILE_PRODUCTS) room_.of(most_rows(depth, true) * tile_steps(depth) * TILE_DEPTH / 2);
+        scratch_.get(max_operand_rows(depth, false) * (depth + depth / MIN_GROUP + 1) + LANES);
+        if (HAS_AMX)
+            scratch_.get(max_operand_rows(depth, true) * tile_steps(depth) * TILE_DEPTH / 2);
     }
 
     int64_t rows() const { return rows_; }
@@ -65,21 +67,21 @@ class Operand {
     int64_t size(int64_t group) const { return least_ + (group >= smaller_); }
     const float* group(int64_t index) const { return place_ + first(index) * words_; }
 
-    // Whether the rows lie in tiles of 16, the last of which need not be full. Pairs are
-    // `[K / 32, 16, 32]` there, or `[K / 32, rows, 32]` if all of them are fewer, and what K lacks
-    // is zero. Rows that are quantised are `[K / row_group, 16, row_group]` bytes, and behind those
-    // scales and sums, `[K / row_group, 16]` each.
+    // Tells whether the rows lie in tiles of 16, of which the last may be partial. Pairs are `[K /
+    // 32, 16, 32]`, or `[K / 32, rows, 32]` for fewer than 16 rows, padded with zeros in K.
+    // Quantised rows are `[K / row_group, 16, row_group]` bytes, followed by scales and sums, `[K /
+    // row_group, 16]` each.
     bool in_tiles() const { return in_tiles_; }
     int64_t tiles() const { return (rows_ + TILE_ROWS - 1) / TILE_ROWS; }
     const float* tile(int64_t index) const { return place_ + index * TILE_ROWS * words_; }
-    // Bytes from one to the next.
+    // Bytes from one tile to the next.
     int64_t tile_bytes() const { return TILE_ROWS * words_ * sizeof(float); }
 
   private:
     template <typename At>
-    void take_tiles(int64_t rows, int64_t depth, const At& at) {
+    void pack_tiles(int64_t rows, int64_t depth, const At& at) {
         words_ = tile_steps(depth) * TILE_DEPTH / 2;
-        char* to = (char*)room_.of((rows > TILE_ROWS ? tiles() * TILE_ROWS : rows) * words_);
+        char* to = (char*)scratch_.get((rows > TILE_ROWS ? tiles() * TILE_ROWS : rows) * words_);
         place_ = (const float*)to;
         const int64_t wide = std::min(rows, TILE_ROWS) * 64;
         for (int64_t r = 0; r < rows; ++r)
@@ -88,9 +90,9 @@ class Operand {
     }
 
     template <typename T, typename At>
-    void take_byte_tiles(int64_t rows, const Weight& weight, const At& at) {
+    void pack_byte_tiles(int64_t rows, const Weight& weight, const At& at) {
         words_ = weight.depth / 4 + 2 * (weight.depth / row_group(weight));
-        float* to = room_.of(tiles() * TILE_ROWS * words_);
+        float* to = scratch_.get(tiles() * TILE_ROWS * words_);
         place_ = to;
         for (int64_t first = 0; first < rows; first += TILE_ROWS, to += TILE_ROWS * words_) {
             const T* from[TILE_ROWS];
@@ -100,24 +102,25 @@ class Operand {
         }
     }
 
-    // One row, whose blocks are `step` bytes from each other.
+    // Packs one row; its blocks are `step` bytes apart.
     static void pack_tile_row(const bf16* from, int64_t depth, int64_t step, char* to);
 
     template <typename T>
-    void pack(const T* const* from, int64_t rows, int64_t depth, int64_t padded, int64_t type,
-              float* to) const;
-    // Among so many rows; a group's words `by_rows` lie next to each other if they are of one row,
-    // else if they are of one k.
+    void pack_group(const T* const* from, int64_t rows, int64_t depth, int64_t padded, int64_t type,
+                    float* to) const;
+    // Quantises `rows` of a layout with `among` rows. The words of a group are contiguous per row
+    // if `by_rows`, else per k.
     template <typename T>
-    void quantise(const T* const* from, int64_t rows, int64_t among, bool by_rows,
+    void quantise(const T* const* from, int64_t rows, int64_t among, bool dispatch_rows,
                   const Weight& weight, float* to) const;
     template <typename T>
-    void add_up(const T* const* from, int64_t rows, const Weight& weight, float* to) const;
+    void sum_groups(const T* const* from, int64_t rows, const Weight& weight, float* to) const;
 
-    Room room_;
+    ScratchBuffer scratch_;
     const float* place_ = nullptr;
     int64_t rows_ = 0, groups_ = 1, words_ = 0;
-    int64_t least_ = 0, smaller_ = 0;  // rows of the first groups; the others have one more
+    int64_t least_ = 0, smaller_ = 0;  // rows of a small group, and how many groups are small;
+                                       // others have one row more
     bool pairs_ = false, in_tiles_ = false;
 };
 

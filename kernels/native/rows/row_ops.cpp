@@ -1,4 +1,4 @@
-// Ops that treat every row of a tensor alike; see rows.h.
+// Row-wise ops; see rows.h.
 #include <algorithm>
 
 #include "calls.h"
@@ -7,8 +7,8 @@
 
 namespace vlm {
 
-// Below this a second thread costs more than it brings.
-constexpr int64_t LEAST_SHARED = 1 << 15;
+// Elements below which a second thread costs more than it saves.
+constexpr int64_t MIN_PARALLEL = 1 << 15;
 
 template <typename T>
 const T* row_of(const Rows& rows, int64_t i) {
@@ -18,7 +18,7 @@ const T* row_of(const Rows& rows, int64_t i) {
 template <typename T, typename Each>
 void for_rows(const Rows& rows, const Each& each) {
     const int64_t count = rows.tokens * rows.heads;
-    const int threads = count * rows.width < LEAST_SHARED ? 1 : (int)rows.threads;
+    const int threads = count * rows.width < MIN_PARALLEL ? 1 : (int)rows.threads;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t i = 0; i < count; ++i) each(i, row_of<T>(rows, i), (T*)rows.out + i * rows.width);
 }
@@ -63,7 +63,7 @@ void norm_rope(const Rows& rows, const float* factors, const float* cos, const f
 
 void all_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
                    const float* inv_freq, const int32_t* axis, float* cos, float* sin) {
-    const int shared = tokens * half < LEAST_SHARED / 16 ? 1 : (int)threads;
+    const int shared = tokens * half < MIN_PARALLEL / 16 ? 1 : (int)threads;
 #pragma omp parallel for schedule(static) num_threads(shared)
     for (int64_t t = 0; t < tokens; ++t)
         rotations(positions + t, tokens, inv_freq, axis, half, cos + t * half, sin + t * half);

@@ -1,4 +1,4 @@
-// What is done to one row: norms, gating, rotation. See kernels/norms, kernels/rope and
+// Operations on one row: norms, gating, rotation. See kernels/norms, kernels/rope and
 // kernels/elementwise for the mathematics.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace vlm {
 
-constexpr int64_t MOST_DIM = 256;
+constexpr int64_t MAX_DIM = 256;
 
 template <typename X, typename T>
 inline void norm_row(const X* x, T* out, int64_t width, const float* factors, float eps) {
@@ -44,8 +44,8 @@ inline void times_sigmoid_row(const T* x, const T* gate, T* out, int64_t width) 
         store(out + c, load(x + c) * sigmoid(load(gate + c)));
 }
 
-// Where the first of the largest numbers is. NaN is larger than all others.
-inline int64_t first_largest(const float* row, int64_t count) {
+// Returns the index of the first maximum. NaN is larger than all other numbers.
+inline int64_t argmax(const float* row, int64_t count) {
     constexpr int64_t BLOCK = 64 * LANES;
     auto exceeds = [](float a, float b) { return a > b || (a != a && b == b); };
     int64_t place = 0;
@@ -55,25 +55,26 @@ inline int64_t first_largest(const float* row, int64_t count) {
         int64_t i = begin;
         for (; i + LANES <= end; i += LANES) {
             const Vec x = load(row + i);
-            most = larger(x, most);
+            most = maximum(x, most);
             broken = where_nan(x, all(1.0f), broken);
         }
-        // Most blocks have nothing that is larger than what came before.
-        const bool none = !(largest(most) > row[place]) && largest(broken) == 0.0f;
+        // Most blocks contain nothing larger than the maximum so far.
+        const bool none = !(reduce_max(most) > row[place]) && reduce_max(broken) == 0.0f;
         for (int64_t j = none ? i : begin; j < end; ++j)
             if (exceeds(row[j], row[place])) place = j;
     }
     return place;
 }
 
-// Cosine and sine of one token's angles; `positions` are those of the three axes, `stride` apart.
+// Computes cosine and sine of one token's angles; the positions of the three axes are `stride`
+// apart.
 inline void rotations(const int64_t* positions, int64_t stride, const float* inv_freq,
                       const int32_t* axis, int64_t half, float* cos, float* sin) {
     for (int64_t i = 0; i < half; ++i)
         cosine_and_sine((float)positions[axis[i] * stride] * inv_freq[i], cos + i, sin + i);
 }
 
-// The first 2 * half numbers of x.
+// Rotates the first 2 * half numbers of x.
 inline void rotate(float* x, const float* cos, const float* sin, int64_t half) {
     for (int64_t i = 0; i < half; ++i) {
         const float low = x[i], high = x[i + half];
@@ -82,11 +83,11 @@ inline void rotate(float* x, const float* cos, const float* sin, int64_t half) {
     }
 }
 
-// Zero-centred norm over one head, then the rotation of its first 2 * half dims.
+// Zero-centred norm over one head, then rotation of its first 2 * half dims.
 template <typename X, typename T>
 inline void norm_and_rotate(const X* x, T* out, const float* factors, const float* cos,
                             const float* sin, int64_t dim, int64_t half, float eps) {
-    float wide[MOST_DIM];
+    float wide[MAX_DIM];
     norm_row(x, wide, dim, factors, eps);
     rotate(wide, cos, sin, half);
     for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(wide + d));

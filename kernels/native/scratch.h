@@ -1,4 +1,4 @@
-// Memory that a thread keeps.
+// Scratch memory of a thread.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 
 namespace vlm {
 
-// Memory of one thread that is kept from call to call, aligned to a cache line.
-class Room {
+// A cache-aligned buffer that a thread reuses from call to call.
+class ScratchBuffer {
   public:
-    // At least `count` floats, with whatever they hold.
-    float* of(int64_t count) {
+    // Returns at least `count` floats, uninitialised.
+    float* get(int64_t count) {
         const int64_t lines = (count + 16 - 1) / 16;
         if (lines > lines_) {
             lines_ = 0;

@@ -1,9 +1,9 @@
-// How threads share out the items of loops, and products.
+// Work sharing between threads, in loops and in products.
 #include <chrono>
 
 #include "cases.h"
+#include "loop_scheduler.h"
 #include "products/product.h"
-#include "sharing.h"
 
 namespace cases {
 
@@ -12,13 +12,13 @@ static constexpr int64_t ITEMS = 13;
 // How often each item has been used, over some loops of regions of this and fewer threads.
 static std::vector<int64_t> uses(int64_t most) {
     std::vector<std::atomic<int64_t>> used(ITEMS);
-    vlm::Sharing sharing;
+    vlm::LoopScheduler scheduler;
     for (int64_t threads : {most, (int64_t)1, most}) {
-        sharing.begin(threads);
+        scheduler.begin(threads);
 #pragma omp parallel num_threads((int)threads)
         for (int64_t items : {ITEMS, (int64_t)0, (int64_t)1, ITEMS}) {
-            sharing.each(items, [&](int64_t i) { ++used[i]; });
-            sharing.in_turn(items, [&](int64_t i) { ++used[i]; });
+            scheduler.for_each(items, [&](int64_t i) { ++used[i]; });
+            scheduler.for_each_interleaved(items, [&](int64_t i) { ++used[i]; });
         }
     }
     return {used.begin(), used.end()};
@@ -27,11 +27,11 @@ static std::vector<int64_t> uses(int64_t most) {
 // Whether others do what the thread of item 0 does not come to.
 static bool helped(int64_t threads) {
     using Clock = std::chrono::steady_clock;
-    vlm::Sharing sharing(threads);
+    vlm::LoopScheduler scheduler(threads);
     std::atomic<int64_t> done{0};
     bool alone = false;
 #pragma omp parallel num_threads((int)threads)
-    sharing.each(ITEMS, [&](int64_t i) {
+    scheduler.for_each(ITEMS, [&](int64_t i) {
         const auto begin = Clock::now();
         while (i == 0 && threads > 1 && done < ITEMS - 1 && !alone)
             alone = Clock::now() - begin > std::chrono::seconds(20);
@@ -57,7 +57,7 @@ static bool all_busy(int64_t rows, int64_t columns, int64_t type, int64_t thread
     return busy >= threads && met == std::vector<int64_t>(split.blocks, columns / vlm::PANEL);
 }
 
-void sharing_cases() {
+void scheduler_cases() {
     for (int64_t type : {vlm::FLOAT32, vlm::BFLOAT16, vlm::INT8, vlm::INT4})
         for (int64_t rows : {1, 4, 16, 40, 150, 300, 1000})
             for (int64_t columns : {512, 1536})
