@@ -93,7 +93,7 @@ std::vector<T> part(const std::vector<T>& values, int64_t first, int64_t count) 
     return {values.begin() + first, values.begin() + first + count};
 }
 
-// The bits of the activations, as kernels are told them; `report` puts them into words.
+// The bits of activations of T, as kernels take them; `report` names the type.
 template <typename T>
 constexpr int64_t BITS = 8 * sizeof(T);
 

@@ -40,7 +40,8 @@ std::vector<int64_t> offsets(const std::vector<Slice>& slices) {
 }  // namespace cases
 
 int main() {
-    const char* products = vlm::HAS_AMX ? "tiles" : vlm::HAS_BF16_DOT ? "pairs" : "singles";
+    const char* products = vlm::HAS_BF16_DOT ? "pairs" : "singles";
+    if (vlm::HAS_AMX) products = "tiles";
     std::printf("width %d\nproducts %s\n", vlm::WIDTH, products);
     cases::linear_cases();
     cases::attention_cases();

@@ -260,10 +260,10 @@ void multiply_integers(const Weight& weight, int64_t index, const Operand& x, fl
 
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
                           float* results) {
-    const auto multiply = weight.type == INT4   ? multiply_row_dot4<Int4Bytes>
-                          : weight.type == INT6 ? multiply_row_dot4<Int6Bytes>
-                                                : multiply_row_dot4<Float4Bytes>;
-    multiply(weight, panels, x.group(0), results);
+    const float* row = x.group(0);
+    if (weight.type == INT4) return multiply_row_dot4<Int4Bytes>(weight, panels, row, results);
+    if (weight.type == INT6) return multiply_row_dot4<Int6Bytes>(weight, panels, row, results);
+    multiply_row_dot4<Float4Bytes>(weight, panels, row, results);
 }
 
 }  // namespace vlm

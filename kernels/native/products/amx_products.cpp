@@ -145,6 +145,17 @@ TileRegisters::TileRegisters(int64_t rows, int64_t bytes) {
 
 namespace {
 
+// Returns how many blocks stay in the L1 cache for all pairs of tiles. With few pairs, half of the
+// cache is left for the next part.
+constexpr int64_t l1_blocks(int64_t pairs) {
+    return pairs < MANY_PAIRS ? L1_BLOCKS / 2 : L1_BLOCKS;
+}
+
+auto tile_kernel(bool two, bool memory_bound) {
+    if (two) return tile_blocks<true, false>;
+    return memory_bound ? tile_blocks<false, true> : tile_blocks<false, false>;
+}
+
 // Multiplies panel `p` of a run.
 void multiply_panel(const Weight& weight, const Panels& panels, int64_t p, const Operand& x,
                     float* results, DeferredEpilogue& epilogue) {
@@ -159,7 +170,7 @@ void multiply_panel(const Weight& weight, const Panels& panels, int64_t p, const
         TileRegisters::compiler_fence();
     }
     const int64_t pairs = (x.tiles() + 1) / 2, row_bytes = rows_of_tile(x) * 64;
-    const int64_t most = pairs == 1 ? whole : pairs < MANY_PAIRS ? L1_BLOCKS / 2 : L1_BLOCKS;
+    const int64_t most = pairs == 1 ? whole : l1_blocks(pairs);
     const int64_t prefetched = (BLOCK_BYTES / 64 + pairs - 1) / pairs * 64;
     for (int64_t begin = 0; begin < blocks;) {
         const bool last = begin == whole, memory_bound = x.tiles() == 1 && !last;
@@ -173,11 +184,10 @@ void multiply_panel(const Weight& weight, const Panels& panels, int64_t p, const
             const char* rows = (const char*)x.tile(2 * pair) + begin * row_bytes;
             const bool two = 2 * pair + 1 < x.tiles();
             float* own = results + first * PANEL;
-            const auto work = two            ? tile_blocks<true, false>
-                              : memory_bound ? tile_blocks<false, true>
-                                             : tile_blocks<false, false>;
-            work(rows, row_bytes, x.tile_bytes(), columns, count, next, last ? 0 : prefetched,
-                 epilogue, begin == 0 ? nullptr : own, epilogue && ends ? epilogue.buffer() : own);
+            const auto kernel = tile_kernel(two, memory_bound);
+            kernel(rows, row_bytes, x.tile_bytes(), columns, count, next, last ? 0 : prefetched,
+                   epilogue, begin == 0 ? nullptr : own,
+                   epilogue && ends ? epilogue.buffer() : own);
             if (epilogue && ends)
                 epilogue.push(p, first, std::min(2 * TILE_ROWS, x.rows() - first));
         }

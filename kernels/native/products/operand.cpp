@@ -135,11 +135,11 @@ void Operand::sum_groups(const T* const* from, int64_t rows, const Weight& weigh
 // value that is not finite makes the scale NaN. Without zero points the sums are integers: what the
 // codes' middle takes off a product.
 template <typename T>
-void Operand::quantise(const T* const* from, int64_t rows, int64_t among, bool dispatch_rows,
+void Operand::quantise(const T* const* from, int64_t rows, int64_t among, bool by_rows,
                        const Weight& weight, float* to) const {
     const int32_t middle = (int32_t)middle_of(weight.type);
     const int64_t group = row_group(weight), count = weight.depth / group;
-    const int64_t row_step = dispatch_rows ? group / 4 : 1, word_step = dispatch_rows ? 1 : among;
+    const int64_t row_step = by_rows ? group / 4 : 1, word_step = by_rows ? 1 : among;
     float *scales = to + weight.depth / 4 * among, *sums = scales + count * among;
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t g = 0; g < count; g += WIDTH) {

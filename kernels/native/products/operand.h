@@ -111,7 +111,7 @@ class Operand {
     // Quantises `rows` of a layout with `among` rows. The words of a group are contiguous per row
     // if `by_rows`, else per k.
     template <typename T>
-    void quantise(const T* const* from, int64_t rows, int64_t among, bool dispatch_rows,
+    void quantise(const T* const* from, int64_t rows, int64_t among, bool by_rows,
                   const Weight& weight, float* to) const;
     template <typename T>
     void sum_groups(const T* const* from, int64_t rows, const Weight& weight, float* to) const;

@@ -95,7 +95,8 @@ constexpr bool IS_SINGLE_GROUP<SingleGroup<Kind>> = true;
 // for the next part while other groups of rows still read this one.
 template <typename Kind>
 constexpr int prefetch_level(int rows) {
-    return rows == 1 ? WEIGHT_CACHE : IS_SINGLE_GROUP<Kind> ? L1_CACHE : L2_CACHE;
+    if (rows == 1) return WEIGHT_CACHE;
+    return IS_SINGLE_GROUP<Kind> ? L1_CACHE : L2_CACHE;
 }
 
 // Micro-kernel of the columns from register FIRST on.

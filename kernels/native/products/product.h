@@ -90,12 +90,24 @@ VLM_INLINE void prefetch_output(const T* out) {
     __builtin_prefetch(next + TWO / 2, 0, L2_CACHE);
 }
 
+// Tells whether the product of this many rows waits for the weight's bytes.
+constexpr bool is_memory_bound(int64_t rows, bool tiles) {
+    return tiles ? rows <= TILE_ROWS : rows < FEW_ROWS;
+}
+
+// Returns the fewest panels worth a work item. Several blocks of rows: enough to pay for packing
+// the rows. A single block: a long enough range of the weight.
+constexpr int64_t min_item_panels(int64_t blocks, bool tiles, int64_t panel_size) {
+    if (blocks <= 1) return ITEM_BYTES / panel_size;
+    return tiles ? 16 : 8;
+}
+
 // Partition of a product into work items: blocks of rows times groups of panels.
 struct Split {
     int64_t rows, panels, blocks, groups;
     int64_t whole_blocks = 0;  // leading blocks that go to one thread with all of their panels
-    int64_t large_groups = 0,
-            large_panels = 0;  // leading groups, and the panels they cover together
+    // Leading groups, and the panels that they cover together.
+    int64_t large_groups = 0, large_panels = 0;
 
     // A work item: panels `begin` to `end` of one block of rows.
     struct Item {
@@ -107,7 +119,7 @@ struct Split {
         const int64_t most = max_operand_rows(weight.depth, tiles);
         blocks = (rows + most - 1) / most;
         const int64_t bytes = panel_bytes(weight.depth, weight.type);
-        if ((tiles ? rows <= TILE_ROWS : rows < FEW_ROWS) && threads > 1) {
+        if (threads > 1 && is_memory_bound(rows, tiles)) {
             split_memory_bound(bytes, threads);
             return;
         }
@@ -116,7 +128,7 @@ struct Split {
         // long strides.
         whole_blocks = std::max<int64_t>(0, blocks / threads - 1) * threads;
         const int64_t shared = std::max<int64_t>(1, blocks - whole_blocks);
-        const int64_t worth = blocks > 1 ? tiles ? 16 : 8 : ITEM_BYTES / bytes;
+        const int64_t worth = min_item_panels(blocks, tiles, bytes);
         const int64_t fair = panels * shared / (blocks > 1 ? threads : 4 * threads);
         const int64_t least = std::max<int64_t>(1, std::min(worth, fair));
         groups = std::max<int64_t>(1, std::min(16 * threads / shared, panels / least));
