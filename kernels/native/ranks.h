@@ -42,7 +42,7 @@ struct SharedHeader {
         std::atomic<int64_t> count;
     } arrivals[MAX_RANKS];
 };
-static_assert(sizeof(SharedHeader) <= HEADER_BYTES, "the board has scratch");
+static_assert(sizeof(SharedHeader) <= HEADER_BYTES, "the header fits its space");
 
 inline SharedHeader& header(const Ranks& ranks) { return *(SharedHeader*)ranks.shared; }
 

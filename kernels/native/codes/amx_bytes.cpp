@@ -95,12 +95,6 @@ void byte_part(const char* rows, int64_t size, const float* scales, const float*
     for (int r = 0; r < TILE_ROWS; ++r) std::memcpy(results + r * PANEL, &acc[r], sizeof acc[r]);
 }
 
-auto widen_of(int64_t type) {
-    if (type == INT8) return widen<Int8Bytes>;
-    if (type == INT6) return widen<Int6Bytes>;
-    return type == INT4 ? widen<Int4Bytes> : widen<Float4Bytes>;
-}
-
 template <bool ZEROS>
 void multiply_parts(const Weight& weight, int64_t index, const Operand& x, float* results) {
     const char* words = panel_at(weight, index);
@@ -109,7 +103,10 @@ void multiply_parts(const Weight& weight, int64_t index, const Operand& x, float
                   some = BYTES_L1_DEPTH / size;
     const Bytes middle = Bytes{} + (uint8_t)(ZEROS ? 0 : (int)middle_of(weight.type));
     alignas(64) char columns[BYTES_L1_DEPTH * PANEL];
-    const auto widen_part = widen_of(weight.type);
+    const auto widen_part = weight.type == INT8   ? widen<Int8Bytes>
+                            : weight.type == INT6 ? widen<Int6Bytes>
+                            : weight.type == INT4 ? widen<Int4Bytes>
+                                                  : widen<Float4Bytes>;
     const TileRegisters registers(TILE_ROWS, size);
     for (int64_t begin = 0; begin < count; begin += some) {
         const int64_t end = std::min(begin + some, count);

@@ -11,8 +11,8 @@ namespace vlm {
 namespace {
 
 constexpr int64_t FLOAT8_PREFETCH_DISTANCE = 8192;  // prefetch distance in bytes
-constexpr int64_t FLOAT8_L1_DEPTH =
-    128;  // about the k of a panel's part that stays in the L1 cache
+// About the k of a panel's part that stays in the L1 cache.
+constexpr int64_t FLOAT8_L1_DEPTH = 128;
 constexpr int64_t PAIRS_BYTES = PANEL * 4, FLOAT8_BLOCK_BYTES = TILE_DEPTH / 2 * PAIRS_BYTES;
 
 // Widens some k of a panel to the layout of a tile: `[k / 2, 32]` pairs.

@@ -10,10 +10,10 @@ constexpr int64_t INTEGERS_PREFETCH_DISTANCE = HAS_AMX ? 5120 : 8192;
 // Unroll factor of a single row's loop over codes of less than a byte. With AMX, copies of a load
 // mislead the hardware prefetcher (see `integer_kernel`); elsewhere a factor of two was faster.
 constexpr int UNROLLED_STEPS = HAS_AMX ? 1 : 2;
-constexpr int64_t INTEGERS_L1_DEPTH =
-    512;  // about the k of a panel's part that stays in the L1 cache
-constexpr int MAX_HELD_REGISTERS =
-    WIDTH == 16 ? 8 : 4;  // results that stay in registers beside the accumulators of a group
+// About the k of a panel's part that stays in the L1 cache.
+constexpr int64_t INTEGERS_L1_DEPTH = 512;
+// Results that stay in registers beside the accumulators of a group.
+constexpr int MAX_HELD_REGISTERS = WIDTH == 16 ? 8 : 4;
 constexpr int LINE_REGISTERS = 64 / sizeof(Words);  // registers per cache line
 
 // A single loop runs over all panels. The end of a panel is arithmetic, not a branch, so that
@@ -260,10 +260,10 @@ void multiply_integers(const Weight& weight, int64_t index, const Operand& x, fl
 
 void multiply_integer_row(const Weight& weight, const Panels& panels, const Operand& x,
                           float* results) {
-    const float* row = x.group(0);
-    if (weight.type == INT4) return multiply_row_dot4<Int4Bytes>(weight, panels, row, results);
-    if (weight.type == INT6) return multiply_row_dot4<Int6Bytes>(weight, panels, row, results);
-    multiply_row_dot4<Float4Bytes>(weight, panels, row, results);
+    const auto multiply = weight.type == INT4   ? multiply_row_dot4<Int4Bytes>
+                          : weight.type == INT6 ? multiply_row_dot4<Int6Bytes>
+                                                : multiply_row_dot4<Float4Bytes>;
+    multiply(weight, panels, x.group(0), results);
 }
 
 }  // namespace vlm

@@ -144,13 +144,6 @@ void recurrence(StatePart<S> from, bool in_scratch, StatePart<E> own, StatePart<
     }
 }
 
-template <typename S, typename E>
-auto recurrence_of(int64_t vecs) {
-    if (vecs == WIDE_VECS) return recurrence<WIDE_VECS, S, E>;
-    if (vecs == WIDE_VECS / 2) return recurrence<WIDE_VECS / 2, S, E>;
-    return vecs == 2 ? recurrence<2, S, E> : recurrence<1, S, E>;
-}
-
 // The state of a head throughout a sequence, in parts with memory of their own: the rows of a whole
 // state are so far apart that they would evict each other from the cache. The pool's rows are of S.
 template <typename S>
@@ -175,7 +168,10 @@ class HeadState {
             const StatePart<S> from = part(from_, c), to = part(row, c);
             auto run = [&](const auto& own) {
                 using E = std::remove_pointer_t<decltype(own.at)>;
-                const auto pass = recurrence_of<S, E>(vecs);
+                const auto pass = vecs == WIDE_VECS       ? recurrence<WIDE_VECS, S, E>
+                                  : vecs == WIDE_VECS / 2 ? recurrence<WIDE_VECS / 2, S, E>
+                                  : vecs == 2             ? recurrence<2, S, E>
+                                                          : recurrence<1, S, E>;
                 pass(from, in_scratch_, own, to, key_dim_, n, qk, gates, v + c, v_stride,
                      changes ? changes + c : nullptr, change_stride);
             };

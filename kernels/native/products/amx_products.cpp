@@ -151,11 +151,6 @@ constexpr int64_t l1_blocks(int64_t pairs) {
     return pairs < MANY_PAIRS ? L1_BLOCKS / 2 : L1_BLOCKS;
 }
 
-auto tile_kernel(bool two, bool memory_bound) {
-    if (two) return tile_blocks<true, false>;
-    return memory_bound ? tile_blocks<false, true> : tile_blocks<false, false>;
-}
-
 // Multiplies panel `p` of a run.
 void multiply_panel(const Weight& weight, const Panels& panels, int64_t p, const Operand& x,
                     float* results, DeferredEpilogue& epilogue) {
@@ -184,7 +179,9 @@ void multiply_panel(const Weight& weight, const Panels& panels, int64_t p, const
             const char* rows = (const char*)x.tile(2 * pair) + begin * row_bytes;
             const bool two = 2 * pair + 1 < x.tiles();
             float* own = results + first * PANEL;
-            const auto kernel = tile_kernel(two, memory_bound);
+            const auto kernel = two            ? tile_blocks<true, false>
+                                : memory_bound ? tile_blocks<false, true>
+                                               : tile_blocks<false, false>;
             kernel(rows, row_bytes, x.tile_bytes(), columns, count, next, last ? 0 : prefetched,
                    epilogue, begin == 0 ? nullptr : own,
                    epilogue && ends ? epilogue.buffer() : own);

@@ -18,12 +18,12 @@
 
 namespace vlm {
 
-constexpr int64_t ITEM_BYTES =
-    1 << 18;  // bytes of a weight per work item, if the weight is large enough
-constexpr int64_t SMALL_WEIGHT_BYTES =
-    8 << 20;  // weights below this size are multiplied in negligible time
-constexpr int64_t RUN_ROWS =
-    64;  // about how many rows of results stay in the cache until the epilogue
+// Bytes of a weight per work item, if the weight is large enough.
+constexpr int64_t ITEM_BYTES = 1 << 18;
+// Weights below this size are multiplied in negligible time.
+constexpr int64_t SMALL_WEIGHT_BYTES = 8 << 20;
+// About how many rows of results stay in the cache until the epilogue.
+constexpr int64_t RUN_ROWS = 64;
 
 // results[p][r][PANEL] = x[r] . panel `panels.first + p` + bias.
 void multiply(const Weight& weight, const Panels& panels, const Operand& x, float* results);
@@ -98,8 +98,8 @@ constexpr bool is_memory_bound(int64_t rows, bool tiles) {
 // Returns the fewest panels worth a work item. Several blocks of rows: enough to pay for packing
 // the rows. A single block: a long enough range of the weight.
 constexpr int64_t min_item_panels(int64_t blocks, bool tiles, int64_t panel_size) {
-    if (blocks <= 1) return ITEM_BYTES / panel_size;
-    return tiles ? 16 : 8;
+    const int64_t worth_packing = tiles ? 16 : 8;
+    return blocks > 1 ? worth_packing : ITEM_BYTES / panel_size;
 }
 
 // Partition of a product into work items: blocks of rows times groups of panels.
@@ -119,7 +119,7 @@ struct Split {
         const int64_t most = max_operand_rows(weight.depth, tiles);
         blocks = (rows + most - 1) / most;
         const int64_t bytes = panel_bytes(weight.depth, weight.type);
-        if (threads > 1 && is_memory_bound(rows, tiles)) {
+        if (is_memory_bound(rows, tiles) && threads > 1) {
             split_memory_bound(bytes, threads);
             return;
         }

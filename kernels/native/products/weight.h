@@ -78,15 +78,16 @@ using Epilogue = Callback<int64_t, int64_t, int64_t, float*>;
 inline int64_t row_group(const Weight& weight) { return weight.group % 32 ? 16 : 32; }
 
 // Returns the code of zero for weights without zero points.
-constexpr float middle_of(int64_t type) {
-    if (type == INT8) return 128.0f;
-    if (type == INT6) return 32.0f;
-    if (type == INT4) return 8.0f;
-    return type == FLOAT4 ? FLOAT4_MIDDLE : 0.0f;
+inline float middle_of(int64_t type) {
+    return type == INT8     ? 128.0f
+           : type == INT6   ? 32.0f
+           : type == INT4   ? 8.0f
+           : type == FLOAT4 ? FLOAT4_MIDDLE
+                            : 0.0f;
 }
 
-constexpr bool is_codes(int64_t type) { return type >= INT8; }
-constexpr bool is_half_bytes(int64_t type) { return type == INT4 || type == FLOAT4; }
+inline bool is_codes(int64_t type) { return type >= INT8; }
+inline bool is_half_bytes(int64_t type) { return type == INT4 || type == FLOAT4; }
 
 // Returns the most rows per micro-kernel. Where MAX_ROWS exceeds FULL_WIDTH_ROWS, few rows have
 // more independent chains in groups over all columns than in larger groups over half of them. The
@@ -101,18 +102,16 @@ inline int64_t max_kernel_rows(int64_t rows, const Weight& weight) {
 }
 
 // Returns the bytes of one k in a panel.
-constexpr int64_t panel_step(int64_t type) {
-    if (type == FLOAT32) return 4 * PANEL;
-    if (!is_codes(type)) return 2 * PANEL;
-    if (type == INT6) return PANEL * 3 / 4;
-    return is_half_bytes(type) ? PANEL / 2 : PANEL;
+inline int64_t panel_step(int64_t type) {
+    return type == FLOAT32       ? 4 * PANEL
+           : type == INT6        ? PANEL * 3 / 4
+           : is_half_bytes(type) ? PANEL / 2
+           : is_codes(type)      ? PANEL
+                                 : 2 * PANEL;
 }
 
 // Returns the bytes of one unpacked value or of one scale.
-constexpr int64_t bytes_of(int64_t type) {
-    if (type == FLOAT32) return 4;
-    return is_codes(type) ? 1 : 2;
-}
+inline int64_t bytes_of(int64_t type) { return type == FLOAT32 ? 4 : is_codes(type) ? 1 : 2; }
 
 // Returns K as a panel stores it.
 inline int64_t padded(int64_t depth, int64_t type) {
