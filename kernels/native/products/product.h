@@ -98,8 +98,7 @@ constexpr bool is_memory_bound(int64_t rows, bool tiles) {
 // Returns the fewest panels worth a work item. Several blocks of rows: enough to pay for packing
 // the rows. A single block: a long enough range of the weight.
 constexpr int64_t min_item_panels(int64_t blocks, bool tiles, int64_t panel_size) {
-    const int64_t worth_packing = tiles ? 16 : 8;
-    return blocks > 1 ? worth_packing : ITEM_BYTES / panel_size;
+    return blocks > 1 ? (tiles ? 16 : 8) : ITEM_BYTES / panel_size;
 }
 
 // Partition of a product into work items: blocks of rows times groups of panels.
