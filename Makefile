@@ -49,7 +49,7 @@ endif
 UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of packages is within reach of pip, see above." >&2; exit 1; }
 
 MODEL ?= demo
-CPP := $(wildcard kernels/native/* vlm_serve/models/native/* tests/native/*.cpp tests/native/*.h)
+CPP = $(shell find kernels/native vlm_serve/models/native tests/native -name '*.cpp' -o -name '*.h')
 
 .PHONY: serve deploy test test-sanitized test-resolution test-install test-graphs test-lmms test-isa native-digest image-steps plots screenshots lint format clean
 

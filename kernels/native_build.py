@@ -1,10 +1,9 @@
-"""Builds the C++ sources into a library, for `native_kept` to keep in the user's cache.
+"""Compiler of the C++ sources, into the library in the cache of `native_kept`.
 
-As Triton does for its launchers, the sources are compiled where they run, for the processor that
-they run on or the one that VLM_SERVE_NATIVE_ARCH names, once: the library is kept under the digest
-of everything it depends on. It brings no OpenMP of its own: its symbols are those of the libgomp
-that torch has loaded, so that both share one pool of worker threads. (Clang needs an OpenMP of its
-own, with a pool of its own.)
+The sources are compiled once, where they run, for this processor or for VLM_SERVE_NATIVE_ARCH. (So
+does Triton with its launchers.) The library is cached under the digest of everything it depends on.
+It links no OpenMP: its symbols resolve to torch's libgomp, so both share one pool of worker
+threads. (Clang needs an OpenMP of its own, with its own pool.)
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from vlm_serve.kernels.native_seal import seal
 from vlm_serve.private_files import cache_path, make_private
 
 SOURCES = (Path(__file__).parent / "native", Path(__file__).parents[1] / "models" / "native")
-"""Ops of single layers, and the compiled forward, which is made of them. No two files have the same
-name."""
+"""Roots of the C++ sources: ops of single layers, and the compiled forward on top of them. Sources
+include headers by their path below a root. No two sources have the same name."""
 FLAGS = (
     "-std=c++17",
     "-O3",
     "-fopenmp",
     "-fPIC",
-    # A product and a sum are one operation only where the code says so.
+    # Fuse multiplications and additions only where the code says so.
     "-ffp-contract=off",
-    # Neither is used, and both keep compilers from vectorising.
+    # The code uses neither, and both prevent vectorisation.
     "-fno-math-errno",
     "-fno-trapping-math",
 )
@@ -58,25 +57,25 @@ WITHOUT_TILES = ("-mno-amx-bf16", "-mno-amx-int8", "-mno-amx-tile")
 TIME_LIMIT_S = 120.0
 
 APART = "_VLM_SERVE_KERNELS"
-"""A variable for processes that this one starts: the temporary folder that has the library."""
+"""Environment variable for child processes: the temporary folder of the library."""
 
 
 _log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """There is no library; the message says why, in one sentence."""
+    """No library can be built; the message gives the reason in one sentence."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the library is built here.
+    """Compiler and flags of a build.
 
     Attributes:
         compiler: path of the C++ compiler.
-        arch: the processor to compile for, as `-march` takes it.
-        sanitized: whether the library checks its memory accesses and arithmetic as it runs.
-        tiles: whether it may use tile registers if the processor has any.
+        arch: target processor, as a value of `-march`.
+        sanitized: build with the address and undefined-behaviour sanitizers.
+        tiles: allow tile registers (AMX) if the processor has them.
     """
 
     compiler: str
@@ -86,13 +85,13 @@ class Recipe:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The compiler's flags."""
+        """Flags of the compiler."""
         without = () if self.tiles else WITHOUT_TILES
         sanitizer = SANITIZER_FLAGS if self.sanitized else ()
         return (*FLAGS, f"-march={self.arch}", *without, *sanitizer)
 
     def path(self) -> Path:
-        """Where the library is kept, whether or not it has been built.
+        """Return the path of the cached library, built or not.
 
         Raises:
             BuildError: there is no home directory.
@@ -100,11 +99,12 @@ class Recipe:
         return _folder() / f"kernels-{self._digest().hex()[:32]}.so"
 
     def _digest(self) -> bytes:
-        """Of sources, flags, compiler and processor."""
+        """Return the digest of sources, flags, compiler and processor."""
         hasher = blake3()
-        for source in sorted(source for folder in SOURCES for source in folder.iterdir()):
-            hasher.update(source.name.encode())
-            hasher.update(source.read_bytes())
+        for folder in SOURCES:
+            for source in sorted(path for path in folder.rglob("*") if path.is_file()):
+                hasher.update(source.relative_to(folder).as_posix().encode())
+                hasher.update(source.read_bytes())
         status = Path(self.compiler).stat()
         identity = (self, self.flags, status.st_size, status.st_mtime_ns, platform.machine())
         hasher.update(repr(identity).encode())
@@ -113,7 +113,7 @@ class Recipe:
 
 
 def recipe() -> Recipe:
-    """What the environment asks for: CXX, VLM_SERVE_NATIVE_ARCH and VLM_SERVE_NATIVE_SANITIZE.
+    """Return the recipe of CXX, VLM_SERVE_NATIVE_ARCH and VLM_SERVE_NATIVE_SANITIZE.
 
     Raises:
         BuildError: there is no compiler.
@@ -124,20 +124,21 @@ def recipe() -> Recipe:
 
 
 def build(how: Recipe, target: Path) -> None:
-    """Compiles in parallel and links, in a folder of its own, then moves: several processes may do
-    this at once.
+    """Compile in parallel and link in a scratch folder, then move the library to `target`.
+
+    Several processes may build at the same time.
 
     Raises:
-        BuildError: the compiler fails or takes too long, or this processor lacks instructions that
-            the code would have.
-        OSError: there is no room for the result.
+        BuildError: the compiler fails or times out, or the code would use instructions missing on
+            this processor.
+        OSError: the result cannot be written.
     """
     _log.info("compiling kernels for this processor: half a minute on two idle cores, once")
     deadline = time.monotonic() + TIME_LIMIT_S * (5 if how.sanitized else 1)
     macros = instructions(how, deadline)
     make_private(target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        sources = sorted(source for folder in SOURCES for source in folder.glob("*.cpp"))
+        sources = translation_units()
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             command = (how.compiler, *how.flags, *includes(), "-c")
@@ -148,8 +149,7 @@ def build(how: Recipe, target: Path) -> None:
         for job in jobs:
             job.result()
         linked = Path(scratch) / "linked.so"
-        # GCC's without -fopenmp, which would bring in a second libgomp; Clang's calls are not
-        # those of a libgomp.
+        # With GCC, -fopenmp would link a second libgomp. Clang's calls need another library.
         openmp = ("-fopenmp",) if "__clang__" in macros else ()
         sanitizer = SANITIZER_FLAGS if how.sanitized else ()
         link = (how.compiler, "-shared", *openmp, *sanitizer, *objects, "-o", str(linked))
@@ -159,14 +159,19 @@ def build(how: Recipe, target: Path) -> None:
         linked.replace(target)
 
 
+def translation_units() -> list[Path]:
+    """Return the sources to compile, each to its own object."""
+    return sorted(source for folder in SOURCES for source in folder.rglob("*.cpp"))
+
+
 def includes() -> Iterator[str]:
-    """The flags with which sources find the headers of every folder."""
+    """Yield the include flags of the sources' roots."""
     return (f"-I{folder}" for folder in SOURCES)
 
 
 def _compiler() -> str:
     wanted = os.environ.get("CXX")
-    # An entry of PATH that is no absolute path leads into whichever folder is the current one.
+    # A relative entry of PATH would depend on the current directory.
     path = os.pathsep.join(filter(os.path.isabs, os.get_exec_path()))
     for candidate in [wanted] if wanted else ["g++", "c++", "clang++"]:
         found = shutil.which(candidate, path=path)
@@ -185,17 +190,17 @@ def _folder() -> Path:
 
 
 def apart() -> Path | None:
-    """The temporary folder that this process, or the one that has started it, has built into."""
+    """Return the temporary folder of a build by this process or its parent."""
     named = os.environ.get(APART)
     return Path(named) if named else None
 
 
 def instructions(how: Recipe, deadline: float) -> set[str]:
-    """As `predefined`, for code that may run on this processor.
+    """Return `predefined` after a check against this processor.
 
     Raises:
-        BuildError: also if it would have instructions that the processor lacks: the first of them
-            would end the process.
+        BuildError: also if the code would use instructions missing on the processor, since the
+            first of them would kill the process.
     """
     macros = predefined(how, deadline)
     problem = lacking(macros, compilers_choice=how.arch == "native")
@@ -205,14 +210,14 @@ def instructions(how: Recipe, deadline: float) -> set[str]:
 
 
 def predefined(how: Recipe, deadline: float) -> set[str]:
-    """The macros that the compiler predefines, which name the instructions that it would use.
+    """Return the compiler's predefined macros; they name the instructions it may use.
 
     Args:
-        how: the compiler and its flags.
+        how: compiler and flags.
         deadline: on the clock of `time.monotonic`.
 
     Raises:
-        BuildError: the compiler fails, as it does if it does not know the processor.
+        BuildError: the compiler fails, for example because it does not know the processor.
     """
     command = (how.compiler, *how.flags, "-dM", "-E", "-x", "c++", os.devnull)
     try:
@@ -228,24 +233,24 @@ def _march(how: Recipe) -> str:
 
 
 class _CompilerFailed(BuildError):
-    """The first line of what the compiler said."""
+    """The first line of the compiler's error output."""
 
 
 def _run(deadline: float, *command: str, folder: str | None = None) -> str:
-    """The output of a compiler's command.
+    """Run a compiler command and return its output.
 
     Args:
-        folder: the current one of the compiler, and that of its own temporary files; None: those of
-            this process.
+        folder: the compiler's current directory and its TMPDIR; None inherits those of this
+            process.
 
     Raises:
-        BuildError: it fails, or is not done by the deadline; then it is killed with all of the
-            processes that it started.
+        BuildError: the command fails or exceeds the deadline. Past the deadline it is killed with
+            all of its child processes.
     """
-    # Not under the sanitizer's library, which is for the process that tests run in.
+    # The preloaded sanitizer is for the test process only.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     if folder is not None:
-        environment["TMPDIR"] = folder  # What a killed one leaves goes with the folder.
+        environment["TMPDIR"] = folder  # Leftovers of a killed compiler go with the folder.
     try:
         started = subprocess.Popen(
             command,
@@ -262,7 +267,7 @@ def _run(deadline: float, *command: str, folder: str | None = None) -> str:
         raise BuildError(f"{command[0]} cannot be run: {error.strerror}") from error
     with started as process:
         try:
-            output, said = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
         except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -271,7 +276,7 @@ def _run(deadline: float, *command: str, folder: str | None = None) -> str:
                 raise BuildError(f"the compiler took more than {limit}") from error
             raise
     if process.returncode:
-        lines = said.strip().splitlines()
+        lines = errors.strip().splitlines()
         lines = [line for line in lines if "error" in line] or lines
         raise _CompilerFailed(lines[0] if lines else f"it exits with {process.returncode}")
     return output

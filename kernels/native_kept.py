@@ -1,7 +1,7 @@
-"""Finds the library in the user's cache, where it is kept if nobody else can change it.
+"""Cache of the compiled library, in the user's cache directory.
 
-A library is code: what another user owns or could have written is never loaded, and what is damaged
-is built anew (`native_seal`).
+A library is code: if another user owns it or could have written it, it is never loaded. A damaged
+one is rebuilt (`native_seal`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def kept(how: Recipe) -> Path:
-    """The library where it is kept, built if it has not been on this machine.
+    """Return the path of the cached library, and build it if needed.
 
     Raises:
         BuildError, OSError: as from `opened`.
@@ -46,13 +46,13 @@ def kept(how: Recipe) -> Path:
 
 
 def opened(how: Recipe) -> tuple[Path, int]:
-    """Open the library, built if it has not been on this machine or if what is kept is damaged.
+    """Open the cached library, and build it first if it is missing or damaged.
 
-    Nothing that another user owns or could have written is taken. Where such a place is all there
-    is, or one that nothing can be kept in, the library is built in a temporary folder of this
-    process and of those that it starts.
+    A file is never used if another user owns it or could have written it. If the cache is such a
+    place, or cannot be written, the library is built in a temporary folder for this process and its
+    children.
 
-    Returns its path, and a descriptor of what was checked.
+    Returns its path, and a descriptor of the checked file.
 
     Raises:
         BuildError, OSError: as from `build`.
@@ -64,7 +64,7 @@ def opened(how: Recipe) -> tuple[Path, int]:
         return _opened_apart(how, error)
     if found is None:
         if os.path.lexists(path):
-            _log.warning("%s is damaged or another user's: it is built anew", path)
+            _log.warning("%s is damaged or another user's: it is rebuilt", path)
         try:
             native_build.build(how, path)
             found = _found(path)
@@ -74,10 +74,10 @@ def opened(how: Recipe) -> tuple[Path, int]:
 
 
 def is_kept(how: Recipe) -> bool:
-    """Return whether `opened` would find the library instead of building it.
+    """Return True if `opened` would find the library instead of building it.
 
     Raises:
-        OSError: it would be built in a temporary folder, for the reason that the message says.
+        OSError: it would be built in a temporary folder, for the reason in the message.
     """
     found = _found(_place(how))
     if found is not None:
@@ -92,7 +92,7 @@ def _place(how: Recipe) -> Path:
 
 
 def _found(path: Path) -> int | None:
-    """A descriptor of the library if there is one, and it is whole and nobody else's.
+    """Return a descriptor of the library, or None if it is missing, damaged or another user's.
 
     Raises:
         UnsafePathError: another user could change what is in its folder.
@@ -117,7 +117,7 @@ def _whole(path: Path) -> int | None:
     except (FileNotFoundError, UnsafePathError):
         return None
     except OSError as error:
-        if error.errno == errno.ELOOP:  # It is a link.
+        if error.errno == errno.ELOOP:  # It is a symbolic link.
             return None
         raise
     if is_sealed(descriptor):
@@ -133,7 +133,7 @@ def _there(path: Path, descriptor: int | None) -> int:
 
 
 def _opened_apart(how: Recipe, reason: OSError) -> tuple[Path, int]:
-    """The library, built in a temporary folder."""
+    """Build the library in a temporary folder and open it."""
     _log.warning("compiled kernels are built at every start, in a temporary folder: %s", reason)
     try:
         folder = TemporaryFolder("vlm-serve-kernels-", for_code=True)
@@ -152,12 +152,12 @@ def _opened_apart(how: Recipe, reason: OSError) -> tuple[Path, int]:
 
 
 def keep_only(current: Path) -> None:
-    """Marks a library as in use, and removes what is left of others from its folder.
+    """Mark a library as in use, and delete stale ones from its folder.
 
-    What has been used within `KEPT_FOR_S` stays: a process of another version may be about to load
-    it. (One that has loaded it keeps it, removed or not.)
+    Libraries used within `KEPT_FOR_S` stay, since a process of another version may be
+    about to load them. (Deleting a loaded library is harmless.)
     """
-    # A cache that may not be written to is used as it is.
+    # A read-only cache is used as it is.
     with contextlib.suppress(OSError):
         os.utime(current)
         for other in current.parent.iterdir():

@@ -1,8 +1,8 @@
-"""The structs and constants of the C++ sources, for Python: each is declared once, in C++.
+"""Structs and constants of the C++ sources, for Python: each is declared once, in C++.
 
-Both come from the text of the very sources that the library is built of, so they cannot differ.
-What Python fills is plain: 64-bit integers, doubles, pointers and other such structs, which
-`ctypes` lays out as compilers do.
+Both are parsed from the library's own sources, so the two sides cannot differ. Structs for Python
+are plain: 64-bit integers, doubles, pointers and other such structs.
+`ctypes` lays them out as compilers do.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PLAIN = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
 
 @cache
 def struct(name: str) -> type[ctypes.Structure]:
-    """The `ctypes` structure of the C++ struct of that name; what it is not given is zero.
+    """Return a C++ struct as a `ctypes` structure; omitted fields are zero.
 
     Raises:
-        KeyError: there is none, or it has a field that is not plain.
+        KeyError: there is none, or one of its fields is not plain.
     """
     body = re.search(rf"^struct {name} \{{(.*?)^\}};", _sources(), re.MULTILINE | re.DOTALL)
     if body is None:
@@ -40,10 +40,10 @@ def struct(name: str) -> type[ctypes.Structure]:
 
 @cache
 def constant(name: str) -> int:
-    """The number that the C++ constants or enumerators of that name have.
+    """Return the value of the C++ constants or enumerators with this name.
 
     Raises:
-        KeyError: there is none, or they differ.
+        KeyError: there is none, or their values differ.
     """
     found = set(re.findall(rf"\b{name} = (\d+)\b", _sources()))
     if len(found) != 1:
@@ -57,5 +57,5 @@ def _kind(name: str) -> Any:
 
 @cache
 def _sources() -> str:
-    files = sorted(file for folder in SOURCES for file in folder.iterdir())
+    files = sorted(path for folder in SOURCES for path in folder.rglob("*") if path.is_file())
     return _COMMENT.sub("", "\n".join(file.read_text(encoding="utf-8") for file in files))

@@ -1,8 +1,8 @@
 """Compiled CPU kernels: the library of the C++ sources, and calls into it.
 
-The library is built on first use with the compiler at hand (`native_build`). Without a compiler, or
-where building, loading or the library's self-test (`native_self_test`) fails, there is none and
-torch computes everything.
+The library is built on first use with the installed compiler (`native_build`). If there is no
+compiler, or if building, loading or the self-test (`native_self_test`) fails, torch computes
+everything.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FUNCTIONS: dict[str, tuple[str | type, ...]] = {
     "vlm_pack": ("Packing",),
     "vlm_ranks_begin": ("Ranks", _INTEGER),
     "vlm_ranks_give_up": ("Ranks", _INTEGER),
-    "vlm_ranks_meet": ("Ranks",),
+    "vlm_ranks_barrier": ("Ranks",),
     "vlm_rms_norm": ("Rows", _ADDRESS, _NUMBER, _INTEGER),
     "vlm_rotations": (_INTEGER, _INTEGER, _INTEGER, *5 * (_ADDRESS,)),
     "vlm_self_test": (_ADDRESS,),
@@ -45,15 +45,15 @@ FUNCTIONS: dict[str, tuple[str | type, ...]] = {
     "vlm_step": ("Program", "Step", _INTEGER),
     "vlm_times_sigmoid": ("Rows", "Rows", _INTEGER),
 }
-"""The parameters of every function of the library; a string is a reference to the struct of that
-name. All return what `guarded` in `native/guard.h` does."""
+"""Parameters of every function of the library. A string names a struct passed by reference. All
+functions return the value of `guarded` in `native/guard.h`."""
 
 UNMEASURED = "(measured at the first start)"
-"""In place of a digest that nobody has computed yet."""
+"""Placeholder for a digest not computed yet."""
 
 
 class RanksApartError(RuntimeError):
-    """Another rank has left a step that this one is in."""
+    """Another rank has left the current step."""
 
 
 _log = logging.getLogger(__name__)
@@ -62,8 +62,9 @@ _functions: dict[str, Callable[..., int]] = {}
 
 
 def load() -> ctypes.CDLL:
-    """The library of all sources, built if it has not been on this machine. A second thread that
-    asks meanwhile waits for the first; what has failed once fails at once from then on.
+    """Return the library, and build it first if needed.
+
+    Concurrent calls wait for the first one. After a failure, later calls fail immediately.
 
     Raises:
         BuildError: there is no compiler, or it failed, or its result cannot be loaded, is not for
@@ -77,18 +78,18 @@ def load() -> ctypes.CDLL:
 
 
 def built() -> bool:
-    """Whether `load` would find the library instead of building it."""
+    """Return True if `load` would find the library instead of building it."""
     try:
         return native_kept.is_kept(native_build.recipe())
     except BuildError:
         return False
-    except OSError as error:  # Another user could have put one there, or nothing can be kept.
+    except OSError as error:  # Another user could have written it, or the cache is unusable.
         _log.warning("compiled kernels are not used: %s", error)
         return False
 
 
 def digests() -> Digests:
-    """What the library's self-test gives.
+    """Run the library's self-test and return its digests.
 
     Raises:
         BuildError: as from `load`.
@@ -97,14 +98,13 @@ def digests() -> Digests:
 
 
 def foreseen() -> Digests:
-    """What `digests` will say, without building anything: the compiler is asked for which
-    processor it would compile.
+    """Predict the result of `digests` without building, from the compiler's predefined macros.
 
     Raises:
-        BuildError: there will be no library, as far as that can be known.
+        BuildError: the build is already known to fail.
     """
     how = native_build.recipe()
-    with suppress(OSError):  # Where nothing can be kept, it is built all the same.
+    with suppress(OSError):  # An unusable cache does not prevent the build.
         if native_kept.is_kept(how):
             return digests()
     macros = native_build.instructions(how, time.monotonic() + native_build.TIME_LIMIT_S)
@@ -114,19 +114,19 @@ def foreseen() -> Digests:
 
 
 def call(name: str, *arguments: Argument) -> None:
-    """Calls a function of the library.
+    """Call a function of the library.
 
     Args:
         name: a key of `FUNCTIONS`.
-        arguments: as declared there; records by `ctypes.byref`.
+        arguments: as declared there; structs by `ctypes.byref`.
 
     Raises:
-        MemoryError: it had not enough for its work.
-        RanksApartError: another rank has given up, or did not come in time.
-        RuntimeError: it failed in another way.
+        MemoryError: it ran out of memory.
+        RanksApartError: another rank has given up, or did not arrive in time.
+        RuntimeError: it failed for another reason.
         BuildError: as from `load`.
     """
-    # Written for speed: ops of a microsecond pass here.
+    # Hot path: some ops take only a microsecond.
     result = (_functions.get(name) or _prepare(name))(*arguments)
     if result:
         if result == 1:
@@ -151,10 +151,10 @@ def _prepare(name: str) -> Callable[..., int]:
 @cache
 def _load() -> ctypes.CDLL | BuildError:
     try:
-        # The descriptor stays open: the loader knows a library by its name, which this is in.
+        # The loader identifies libraries by name, which contains the descriptor: keep it open.
         path, descriptor = native_kept.opened(native_build.recipe())
         opened = f"/proc/self/fd/{descriptor}"
-        # Not every system has /proc; nobody else can change what is at the path either.
+        # Without /proc load by path, which no other user can change either.
         library = ctypes.CDLL(opened if os.path.exists(opened) else str(path))
         native_self_test.check(library)
         native_kept.keep_only(path)

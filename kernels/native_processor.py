@@ -1,5 +1,7 @@
-"""Which instructions compiled code may use: what a compiler says of its code against what the
-processor has. One that the processor lacks would end the process without a word."""
+"""Check of compiled code's instructions against those of the processor.
+
+An unsupported instruction would kill the process without a message.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
 
-# Where Linux's name of an x86 extension is not the macro's in lower case.
+# x86 extensions whose Linux name is not the macro's name in lower case.
 _FLAGS = {
     "__SSE3__": "pni",
     "__LZCNT__": "abm",
@@ -39,15 +41,15 @@ _NEEDED = {"__AVX2__": "AVX2", "__FMA__": "FMA"}
 
 
 def lacking(macros: Set[str], *, compilers_choice: bool) -> str | None:
-    """Why code must not run on this processor.
+    """Return the reason why code cannot run on this processor, or None.
 
     Args:
-        macros: what the compiler predefines with the flags that the code is compiled with.
-        compilers_choice: the compiler has asked the processor itself (`-march=native`).
+        macros: the compiler's predefined macros with the flags of the build.
+        compilers_choice: the compiler detected the processor itself (`-march=native`).
 
     Returns:
-        A predicate such as "would use avx512f, which this processor lacks"; None if it may run, or
-        if this is no x86 processor under Linux and nothing is known of it.
+        A predicate such as "would use avx512f, which this processor lacks". None if the code can
+        run, and also off x86 and Linux, where the instructions are unknown.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return None
@@ -63,13 +65,13 @@ def lacking(macros: Set[str], *, compilers_choice: bool) -> str | None:
 
 
 def processor_name() -> str:
-    """What it calls itself, as far as that can be known."""
+    """Return the processor's model name, or the best available substitute."""
     line = next((line for line in _cpuinfo() if line.startswith("model name")), "")
     return line.partition(":")[2].strip() or platform.processor() or platform.machine()
 
 
 def processor_identity() -> bytes:
-    """What instructions this processor has, and its name: `-march=native` means them all."""
+    """Return this processor's name and instructions, the input of `-march=native`."""
     lines = _cpuinfo()
     if not lines:
         return platform.processor().encode()
@@ -80,9 +82,9 @@ def processor_identity() -> bytes:
 
 
 def tile_registers_refused() -> bool:
-    """Whether the processor has tile registers (AMX) that the system does not let this process use.
+    """Return True if the processor has tile registers (AMX) but the system refuses them.
 
-    Linux gives them to a process that asks, which this does.
+    Linux grants them to a process on request; this function makes the request.
     """
     if "amx_tile" not in _flags():
         return False

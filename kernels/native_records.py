@@ -1,5 +1,7 @@
-"""What compiled kernels have in common on the side of Python: the records that describe a packed
-step and rows of a tensor, as the headers in `native/` declare them."""
+"""Arguments shared by compiled kernels: a packed step and the rows of a tensor.
+
+The headers in `native/` declare the structs.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.native_layout import constant, struct
 
 LANES = constant("LANES")
-"""Compiled code works on so many numbers at a time; a row is a whole number of them."""
+"""Vector length of compiled code; the width of a row is a multiple of it."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def bits(x: torch.Tensor) -> int:
-    """Which of the two dtypes it is."""
+    """Return 32 for float32 and 16 for bfloat16."""
     return 8 * x.itemsize
 
 
@@ -27,7 +29,7 @@ Packed = struct("Packed")
 
 
 def packed(meta: PrefillMeta | DecodeMeta) -> ctypes.Structure:
-    """The step's sequences; the arrays are made once per step and stay with its metadata."""
+    """Return the step's sequences; the arrays are made once per step and cached in its metadata."""
     if "compiled" not in meta.plans:
         rows = [array("q", values) for values in (offsets(meta), meta.src_rows, meta.dst_rows)]
         meta.plans["compiled"] = (*rows, array("q", _snapshot_rows(meta)))
@@ -37,15 +39,17 @@ def packed(meta: PrefillMeta | DecodeMeta) -> ctypes.Structure:
 
 
 def offsets(meta: PrefillMeta | DecodeMeta) -> Sequence[int]:
-    """Where each sequence's tokens begin, and where the last one's end."""
+    """Return the start of each sequence's tokens, and the end of the last one's."""
     return range(len(meta) + 1) if isinstance(meta, DecodeMeta) else meta.cu_seqlens
 
 
 def tables(
     meta: PrefillMeta | DecodeMeta | VerifyMeta,
 ) -> tuple[array[int], list[array[int]]]:
-    """The addresses of the sequences' block tables, and what lies there: the tables themselves
-    where they are arrays of int32, which nobody copies however long they are."""
+    """Return the addresses of the sequences' block tables, and the owners of their memory.
+
+    int32 arrays are used in place, however long they are.
+    """
     own = [
         each if isinstance(each, array) and each.typecode == "i" else array("i", each)
         for each in meta.block_tables
@@ -54,7 +58,7 @@ def tables(
 
 
 def _snapshot_rows(meta: PrefillMeta | DecodeMeta) -> Sequence[int]:
-    """For every token the row that receives the state after it, -1 for none."""
+    """Return for every token the row for the state after it, or -1."""
     if isinstance(meta, DecodeMeta):
         return meta.snapshot_rows
     rows = [-1] * meta.num_tokens
@@ -67,13 +71,13 @@ Rows = struct("Rows")
 
 
 def knows_rows(x: torch.Tensor) -> bool:
-    """Whether `rows` can describe a tensor: dense rows of whole vectors."""
+    """Return True if `rows` can describe a tensor: dense rows of whole vectors."""
     whole = x.shape[-1] % LANES == 0 and x.stride(-1) == 1
     return whole and x.dtype in DTYPES and x.ndim in (2, 3)
 
 
 def rows(x: torch.Tensor, out: torch.Tensor | None = None) -> ctypes.Structure:
-    """A tensor's rows, and the contiguous one of its shape that receives the result."""
+    """Describe a tensor's rows, and the contiguous output of its shape."""
     heads, head_stride = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
     return Rows(
         tokens=x.shape[0],

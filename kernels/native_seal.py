@@ -1,6 +1,6 @@
-"""A digest behind the content of a kept library: the loader does not mind, and damage shows.
+"""Digest at the end of a cached library's file, to detect damage. The loader ignores it.
 
-A library that was cut off or changed ends the process that loads it, by SIGBUS or SIGSEGV.
+Loading a truncated or changed library kills the process, by SIGBUS or SIGSEGV.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def seal(path: Path) -> None:
         digest = blake3(file.read()).digest()
         file.write(digest + _MARK)
         file.flush()
-        os.fsync(file.fileno())  # A power cut must not leave a sealed name without its content.
+        os.fsync(file.fileno())  # A power cut must not leave the name without its content.
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Return whether a file is as `seal` has left it. Raises OSError."""
+    """Return True if a file is unchanged since `seal`. Raises OSError."""
     with open(os.dup(descriptor), "rb") as file:
         file.seek(0)
         data = file.read()

@@ -1,13 +1,13 @@
-"""What the compiled library's arithmetic gives for fixed inputs (`native/self_test.cpp`).
+"""Digests of the compiled library's arithmetic on fixed inputs (`native/self_test.cpp`).
 
-Its float32 results have the same bits on every processor and with every compiler, so their digest
-is recorded here: a library with another one has been compiled wrong, and nobody uses it. Whoever
-changes the arithmetic on purpose runs
+Float32 results have the same bits on every processor and with every compiler, so their digest is
+recorded here. A library with another digest was miscompiled and is not used. To change the
+arithmetic on purpose, run
 
     make native-digest    (python -m vlm_serve.kernels.native_self_test)
 
-records what it prints, and raises NUMERICS_VERSION in `engine/arithmetic.py`. Products of bfloat16
-pairs are the processor's own; their digest is part of the name of an arithmetic there.
+record its output, and raise NUMERICS_VERSION in `engine/arithmetic.py`. Products of bfloat16 pairs
+differ between processors; their digest is part of an arithmetic's name there.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from vlm_serve.kernels.native_build import BuildError
 
 FLOAT32 = "4aff477e050ad890"
-"""The digest of float32 results."""
+"""Digest of float32 results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Each 16 hexadecimal digits.
+    """Results of the self-test; digests are 16 hexadecimal digits.
 
     Attributes:
-        float32: of everything computed in float32.
-        pairs: of that and of products of bfloat16 pairs; None if the library has none.
-        tiles: whether those are made tile by tile, which gives them other bits.
-        integer_dots: whether it has instructions that sum products of bytes, four at once or two;
-            they have the same bits where it does not.
+        float32: digest of everything computed in float32.
+        pairs: digest with products of bfloat16 pairs included; None without such an instruction.
+        integer_dots: the library uses dot products of four or two bytes; the bits are the same
+            without them.
+        tiles: pairs are multiplied in AMX tiles, with other bits.
     """
 
     float32: str
@@ -40,29 +40,29 @@ class Digests:
 
 
 def run(library: ctypes.CDLL) -> Digests:
-    """Runs the self-test, which takes about a millisecond.
+    """Run the self-test, in about a millisecond.
 
     Raises:
-        BuildError: it does not come to its end.
-        AttributeError: the library has none.
+        BuildError: the self-test fails to complete.
+        AttributeError: the library has no self-test.
     """
     digests = (ctypes.c_uint64 * 4)()
     library.vlm_self_test.restype = ctypes.c_int64
     if library.vlm_self_test(digests):
-        raise BuildError("the library's self-test does not come to its end")
+        raise BuildError("the library's self-test did not complete")
     float32, pairs = (f"{digest:016x}" for digest in digests[:2])
     return Digests(float32, pairs if digests[1] else None, *map(bool, digests[2:]))
 
 
 def check(library: ctypes.CDLL) -> None:
-    """Raises BuildError if the library computes other bits than it must."""
+    """Raise BuildError if the library's float32 digest is wrong."""
     found = run(library).float32
     if found != FLOAT32:
         raise BuildError(f"the library failed its self-test: digest {found}, expected {FLOAT32}")
 
 
 def _print_digest() -> None:
-    import torch  # noqa: F401  # brings the OpenMP that the library uses
+    import torch  # noqa: F401  # loads the OpenMP that the library uses
 
     from vlm_serve.kernels import native_build, native_kept
 

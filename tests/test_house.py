@@ -281,7 +281,7 @@ def test_a_wheel_contains_the_linked_folders(tmp_path: Path) -> None:
         for path in python_files(name):
             assert f"vlm_serve/{path.relative_to(ROOT)}" in packed
     for folder in ("kernels", "models"):
-        for path in (ROOT / "vlm_serve" / folder / "native").iterdir():
+        for path in (ROOT / "vlm_serve" / folder / "native").rglob("*.*"):
             assert str(path.relative_to(ROOT)) in packed
     assert "vlm_serve/py.typed" in packed
     for path in (ROOT / "vlm_serve" / "demo").rglob("*.*"):

@@ -12,7 +12,7 @@ from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import DTYPES, LANES, bits, packed
 
-MOST_TAPS = constant("MOST_TAPS")
+MAX_TAPS = constant("MAX_TAPS")
 
 _Convolution = struct("Convolution")
 
@@ -21,7 +21,7 @@ def causal_conv(
     x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta | DecodeMeta
 ) -> torch.Tensor | None:
     """Convolve prefill and decode alike: a decode token is a slice of one."""
-    if x.dtype not in DTYPES or x.shape[1] % LANES or weight.shape[1] > MOST_TAPS:
+    if x.dtype not in DTYPES or x.shape[1] % LANES or weight.shape[1] > MAX_TAPS:
         return None
     taps = derived(weight, "taps in rows", lambda w: w.float().T.contiguous())
     out = torch.empty(x.shape, dtype=x.dtype)

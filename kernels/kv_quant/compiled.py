@@ -1,4 +1,4 @@
-"""Records of key and value pages for compiled CPU code (`native/kv_pages.h`)."""
+"""Records of key and value pages for compiled CPU code (`native/attention/kv_pages.h`)."""
 
 from __future__ import annotations
 

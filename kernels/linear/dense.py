@@ -1,4 +1,4 @@
-"""Dense weights in our own layout (`native/product.h`), multiplied by compiled CPU code.
+"""Dense weights in our own layout (`native/products/product.h`), multiplied by compiled CPU code.
 
 One layout and one arithmetic serve one row and thousands: a row's bits depend on the row and the
 weight alone. The weight keeps its dtype. If the processor has no products of that dtype, values are

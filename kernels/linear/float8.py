@@ -1,6 +1,6 @@
 """e4m3 codes with scales per block or output channel, packed for compiled CPU code.
 
-`native/grouped.h` describes their layout and arithmetic.
+`native/codes/grouped.h` describes their layout and arithmetic.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """int8, int6, int4 and e2m1 codes in groups of k, packed for compiled CPU code.
 
-They have scales, and may have zero points. `native/grouped.h` describes their layout and
+They have scales, and may have zero points. `native/codes/grouped.h` describes their layout and
 arithmetic.
 """
 

@@ -1,4 +1,4 @@
-"""Codes with scales in our own layout (`native/grouped.h`), multiplied by compiled CPU code."""
+"""Codes with scales in our own layout (`native/codes/grouped.h`), multiplied by compiled code."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SCALE_TYPES = TYPES | {
     torch.float8_e8m0fnu: constant("E8M0"),
 }
 
-MOST_GROUP = constant("MOST_GROUP")
-LEAST_GROUP = constant("LEAST_GROUP")
+MAX_GROUP = constant("MAX_GROUP")
+MIN_GROUP = constant("MIN_GROUP")
 """Groups of k are a multiple of this."""
 
 
@@ -87,13 +87,13 @@ def packed_group(group: int, depth: int) -> int:
     """
     size = _part_of(group, depth)
     if size is None:
-        problem = f"{group} of {depth}, expected a multiple of {LEAST_GROUP} in both"
+        problem = f"{group} of {depth}, expected a multiple of {MIN_GROUP} in both"
         raise KernelArgumentError("group", problem)
     return size
 
 
 def _part_of(group: int, depth: int) -> int | None:
-    sizes = range(MOST_GROUP, 0, -LEAST_GROUP)
+    sizes = range(MAX_GROUP, 0, -MIN_GROUP)
     return next((size for size in sizes if group % size == 0 and depth % size == 0), None)
 
 

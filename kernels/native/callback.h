@@ -1,9 +1,9 @@
-// Functions that another file calls.
+// References to functions, for calls across translation units.
 #pragma once
 
 namespace vlm {
 
-// A reference to `work`, which takes such arguments and outlives it.
+// A reference to `work`, which must outlive it.
 template <typename... Arguments>
 class Callback {
   public:

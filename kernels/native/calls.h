@@ -1,18 +1,19 @@
-// What Python calls (kernels/native_library.py), and what it hands over; vlm_step is in program.h.
+// The functions that Python calls (kernels/native_library.py), and their arguments; vlm_step is in
+// program.h.
 //
-// Arguments are checked by the caller. `bits` is 32 for float32 activations, 16 for bfloat16. All
-// return what `guarded` does.
+// The caller checks all arguments. `bits` is 32 for float32 activations, 16 for bfloat16. All
+// functions return what `guarded` returns.
 #pragma once
 
-#include "attention.h"
-#include "packed.h"
+#include "attention/attention.h"
+#include "gated_delta/packed.h"
+#include "products/weight.h"
 #include "ranks.h"
-#include "weight.h"
 
 namespace vlm {
 
-// What follows the product.
-enum Use : int64_t { PLAIN = 0, TIMES = 1, PLUS = 2, SILU = 3, GELU = 4, GELU_TANH = 5 };
+// The operation fused to a product.
+enum FusedOp : int64_t { PLAIN = 0, TIMES = 1, PLUS = 2, SILU = 3, GELU = 4, GELU_TANH = 5 };
 
 struct Projection {
     Weight weight;
@@ -21,10 +22,10 @@ struct Projection {
     void* out;  // [rows, columns], contiguous
 };
 
-// Rows of a plain `[rows, depth]` weight as columns of a packed one, both of `type`.
+// Packs rows of a plain `[rows, depth]` weight as columns of a packed one, both of `type`.
 struct Packing {
     const void* source;
-    void* packed;  // of `columns` by `depth`, zero where nothing has been packed
+    void* packed;  // of `columns` by `depth`, zero where nothing is packed yet
     int64_t rows, stride, depth, first, type, threads;
 };
 
@@ -42,7 +43,7 @@ struct Convolution {
 struct Delta {
     Packed packed;
     int64_t key_heads, value_heads, key_dim, value_dim;
-    int64_t q_stride, q_head, k_stride, k_head, v_stride, v_head;  // of tokens and heads
+    int64_t q_stride, q_head, k_stride, k_head, v_stride, v_head;  // strides of tokens and heads
     int64_t state_row_stride, state_type;
     const void *q, *k, *v;
     const float *g, *beta;  // [N, value_heads], contiguous
@@ -50,7 +51,7 @@ struct Delta {
     void* out;  // [N, value_heads, value_dim], contiguous
 };
 
-// Write strength and log decay, [tokens, heads] each, from b and a side by side.
+// Computes write strength and log decay, [tokens, heads] each, from b and a, which are adjacent.
 struct Gates {
     int64_t tokens, heads, stride, threads;
     const void* raw;
@@ -58,7 +59,7 @@ struct Gates {
     float *beta, *decay;
 };
 
-// Rows of `width` numbers: [tokens, heads, width], heads `head_stride` apart, tokens `stride`.
+// Rows of `width` numbers: [tokens, heads, width], with strides of tokens and of heads.
 struct Rows {
     int64_t tokens, heads, width, stride, head_stride, threads;
     const void* x;
@@ -74,11 +75,11 @@ int64_t vlm_causal_conv(const vlm::Convolution* job, int64_t bits);
 int64_t vlm_gated_delta(const vlm::Delta* job, int64_t bits);
 int64_t vlm_gates(const vlm::Gates* job, int64_t bits);
 
-// With what follows the product, and the packing of its weight.
+// A product with its fused operation, and the packing of a weight.
 int64_t vlm_linear(const vlm::Projection* job, int64_t bits);
 int64_t vlm_pack(const vlm::Packing* job);
 
-// Ops that treat every row alike.
+// Row-wise ops.
 int64_t vlm_rms_norm(const vlm::Rows* rows, const float* factors, double eps, int64_t bits);
 int64_t vlm_gated_rms_norm(const vlm::Rows* rows, const vlm::Rows* gates, const float* factors,
                            double eps, int64_t bits);
@@ -89,14 +90,14 @@ int64_t vlm_norm_rope(const vlm::Rows* rows, const float* factors, const float* 
 int64_t vlm_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
                       const float* inv_freq, const int32_t* axis, float* cos, float* sin);
 
-// A rank starts with a step, when everybody has finished the one before; meets the others; leaves
-// a step that they are in.
+// begin: start a step, after all ranks have finished the step before. barrier: wait for the other
+// ranks. give_up: abandon a step that other ranks are in.
 int64_t vlm_ranks_begin(vlm::Ranks* ranks, int64_t step);
-int64_t vlm_ranks_meet(vlm::Ranks* ranks);
+int64_t vlm_ranks_barrier(vlm::Ranks* ranks);
 int64_t vlm_ranks_give_up(const vlm::Ranks* ranks, int64_t step);
 
-// Two digests: of float32 arithmetic, and of that and products of bfloat16 pairs, 0 where there are
-// none. Then whether sums of products of bytes are one instruction, and whether products of tiles
-// are.
+// Writes four words: a digest of float32 arithmetic; a digest that also covers products of bfloat16
+// pairs, or 0 without such an instruction; whether there are dot products of bytes; whether there
+// are AMX tiles.
 int64_t vlm_self_test(uint64_t* digests);
 }

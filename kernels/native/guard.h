@@ -1,5 +1,5 @@
-// The edge between C++ and its callers: no exception may cross it, nor leave a thread of a parallel
-// region.
+// The boundary between C++ and its callers: no exception may cross it, or leave a thread of a
+// parallel region.
 #pragma once
 
 #include <atomic>
@@ -7,15 +7,15 @@
 #include <new>
 #include <stdexcept>
 
-#include "sharing.h"
+#include "loop_scheduler.h"
 
 namespace vlm {
 
-// Other ranks have given up a step, or one of them did not come.
-struct Apart {};
+// Thrown when another rank has given up a step, or did not arrive in time.
+struct StepAbandoned {};
 
-// Runs `work`; 0, or 1 if there was not enough memory for it, 3 if other ranks have left it, 2 if
-// it failed in another way.
+// Runs `work` and returns 0. Returns 1 if memory ran out, 3 if another rank left the step, 2 for
+// any other failure.
 template <typename Work>
 int64_t guarded(const Work& work) {
     try {
@@ -23,29 +23,29 @@ int64_t guarded(const Work& work) {
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;
-    } catch (const std::length_error&) {  // more than a vector may ever have
+    } catch (const std::length_error&) {  // more than a vector can ever hold
         return 1;
-    } catch (const Apart&) {
+    } catch (const StepAbandoned&) {
         return 3;
     } catch (...) {
         return 2;
     }
 }
 
-// Runs `prepare` on every one of `threads` threads, where it may ask for memory that lasts, and
-// then their common `work(sharing)`. Throws std::bad_alloc if one of them has not enough, before
-// any works.
+// Runs `prepare` on each of `threads` threads, where it may allocate thread-local memory, and then
+// `work(scheduler)` on all of them. Throws std::bad_alloc before any work if one of them runs out
+// of memory.
 template <typename Prepare, typename Work>
 void on_all_threads(int64_t threads, const Prepare& prepare, const Work& work) {
-    static thread_local Sharing own;
-    Sharing& sharing = own;
-    sharing.begin(threads);
+    static thread_local LoopScheduler own;
+    LoopScheduler& scheduler = own;
+    scheduler.begin(threads);
     std::atomic<int64_t> failed{0};
 #pragma omp parallel num_threads((int)threads)
     {
         failed += guarded(prepare);
 #pragma omp barrier
-        if (!failed) work(sharing);
+        if (!failed) work(scheduler);
     }
     if (failed) throw std::bad_alloc();
 }

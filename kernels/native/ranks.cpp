@@ -1,4 +1,4 @@
-// Meetings of ranks, for Python; see ranks.h.
+// Barriers of ranks, for Python; see ranks.h.
 #include "ranks.h"
 
 #include "calls.h"
@@ -7,14 +7,14 @@
 extern "C" {
 
 int64_t vlm_ranks_begin(vlm::Ranks* ranks, int64_t step) {
-    ranks->count = step * vlm::MOST_MEETINGS;
-    vlm::board(*ranks).places[ranks->rank].count.store(ranks->count);
+    ranks->count = step * vlm::MAX_BARRIERS;
+    vlm::header(*ranks).arrivals[ranks->rank].count.store(ranks->count);
     return 0;
 }
 
-int64_t vlm_ranks_meet(vlm::Ranks* ranks) {
+int64_t vlm_ranks_barrier(vlm::Ranks* ranks) {
     return vlm::guarded([=] {
-        if (!vlm::meet(*ranks)) throw vlm::Apart();
+        if (!vlm::barrier(*ranks)) throw vlm::StepAbandoned();
     });
 }
 

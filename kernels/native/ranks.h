@@ -1,5 +1,5 @@
-// Ranks of one host, each a process: they meet, and what each has written into its slot of the
-// memory that they share is then read by all.
+// Barriers for the ranks of one host, each a process. Each rank writes to its slot of shared
+// memory; after a barrier all ranks read it.
 #pragma once
 
 #include <algorithm>
@@ -15,39 +15,40 @@
 
 namespace vlm {
 
-constexpr int64_t MOST_RANKS = 64;
-// A step has fewer meetings; where its counts begin is its number times this.
-constexpr int64_t MOST_MEETINGS = 1048576;
+constexpr int64_t MAX_RANKS = 64;
+// A step has fewer barriers; its counts start at its number times this.
+constexpr int64_t MAX_BARRIERS = 1048576;
 
-// How a rank finds the others. A rank has two slots and writes to that of `count`, so that one
-// meeting is enough: nobody writes to a slot again before all have read it and met once more.
+// One rank's view of the shared memory. A rank has two slots and alternates between them by
+// `count`, so one barrier per exchange is enough: a slot is only reused after all have read it and
+// met once more.
 struct Ranks {
     int64_t rank, size;
-    int64_t count;       // meetings so far
+    int64_t count;       // barriers so far
     int64_t slot_bytes;  // of one slot
-    int64_t limit;       // nanoseconds that a rank waits for the others
-    int64_t spins;       // looks before it falls asleep; none where ranks share a core
-    void* shared;        // a Board, and the slots of rank 0, of rank 1, ...
+    int64_t limit;       // nanoseconds to wait for other ranks
+    int64_t spins;       // polls before the rank sleeps; 0 if ranks share a core
+    void* shared;        // a SharedHeader, then the slots of rank 0, of rank 1, ...
 };
 
-// What is left of the memory before the slots.
-constexpr int64_t BOARD_BYTES = 8192;
+// Bytes of the shared memory before the slots.
+constexpr int64_t HEADER_BYTES = 8192;
 
-struct Board {
-    std::atomic<uint32_t> rung;  // changes whenever all have arrived, or somebody gives up
-    std::atomic<uint32_t> asleep;
-    std::atomic<int64_t> failed;  // the last step that somebody has given up
-    struct alignas(64) Place {
+struct SharedHeader {
+    std::atomic<uint32_t> wakeups;  // futex; changes when all have arrived, or a rank gives up
+    std::atomic<uint32_t> sleepers;
+    std::atomic<int64_t> failed;  // the last step that a rank has given up
+    struct alignas(64) Arrival {
         std::atomic<int64_t> count;
-    } places[MOST_RANKS];
+    } arrivals[MAX_RANKS];
 };
-static_assert(sizeof(Board) <= BOARD_BYTES, "the board has room");
+static_assert(sizeof(SharedHeader) <= HEADER_BYTES, "the header fits its space");
 
-inline Board& board(const Ranks& ranks) { return *(Board*)ranks.shared; }
+inline SharedHeader& header(const Ranks& ranks) { return *(SharedHeader*)ranks.shared; }
 
-// A slot of `rank` for its meeting number `count`.
+// Returns the slot of `rank` for barrier number `count`.
 inline char* slot(const Ranks& ranks, int64_t rank, int64_t count) {
-    return (char*)ranks.shared + BOARD_BYTES + (2 * rank + count % 2) * ranks.slot_bytes;
+    return (char*)ranks.shared + HEADER_BYTES + (2 * rank + count % 2) * ranks.slot_bytes;
 }
 
 #if defined(__linux__)
@@ -80,52 +81,52 @@ inline int64_t nanoseconds() {
     return now.tv_sec * 1'000'000'000 + now.tv_nsec;
 }
 
-inline void ring(Board& board) {
-    board.rung.fetch_add(1);
-    if (board.asleep.load()) wake_all(board.rung);
+inline void notify(SharedHeader& header) {
+    header.wakeups.fetch_add(1);
+    if (header.sleepers.load()) wake_all(header.wakeups);
 }
 
-// Nobody waits for this step any more, and nobody will.
+// Gives up a step: no rank waits for it any longer.
 inline void give_up(const Ranks& ranks, int64_t step) {
-    Board& own = board(ranks);
+    SharedHeader& own = header(ranks);
     int64_t last = own.failed.load();
     while (last < step && !own.failed.compare_exchange_weak(last, step)) {
     }
-    ring(own);
+    notify(own);
 }
 
-inline bool all_here(const Ranks& ranks, int64_t count) {
-    const Board& own = board(ranks);
+inline bool all_arrived(const Ranks& ranks, int64_t count) {
+    const SharedHeader& own = header(ranks);
     for (int64_t r = 0; r < ranks.size; ++r)
-        if (own.places[r].count.load() < count) return false;
+        if (own.arrivals[r].count.load() < count) return false;
     return true;
 }
 
-// Returns when all ranks have come as far; false if one of them has given up the step, or has not
-// come within the limit: then it is given up.
-inline bool meet(Ranks& ranks) {
-    Board& own = board(ranks);
-    const int64_t count = ++ranks.count, step = count / MOST_MEETINGS;
-    own.places[ranks.rank].count.store(count);
-    if (all_here(ranks, count)) {
-        ring(own);
+// Waits until all ranks have reached this barrier. Returns false if a rank has given up the step,
+// or does not arrive within the limit, in which case this rank gives up the step.
+inline bool barrier(Ranks& ranks) {
+    SharedHeader& own = header(ranks);
+    const int64_t count = ++ranks.count, step = count / MAX_BARRIERS;
+    own.arrivals[ranks.rank].count.store(count);
+    if (all_arrived(ranks, count)) {
+        notify(own);
         return own.failed.load() < step;
     }
     for (int64_t i = 0; i < ranks.spins; ++i) {
-        if (all_here(ranks, count)) return own.failed.load() < step;
+        if (all_arrived(ranks, count)) return own.failed.load() < step;
         pause_briefly();
     }
     const int64_t begin = nanoseconds();
-    own.asleep.fetch_add(1);
+    own.sleepers.fetch_add(1);
     bool late = false;
     for (;;) {
-        const uint32_t seen = own.rung.load();
-        if (all_here(ranks, count) || own.failed.load() >= step) break;
+        const uint32_t seen = own.wakeups.load();
+        if (all_arrived(ranks, count) || own.failed.load() >= step) break;
         late = nanoseconds() - begin > ranks.limit;
         if (late) break;
-        sleep_on(own.rung, seen);
+        sleep_on(own.wakeups, seen);
     }
-    own.asleep.fetch_sub(1);
+    own.sleepers.fetch_sub(1);
     if (late) give_up(ranks, step);
     return own.failed.load() < step;
 }

@@ -1,6 +1,6 @@
-// The processor's own vectors: the few operations that compilers do not make of plain vector code.
-// Everything else (+, -, *, /, comparisons, shuffles) is written with the compiler's vector types,
-// which become single instructions only if they are as wide as a register.
+// The processor's vector registers: the few operations that compilers do not generate from plain
+// vector code. All else (+, -, *, /, comparisons, shuffles) uses the compiler's vector types, which
+// become single instructions only if they are as wide as a register.
 #pragma once
 
 #include <cstdint>
@@ -15,60 +15,60 @@
 #error "vector registers with fused multiply-add are needed: AVX2, AVX-512 or NEON"
 #endif
 
-// How many registers 16 lanes of float32 are.
+// Registers that hold 16 lanes of float32.
 #if defined(__AVX512F__)
-#define VLM_PARTS 1
+#define VLM_REGISTERS_PER_VEC 1
 #elif defined(__AVX2__)
-#define VLM_PARTS 2
+#define VLM_REGISTERS_PER_VEC 2
 #else
-#define VLM_PARTS 4
+#define VLM_REGISTERS_PER_VEC 4
 #endif
 
-// For what is a few instructions, which calls would double.
+// For functions of a few instructions, where a call would double the cost.
 #define VLM_INLINE inline __attribute__((always_inline))
 
 namespace vlm {
 
-constexpr int WIDTH = 16 / VLM_PARTS;  // float32 lanes of a register
+constexpr int WIDTH = 16 / VLM_REGISTERS_PER_VEC;  // float32 lanes of a register
 
-// Whether products of pairs of bfloat16 are one instruction; its sums round in a way of their own.
+// Tells whether one instruction multiplies pairs of bfloat16; its sums round differently.
 #if defined(__AVX512BF16__)
-constexpr bool PAIR_PRODUCTS = true;
+constexpr bool HAS_BF16_DOT = true;
 #else
-constexpr bool PAIR_PRODUCTS = false;
+constexpr bool HAS_BF16_DOT = false;
 #endif
 
-// Whether products of whole tiles of them are, and those of bytes (AMX).
+// Tells whether the processor has AMX tiles, of bfloat16 and of bytes.
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && \
     defined(__AVX512BF16__)
-#define VLM_TILES 1
+#define VLM_AMX 1
 #else
-#define VLM_TILES 0
+#define VLM_AMX 0
 #endif
-constexpr bool TILE_PRODUCTS = VLM_TILES;
+constexpr bool HAS_AMX = VLM_AMX;
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Signed __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 
-// What weights are asked for into, as prefetches name it: the L2 cache where tiles tell that the
-// processor is one whose L1 cache can ask for too little at a time, else the L1 cache.
-constexpr int L1_CACHE = 3, L2_CACHE = 2, WEIGHT_CACHE = TILE_PRODUCTS ? L2_CACHE : L1_CACHE;
-// Bytes between what is used of a weight that is no codes, and what is asked for.
-constexpr int64_t WEIGHT_AHEAD = TILE_PRODUCTS ? 2048 : 4096;
+// Cache level that weights are prefetched into, as __builtin_prefetch takes it. Processors with AMX
+// allow few outstanding prefetches into L1, so use L2 there.
+constexpr int L1_CACHE = 3, L2_CACHE = 2, WEIGHT_CACHE = HAS_AMX ? L2_CACHE : L1_CACHE;
+// Prefetch distance in bytes for weights that are not codes.
+constexpr int64_t WEIGHT_PREFETCH_DISTANCE = HAS_AMX ? 2048 : 4096;
 
-// Asks the memory for 128 bytes of a weight that are soon to be read.
+// Prefetches 128 bytes of a weight.
 template <int CACHE = WEIGHT_CACHE>
-VLM_INLINE void ask_for_weight(const char* at) {
+VLM_INLINE void prefetch_weight(const char* at) {
     __builtin_prefetch(at, 0, CACHE);
     __builtin_prefetch(at + 64, 0, CACHE);
 }
 
-// Asks for one line of a weight, between what stands before and behind it. Where tiles tell what
-// processor it is with a pause: requests that follow each other at once are answered more slowly.
-VLM_INLINE void ask_for_line(const char* at) {
-#if VLM_TILES
+// Prefetches one line of a weight; asm keeps it between the instructions before and after it.
+// Processors with AMX answer back-to-back prefetches more slowly, so pad with nops.
+VLM_INLINE void prefetch_line(const char* at) {
+#if VLM_AMX
     asm volatile("prefetcht1 %0\n\tnop\n\tnop\n\tnop" : : "m"(*at));
 #elif defined(__x86_64__)
     asm volatile("prefetcht0 %0" : : "m"(*at));
@@ -77,25 +77,25 @@ VLM_INLINE void ask_for_line(const char* at) {
 #endif
 }
 
-// Lanes of a and, behind them, of b: `AT::of(i)` is where lane i of the result comes from.
+// Selects lanes from a and b: lane i of the result is lane `AT::of(i)` of their concatenation.
 template <typename At, typename V, int... LANE>
-VLM_INLINE V shuffled(V a, V b, std::integer_sequence<int, LANE...>) {
+VLM_INLINE V shuffle(V a, V b, std::integer_sequence<int, LANE...>) {
 #if defined(__clang__)
     return __builtin_shufflevector(a, b, At::of(LANE)...);
 #else
-    // Older GCC has only this one.
+    // Older GCC has only this builtin.
     typedef decltype(a < a) Lanes;
     return __builtin_shuffle(a, b, Lanes{At::of(LANE)...});
 #endif
 }
 template <typename At, typename V>
-VLM_INLINE V shuffled(V a, V b) {
+VLM_INLINE V shuffle(V a, V b) {
     constexpr int COUNT = sizeof a / sizeof a[0];
-    return shuffled<At>(a, b, std::make_integer_sequence<int, COUNT>());
+    return shuffle<At>(a, b, std::make_integer_sequence<int, COUNT>());
 }
 
 // a * b + c, rounded once.
-inline Floats fused(Floats a, Floats b, Floats c) {
+inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
@@ -105,11 +105,11 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// The first or the second of every pair of bfloat16 at `from`; if IN_ONE, and there are 16
-// registers, in one of them: compilers would have the pairs in a second one and the mask in a
-// third, in place of sums.
+// Widens the first or the second of every pair of bfloat16 at `from`. If IN_ONE, with 16 registers,
+// it uses a single register: compilers would keep the pairs in a second one and the mask in a
+// third, and lose accumulators.
 template <bool SECOND, bool IN_ONE>
-VLM_INLINE Floats of_pairs(const char* from) {
+VLM_INLINE Floats unpack_bf16(const char* from) {
     constexpr uint32_t UPPER = 0xffff0000u;
     Words pairs;
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -128,8 +128,7 @@ VLM_INLINE Floats of_pairs(const char* from) {
     return (Floats)(SECOND ? pairs & UPPER : pairs << 16);
 }
 
-// The lesser of two numbers.
-inline Floats lesser(Floats a, Floats b) {
+inline Floats minimum(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
@@ -139,10 +138,10 @@ inline Floats lesser(Floats a, Floats b) {
 #endif
 }
 
-// c plus the products of the pairs of bfloat16 in a and b; only where PAIR_PRODUCTS.
-inline Floats fused_pairs(Words a, Words b, Floats c) {
+// Returns c plus the products of the pairs of bfloat16 in a and b. Requires HAS_BF16_DOT.
+inline Floats fma_bf16_pairs(Words a, Words b, Floats c) {
 #if defined(__AVX512BF16__) && defined(__clang__)
-    // Clang 16 does not survive such a product with a number that is spread from memory.
+    // Clang 16 crashes on such a product with a broadcast from memory.
     asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
     return c;
 #elif defined(__AVX512BF16__)
@@ -153,8 +152,8 @@ inline Floats fused_pairs(Words a, Words b, Floats c) {
 #endif
 }
 
-// The nearest whole number of a value below 2^31, ties to even.
-inline Signed nearest(Floats x) {
+// Rounds values below 2^31 to the nearest integer, ties to even.
+inline Signed round_to_int(Floats x) {
 #if defined(__AVX512F__)
     return (Signed)_mm512_cvtps_epi32((__m512)x);
 #elif defined(__AVX2__)
@@ -164,7 +163,7 @@ inline Signed nearest(Floats x) {
 #endif
 }
 
-// As many unsigned bytes as a register has lanes, each in a word.
+// Loads WIDTH unsigned bytes and widens each to a word.
 inline Signed from_bytes(const void* from) {
 #if defined(__AVX512F__)
     return (Signed)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -177,7 +176,7 @@ inline Signed from_bytes(const void* from) {
 #endif
 }
 
-// As many signed bytes.
+// Loads WIDTH signed bytes and widens each to a word.
 inline Signed from_signed_bytes(const void* from) {
 #if defined(__AVX512F__)
     return (Signed)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -190,7 +189,7 @@ inline Signed from_signed_bytes(const void* from) {
 #endif
 }
 
-// As many halves of a word, each in a word of its own. (Compilers widen them by parts.)
+// Loads WIDTH 16-bit values and widens each to a word. (Compilers widen in two parts.)
 inline Words from_halves(const void* from) {
 #if defined(__AVX512F__)
     return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
@@ -201,7 +200,7 @@ inline Words from_halves(const void* from) {
 #endif
 }
 
-// The lower half of every word.
+// Stores the lower half of every word.
 inline void to_halves(void* to, Words words) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)words));
@@ -211,7 +210,7 @@ inline void to_halves(void* to, Words words) {
 #endif
 }
 
-// The least significant byte of every word.
+// Stores the lowest byte of every word.
 inline void to_bytes(void* to, Signed words) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)words));

@@ -1,14 +1,14 @@
-// A fixed run through the building blocks of every kernel, and digests of its results: they stand
-// for this library's arithmetic. See kernels/native_self_test.py for what becomes of them.
+// Runs fixed inputs through the building blocks of every kernel. Digests of the results identify
+// this library's arithmetic; see kernels/native_self_test.py.
 #include <vector>
 
-#include "byte_products.h"
 #include "calls.h"
-#include "convolution.h"
-#include "experts.h"
-#include "gated_delta.h"
-#include "product.h"
-#include "rows.h"
+#include "codes/byte_products.h"
+#include "gated_delta/convolution.h"
+#include "gated_delta/gated_delta.h"
+#include "products/experts.h"
+#include "products/product.h"
+#include "rows/rows.h"
 
 namespace vlm {
 
@@ -30,7 +30,7 @@ struct Digest {
     void add(float x) { add(&x, 1); }
 };
 
-// Numbers that look random and are the same everywhere: multiples of 2^-23.
+// Pseudo-random numbers, the same everywhere: multiples of 2^-23.
 struct Draw {
     uint32_t state;
 
@@ -58,11 +58,11 @@ void functions(Digest& digest) {
         for (int i = 0; i < 32; ++i) {
             const Vec x = draw.lanes(scale);
             for (const Vec& y : {exponential(x), sigmoid(x), silu(x), softplus(x), gelu(x),
-                                 gelu_tanh(x), power_of_2(-magnitude(x))})
+                                 gelu_tanh(x), exp2_nonpositive(-magnitude(x))})
                 digest.add(y);
             digest.add(logarithm(magnitude(x) + all(1e-6f)));
             digest.add(sum(x));
-            digest.add(largest(x));
+            digest.add(reduce_max(x));
             float angle[2];
             cosine_and_sine(draw.one(scale * 100.0f), angle, angle + 1);
             digest.add(angle, 2);
@@ -76,7 +76,7 @@ void functions(Digest& digest) {
     int64_t ids[8];
     float weights[8];
     for (float& score : scores) score = draw.one(4.0f);
-    choose(scores, 60, 8, ids, weights);
+    choose_experts(scores, 60, 8, ids, weights);
     for (int64_t id : ids) digest.add((float)id);
     digest.add(weights, 8);
 }
@@ -96,36 +96,36 @@ void rows(Digest& digest) {
     digest.add(out, WIDE);
 }
 
-// Rows of X times a packed weight of W, for few rows, more, and more than stay in registers. Any
-// numbers are a packed weight.
+// Rows of X times a packed weight of W: few rows, more, and more than stay in registers. Any
+// numbers are a valid packed weight.
 template <typename X, typename W>
 void products(Digest& digest, int64_t type) {
-    constexpr int64_t DEEP = 304, COLUMNS = 72, MOST = 50;
+    constexpr int64_t DEEP = 304, COLUMNS = 72, MAX_COUNT = 50;
     Draw draw{3};
     const int64_t panels = (COLUMNS + PANEL - 1) / PANEL;
     const std::vector<W> packed = draw.many<W>(panels * PANEL * DEEP, 0.1f);
     const std::vector<float> bias = draw.many<float>(panels * PANEL, 1.0f);
-    const std::vector<X> x = draw.many<X>(MOST * DEEP, 1.0f);
+    const std::vector<X> x = draw.many<X>(MAX_COUNT * DEEP, 1.0f);
     const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type,   nullptr,
                         nullptr,       0,           0,       0,    nullptr};
-    own_workplace().reserve(DEEP);
-    std::vector<float> out(MOST * COLUMNS);
-    Sharing alone;
-    for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
+    thread_workspace().reserve(DEEP);
+    std::vector<float> out(MAX_COUNT * COLUMNS);
+    LoopScheduler scheduler;
+    for (int64_t count : {(int64_t)1, (int64_t)5, MAX_COUNT}) {
         project<X>(
-            weight, count, alone, [&](int64_t r) { return x.data() + r * DEEP; },
-            [&](int64_t row, int64_t column, int64_t wide, const float* sums) {
-                std::memcpy(out.data() + row * COLUMNS + column, sums, wide * sizeof(float));
+            weight, count, scheduler, [&](int64_t r) { return x.data() + r * DEEP; },
+            [&](int64_t row, int64_t column, int64_t wide, const float* results) {
+                std::memcpy(out.data() + row * COLUMNS + column, results, wide * sizeof(float));
             });
         digest.add(out.data(), count * COLUMNS);
     }
 }
 
-// Rows times a weight of codes, with and without zero points, which e2m1 has none of. Any words are
-// such a weight, and any bytes its scales if they are of one byte, but for e8m0.
+// Rows times a weight of codes, with and without zero points (e2m1 has none). Any words are valid
+// codes, and any bytes valid one-byte scales except for e8m0.
 template <typename X, int64_t GROUP = 48>
 void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale_type = FLOAT16) {
-    constexpr int64_t DEEP = 384, COLUMNS = 72, MOST = 50;
+    constexpr int64_t DEEP = 384, COLUMNS = 72, MAX_COUNT = 50;
     Draw draw{6};
     const int64_t panels = (COLUMNS + PANEL - 1) / PANEL, groups = panels * (DEEP / GROUP) * PANEL;
     std::vector<uint32_t> words(panels * panel_bytes(DEEP, type) / 4);
@@ -138,12 +138,12 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale
         for (f16& two : scales) two.bits = (two.bits & 0x1f1f) + 0x6060;
     const std::vector<float> factors(panels * PANEL, 0x1p-16f);
     const bool bytes = bytes_of(scale_type) == 1;
-    const std::vector<X> x = draw.many<X>(MOST * DEEP, 1.0f);
+    const std::vector<X> x = draw.many<X>(MAX_COUNT * DEEP, 1.0f);
     std::vector<uint8_t> zeros(groups);
     for (uint8_t& zero : zeros) zero = (uint8_t)(draw.one(7.5f) + 8.0f);
-    own_workplace().reserve(DEEP);
-    std::vector<float> out(MOST * COLUMNS);
-    Sharing alone;
+    thread_workspace().reserve(DEEP);
+    std::vector<float> out(MAX_COUNT * COLUMNS);
+    LoopScheduler scheduler;
     for (const uint8_t* zero : {(const uint8_t*)nullptr, (const uint8_t*)zeros.data()}) {
         if (zero && type == FLOAT4) continue;
         const Weight weight{words.data(),
@@ -157,11 +157,11 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale
                             scale_type,
                             dynamic,
                             bytes ? factors.data() : nullptr};
-        for (int64_t count : {(int64_t)1, (int64_t)5, MOST}) {
+        for (int64_t count : {(int64_t)1, (int64_t)5, MAX_COUNT}) {
             project<X>(
-                weight, count, alone, [&](int64_t r) { return x.data() + r * DEEP; },
-                [&](int64_t row, int64_t column, int64_t wide, const float* sums) {
-                    std::memcpy(out.data() + row * COLUMNS + column, sums, wide * sizeof(float));
+                weight, count, scheduler, [&](int64_t r) { return x.data() + r * DEEP; },
+                [&](int64_t row, int64_t column, int64_t wide, const float* results) {
+                    std::memcpy(out.data() + row * COLUMNS + column, results, wide * sizeof(float));
                 });
             digest.add(out.data(), count * COLUMNS);
         }
@@ -178,7 +178,7 @@ void recurrences(Digest& digest) {
                        memory(KEY * VALUE + 2 * LANES * KEY);
     std::vector<S> state = draw.many<S>(KEY * VALUE, 0.3f), last(KEY * VALUE);
     for (int64_t t = 0; t < TOKENS; ++t) {
-        const Vec a = draw.lanes(4.0f), bias = draw.lanes(1.0f);  // in this order everywhere
+        const Vec a = draw.lanes(4.0f), bias = draw.lanes(1.0f);  // fixes the order of evaluation
         const Vec decay = log_decay(a, bias, all(-0.5f));
         gates[4 * t] = exponential(decay.a[0]);
         gates[4 * t + 1] = sigmoid(draw.one(3.0f));
@@ -192,24 +192,24 @@ void recurrences(Digest& digest) {
 }
 
 void convolutions(Digest& digest) {
-    constexpr int64_t TOKENS = 20, KEPT = 3;
+    constexpr int64_t TOKENS = 20, HISTORY = 3;
     Draw draw{6};
-    const std::vector<float> taps = draw.many<float>((KEPT + 1) * LANES, 1.0f),
+    const std::vector<float> taps = draw.many<float>((HISTORY + 1) * LANES, 1.0f),
                              x = draw.many<float>(TOKENS * LANES, 1.0f);
-    Vec window[KEPT] = {draw.lanes(1.0f), draw.lanes(1.0f), draw.lanes(1.0f)};
+    Vec window[HISTORY] = {draw.lanes(1.0f), draw.lanes(1.0f), draw.lanes(1.0f)};
     std::vector<float> y(TOKENS * LANES);
-    convolve(x.data(), LANES, TOKENS, taps.data(), LANES, KEPT, window, y.data(), LANES);
+    convolve(x.data(), LANES, TOKENS, taps.data(), LANES, HISTORY, window, y.data(), LANES);
     digest.add(y.data(), TOKENS * LANES);
 }
 
-// Queries at the end of a cache whose keys fill one part and begin another: the parts of a tile
-// apart, as threads would share them, and one after the other.
+// Queries at the end of a cache whose keys fill one part and begin another. The parts of a tile are
+// computed separately, as threads would, and one after another.
 template <typename T>
 void attentions(Digest& digest, int64_t form) {
     constexpr int64_t OWN_HEADS = 4, KV_HEADS = 2, DIM = 32, BLOCK = 16, BLOCKS = 36, TOKENS = 11;
     constexpr int64_t ROWS_OF_ALL = BLOCKS * BLOCK * KV_HEADS;
     Draw draw{5};
-    std::vector<float> k(ROWS_OF_ALL * DIM), v(k.size());  // room for every form
+    std::vector<float> k(ROWS_OF_ALL * DIM), v(k.size());  // large enough for every form
     std::vector<f16> scales(4 * ROWS_OF_ALL);
     Pages pages{};
     pages.form = form;
@@ -228,8 +228,8 @@ void attentions(Digest& digest, int64_t form) {
     pages.v_zeros = scales.data() + 3 * ROWS_OF_ALL;
     for (bool value : {false, true})
         for (int64_t row = 0; row < ROWS_OF_ALL; ++row)
-            put_row(pages, value, row / KV_HEADS, row % KV_HEADS,
-                    draw.many<float>(DIM, 1.0f).data(), DIM);
+            store_row(pages, value, row / KV_HEADS, row % KV_HEADS,
+                      draw.many<float>(DIM, 1.0f).data(), DIM);
     const std::vector<T> q = draw.many<T>(TOKENS * OWN_HEADS * DIM, 3.0f);
     std::vector<T> out(q.size());
     digest.add(k.data(), (int64_t)k.size());
@@ -238,7 +238,7 @@ void attentions(Digest& digest, int64_t form) {
     for (int64_t i = 0; i < BLOCKS; ++i) blocks[i] = (int32_t)(i * 5 % BLOCKS);
     const int64_t offsets[] = {0, TOKENS}, starts[] = {BLOCKS * BLOCK - TOKENS};
     const int32_t* tables[] = {blocks.data()};
-    own_attention_room().of(attention_room(DIM));
+    attention_scratch().get(attention_scratch_floats(DIM));
     for (int64_t threads : {1, 64}) {
         Attention job{};
         job.sequences = 1;
@@ -257,8 +257,8 @@ void attentions(Digest& digest, int64_t form) {
         job.out = out.data();
         AttentionPlan plan;
         plan.make(job);
-        Sharing alone;
-        attend<T>(job, plan, alone);
+        LoopScheduler scheduler;
+        attend<T>(job, plan, scheduler);
         digest.add(out.data(), out.size() * sizeof(T) / 4);
     }
 }
@@ -288,10 +288,10 @@ void self_test(uint64_t* digests) {
         attentions<float>(digest, form);
     digests[0] = digest.value;
     digests[1] = 0;
-    digests[2] = BYTE_FOURS || BYTE_PAIRS;
-    digests[3] = TILE_PRODUCTS;
-    if (!PAIR_PRODUCTS) return;
-    // On top of the others, since whoever multiplies pairs computes the rest in float32.
+    digests[2] = HAS_DOT4 || HAS_DOT2;
+    digests[3] = HAS_AMX;
+    if (!HAS_BF16_DOT) return;
+    // Includes the digest so far, because the rest is computed in float32.
     products<bf16, bf16>(digest, BFLOAT16);
     coded_products<bf16, 96>(digest, FLOAT8, 0);
     for (int64_t form : {KV_BFLOAT16, KV_FLOAT8, KV_INT8}) attentions<bf16>(digest, form);

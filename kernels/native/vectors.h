@@ -1,5 +1,5 @@
-// Sixteen float32 lanes, whatever a register holds: one source, and the same bits, for AVX-512,
-// AVX2 and NEON. bfloat16 and float16 are stored as their bits.
+// Vectors of sixteen float32 lanes, independent of register width: one source, with the same bits,
+// for AVX-512, AVX2 and NEON. bfloat16 and float16 are stored as their bits.
 #pragma once
 
 #include <cmath>
@@ -18,49 +18,49 @@ struct f16 {
     uint16_t bits;
 };
 
-// Members have names, not numbers: compilers keep those in registers.
+// Named members, not an array, so that compilers keep them in registers.
 struct Vec {
     Floats a;
-#if VLM_PARTS >= 2
+#if VLM_REGISTERS_PER_VEC >= 2
     Floats b;
 #endif
-#if VLM_PARTS >= 4
+#if VLM_REGISTERS_PER_VEC >= 4
     Floats c, d;
 #endif
 };
 
-// What `make` gives for the register of every 16 / WIDTH lanes, the first of which is its argument.
+// Calls `make(lane)` for each register, with the number of its first lane.
 template <typename Make>
-VLM_INLINE Vec made(const Make& make) {
-#if VLM_PARTS == 1
+VLM_INLINE Vec make_vec(const Make& make) {
+#if VLM_REGISTERS_PER_VEC == 1
     return {make(0)};
-#elif VLM_PARTS == 2
+#elif VLM_REGISTERS_PER_VEC == 2
     return {make(0), make(WIDTH)};
 #else
     return {make(0), make(WIDTH), make(2 * WIDTH), make(3 * WIDTH)};
 #endif
 }
 
-// Register by register.
+// Calls `what` for each register.
 template <typename Do, typename... Vecs>
 VLM_INLINE Vec each(const Do& what, const Vecs&... v) {
-#if VLM_PARTS == 1
+#if VLM_REGISTERS_PER_VEC == 1
     return {what(v.a...)};
-#elif VLM_PARTS == 2
+#elif VLM_REGISTERS_PER_VEC == 2
     return {what(v.a...), what(v.b...)};
 #else
     return {what(v.a...), what(v.b...), what(v.c...), what(v.d...)};
 #endif
 }
 
-VLM_INLINE Floats spread(float value) { return value - Floats{}; }
+VLM_INLINE Floats broadcast(float value) { return value - Floats{}; }
 
 VLM_INLINE Vec all(float value) {
-    return made([=](int) { return spread(value); });
+    return make_vec([=](int) { return broadcast(value); });
 }
 
 VLM_INLINE Vec zero() {
-    return made([](int) { return Floats{}; });
+    return make_vec([](int) { return Floats{}; });
 }
 
 VLM_INLINE Vec operator+(const Vec& a, const Vec& b) {
@@ -86,13 +86,13 @@ VLM_INLINE Vec operator/(float a, const Vec& b) { return all(a) / b; }
 
 // a * b + c, rounded once.
 VLM_INLINE Vec fma(const Vec& a, const Vec& b, const Vec& c) {
-    return each([](Floats x, Floats y, Floats z) { return fused(x, y, z); }, a, b, c);
+    return each([](Floats x, Floats y, Floats z) { return fma(x, y, z); }, a, b, c);
 }
 VLM_INLINE Vec fma(float a, const Vec& b, const Vec& c) { return fma(all(a), b, c); }
 VLM_INLINE Vec fma(const Vec& a, float b, const Vec& c) { return fma(a, all(b), c); }
 VLM_INLINE Vec fma(const Vec& a, const Vec& b, float c) { return fma(a, b, all(c)); }
 
-// `yes` where a < b, `no` elsewhere and where one of them is NaN.
+// Returns `yes` where a < b, and `no` elsewhere, also where one of them is NaN.
 VLM_INLINE Vec where_less(const Vec& a, const Vec& b, const Vec& yes, const Vec& no) {
     return each([](Floats x, Floats y, Floats p, Floats q) { return x < y ? p : q; }, a, b, yes,
                 no);
@@ -102,7 +102,7 @@ VLM_INLINE Vec where_nan(const Vec& x, const Vec& yes, const Vec& no) {
     return each([](Floats v, Floats p, Floats q) { return v != v ? p : q; }, x, yes, no);
 }
 
-VLM_INLINE Vec larger(const Vec& a, const Vec& b) {
+VLM_INLINE Vec maximum(const Vec& a, const Vec& b) {
     return each([](Floats x, Floats y) { return x > y ? x : y; }, a, b);
 }
 
@@ -117,15 +117,16 @@ VLM_INLINE V read(const void* from) {
     return v;
 }
 
-// total plus lanes times the number at `factor`, or pairs of bfloat16 times the pair there.
+// Returns total plus lanes times the broadcast number at `factor`, or pairs of bfloat16 times the
+// pair there.
 template <bool PAIRS>
-VLM_INLINE Floats fused_at(const float* factor, Floats lanes, Floats total) {
+VLM_INLINE Floats fma_broadcast(const float* factor, Floats lanes, Floats total) {
     if constexpr (PAIRS) {
         uint32_t word;
         std::memcpy(&word, factor, sizeof word);
-        return fused_pairs(word - Words{}, (Words)lanes, total);
+        return fma_bf16_pairs(word - Words{}, (Words)lanes, total);
     } else {
-        return fused(spread(*factor), lanes, total);
+        return fma(broadcast(*factor), lanes, total);
     }
 }
 
@@ -135,35 +136,35 @@ VLM_INLINE Floats load_register(const f16* from) { return from_float16(from); }
 
 template <typename T>
 VLM_INLINE Vec load(const T* from) {
-    return made([=](int lane) { return load_register(from + lane); });
+    return make_vec([=](int lane) { return load_register(from + lane); });
 }
 
-// Calls `use(lane, registers...)` for every register of vectors.
+// Calls `use(lane, registers...)` for each register of the vectors.
 template <typename Use, typename... Vecs>
-VLM_INLINE void use_each(const Use& use, const Vecs&... v) {
+VLM_INLINE void for_each_register(const Use& use, const Vecs&... v) {
     use(0, v.a...);
-#if VLM_PARTS >= 2
+#if VLM_REGISTERS_PER_VEC >= 2
     use(WIDTH, v.b...);
 #endif
-#if VLM_PARTS >= 4
+#if VLM_REGISTERS_PER_VEC >= 4
     use(2 * WIDTH, v.c...);
     use(3 * WIDTH, v.d...);
 #endif
 }
 
-// The upper half of float32 rounded to the nearest, ties to even, as torch does.
+// Rounds float32 to bfloat16 in the upper half, to nearest, ties to even, as torch does.
 VLM_INLINE Words rounded_bits(Floats x) {
     const Words bits = (Words)x;
     const Words kept = bits + 0x7fff + ((bits >> 16) & 1);
     return x != x ? bits | 0x400000u : kept;
 }
 
-// Numbers that a type has.
+// Stores numbers that are exact in the type.
 VLM_INLINE void store_exact(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 VLM_INLINE void store_exact(bf16* to, Floats x) { to_halves(to, (Words)x >> 16); }
 template <typename T>
 VLM_INLINE void store_exact(T* to, const Vec& v) {
-    use_each([=](int lane, Floats x) { store_exact(to + lane, x); }, v);
+    for_each_register([=](int lane, Floats x) { store_exact(to + lane, x); }, v);
 }
 
 VLM_INLINE void store_register(float* to, Floats x) { store_exact(to, x); }
@@ -172,7 +173,7 @@ VLM_INLINE void store_register(f16* to, Floats x) { to_float16(to, x); }
 
 template <typename T>
 VLM_INLINE void store(T* to, const Vec& v) {
-    use_each([=](int lane, Floats x) { store_register(to + lane, x); }, v);
+    for_each_register([=](int lane, Floats x) { store_register(to + lane, x); }, v);
 }
 
 VLM_INLINE float load_one(const float* from) { return *from; }
@@ -192,22 +193,22 @@ VLM_INLINE void store_one(bf16* to, float value) {
     to->bits = value != value ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-// The first `count` lanes from memory, zeros behind them.
+// Loads the first `count` lanes; the others are zero.
 template <typename T>
-VLM_INLINE Vec load_some(const T* from, int64_t count) {
+VLM_INLINE Vec load_partial(const T* from, int64_t count) {
     float lanes[LANES] = {};
     for (int64_t i = 0; i < count; ++i) lanes[i] = load_one(from + i);
     return load(lanes);
 }
 
 template <typename T>
-VLM_INLINE void store_some(T* to, const Vec& v, int64_t count) {
+VLM_INLINE void store_partial(T* to, const Vec& v, int64_t count) {
     float lanes[LANES];
     store(lanes, v);
     for (int64_t i = 0; i < count; ++i) store_one(to + i, lanes[i]);
 }
 
-// What a value becomes when it is stored as T.
+// Returns the value that results from storing x as T.
 template <typename T>
 VLM_INLINE Floats rounded(Floats x) {
     if constexpr (sizeof(T) == sizeof(float)) return x;
@@ -218,21 +219,21 @@ VLM_INLINE Vec rounded(const Vec& v) {
     return each([](Floats x) { return rounded<T>(x); }, v);
 }
 
-// A register with its lanes moved by half of `span`: lane i takes lane i ^ (span / 2).
+// Swaps halves of each group of SPAN lanes: lane i takes lane i ^ (SPAN / 2).
 template <int SPAN>
 VLM_INLINE Floats swapped(Floats v) {
     struct From {
         static constexpr int of(int lane) { return lane ^ (SPAN / 2); }
     };
-    return shuffled<From>(v, v);
+    return shuffle<From>(v, v);
 }
 
-// Joins all lanes: first those eight apart, then four, two and one.
+// Reduces all lanes: first those eight apart, then four, two and one.
 template <typename Join>
-VLM_INLINE float joined(const Vec& v, const Join& join) {
-#if VLM_PARTS == 1
+VLM_INLINE float reduce(const Vec& v, const Join& join) {
+#if VLM_REGISTERS_PER_VEC == 1
     Floats x = v.a;
-#elif VLM_PARTS == 2
+#elif VLM_REGISTERS_PER_VEC == 2
     Floats x = join(v.a, v.b);
 #else
     Floats x = join(join(v.a, v.c), join(v.b, v.d));
@@ -245,16 +246,16 @@ VLM_INLINE float joined(const Vec& v, const Join& join) {
 }
 
 VLM_INLINE float sum(const Vec& v) {
-    return joined(v, [](Floats a, Floats b) { return a + b; });
+    return reduce(v, [](Floats a, Floats b) { return a + b; });
 }
 
-VLM_INLINE float largest(const Vec& v) {
-    return joined(v, [](Floats a, Floats b) { return a > b ? a : b; });
+VLM_INLINE float reduce_max(const Vec& v) {
+    return reduce(v, [](Floats a, Floats b) { return a > b ? a : b; });
 }
 
 VLM_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
 
-// One over the root of the mean square.
+// Returns one over the root mean square.
 template <typename T>
 VLM_INLINE float inverse_rms(const T* x, int64_t width, float eps) {
     Vec squares = zero();

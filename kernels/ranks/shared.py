@@ -15,11 +15,11 @@ from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.ranks.base import Ranks, in_order
 
-_BOARD = constant("BOARD_BYTES")
+_HEADER = constant("HEADER_BYTES")
 _Record = struct("Ranks")
-MOST_RANKS = constant("MOST_RANKS")
+MAX_RANKS = constant("MAX_RANKS")
 _SPINS = 2000
-ENDED = (1 << 63) // constant("MOST_MEETINGS") - 1
+ENDED = (1 << 63) // constant("MAX_BARRIERS") - 1
 """A step after every other: aborting it ends all steps."""
 
 
@@ -54,7 +54,7 @@ class SharedMemory:
 
 
 def _bytes(size: int, slot_bytes: int) -> int:
-    return _BOARD + 2 * size * slot_bytes
+    return _HEADER + 2 * size * slot_bytes
 
 
 class SharedRanks(Ranks):
@@ -155,9 +155,9 @@ class SharedRanks(Ranks):
         return len(raw)
 
     def _barrier(self) -> None:
-        call("vlm_ranks_meet", ctypes.byref(self._record))
+        call("vlm_ranks_barrier", ctypes.byref(self._record))
 
     def _slot(self, rank: int, count: int) -> torch.Tensor:
         size = self._memory.slot_bytes
-        first = _BOARD + (2 * rank + count % 2) * size
+        first = _HEADER + (2 * rank + count % 2) * size
         return self._bytes[first : first + size]

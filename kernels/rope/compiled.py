@@ -13,7 +13,7 @@ from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import bits, knows_rows, rows
 from vlm_serve.kernels.norms.compiled import centred
 
-MOST_DIM = constant("MOST_DIM")
+MAX_DIM = constant("MAX_DIM")
 """Largest head dim that compiled code supports."""
 
 
@@ -55,7 +55,7 @@ def qk_norm_rope(
     sin: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    if not (knows_rows(q) and knows_rows(k) and q.shape[2] <= MOST_DIM):
+    if not (knows_rows(q) and knows_rows(k) and q.shape[2] <= MAX_DIM):
         return None
     cos, sin = cos.contiguous(), sin.contiguous()
     return _norm_rope(q, q_weight, cos, sin, eps), _norm_rope(k, k_weight, cos, sin, eps)

@@ -28,7 +28,8 @@ STRUCTS = {
 
 @pytest.mark.usefixtures("compiler")
 def test_the_compiler_lays_them_out_alike(tmp_path: Path) -> None:
-    lines = [f'#include "{source.name}"' for source in sorted(SOURCES[0].glob("*.cpp"))]
+    units = [path.relative_to(SOURCES[0]) for path in sorted(SOURCES[0].rglob("*.cpp"))]
+    lines = [f'#include "{source.as_posix()}"' for source in units]
     lines += ['#include "program.h"', "#include <cstdio>", "int main() {"]
     expected = []
     for name in sorted(STRUCTS):

@@ -356,7 +356,7 @@ def test_calls(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_function_is_declared() -> None:
     folders = native_build.SOURCES
-    text = "".join(path.read_text() for folder in folders for path in folder.glob("*.cpp"))
+    text = "".join(path.read_text() for folder in folders for path in folder.rglob("*.cpp"))
     assert set(re.findall(r"^(?:extern \"C\" )?int64_t (vlm_\w+)", text, re.M)) == set(FUNCTIONS)
     assert set(re.findall(r"\b(vlm_\w+)\(", text)) == set(FUNCTIONS)
     for name in FUNCTIONS:

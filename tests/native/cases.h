@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "kv_pages.h"
+#include "attention/kv_pages.h"
 #include "vectors.h"
 
 namespace cases {
@@ -93,7 +93,7 @@ std::vector<T> part(const std::vector<T>& values, int64_t first, int64_t count) 
     return {values.begin() + first, values.begin() + first + count};
 }
 
-// The bits of the activations, as kernels are told them; `report` puts them into words.
+// The bits of activations of T, as kernels take them; `report` names the type.
 template <typename T>
 constexpr int64_t BITS = 8 * sizeof(T);
 
@@ -165,7 +165,7 @@ void rows_cases();
 void step_cases();
 void tower_cases();
 void ranks_cases();
-void sharing_cases();
+void scheduler_cases();
 void self_cases();
 
 }  // namespace cases

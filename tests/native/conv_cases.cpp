@@ -1,7 +1,7 @@
 // vlm_causal_conv.
 #include "calls.h"
 #include "cases.h"
-#include "convolution.h"
+#include "gated_delta/convolution.h"
 #include "sequences.h"
 
 namespace cases {
@@ -37,7 +37,7 @@ static void conv(int64_t channels, int64_t kernel) {
 template <typename T>
 static void convs() {
     conv<T>(16, 2);
-    conv<T>(48, vlm::MOST_TAPS);
+    conv<T>(48, vlm::MAX_TAPS);
     conv<T>(528, 4);
 }
 

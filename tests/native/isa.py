@@ -32,6 +32,7 @@ from vlm_serve.kernels.native_build import (
     includes,
     predefined,
     recipe,
+    translation_units,
 )
 from vlm_serve.kernels.native_kept import kept
 from vlm_serve.kernels.native_library import FUNCTIONS
@@ -254,7 +255,7 @@ def _build(
     Raises:
         RuntimeError: the compiler fails.
     """
-    kernels = [] if library else [each for path in SOURCES for each in path.glob("*.cpp")]
+    kernels = [] if library else translation_units()
     sources = sorted([*FOLDER.glob("*.cpp"), *kernels])
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     commands = [

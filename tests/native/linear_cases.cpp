@@ -191,7 +191,7 @@ static void products() {
     }
 }
 
-// A sum of products of tiles as tiles.h describes it, number by number.
+// A sum of products of tiles as amx_products.h describes it, number by number.
 static float in_tiles(const bf16* x, const bf16* weight, int64_t depth) {
     float total = 0.0f;
     for (int64_t block = 0; block < depth; block += vlm::TILE_DEPTH) {
@@ -225,15 +225,15 @@ static float in_pairs(const bf16* x, const bf16* weight, int64_t depth) {
     for (int64_t k = 0; k < depth; k += 2) {
         uint32_t pair;
         std::memcpy(&pair, weight + k, sizeof pair);
-        total =
-            vlm::fused_at<true>((const float*)(x + k), (vlm::Floats)(pair + vlm::Words{}), total);
+        total = vlm::fma_broadcast<true>((const float*)(x + k), (vlm::Floats)(pair + vlm::Words{}),
+                                         total);
     }
     return total[0];
 }
 
 // Products of groups of e4m3 codes as grouped.h describes them where bfloat16 meets them in pairs.
 static void float8_pair_products() {
-    const auto sum_of = vlm::TILE_PRODUCTS ? in_tiles : in_pairs;
+    const auto sum_of = vlm::HAS_AMX ? in_tiles : in_pairs;
     constexpr int64_t COLUMNS = 45, DEEP = 384, GROUP = 96;
     const int64_t panels = (COLUMNS + vlm::PANEL - 1) / vlm::PANEL, groups = DEEP / GROUP;
     for (int64_t rows : {1, 7, 16, 17, 32, 33, 300}) {
@@ -301,8 +301,8 @@ void linear_cases() {
     packings();
     products<float>();
     products<bf16>();
-    if (vlm::TILE_PRODUCTS) tile_products();
-    if (vlm::PAIR_PRODUCTS) float8_pair_products();
+    if (vlm::HAS_AMX) tile_products();
+    if (vlm::HAS_BF16_DOT) float8_pair_products();
     coded_products<float>();
     coded_products<bf16>();
 }

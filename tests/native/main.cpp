@@ -40,7 +40,8 @@ std::vector<int64_t> offsets(const std::vector<Slice>& slices) {
 }  // namespace cases
 
 int main() {
-    const char* products = vlm::TILE_PRODUCTS ? "tiles" : vlm::PAIR_PRODUCTS ? "pairs" : "singles";
+    const char* products = vlm::HAS_BF16_DOT ? "pairs" : "singles";
+    if (vlm::HAS_AMX) products = "tiles";
     std::printf("width %d\nproducts %s\n", vlm::WIDTH, products);
     cases::linear_cases();
     cases::attention_cases();
@@ -50,7 +51,7 @@ int main() {
     cases::step_cases();
     cases::tower_cases();
     cases::ranks_cases();
-    cases::sharing_cases();
+    cases::scheduler_cases();
     cases::self_cases();
     return cases::failures != 0;
 }

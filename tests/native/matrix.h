@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cases.h"
-#include "product.h"
+#include "products/product.h"
 
 namespace cases {
 

@@ -4,7 +4,7 @@
 
 #include "calls.h"
 #include "cases.h"
-#include "rows.h"
+#include "rows/rows.h"
 
 namespace cases {
 
@@ -118,7 +118,7 @@ static void rotations(int64_t tokens, int64_t half, int64_t most) {
 }
 
 // Among numbers with equals, zeros of both signs, and some that are not finite.
-static void first_largest(int64_t count) {
+static void argmax(int64_t count) {
     const std::string name = "first_largest/" + std::to_string(count);
     Random random(name);
     const float NONE = std::numeric_limits<float>::quiet_NaN();
@@ -136,7 +136,7 @@ static void first_largest(int64_t count) {
         int64_t first = 0;
         for (int64_t i = 1; i < count; ++i)
             if (row[i] > row[first] || (std::isnan(row[i]) && !std::isnan(row[first]))) first = i;
-        expect(vlm::first_largest(row.data(), count) == first, 32, name, "the first");
+        expect(vlm::argmax(row.data(), count) == first, 32, name, "the first");
     }
 }
 
@@ -146,13 +146,13 @@ static void all_row_ops() {
     row_ops<T>(7, 3, 48);
     row_ops<T>(50, 1, 1040);  // enough for several threads
     norm_rope<T>(5, 3, 32, 16);
-    norm_rope<T>(60, 4, vlm::MOST_DIM, 32);
+    norm_rope<T>(60, 4, vlm::MAX_DIM, 32);
 }
 
 void rows_cases() {
     all_row_ops<float>();
     all_row_ops<bf16>();
-    for (int64_t count : {1, 15, 16, 17, 1024, 1030, 2500}) first_largest(count);
+    for (int64_t count : {1, 15, 16, 17, 1024, 1030, 2500}) argmax(count);
     rotations(3, 8, 100);
     rotations(200, 32, 1 << 20);
     rotations(100, 32, (1 << 26) - 1);

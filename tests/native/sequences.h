@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cases.h"
-#include "packed.h"
+#include "gated_delta/packed.h"
 
 namespace cases {
 

@@ -1,5 +1,5 @@
-// vlm_step on small made-up models: gated delta rule, attention, gated delta rule, if nothing else
-// is said.
+// vlm_step on small made-up models. Layers are gated delta rule, attention, gated delta rule unless
+// stated otherwise.
 #include <algorithm>
 #include <numeric>
 

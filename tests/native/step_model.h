@@ -118,7 +118,7 @@ class Tiny {
 
     struct Result {
         std::vector<float> logits;        // of the last token of every slice
-        std::vector<int64_t> expert_ids;  // of all tokens, if they were asked for
+        std::vector<int64_t> expert_ids;  // of all tokens, if requested
     };
 
     Result run(const std::vector<Slice>& slices, int64_t threads, State& state, bool ids,

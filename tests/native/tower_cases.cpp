@@ -10,7 +10,7 @@ namespace cases {
 
 namespace {
 
-constexpr int64_t PATCHES = 48, TOWER_HEADS = 4, TOWER_DIM = 12, ROOM = 16, TOWER_INNER = 80;
+constexpr int64_t PATCHES = 48, TOWER_HEADS = 4, TOWER_DIM = 12, PADDED_DIM = 16, TOWER_INNER = 80;
 constexpr int64_t AREA = 4, MERGED = AREA * PATCHES, OUT = 32;
 constexpr int64_t PICTURES[] = {8, 72, 4, 72, 600};  // patches of each
 
@@ -81,13 +81,13 @@ class Tower {
     static constexpr int64_t WIDTHS[BUFFERS] = {PATCHES * 4,
                                                 PATCHES * sizeof(T),
                                                 MERGED * sizeof(T),
-                                                3 * TOWER_HEADS * ROOM * sizeof(T),
-                                                TOWER_HEADS * ROOM * sizeof(T),
+                                                3 * TOWER_HEADS * PADDED_DIM * sizeof(T),
+                                                TOWER_HEADS * PADDED_DIM * sizeof(T),
                                                 TOWER_DIM / 2 * 4,
                                                 TOWER_DIM / 2 * 4};
     static constexpr vlm::View residual_{RESIDUAL, 0, PATCHES}, normed_{NORMED, 0, PATCHES};
-    static constexpr vlm::View turned_{TURNED, 0, 3 * TOWER_HEADS * ROOM};
-    static constexpr vlm::View mixed_{MIXED, 0, TOWER_HEADS * ROOM};
+    static constexpr vlm::View turned_{TURNED, 0, 3 * TOWER_HEADS * PADDED_DIM};
+    static constexpr vlm::View mixed_{MIXED, 0, TOWER_HEADS * PADDED_DIM};
     static constexpr vlm::View cos_{COS, 0, TOWER_DIM / 2}, sin_{SIN, 0, TOWER_DIM / 2};
     static constexpr int32_t axes_[TOWER_DIM / 2] = {0, 0, 0, 1, 1, 1};
 
@@ -122,17 +122,17 @@ class Tower {
                                      .out = turned_,
                                      .heads = TOWER_HEADS,
                                      .head_dim = TOWER_DIM,
-                                     .room = ROOM});
+                                     .padded_dim = PADDED_DIM});
         to_.add(vlm::SEE_ALL, vlm::SeeAll{.x = turned_,
                                           .out = mixed_,
                                           .heads = TOWER_HEADS,
-                                          .room = ROOM,
+                                          .padded_dim = PADDED_DIM,
                                           .scale = 0.28867513459481287});
         to_.add(vlm::NARROW, vlm::Narrow{.x = mixed_,
                                          .out = normed_,
                                          .heads = TOWER_HEADS,
                                          .head_dim = TOWER_DIM,
-                                         .room = ROOM});
+                                         .padded_dim = PADDED_DIM});
         product(PATCHES, PATCHES, normed_, residual_, vlm::ADD);
     }
 

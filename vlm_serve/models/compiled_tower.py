@@ -20,7 +20,7 @@ from vlm_serve.models.program import Program, UnsupportedError, View
 from vlm_serve.models.vision_parts import EPS, Affine, Merger, VisionBlock
 
 _Step = struct("Step")
-_MOST_DIM = constant("MOST_DIM")
+_MAX_DIM = constant("MAX_DIM")
 
 
 class CompiledTower:
@@ -57,8 +57,8 @@ class CompiledTower:
         self._program = Program(dtype, hidden)
         self._hidden, self._heads, self._dim = hidden, heads, hidden // heads
         self._area = merge * merge
-        if self._dim > _MOST_DIM:
-            raise UnsupportedError(f"heads of {self._dim} dims, more than {_MOST_DIM}")
+        if self._dim > _MAX_DIM:
+            raise UnsupportedError(f"heads of {self._dim} dims, more than {_MAX_DIM}")
         self.width = merger.fc2.columns * (1 + len(late))
         axes = torch.arange(2, dtype=torch.int32).repeat_interleave(len(inv_freq))
         self._program.rotate(inv_freq.repeat(2), axes)
@@ -116,9 +116,9 @@ class CompiledTower:
         mixed = program.view("mixed", heads * room)
         self._add_norm(block.norm1, program.residual, self._hidden)
         program.product(block.qkv, program.normed, qkv)
-        own = {"heads": heads, "head_dim": dim, "room": room}
+        own = {"heads": heads, "head_dim": dim, "padded_dim": room}
         program.emit("Turn", x=qkv, cos=program.cos, sin=program.sin, out=turned, **own)
-        program.emit("SeeAll", x=turned, out=mixed, heads=heads, room=room, scale=dim**-0.5)
+        program.emit("SeeAll", x=turned, out=mixed, heads=heads, padded_dim=room, scale=dim**-0.5)
         if room != dim:
             program.emit("Narrow", x=mixed, out=program.normed, **own)
             mixed = program.normed

@@ -1,20 +1,20 @@
-// A Gated DeltaNet mixer inside of a step: one key head of one sequence and the value heads that it
-// serves, from the projected input to the gated norm, a tile of tokens after the other.
+// The Gated DeltaNet mixer of a step: one key head of one sequence and the value heads that share
+// it. Goes from the projected input to the gated norm, one tile of tokens at a time.
 #pragma once
 
-#include "convolution.h"
-#include "gated_delta.h"
-#include "rows.h"
+#include "gated_delta/convolution.h"
+#include "gated_delta/gated_delta.h"
+#include "rows/rows.h"
 #include "run.h"
 
 namespace vlm {
 
-constexpr int64_t MOST_SHARED = 16;  // value heads of a key head
+constexpr int64_t MAX_SHARED = 16;  // value heads per key head
 
-inline int64_t delta_heads_room(const DeltaNet& op) {
+inline int64_t delta_heads_scratch_floats(const DeltaNet& op) {
     const int64_t shared = op.value_heads / op.key_heads;
     const int64_t channels = 2 * op.key_dim + shared * op.value_dim;
-    return delta_room(op.key_dim, op.value_dim, shared) + channels * MOST_TAPS;
+    return delta_scratch_floats(op.key_dim, op.value_dim, shared) + channels * MAX_TAPS;
 }
 
 // Activations are of T, states of S.
@@ -25,11 +25,11 @@ class DeltaHeads {
         : op_(op),
           head_(head),
           shared_(op.value_heads / op.key_heads),
-          kept_(op.taps - 1),
+          history_(op.taps - 1),
           channels_(2 * op.key_heads * op.key_dim + op.value_heads * op.value_dim),
           x_(x),
           out_(out) {
-        float* memory = own_delta_room().of(delta_heads_room(op_));
+        float* memory = delta_scratch().get(delta_heads_scratch_floats(op_));
         for (int64_t own = 0; own < shared_; ++own, memory += state_size())
             states_[own] = HeadState<S>(op_.key_dim, op_.value_dim, memory);
         qk_ = memory;
@@ -43,14 +43,14 @@ class DeltaHeads {
         for (int64_t own = 0; own < shared_; ++own) states_[own].begin(state_row(src, own));
         const Tails<T> old = tails(src);
         each_channel([&](int64_t c, Vec* window, float*, int64_t) { old.load(c, window); });
-        for_tiles(packed, sequence,
-                  [&](int64_t begin, int64_t n, int64_t row) { tile(begin, n, row); });
+        for_token_tiles(packed, sequence,
+                        [&](int64_t begin, int64_t n, int64_t row) { tile(begin, n, row); });
         keep_tails(dst);
         for (int64_t own = 0; own < shared_; ++own) states_[own].finish(state_row(dst, own));
     }
 
-    // Drafted tokens: `folded` updates from the one with index `first` on go into the row, and then
-    // those of the tokens take their places, while the row stays as it is.
+    // Processes drafted tokens. First folds `folded` updates, from number `first` on, into the row.
+    // Then the tokens' own updates replace them, and the row stays as it is.
     void verify(const Packed& packed, int64_t sequence, int64_t first, int64_t folded) {
         const int64_t row = packed.src_rows[sequence], begun = packed.offsets[sequence];
         for (int64_t own = 0; own < shared_; ++own) {
@@ -64,12 +64,12 @@ class DeltaHeads {
         each_channel([&](int64_t c, Vec* window, float*, int64_t) {
             old.load(c, window);
             for (int64_t t = 0; t < folded; ++t) {
-                for (int64_t j = 1; j < kept_; ++j) window[j - 1] = window[j];
-                if (kept_) window[kept_ - 1] = load(inputs(first + t) + c);
+                for (int64_t j = 1; j < history_; ++j) window[j - 1] = window[j];
+                if (history_) window[history_ - 1] = load(inputs(first + t) + c);
             }
             if (folded) old.store(c, window);
         });
-        for_tiles(packed, sequence, [&](int64_t begin, int64_t n, int64_t) {
+        for_token_tiles(packed, sequence, [&](int64_t begin, int64_t n, int64_t) {
             tile(begin, n, -1, first + begin - begun);
         });
     }
@@ -83,7 +83,7 @@ class DeltaHeads {
     }
 
     Tails<T> tails(int64_t row) const {
-        return {row < 0 ? nullptr : (T*)op_.tails + row * op_.tail_stride, kept_};
+        return {row < 0 ? nullptr : (T*)op_.tails + row * op_.tail_stride, history_};
     }
 
     void keep_tails(int64_t row) {
@@ -91,13 +91,13 @@ class DeltaHeads {
         each_channel([&](int64_t c, Vec* window, float*, int64_t) { to.store(c, window); });
     }
 
-    // 16 channels at a time: which they are, their window, where their outputs of a tile go and how
-    // far apart those of its tokens are.
+    // Calls `work(channel, window, outputs, stride)` for 16 channels at a time: `outputs` of a
+    // tile's tokens are `stride` apart.
     template <typename Work>
     void each_channel(const Work& work) {
         Vec* window = (Vec*)windows_;
         auto stretch = [&](int64_t first, int64_t width, float* to, int64_t stride) {
-            for (int64_t c = 0; c < width; c += LANES, window += kept_)
+            for (int64_t c = 0; c < width; c += LANES, window += history_)
                 work(first + c, window, to + c, stride);
         };
         const int64_t keys = op_.key_heads * op_.key_dim, values = shared_ * op_.value_dim;
@@ -123,7 +123,7 @@ class DeltaHeads {
         return (T*)op_.updates.inputs + entry * op_.updates.input_stride;
     }
 
-    // Keys and inputs of a tile's tokens.
+    // Saves the keys and inputs of a tile's tokens as updates.
     void keep(int64_t begin, int64_t n, int64_t first) {
         for (int64_t t = 0; t < n; ++t) {
             const float* key = qk_ + (2 * t + 1) * op_.key_dim;
@@ -136,26 +136,27 @@ class DeltaHeads {
         }
     }
 
-    // The tokens' updates go to those from `first` on, unless that is -1.
+    // Saves the tokens' updates from number `first` on, unless that is -1.
     void tile(int64_t begin, int64_t n, int64_t row, int64_t first = -1) {
         const T* x = x_(begin);
         const Tails<T> to = tails(row);
         each_channel([&](int64_t c, Vec* window, float* y, int64_t y_stride) {
-            convolve(x + c, x_.stride, n, op_.conv + c, channels_, kept_, window, y, y_stride);
+            convolve(x + c, x_.stride, n, op_.conv + c, channels_, history_, window, y, y_stride);
             to.store(c, window);
         });
         prepare(qk_, n, op_.key_dim, gates_);
         if (first >= 0) keep(begin, n, first);
         const int64_t values = shared_ * op_.value_dim;
-        // The last value head first, whose gates do not lie over the products of keys and queries.
+        // Start with the last value head: its gates do not overwrite the products of keys and
+        // queries.
         for (int64_t own = shared_ - 1; own >= 0; --own) {
             float *gates = gates_ + own * TOKEN_TILE * 4, *v = v_ + own * op_.value_dim;
             const int64_t h = head_ * shared_ + own;
             make_gates(x, n, h, gates);
-            float* kept = first < 0 ? nullptr : changes(first, own);
-            states_[own].advance(n, qk_, gates, v, values, state_row(row, own), kept,
+            float* to_changes = first < 0 ? nullptr : changes(first, own);
+            states_[own].advance(n, qk_, gates, v, values, state_row(row, own), to_changes,
                                  op_.updates.change_stride);
-            for (int64_t t = 0; t < n && kept; ++t) *decays(first + t, own) = gates[4 * t];
+            for (int64_t t = 0; t < n && to_changes; ++t) *decays(first + t, own) = gates[4 * t];
             for (int64_t t = 0; t < n; ++t) {
                 float* o = v + t * values;
                 for (int64_t d = 0; d < op_.value_dim; d += LANES)
@@ -167,7 +168,7 @@ class DeltaHeads {
         }
     }
 
-    // Decay, write strength and k.q of one value head, 16 tokens at a time.
+    // Computes decay, write strength and k.q of one value head, 16 tokens at a time.
     void make_gates(const T* x, int64_t n, int64_t h, float* gates) const {
         const T* raw = x + channels_ + op_.value_heads * op_.value_dim + h;
         const Vec bias = all(op_.dt_bias[h]), neg_decay = all(op_.neg_decay[h]);
@@ -190,9 +191,9 @@ class DeltaHeads {
     }
 
     const DeltaNet& op_;
-    int64_t head_, shared_, kept_, channels_;
+    int64_t head_, shared_, history_, channels_;
     Strided<T> x_, out_;
-    HeadState<S> states_[MOST_SHARED];
+    HeadState<S> states_[MAX_SHARED];
     float *qk_, *v_, *gates_, *windows_;
 };
 

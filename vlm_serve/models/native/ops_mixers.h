@@ -13,7 +13,7 @@ void run_delta(const Run& run, const DeltaNet& op) {
     const Packed packed{step.sequences, step.threads,  step.first_token,
                         step.src_rows,  step.dst_rows, step.snapshot_rows};
     const Strided<T> x = run.rows<T>(op.x), out = run.rows<T>(op.out);
-    run.memory.sharing.each(step.sequences * op.key_heads, [&](int64_t i) {
+    run.memory.scheduler.for_each(step.sequences * op.key_heads, [&](int64_t i) {
         DeltaHeads<T, S> heads(op, i % op.key_heads, x, out);
         const int64_t sequence = i / op.key_heads;
         const int64_t first = step.updates ? step.updates[sequence] : -1;
@@ -43,11 +43,11 @@ void perform(const Run& run, const Heads& op) {
         }
         const int64_t slot = run.step.slots[t];
         if (slot < 0) continue;
-        float row[MOST_DIM];
+        float row[MAX_DIM];
         norm_and_rotate(x, row, op.k_norm, cos(t), sin(t), dim, op.half, eps);
-        put_row(op.pages, false, slot, head - op.heads, row, dim);
+        store_row(op.pages, false, slot, head - op.heads, row, dim);
         for (int64_t d = 0; d < dim; d += LANES) store(row + d, load(x + op.kv_heads * dim + d));
-        put_row(op.pages, true, slot, head - op.heads, row, dim);
+        store_row(op.pages, true, slot, head - op.heads, row, dim);
     }
 }
 
@@ -75,7 +75,7 @@ Attention attention_job(const Run& run, const Attend& op) {
 template <typename T>
 void perform(const Run& run, const Attend& op) {
     const Attention job = attention_job<T>(run, op);
-    attend<T>(job, run.memory.plans.of(job), run.memory.sharing);
+    attend<T>(job, run.memory.plans.of(job), run.memory.scheduler);
 }
 
 }  // namespace vlm

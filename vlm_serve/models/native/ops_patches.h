@@ -1,4 +1,4 @@
-// Operations of vision towers: tokens are patches, and sequences pictures.
+// Operations of vision towers: tokens are patches, and sequences are pictures.
 #pragma once
 
 #include <cstring>
@@ -15,16 +15,17 @@ void perform(const Run& run, const Turn& op) {
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < run.tokens; ++t)
         for (int64_t head = 0; head < 3 * op.heads; ++head) {
-            float row[MOST_DIM] = {};
+            float row[MAX_DIM] = {};
             for (int64_t d = 0; d < dim; d += LANES)
-                store(row + d, load_some(x(t) + head * dim + d, std::min<int64_t>(LANES, dim - d)));
+                store(row + d,
+                      load_partial(x(t) + head * dim + d, std::min<int64_t>(LANES, dim - d)));
             if (head < 2 * op.heads) rotate(row, cos(t), sin(t), dim / 2);
-            for (int64_t d = 0; d < op.room; d += LANES)
-                store(out(t) + head * op.room + d, load(row + d));
+            for (int64_t d = 0; d < op.padded_dim; d += LANES)
+                store(out(t) + head * op.padded_dim + d, load(row + d));
         }
 }
 
-// Keys and values are read where they lie: every token is a block.
+// Reads keys and values in place: every token is a block.
 template <typename T>
 Attention attention_job(const Run& run, const SeeAll& op) {
     T* first = run.rows<T>(op.x)(0);
@@ -32,14 +33,14 @@ Attention attention_job(const Run& run, const SeeAll& op) {
     pages.form = sizeof(T) == 4 ? KV_FLOAT32 : KV_BFLOAT16;
     pages.block_size = 1;
     pages.block_stride = op.x.stride;
-    pages.head_stride = op.room;
-    pages.k = first + op.heads * op.room;
-    pages.v = first + 2 * op.heads * op.room;
+    pages.head_stride = op.padded_dim;
+    pages.k = first + op.heads * op.padded_dim;
+    pages.v = first + 2 * op.heads * op.padded_dim;
     const Attend same{.q = op.x,
                       .out = op.out,
                       .heads = op.heads,
                       .kv_heads = op.heads,
-                      .head_dim = op.room,
+                      .head_dim = op.padded_dim,
                       .pages = pages,
                       .first_key = 0,
                       .scale = op.scale};
@@ -51,7 +52,7 @@ Attention attention_job(const Run& run, const SeeAll& op) {
 template <typename T>
 void perform(const Run& run, const SeeAll& op) {
     const Attention job = attention_job<T>(run, op);
-    attend<T>(job, run.memory.plans.of(job), run.memory.sharing);
+    attend<T>(job, run.memory.plans.of(job), run.memory.scheduler);
 }
 
 template <typename T>
@@ -60,7 +61,7 @@ void perform(const Run& run, const Narrow& op) {
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < run.tokens; ++t)
         for (int64_t head = 0; head < op.heads; ++head)
-            std::memcpy(out(t) + head * op.head_dim, x(t) + head * op.room,
+            std::memcpy(out(t) + head * op.head_dim, x(t) + head * op.padded_dim,
                         op.head_dim * sizeof(T));
 }
 

@@ -1,74 +1,74 @@
-// Products with weights, and where they go.
+// Products with weights, and their epilogues.
 #pragma once
 
 #include "functions.h"
-#include "product.h"
+#include "products/product.h"
 #include "run.h"
 
 namespace vlm {
 
-inline Vec as_it_is(const Vec& x) { return x; }
+inline Vec identity(const Vec& x) { return x; }
 
-// What happens to up to 32 columns of a product, rounded as an op would store them, once ACTIVATE
-// has had them.
-template <typename T, typename Out, Vec (*ACTIVATE)(const Vec&) = as_it_is>
-struct Put {
+// Epilogue that stores up to 32 columns of a product, after ACTIVATE, rounded as an op of its own
+// would.
+template <typename T, typename Out, Vec (*ACTIVATE)(const Vec&) = identity>
+struct StoreResults {
     Strided<Out> out;
 
     template <typename Count>
-    void operator()(int64_t row, int64_t column, Count count, const float* sums) const {
+    void operator()(int64_t row, int64_t column, Count count, const float* results) const {
         Out* to = out(row) + column;
-        ask_for_next(to);
+        prefetch_output(to);
         for (int64_t c = 0; c < count; c += LANES) {
-            const Vec value = rounded<T>(ACTIVATE(load(sums + c)));
+            const Vec value = rounded<T>(ACTIVATE(load(results + c)));
             if (count - c >= LANES)
                 store(to + c, value);
             else
-                store_some(to + c, value, count - c);
+                store_partial(to + c, value, count - c);
         }
     }
 };
 
 template <typename T>
-struct AddTo {
+struct AddResults {
     Strided<float> out;
 
     template <typename Count>
-    void operator()(int64_t row, int64_t column, Count count, const float* sums) const {
+    void operator()(int64_t row, int64_t column, Count count, const float* results) const {
         float* to = out(row) + column;
         for (int64_t c = 0; c < count; c += LANES)
-            store(to + c, rounded<T>(load(to + c) + load(sums + c)));
+            store(to + c, rounded<T>(load(to + c) + load(results + c)));
     }
 };
 
 template <typename T>
 void perform(const Run& run, const Product& op) {
     auto to = [&](const auto& use) {
-        project<T>(op.weight, run.tokens, run.memory.sharing, run.rows<T>(op.x), use);
+        project<T>(op.weight, run.tokens, run.memory.scheduler, run.rows<T>(op.x), use);
     };
     switch (op.use) {
         case STORE:
-            return to(Put<T, T>{run.rows<T>(op.out)});
+            return to(StoreResults<T, T>{run.rows<T>(op.out)});
         case ADD:
-            return to(AddTo<T>{run.rows<float>(op.out)});
+            return to(AddResults<T>{run.rows<float>(op.out)});
         case SCORES:
-            return to(Put<T, float>{run.rows<float>(op.out)});
+            return to(StoreResults<T, float>{run.rows<float>(op.out)});
         case LOGITS:
-            return to(Put<T, float>{{run.step.logits, run.program.vocab}});
+            return to(StoreResults<T, float>{{run.step.logits, run.program.vocab}});
         case SHARED:
-            return to(Put<float, float>{run.own_slot(op.weight.columns)});
+            return to(StoreResults<float, float>{run.own_slot(op.weight.columns)});
         case STORE_GELU:
-            return to(Put<T, T, gelu>{run.rows<T>(op.out)});
+            return to(StoreResults<T, T, gelu>{run.rows<T>(op.out)});
         case STORE_GELU_TANH:
-            return to(Put<T, T, gelu_tanh>{run.rows<T>(op.out)});
+            return to(StoreResults<T, T, gelu_tanh>{run.rows<T>(op.out)});
     }
 }
 
 template <typename T>
 void perform(Run& run, const Reduce& op) {
 #pragma omp single
-    run.apart = !meet(*run.program.ranks);
-    if (run.apart) return;
+    run.abandoned = !barrier(*run.program.ranks);
+    if (run.abandoned) return;
     const Ranks& ranks = *run.program.ranks;
     const Strided<float> out = run.rows<float>(op.out);
 #pragma omp for schedule(static)
@@ -83,29 +83,30 @@ void perform(Run& run, const Reduce& op) {
         }
 }
 
-// silu(gate . x) * (up . x) for panels of the operand's rows; `out(r)` is where row r goes.
+// Computes silu(gate . x) * (up . x) for panels of the operand's rows; `out(r)` is the address of
+// row r.
 template <typename T, typename Out>
-void gate_panels(const Weight& gate, const Weight& up, const Panels& panels, Workplace& own,
+void gate_panels(const Weight& gate, const Weight& up, const Panels& panels, Workspace& own,
                  const Out& out) {
     const Operand& x = own.operand;
-    float* gates = own.sums_of(0);
+    float* gates = own.results_of(0);
     for_runs(panels, x.rows(), [&](const Panels& run) {
         multiply(gate, run, x, gates);
-        for_sums(up, run, x, own.sums_of(1),
-                 [&](int64_t r, int64_t column, auto count, const float* ups) {
-                     const int64_t at = ((column / PANEL - run.first) * x.rows() + r) * PANEL;
-                     for (int64_t c = 0; c < count; c += LANES)
-                         store(out(r) + column + c,
-                               silu(rounded<T>(load(gates + at + c))) * rounded<T>(load(ups + c)));
-                 });
+        for_results(up, run, x, own.results_of(1),
+                    [&](int64_t r, int64_t column, auto count, const float* ups) {
+                        const int64_t at = ((column / PANEL - run.first) * x.rows() + r) * PANEL;
+                        for (int64_t c = 0; c < count; c += LANES)
+                            store(out(r) + column + c, silu(rounded<T>(load(gates + at + c))) *
+                                                           rounded<T>(load(ups + c)));
+                    });
     });
 }
 
 template <typename T>
 void perform(const Run& run, const Gated& op) {
     const Strided<T> out = run.rows<T>(op.out);
-    for_panels<T>(op.gate, run.tokens, run.memory.sharing, run.rows<T>(op.x),
-                  [&](int64_t first, const Panels& panels, Workplace& own) {
+    for_panels<T>(op.gate, run.tokens, run.memory.scheduler, run.rows<T>(op.x),
+                  [&](int64_t first, const Panels& panels, Workspace& own) {
                       gate_panels<T>(op.gate, op.up, panels, own,
                                      [&](int64_t r) { return out(first + r); });
                   });

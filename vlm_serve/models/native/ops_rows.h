@@ -1,22 +1,22 @@
-// Operations on single rows.
+// Row-wise operations.
 #pragma once
 
 #include <cstring>
 #include <stdexcept>
 
-#include "rows.h"
+#include "rows/rows.h"
 #include "run.h"
 
 namespace vlm {
 
-// Throws std::out_of_range for a token that has no embedding.
+// Throws std::out_of_range for a token without an embedding.
 inline void check_tokens(const Program& program, const Step& step) {
     for (int64_t t = 0; t < step.tokens && !step.x; ++t)
         if (step.token_ids[t] < 0 || step.token_ids[t] >= program.known)
             throw std::out_of_range("a token without embedding");
 }
 
-// The embeddings become the residual.
+// Widens the embeddings into the residual.
 template <typename T>
 void widen(const Run& run) {
     const int64_t hidden = run.program.hidden;
@@ -30,10 +30,9 @@ void widen(const Run& run) {
     }
 }
 
-inline void find_best(const Step& step, int64_t vocab) {
+inline void find_argmax(const Step& step, int64_t vocab) {
 #pragma omp for schedule(static)
-    for (int64_t r = 0; r < step.rows; ++r)
-        step.best[r] = first_largest(step.logits + r * vocab, vocab);
+    for (int64_t r = 0; r < step.rows; ++r) step.best[r] = argmax(step.logits + r * vocab, vocab);
 }
 
 template <typename T>
@@ -94,9 +93,9 @@ void perform(const Run& run, const Hidden& op) {
         std::memcpy((T*)run.step.hidden + t * op.stride + op.column, x(t), op.width * sizeof(T));
 }
 
-// By way of memory whose content has been used: rows may come in any order.
+// Copies by way of scratch memory, because rows may come in any order.
 template <typename E>
-void keep_rows(const Run& run, const View& view, int64_t width) {
+void gather_rows(const Run& run, const View& view, int64_t width) {
     const Strided<E> rows = run.rows<E>(view), kept{(E*)run.memory.kept, width};
     for (int64_t r = 0; r < run.step.rows; ++r)
         std::memcpy(kept(r), rows(run.step.logit_rows[r]), width * sizeof(E));
@@ -108,8 +107,8 @@ void perform(Run& run, const Keep& op) {
     if ((run.step.expert_ids != nullptr) != (bool)op.reporting) return;
 #pragma omp single
     {
-        keep_rows<float>(run, op.residual, op.residual_width);
-        keep_rows<T>(run, op.x, op.width);
+        gather_rows<float>(run, op.residual, op.residual_width);
+        gather_rows<T>(run, op.x, op.width);
         run.tokens = run.step.rows;
     }
 }

@@ -1,16 +1,16 @@
-// A forward as data: a program of operations over buffers that hold every token's intermediate
-// results. models/program.py mirrors these structs with ctypes, once for a model and its pools, and
-// models/compiled_step.py a step. Nothing here knows an architecture.
+// A forward as data: a program of operations over buffers of intermediate results, one row per
+// token. models/program.py fills these structs once per model and its pools, and
+// models/compiled_step.py once per step. Nothing here depends on an architecture.
 #pragma once
 
-#include "gated_delta.h"
-#include "kv_pages.h"
-#include "product.h"
+#include "attention/kv_pages.h"
+#include "gated_delta/gated_delta.h"
+#include "products/product.h"
 #include "ranks.h"
 
 namespace vlm {
 
-// What an operation is, and the struct that its `args` point to.
+// Kinds of operations, and the structs that their `args` point to.
 enum Kind : int64_t {
     NORM = 0,         // Norm
     ROTATIONS = 1,    // Rotations
@@ -32,15 +32,16 @@ enum Kind : int64_t {
     SQUARES = 17,     // Squares
 };
 
-// Rows of a buffer, one for each token: elements `column` and on, `stride` elements apart, which is
-// at most the buffer's width. What is read and written as vectors has a multiple of LANES elements.
+// A view of a buffer, one row per token: elements from `column` on, rows `stride` elements apart.
+// `stride` is at most the buffer's width. Views that are accessed as vectors have a multiple of
+// LANES elements.
 struct View {
     int64_t buffer, column, stride;
 };
 
-// Vectors are float32 and contiguous; norm factors have the 1 of a zero-centred norm added.
+// Vectors are float32 and contiguous. Norm factors include the 1 of a zero-centred norm.
 
-// x in float32 (the residual), `out` in the type of activations.
+// RMS norm: x is float32 (the residual), `out` has the type of activations.
 struct Norm {
     View x, out;
     int64_t width;
@@ -48,7 +49,7 @@ struct Norm {
     double eps;
 };
 
-// The same of x less its mean; `offsets` are added.
+// Layer norm: subtracts the mean of x, and adds `offsets`.
 struct LayerNorm {
     View x, out;
     int64_t width;
@@ -56,23 +57,23 @@ struct LayerNorm {
     double eps;
 };
 
-// Cosine and sine of every token's angles, float32 [half] each.
+// Computes cosine and sine of every token's angles, float32 [half] each.
 struct Rotations {
     View cos, sin;
     int64_t half;
     const float* inv_freq;
-    const int32_t* axis;  // the row of `positions` that a frequency takes
+    const int32_t* axis;  // the row of `positions` for each frequency
 };
 
-// Where a product goes.
+// Destinations of a product.
 enum Destination : int64_t {
     STORE = 0,            // to `out`, in the type of activations
-    ADD = 1,              // is added to `out`, float32
+    ADD = 1,              // added to `out`, float32
     SCORES = 2,           // to `out`, float32
     LOGITS = 3,           // to the step's logits
     SHARED = 4,           // float32, to this rank's slot, [tokens, columns]
-    STORE_GELU = 5,       // to `out`, as gelu has it
-    STORE_GELU_TANH = 6,  // likewise, as gelu_tanh has it
+    STORE_GELU = 5,       // to `out`, after gelu
+    STORE_GELU_TANH = 6,  // to `out`, after gelu_tanh
 };
 
 struct Product {
@@ -87,31 +88,31 @@ struct Gated {
     View x, out;
 };
 
-// Convolution, gated delta rule and gated norm. A row of x has query, key, value, z, b and a of all
-// heads; one of `out` [value_heads, value_dim]. Strides of the pools are in elements.
+// Convolution, gated delta rule and gated norm. A row of x holds query, key, value, z, b and a of
+// all heads; a row of `out` is [value_heads, value_dim]. Strides of the pools are in elements.
 struct DeltaNet {
     View x, out;
     int64_t key_heads, value_heads, key_dim, value_dim, taps;
-    int64_t tail_stride, state_stride;               // from row to row of the pools
+    int64_t tail_stride, state_stride;               // between rows of the pools
     int64_t state_type;                              // FLOAT32 or BFLOAT16
     const float *conv, *neg_decay, *dt_bias, *norm;  // conv is [taps, channels]
     void* tails;   // first row of this layer, [channels, taps - 1]
     void* states;  // first row of this layer, [value_heads, key_dim, value_dim]
     double eps;
-    Updates updates;  // those of this layer; none are kept or folded if there are no pools for them
+    Updates updates;  // of this layer; without pools for updates, none are saved or folded
 };
 
-// Norms and rotates the heads of queries (in place) and keys (into their pages), and copies values
-// into their pages. A row of x has queries, keys and values of all heads.
+// Normalises and rotates the heads of queries (in place) and keys (into their pages), and copies
+// values into their pages. A row of x holds queries, keys and values of all heads.
 struct Heads {
     View x, cos, sin;
     int64_t heads, kv_heads, head_dim, half;
-    Pages pages;  // from the first block of this layer on
+    Pages pages;  // starting at this layer's first block
     const float *q_norm, *k_norm;
     double eps;
 };
 
-// Attention of the queries over their sequences' pages, from slot `first_key` of their tables on;
+// Attention of the queries over their sequences' pages, from slot `first_key` of their tables on.
 // `out` is [tokens, heads, head_dim], contiguous.
 struct Attend {
     View q, out;
@@ -121,28 +122,28 @@ struct Attend {
     double scale;
 };
 
-// Of rows of queries, keys and values of all heads, rotates the first two. A head's dims come to
-// `out` with zeros behind them, `room` in all.
+// Rotates queries and keys in rows of queries, keys and values of all heads. Heads are padded with
+// zeros to `padded_dim` in `out`.
 struct Turn {
     View x, cos, sin, out;
-    int64_t heads, head_dim, room;
+    int64_t heads, head_dim, padded_dim;
 };
 
-// Attention of every token to all of its sequence: x as Turn leaves it; `out` is [tokens, heads,
-// room], contiguous.
+// Attention of every token over its whole sequence. x is the output of Turn; `out` is [tokens,
+// heads, padded_dim], contiguous.
 struct SeeAll {
     View x, out;
-    int64_t heads, room;
+    int64_t heads, padded_dim;
     double scale;
 };
 
-// [heads, room] to [heads, head_dim].
+// Removes the padding: [heads, padded_dim] to [heads, head_dim].
 struct Narrow {
     View x, out;
-    int64_t heads, head_dim, room;
+    int64_t heads, head_dim, padded_dim;
 };
 
-// From here on so many tokens, next to each other, are one row; `size` 1: each is its own.
+// From here on, `size` adjacent tokens form one row; `size` 1 makes each token a row again.
 struct Squares {
     int64_t size;
 };
@@ -153,42 +154,41 @@ struct Sigmoid {
     int64_t width;
 };
 
-// From here on only the rows with wanted logits matter: of the residual and of x (width 0: of the
-// residual alone). Done only in steps that report experts (`reporting` 1) or only in others (0),
-// behind all that takes tokens by their sequences or slots.
+// Keeps only the rows whose logits are needed, of the residual and of x (width 0: of the residual
+// alone). Runs only in steps that report experts (`reporting` 1), or only in others (0), after all
+// operations that look up tokens by sequence or slot.
 struct Keep {
     View residual, x;
     int64_t residual_width, width, reporting;
 };
 
-// Routed experts by float32 scores, and the shared one if its `shared_down` has columns: x of that
-// is what `shared` holds, and the score behind the experts' is the logit of its gate. All are added
-// to `out`, float32.
+// Routed experts by float32 scores, and the shared expert if `shared_down` has columns. The shared
+// expert's x is `shared`, and the score after the experts' is the logit of its gate. Adds
+// everything to `out`, float32.
 struct Experts {
     View x, scores, shared, out;
     int64_t experts, top_k, hidden, index;  // `index` of this layer in the step's expert ids
     const Weight *gate_up, *down;           // gate and up of expert 0, of expert 1, ...
     Weight shared_down;
-    int64_t apart;  // 1: they go to this rank's slot instead, [tokens, hidden]
+    int64_t apart;  // 1: the results go to this rank's slot instead, [tokens, hidden]
 
     bool has_shared() const { return shared_down.columns > 0; }
 };
 
-// Adds media's features to the rows of their tokens in `out`, float32: elements `column` and on.
+// Adds media features, elements from `column` on, to the rows of their tokens in `out`, float32.
 struct Features {
     View out;
     int64_t column, width;
 };
 
-// Rows of x are the step's hidden states, of which each has `stride` elements: those from `column`
-// on.
+// Copies rows of x to the step's hidden states, from `column` on; each state has `stride` elements.
 struct Hidden {
     View x;
     int64_t width, column, stride;
 };
 
-// Adds what the ranks' slots hold, [tokens, width] each, in the order of the ranks, to `out`,
-// float32.
+// Adds the contents of all ranks' slots, [tokens, width] each, to `out`, float32, in the order of
+// ranks.
 struct Reduce {
     View out;
     int64_t width;
@@ -204,18 +204,18 @@ struct Program {
     const int64_t* widths;  // [buffers] bytes of a token's row
     int64_t count, buffers;
     int64_t hidden, vocab;
-    int64_t residual;        // the buffer that the embeddings are widened into, float32
-    const void* embeddings;  // [tokens known, hidden], in the type of activations, or null
+    int64_t residual;        // the buffer of the residual, float32
+    const void* embeddings;  // [known, hidden], in the type of activations, or null
     int64_t known;
-    int64_t deepest;               // of all weights
+    int64_t deepest;               // the largest depth of all weights
     int64_t expert_layers, top_k;  // of the expert ids that a step reports; 0 without experts
-    Ranks* ranks;                  // null: there is one
+    Ranks* ranks;                  // null for a single rank
 };
 
-// T tokens of S sequences, a sequence's tokens next to each other and in order.
+// T tokens of S sequences, the tokens of a sequence adjacent and in order.
 struct Step {
     int64_t tokens, sequences, rows, threads;
-    const void* x;                 // [T, hidden] embeddings, or null: the program has those of
+    const void* x;                 // [T, hidden] embeddings, or null to look them up in the program
     const int64_t* token_ids;      // [T]
     const int64_t* positions;      // [3, T]
     const int64_t* slots;          // [T], -1 for none
@@ -223,25 +223,25 @@ struct Step {
     const int64_t* start;          // [S] keys before the sequence's first token
     const int64_t* src_rows;       // [S], -1 for the zero state
     const int64_t* dst_rows;       // [S]
-    const int32_t** tables;        // [S] its blocks in their order
-    const int64_t* snapshot_rows;  // [T] row that receives the state after this token, -1 for none
-    // [S] or null: where the updates of a sequence with drafts begin, -1 for others, and how many
-    // are folded into its row (src and dst are one) before its tokens leave theirs there. The row
-    // stays at what was folded.
+    const int32_t** tables;        // [S] each sequence's blocks in order
+    const int64_t* snapshot_rows;  // [T] row that receives the state after this token, or -1
+    // [S] or null. `updates`: where the updates of a sequence with drafts start, or -1. `folded`:
+    // how many of them to fold into its row (src and dst are the same) before its tokens' updates
+    // replace them. The row then stays as it is.
     const int64_t *updates, *folded;
-    const int64_t* logit_rows;    // [R] tokens
-    float* logits;                // [R, vocab]
-    int64_t* best;                // [R] the first of a row's largest logits, or null: not wanted
-    void* hidden;                 // what the program's HIDDEN ops leave
-    int64_t* expert_ids;          // [T, expert_layers, top_k] or null: none are wanted
-    int64_t media, media_stride;  // M runs of tokens with features, a row of them so many elements
+    const int64_t* logit_rows;  // [R] tokens
+    float* logits;              // [R, vocab]
+    int64_t* best;        // [R] index of the first maximum of the logits, or null if not needed
+    void* hidden;         // output of the program's HIDDEN operations
+    int64_t* expert_ids;  // [T, expert_layers, top_k], or null if not needed
+    int64_t media, media_stride;  // M runs of tokens with features; elements of a row of features
     const int64_t* media_first;   // [M] first token
-    const int64_t* media_tokens;  // [M] how many there are
-    const void** media_rows;      // [M] their features
+    const int64_t* media_tokens;  // [M] number of tokens
+    const void** media_rows;      // [M] features
 };
 
 }  // namespace vlm
 
-// Both checked by the caller. `bits` is 32 for float32 activations, 16 for bfloat16. Returns what
-// `guarded` does.
+// The caller checks both. `bits` is 32 for float32 activations, 16 for bfloat16. Returns what
+// `guarded` returns.
 extern "C" int64_t vlm_step(const vlm::Program* program, const vlm::Step* step, int64_t bits);

@@ -1,4 +1,4 @@
-// A step on its way through a program: what its operations share.
+// The state that the operations of a running step share.
 #pragma once
 
 #include "step_memory.h"
@@ -18,15 +18,15 @@ struct Run {
     const Program& program;
     const Step& step;
     Memory& memory;
-    int64_t tokens;      // rows that go through an operation: all, or those that a Keep has left
-    bool apart = false;  // other ranks have left the step
+    int64_t tokens;          // rows of the current operation: all, or those that a Keep has left
+    bool abandoned = false;  // another rank has left the step
 
     template <typename E>
     Strided<E> rows(const View& view) const {
         return {(E*)memory.buffers[view.buffer] + view.column, view.stride};
     }
 
-    // Where this rank's part of a sum goes.
+    // Returns this rank's slot, for its part of a sum.
     Strided<float> own_slot(int64_t width) const {
         const Ranks& ranks = *program.ranks;
         return {(float*)slot(ranks, ranks.rank, ranks.count), width};

@@ -1,5 +1,5 @@
-// A forward in one parallel region: the work of every operation is shared out among the threads
-// (sharing.h), and ends with a barrier.
+// A forward in one parallel region. The work of every operation is shared among the threads
+// (loop_scheduler.h) and ends with a barrier.
 #include <omp.h>
 
 #include <atomic>
@@ -53,41 +53,41 @@ void perform(Run& run, const Op& op) {
     }
 }
 
-// Floats that each thread needs.
-struct Rooms {
+// Floats of scratch memory per thread.
+struct ScratchSizes {
     int64_t attention = 0, delta = 0;
 };
 
-// Memory that the threads share, and how much each of them needs.
+// Allocates the memory that threads share, and returns how much each of them needs.
 template <typename T>
-Rooms prepare(const Run& run) {
+ScratchSizes prepare(const Run& run) {
     const Program& program = run.program;
     if (program.ranks &&
         run.step.tokens * program.hidden * (int64_t)sizeof(float) > program.ranks->slot_bytes)
-        throw std::length_error("more tokens than a slot has room for");
+        throw std::length_error("more tokens than a slot has scratch for");
     run.memory.make(program, run.step, sizeof(T));
-    run.memory.sharing.begin(run.step.threads);
+    run.memory.scheduler.begin(run.step.threads);
     run.memory.plans.begin();
-    Rooms rooms;
+    ScratchSizes sizes;
     for_kind<Attend>(program, ATTEND, [&](const Attend& op) {
         run.memory.plans.make(attention_job<T>(run, op));
-        rooms.attention = std::max(rooms.attention, attention_room(op.head_dim));
+        sizes.attention = std::max(sizes.attention, attention_scratch_floats(op.head_dim));
     });
     for_kind<SeeAll>(program, SEE_ALL, [&](const SeeAll& op) {
         run.memory.plans.make(attention_job<T>(run, op));
-        rooms.attention = std::max(rooms.attention, attention_room(op.room));
+        sizes.attention = std::max(sizes.attention, attention_scratch_floats(op.padded_dim));
     });
     for_kind<DeltaNet>(program, DELTA_NET, [&](const DeltaNet& op) {
-        rooms.delta = std::max(rooms.delta, delta_heads_room(op));
+        sizes.delta = std::max(sizes.delta, delta_heads_scratch_floats(op));
     });
-    return rooms;
+    return sizes;
 }
 
-// The memory of one thread.
-void reserve(const Program& program, const Rooms& rooms) {
-    own_workplace().reserve(program.deepest);
-    own_attention_room().of(rooms.attention);
-    own_delta_room().of(rooms.delta);
+// Allocates the memory of one thread.
+void reserve(const Program& program, const ScratchSizes& sizes) {
+    thread_workspace().reserve(program.deepest);
+    attention_scratch().get(sizes.attention);
+    delta_scratch().get(sizes.delta);
 }
 
 template <typename T>
@@ -95,19 +95,20 @@ void run_all(const Program& program, const Step& step) {
     static thread_local Memory memory;
     Run run{program, step, memory, step.tokens};
     check_tokens(program, step);
-    const Rooms rooms = prepare<T>(run);
+    const ScratchSizes sizes = prepare<T>(run);
     std::atomic<int64_t> failed{0};
 #pragma omp parallel num_threads((int)step.threads)
     {
-        failed += guarded([&] { reserve(program, rooms); });
-        widen<T>(run);  // behind its barrier all know whether one of them has failed
-        for (int64_t i = 0; i < program.count && !failed && !run.apart; ++i)
+        failed += guarded([&] { reserve(program, sizes); });
+        widen<T>(run);  // after its barrier all threads know if one of them failed
+        for (int64_t i = 0; i < program.count && !failed && !run.abandoned; ++i)
             perform<T>(run, program.ops[i]);
-        if (step.best && !failed && !run.apart) find_best(step, program.vocab);
+        if (step.best && !failed && !run.abandoned) find_argmax(step, program.vocab);
     }
-    for_kind<SeeAll>(program, SEE_ALL, [&](const SeeAll&) { memory.arena.keep(KEPT_OF_PICTURES); });
+    for_kind<SeeAll>(program, SEE_ALL,
+                     [&](const SeeAll&) { memory.arena.shrink_to(MAX_KEPT_TOWER_BYTES); });
     if (failed) throw std::bad_alloc();
-    if (run.apart) throw Apart();
+    if (run.abandoned) throw StepAbandoned();
 }
 
 }  // namespace vlm

@@ -1,19 +1,19 @@
-// The memory of a step: one arena for all of its intermediate results, and what mixers and experts
-// plan with.
+// The memory of a step: one arena for all intermediate results, and the plans of mixers and
+// experts.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
-#include "attention.h"
-#include "experts.h"
+#include "attention/attention.h"
+#include "products/experts.h"
 #include "program.h"
-#include "room.h"
+#include "scratch.h"
 
 namespace vlm {
 
-// Memory that is kept for the next step. All that is wanted is named twice: first to learn how
-// much it is, then to have it.
+// Memory that is reused from step to step. A step takes all it needs twice: first to measure, then
+// to allocate.
 class Arena {
   public:
     void begin() { used_ = 0; }
@@ -26,33 +26,34 @@ class Arena {
         return place;
     }
 
-    // True if all that was taken since `begin` lay in memory; else there is enough from now on.
-    bool settle() {
+    // Returns true if everything taken since `begin` fitted; else allocates enough for another
+    // pass.
+    bool commit() {
         if (base_ && used_ <= size_) return true;
         base_ = nullptr;
         size_ = used_ + used_ / 4;
-        base_ = (char*)room_.of((size_ + 3) / 4);
+        base_ = (char*)scratch_.get((size_ + 3) / 4);
         return false;
     }
 
-    // Gives the memory back if it is more than that.
-    void keep(int64_t most) {
+    // Frees the memory if it is larger than `most` bytes.
+    void shrink_to(int64_t most) {
         if (size_ <= most) return;
-        room_ = Room();
+        scratch_ = ScratchBuffer();
         base_ = nullptr;
         size_ = 0;
     }
 
   private:
-    Room room_;
+    ScratchBuffer scratch_;
     char* base_ = nullptr;
     int64_t size_ = 0, used_ = 0;
 };
 
-// What is kept of the memory of pictures, of which one may have many times the tokens of a step.
-constexpr int64_t KEPT_OF_PICTURES = 64 << 20;
+// Limit for vision towers: a picture may have many times the tokens of a step.
+constexpr int64_t MAX_KEPT_TOWER_BYTES = 64 << 20;
 
-// Tokens whose experts are computed together, at most: every one of them has top_k results.
+// Most tokens whose experts are computed together, because each has top_k results.
 constexpr int64_t EXPERT_TOKENS = 1024;
 
 // Calls `each(record)` for all operations of a kind, whose struct is Record.
@@ -62,7 +63,7 @@ void for_kind(const Program& program, Kind kind, const Each& each) {
         if (program.ops[i].kind == kind) each(*(const Record*)program.ops[i].args);
 }
 
-// Plans of attention for every shape of heads that a program has.
+// Plans of attention, one per shape of heads in a program.
 class Plans {
   public:
     void begin() { made_ = 0; }
@@ -77,7 +78,7 @@ class Plans {
         ++made_;
     }
 
-    // Made before.
+    // Requires `make`.
     AttentionPlan& of(const Attention& job) { return plans_[find(job)].plan; }
 
   private:
@@ -98,26 +99,26 @@ class Plans {
     size_t made_ = 0;
 };
 
-// Where the intermediate results of a step lie.
+// Buffers of a step's intermediate results.
 struct Memory {
     Arena arena;
     std::vector<char*> buffers;  // [tokens, width]
-    char* kept;                  // [rows, width], on their way to other rows
-    // Of the experts.
+    char* kept;                  // [rows, width], scratch for moving rows
+    // Experts.
     int64_t* ids;         // [tokens, top_k]
     float* weights;       // [tokens, top_k]
     char* expert_hidden;  // [EXPERT_TOKENS at most, top_k, width]
-    float* results;       // likewise, and those of the shared expert behind them
+    float* results;       // likewise, followed by the shared expert's
     Assignment assignment;
     Plans plans;
-    Sharing sharing;
+    LoopScheduler scheduler;
 
     // `size` is that of an activation.
     void make(const Program& program, const Step& step, int64_t size) {
         do {
             arena.begin();
             take(program, step, size);
-        } while (!arena.settle());
+        } while (!arena.commit());
     }
 
   private:

@@ -23,7 +23,7 @@ from vlm_serve.kernels.paged_attention import (
 from vlm_serve.kernels.paged_attention.moved import without_first
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.kernels.rope import qk_norm_rope
-from vlm_serve.kernels.rope.compiled import MOST_DIM
+from vlm_serve.kernels.rope.compiled import MAX_DIM
 from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool
 from vlm_serve.models.parts.base import (
     LoadedMixer,
@@ -176,8 +176,8 @@ class LoadedAttention(LoadedMixer):
     def lower(self, program: Program, cache: KVLayer, *, last: bool) -> None:
         sizes, k = self.sizes, cache.k
         program.check_whole(head_dim=sizes.head_dim)
-        if sizes.head_dim > MOST_DIM:
-            raise UnsupportedError(f"head_dim is {sizes.head_dim}, more than {MOST_DIM}")
+        if sizes.head_dim > MAX_DIM:
+            raise UnsupportedError(f"head_dim is {sizes.head_dim}, more than {MAX_DIM}")
         pages = pages_record(cache, program.dtype)
         if pages is None:
             raise UnsupportedError(f"KV pages in {k.dtype} beside activations in {program.dtype}")

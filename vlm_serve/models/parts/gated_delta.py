@@ -17,7 +17,7 @@ from vlm_serve.kernels.causal_conv import (
     causal_conv_verify,
     fold_tails,
 )
-from vlm_serve.kernels.causal_conv.compiled import MOST_TAPS
+from vlm_serve.kernels.causal_conv.compiled import MAX_TAPS
 from vlm_serve.kernels.gated_delta import (
     chunk_gated_delta,
     fold_gated_delta,
@@ -43,7 +43,7 @@ from vlm_serve.models.parts.base import (
 )
 from vlm_serve.models.program import Program, UnsupportedError
 
-_MOST_SHARED = constant("MOST_SHARED")
+_MAX_SHARED = constant("MAX_SHARED")
 """Most value heads per key head in compiled steps."""
 
 
@@ -230,9 +230,9 @@ class LoadedGatedDelta(LoadedMixer):
             linear_key_head_dim=sizes.key_dim, linear_value_head_dim=sizes.value_dim
         )
         shared = sizes.value_heads // sizes.key_heads
-        if sizes.taps > MOST_TAPS:
+        if sizes.taps > MAX_TAPS:
             raise UnsupportedError(f"convolutions of {sizes.taps} taps")
-        if shared > _MOST_SHARED:
+        if shared > _MAX_SHARED:
             raise UnsupportedError(f"{shared} value heads for a key head")
         if cache.recurrent.dtype not in STATE_TYPES:
             raise UnsupportedError(f"states in {cache.recurrent.dtype}")
