@@ -14,7 +14,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/vlm-serve
-COPY LICENSE README.md pyproject.toml constraints.txt ./
+COPY LICENSE README.md pyproject.toml setup.py constraints.txt ./
 COPY cache cache
 COPY kernels kernels
 COPY preprocess preprocess

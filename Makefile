@@ -24,7 +24,7 @@
 # make screenshots   takes pictures of every view of the page, with Debian's chromium, into docs/screenshots
 #
 # PYTHON, MODEL, HOST, PORT and ARGS may be given: make serve MODEL=Qwen/Qwen3.5-4B ARGS="--block-size 64"
-# TORCH_INDEX names the index that torch is installed from, once; TORCH_INDEX= takes it from where pip looks by itself.
+# TORCH_INDEX names the index that torch is installed from, once; TORCH_INDEX= takes it from pip's default index.
 # If it is not given, that is CPU_INDEX where there is no NVIDIA driver and the index answers within seconds.
 
 PYTHON ?= python3
@@ -40,7 +40,7 @@ LMMS := $(VENV)/lmms
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ifeq ($(origin TORCH_INDEX),undefined)
 CHOOSE_INDEX = index=$$($(BIN)/python vlm_serve/torch_index.py "$(CPU_INDEX)")
-OTHERWISE = || echo "vlm-serve: that did not work, so torch comes from where pip looks by itself." >&2
+OTHERWISE = || echo "vlm-serve: that did not work, so torch comes from pip's default index." >&2
 else
 CHOOSE_INDEX = index="$(TORCH_INDEX)"
 endif

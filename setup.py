@@ -1,4 +1,7 @@
-"""What pyproject.toml cannot say of an editable installation."""
+"""Check the source and correct editable installations, which pyproject.toml cannot say."""
+
+import os
+import runpy
 
 from setuptools import setup
 from setuptools.command.editable_wheel import editable_wheel
@@ -17,4 +20,9 @@ class EditableWheel(editable_wheel):
         self.distribution.packages = ["vlm_serve"]
 
 
+package = os.path.join(os.path.dirname(os.path.abspath(__file__)), "vlm_serve")
+# Without its links the package would be built without most of its modules, and successfully.
+problem = runpy.run_path(os.path.join(package, "links.py"))["find_problem"](package)
+if problem:
+    raise SystemExit(f"error: {problem}")
 setup(cmdclass={"editable_wheel": EditableWheel})

@@ -1,7 +1,7 @@
 """Ask questions about one picture: `python examples/chat_image.py [PICTURE QUESTION...]`.
 
-All questions share the picture, so only the first one pays for it: the cache report says how many
-tokens of each prompt were reused, and whether the picture had to be decoded or encoded at all.
+All questions share the picture, so only the first one computes it. The cache report gives the
+reused tokens of each prompt, and whether the picture was decoded and encoded again.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from checkpoint_spec import CheckpointSpec
 
 
 def text_config(spec: CheckpointSpec) -> dict[str, Any]:
-    """config.json of the language model; the whole file of a text-only checkpoint."""
+    """Return config.json of the language model; for text-only checkpoints the whole file."""
     kind = spec.model_type if spec.family == "qwen3_next" else f"{spec.model_type}_text"
     if spec.sliced:
         kind = "qwen3_5_text"
@@ -36,7 +36,7 @@ def text_config(spec: CheckpointSpec) -> dict[str, Any]:
 
 
 def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
-    """In the place and form in which each family's published files have it."""
+    """Return the rotary settings, placed and named as in each family's published files."""
     if spec.family == "qwen3_next":
         return {"rope_theta": spec.rope_theta, "rope_scaling": None, "partial_rotary_factor": 0.25}
     half = spec.head_dim // (2 if spec.family == "qwen3_vl" else 8)
@@ -48,7 +48,7 @@ def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
     if spec.family == "qwen3_vl":
         return {"rope_theta": spec.rope_theta, "rope_scaling": kind}
     share = {"rope_theta": spec.rope_theta, "partial_rotary_factor": 0.25}
-    if spec.family == "minicpmv4_6":  # all axes count the same
+    if spec.family == "minicpmv4_6":  # Equal weights for all axes.
         return {"rope_parameters": {"rope_type": "default"} | share}
     return {"rope_parameters": kind | share}
 
@@ -91,7 +91,7 @@ def _dense(spec: CheckpointSpec) -> dict[str, Any]:
 
 
 def full_config(spec: CheckpointSpec, text: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint with a vision tower, but for the token ids."""
+    """Return config.json of a checkpoint with a vision tower, without the token ids."""
     return {
         "architectures": [f"{spec.architecture}ForConditionalGeneration"],
         "model_type": spec.model_type,

@@ -1,4 +1,4 @@
-"""What MiniCPM-V's checkpoints have of their own: tokens of slices, processors, vision tower."""
+"""Parts specific to MiniCPM-V's checkpoints: tokens of slices, processors, vision tower."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMED_TOKENS = {
 
 
 def vision_fields(spec: CheckpointSpec) -> dict[str, Any]:
-    """The fields of config.json that say how media are seen."""
+    """Return the vision fields of config.json."""
     side = math.isqrt(spec.num_position_embeddings)
     return {
         "vision_config": {
@@ -44,7 +44,7 @@ def vision_fields(spec: CheckpointSpec) -> dict[str, Any]:
 
 
 def token_ids(spec: CheckpointSpec, tokenizer: Tokenizer) -> dict[str, int]:
-    """The fields of config.json that name tokens; 4.7 has those that lie on its canvas."""
+    """Return the token ids of config.json; version 4.7 has those of its canvas."""
     fields = {
         "image_token_id": token_id(tokenizer, "<|image_pad|>"),
         "video_token_id": token_id(tokenizer, "<|video_pad|>"),
@@ -79,7 +79,7 @@ def write_processors(path: Path, spec: CheckpointSpec) -> None:
 
 
 def vision_entries(spec: CheckpointSpec) -> Iterator[Entry]:
-    """Names, shapes and rules of the vision tower's weights, and of the mergers'."""
+    """Yield names, shapes and rules of the weights of the vision tower and the mergers."""
     dim, wide = spec.vision_hidden_size, spec.vision_intermediate_size
     tower, flat = "model.vision_tower", 4 * spec.vision_hidden_size
     patch = (dim, 3, spec.patch_size, spec.patch_size)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint beside its weights: tokenizer, chat template, processors.
+"""Files of a checkpoint other than weights: tokenizer, chat template, processors.
 
 Used by `make_checkpoint.py` (random weights) and by the recipe that trains the demo checkpoint.
 """
@@ -36,9 +36,9 @@ PLAIN_ADDED_TOKENS = (
 NUM_ADDED_TOKENS = len(SPECIAL_TOKENS) + len(PLAIN_ADDED_TOKENS)
 MIN_VOCAB_SIZE = 256 + NUM_ADDED_TOKENS
 
-# How tokenizers cut text before BPE: contractions, words with one leading sign, single digits, runs
-# of signs, line ends, spaces; in Qwen3.5 marks belong to words. AutoTokenizer installs the pattern
-# of the model type, so a checkpoint whose tokenizer.json had another one would be read in two ways.
+# Pre-tokenization before BPE: contractions, words with one leading sign, single digits, runs of
+# signs, line ends, spaces; in Qwen3.5 marks belong to words. AutoTokenizer installs the pattern of
+# the model type, so another pattern in tokenizer.json would make the two disagree.
 SPLIT_PATTERN, PLAIN_SPLIT_PATTERN = (
     "|".join(
         (
@@ -63,7 +63,7 @@ BARE_CHAT_TEMPLATE = CHAT_TEMPLATE.replace("'<|vision_start|>' ~ ", "").replace(
 
 @dataclass(frozen=True)
 class MediaShape:
-    """How pixels become patches. Sizes in pixels; budgets in pixels per image and per video."""
+    """Settings of patches and resizing. Sizes are in pixels, budgets in pixels per medium."""
 
     patch_size: int = 16
     temporal_patch_size: int = 2
@@ -85,13 +85,13 @@ def build_tokenizer(
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer with the normaliser and the added tokens of Qwen3.5.
 
-    The added tokens take the highest ids. Text too poor for `vocab_size` gives fewer tokens.
+    The added tokens take the highest ids. Too little text yields fewer than `vocab_size` tokens.
 
     Args:
         texts: training text; without any, tokens are single bytes.
-        vocab_size: number of ids wanted, added tokens included; at least `MIN_VOCAB_SIZE`.
-        split: pattern of words.
-        more_tokens: special ones besides Qwen's.
+        vocab_size: number of ids, including added tokens; at least `MIN_VOCAB_SIZE`.
+        split: pre-tokenization pattern.
+        more_tokens: special tokens in addition to Qwen's.
     """
     more_tokens = tuple(more_tokens)
     if vocab_size < MIN_VOCAB_SIZE:
@@ -121,7 +121,7 @@ def _added_tokens(names: Iterable[str], *, special: bool) -> list[AddedToken]:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """Id of a token that must exist."""
+    """Return the id of a token that must exist."""
     found = tokenizer.token_to_id(token)
     if found is None:
         raise KeyError(token)
@@ -129,7 +129,7 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def media_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """The fields of config.json that name the vision tokens."""
+    """Return the vision token ids of config.json."""
     return {
         "image_token_id": token_id(tokenizer, "<|image_pad|>"),
         "video_token_id": token_id(tokenizer, "<|video_pad|>"),
@@ -153,8 +153,8 @@ def write_tokenizer_files(
         max_length: the model's context, in tokens.
         kind: transformers' class.
         processor: transformers' class; None if the model takes no media.
-        named: further special tokens, by the names under which that class looks for them. The
-            template leaves it to the processor to put them around media.
+        named: further special tokens by their names in that class. The processor, not the
+            template, puts them around media.
     """
     tokenizer.save(str(path / "tokenizer.json"))
     template = CHAT_TEMPLATE if named is None else BARE_CHAT_TEMPLATE
@@ -223,7 +223,7 @@ def write_processor_files(path: Path, media: MediaShape) -> None:
         "min_frames": media.min_frames,
         "max_frames": media.max_frames,
         "do_sample_frames": True,
-        # Said outright because transformers 5.22 changes the default.
+        # Explicit because transformers 5.22 changes the default.
         "cap_pixels_per_frame": True,
     }
     write_json(path / "preprocessor_config.json", image)
@@ -248,7 +248,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def sample_text(num_sentences: int, seed: int = 0) -> Iterator[str]:
-    """Sentences for training a tokenizer when no text is at hand."""
+    """Return generated sentences for training a tokenizer."""
     draw = random.Random(seed)
     colours = ("red", "green", "blue", "yellow", "white", "black", "grey", "orange", "purple")
     things = ("circle", "square", "triangle", "house", "river", "picture", "video", "street", "cat")

@@ -1,4 +1,4 @@
-"""Sizes of a checkpoint, and the config.json that goes with them."""
+"""Sizes of a checkpoint, and its config.json."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class CheckpointSpec:
     """Sizes of a checkpoint.
 
-    `num_experts > 0` makes it a mixture of experts (Qwen3-Next always is one), `vision_depth = 0`
-    a text-only one (Qwen3-Next always is, Qwen3-VL never). Only Qwen3-VL has `deepstack_features`;
-    it has no Gated DeltaNet layers and no shared experts. Experts are in every `sparse_step`-th
-    layer behind the first `dense_layers`, but in all layers of Qwen3.5, which alone may have an
-    `mtp` layer for drafts. MiniCPM-V sees pictures in up to `max_slices` slices of about
-    `slice_resolution` squared pixels, at most `max_video_frames` of a video, merges patches behind
-    layer `window_layer` of its tower and has no experts. `quantization` is one of
-    `quantised_weights.FORMATS`, of which some have a scale for `group_size` values. Raises
-    ValueError for sizes that do not fit together.
+    - `num_experts > 0` makes a mixture of experts (Qwen3-Next always is one).
+    - `vision_depth = 0` makes a text-only model (Qwen3-Next always is one, Qwen3-VL never).
+    - Only Qwen3-VL has `deepstack_features`; it has no Gated DeltaNet layers and no shared experts.
+    - Experts are in every `sparse_step`-th layer after the first `dense_layers`, but in all layers
+      of Qwen3.5. Only Qwen3.5 may have an `mtp` layer for drafts.
+    - MiniCPM-V cuts pictures into up to `max_slices` slices of about `slice_resolution` squared
+      pixels and takes at most `max_video_frames` of a video. It merges patches after layer
+      `window_layer` of its tower and has no experts.
+    - `quantization` is one of `quantised_weights.FORMATS`; some have a scale per `group_size`.
+
+    Raises:
+        ValueError: the sizes do not fit together.
     """
 
     family: str = "qwen3_5"
@@ -88,19 +91,19 @@ class CheckpointSpec:
 
     @property
     def model_type(self) -> str:
-        """transformers' name of the family."""
+        """The family's name in transformers."""
         moe = self.num_experts and self.family != "qwen3_next"
         return f"{self.family}_moe" if moe else self.family
 
     @property
     def architecture(self) -> str:
-        """What the names of transformers' classes begin with."""
+        """Prefix of the names of transformers' classes."""
         moe = self.model_type.endswith("_moe")
         return FAMILIES[self.family] + ("Moe" if moe else "")
 
     @property
     def sliced(self) -> bool:
-        """Whether pictures are seen in slices."""
+        """True if pictures are cut into slices."""
         return self.family.startswith("minicpmv")
 
     @property
@@ -110,7 +113,7 @@ class CheckpointSpec:
         return [(index + 1) * self.vision_depth // (count + 1) for index in range(count)]
 
     def has_experts(self, index: int) -> bool:
-        """Whether a layer has."""
+        """Return True if a layer has experts."""
         if self.family == "qwen3_5" or not self.num_experts:
             return self.num_experts > 0
         return index >= self.dense_layers and (index + 1) % self.sparse_step == 0

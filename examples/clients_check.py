@@ -1,12 +1,12 @@
-"""LiteLLM and LangChain against a running vlm-serve: a streamed chat about an image, with a tool.
+"""Check LiteLLM and LangChain with a running vlm-serve: a streamed chat about an image and a tool.
 
-They are large, so they are no development dependency; this is run by hand:
+Both are too large for a development dependency, so run this by hand:
 
     vlm-serve serve demo &
     pip install litellm mcp langchain-openai  # LiteLLM imports mcp
     python examples/clients_check.py [--base-url http://127.0.0.1:8000/v1]
 
-With the demo model, which calls no tools of its own accord, the call is enforced by `tool_choice`.
+The demo model never calls tools on its own, so `tool_choice` forces the call.
 """
 
 from __future__ import annotations

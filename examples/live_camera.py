@@ -1,11 +1,11 @@
 """Watch a recording that grows: `python examples/live_camera.py [VIDEO]`.
 
-A camera's frames so far are one video that gets longer. Sampled on a fixed grid (`fps_grid`), a
-longer recording keeps every frame, size and timestamp of the shorter one, so the model computes
-only what is new since the last question: the video's beginning comes from the cache.
+A camera's frames form one growing video. With a fixed sampling grid (`fps_grid`), a longer
+recording keeps every frame, size and timestamp of a shorter one. So the model computes only the
+frames since the last question; the beginning of the video comes from the cache.
 
-Here a file plays the camera. A real one hands over its frames in the same way: as arrays, or as
-the file that is being written.
+A file replaces the camera in this example. A real camera passes frames in the same way: as arrays,
+or as the growing file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vlm_serve import Output, Pipeline, SamplingParams
 
 CAMERA = Path(__file__).parent / "media" / "change.mp4"
 QUESTION = "What happens?"
-# Two frames are one temporal patch; questions come when whole patches are there.
+# Two frames form one temporal patch; questions wait for whole patches.
 SAMPLE_FPS = 2.0
 SECONDS_BETWEEN_QUESTIONS = 1.0
 
@@ -31,7 +31,7 @@ Recording = npt.NDArray[np.uint8]
 
 
 def recordings(path: Path) -> Iterator[tuple[float, Recording]]:
-    """(frames a second, all frames so far) whenever it is time for a question."""
+    """Yield (frames per second, all frames so far) whenever a question is due."""
     with av.open(str(path)) as camera:
         rate = float(camera.streams.video[0].average_rate or 24)
         step = round(rate * SECONDS_BETWEEN_QUESTIONS)
@@ -43,7 +43,7 @@ def recordings(path: Path) -> Iterator[tuple[float, Recording]]:
 
 
 def watch(pipe: Pipeline, path: Path, question: str = QUESTION) -> Iterator[tuple[float, Output]]:
-    """(seconds seen, the answer) for every recording, each longer than the one before."""
+    """Yield (seconds of video, answer) for every recording, each longer than the one before."""
     greedy = SamplingParams(temperature=0.0, max_tokens=96)
     for rate, frames in recordings(path):
         video: dict[str, Any] = {

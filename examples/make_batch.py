@@ -23,7 +23,7 @@ def line(custom_id: str, body: dict[str, Any], url: str = "/v1/chat/completions"
 
 
 def chat(picture: str, question: str) -> dict[str, Any]:
-    """A greedy chat request with the picture inside."""
+    """Return a greedy chat request that embeds the picture."""
     data = base64.b64encode((MEDIA / picture).read_bytes()).decode()
     content = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
@@ -37,7 +37,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", encoding="utf-8") as file:
-        # One question after the other, the pictures in turn: run-batch puts them in a better order.
+        # Pictures alternate on purpose: run-batch finds a better order.
         for number in range(2):
             for picture, questions in QUESTIONS.items():
                 name = f"{Path(picture).stem}-{number + 1}"

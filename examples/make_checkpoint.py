@@ -7,8 +7,8 @@
     python examples/make_checkpoint.py /tmp/tiny-minicpm --family minicpmv4_6
     python examples/make_checkpoint.py /tmp/tiny-fp8 --dtype bfloat16 --quantization fp8
 
-The weights are drawn so that the model is lively: every layer contributes about as much as the
-embedding, decays span short and long memories, and greedy output depends on the whole prompt.
+The weights are drawn to make outputs sensitive to the input: every layer contributes about as much
+as the embedding, decays span short and long memories, and greedy output depends on all the prompt.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _media_shape(spec: CheckpointSpec) -> MediaShape:
 
 
 class _Drawn(Mapping[str, torch.Tensor]):
-    """The weights, each drawn when it is asked for: of many shards only one is in memory."""
+    """Weights drawn on access, so that only one shard at a time is in memory."""
 
     def __init__(self, spec: CheckpointSpec) -> None:
         self._entries = {name: (shape, rule) for name, shape, rule in entries(spec)}
@@ -141,7 +141,7 @@ def _write_weights(path: Path, weights: Mapping[str, torch.Tensor], shards: int)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: one flag per field of CheckpointSpec."""
+    """Run the command line, with one flag per field of CheckpointSpec."""
     parser = argparse.ArgumentParser(description="Write a random-weight checkpoint.")
     parser.add_argument("path", type=Path, help="directory to write")
     parser.add_argument(

@@ -1,9 +1,9 @@
-"""Write the small samples that `vlm-serve eval` is tried on:
+"""Write the small samples for `vlm-serve eval`:
 `python examples/make_eval_samples.py examples/eval`.
 
-A file in LongBench v2's form about made-up harbour logs, and pictures and clips of the demo model's
-scenes with questions. They are there to show that answers are the same with and without caching;
-what a model scores on them says nothing about the model.
+A file in LongBench v2's format about invented harbour logs, and pictures and clips of the demo
+model's scenes with questions. The samples show that answers are equal with and without caching.
+Their scores say nothing about a model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PICTURES, CLIPS, QUESTIONS = 4, 3, 4
 
 
 def log_book(rng: random.Random, harbour: str, days: int) -> tuple[str, list[tuple[str, str]]]:
-    """A harbour's log, and each day's ship and cargo."""
+    """Return a harbour's log, and the ship and cargo of each day."""
     lines, ships = [f"Log of the harbour of {harbour}, kept by its pilots."], []
     for day in range(1, days + 1):
         ship, cargo = rng.choice(SHIPS), rng.choice(CARGOES)
@@ -48,7 +48,7 @@ def log_book(rng: random.Random, harbour: str, days: int) -> tuple[str, list[tup
 
 
 def question_about(rng: random.Random, number: int) -> dict[str, Any]:
-    """One question in the fields of the data set, about a log of its own."""
+    """Return one question in the fields of the data set, with its own log."""
     length = list(LENGTHS)[number % len(LENGTHS)]
     harbour = HARBOURS[number % len(HARBOURS)]
     text, ships = log_book(rng, harbour, LENGTHS[length])
@@ -106,7 +106,7 @@ def write_clips(out: Path) -> None:
 
 
 def small_clip(rng: random.Random) -> Clip:
-    """One that takes little room: few frames, a plain background."""
+    """Return a clip of a small file: few frames, a plain background."""
     while True:
         clip = draw_clip(rng)
         if clip.frame_rate <= 8 and clip.background.noise == 0:
@@ -114,7 +114,7 @@ def small_clip(rng: random.Random) -> Clip:
 
 
 def distinct(turns: Any) -> list[Turn]:
-    """The first few questions that are not the same."""
+    """Return the first `count` distinct questions."""
     found: dict[str, Turn] = {}
     for turn in turns:
         found.setdefault(turn.question, turn)

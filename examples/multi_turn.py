@@ -1,7 +1,7 @@
 """A conversation about two pictures, streamed: `python examples/multi_turn.py`.
 
-Each turn sends the whole history again, as every chat client does. All of it comes from the cache
-but the newest question; the answers the model made itself are reused, too.
+Each turn sends the whole history again, as every chat client does. All but the newest question
+comes from the cache, including the model's own answers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""openai-python against a running vlm-serve: an image, a stream, a tool, and what the cache did.
+"""Use openai-python with a running vlm-serve: an image, a stream, a tool and the cache report.
 
 vlm-serve serve demo &
 pip install openai
@@ -37,7 +37,7 @@ def image_part(path: Path) -> dict[str, Any]:
 
 
 def ask(client: OpenAI, model: str, part: dict[str, Any], question: str) -> None:
-    """One streamed question about the picture; prints the answer and the cache report."""
+    """Ask one streamed question about the picture; print the answer and the cache report."""
     messages: Any = [{"role": "user", "content": [part, {"type": "text", "text": question}]}]
     stream = client.chat.completions.create(
         model=model,
@@ -59,7 +59,7 @@ def ask(client: OpenAI, model: str, part: dict[str, Any], question: str) -> None
 
 
 def offer_a_tool(client: OpenAI, model: str) -> None:
-    """The model may call the function or not; a small demo model mostly does not."""
+    """Offer a function to call; the small demo model mostly ignores it."""
     tools: Any = [WEATHER]
     answer = client.chat.completions.create(
         model=model,
@@ -87,7 +87,7 @@ def main() -> None:
     model = client.models.list().data[0].id
     part = image_part(options.picture)
     ask(client, model, part, "What is in this picture?")
-    ask(client, model, part, "Which colours do you see?")  # the picture is in the cache now
+    ask(client, model, part, "Which colours do you see?")  # The picture is cached now.
     offer_a_tool(client, model)
 
 

@@ -1,7 +1,7 @@
-"""Quantised forms of a random checkpoint's weights, in the layouts that published checkpoints have.
+"""Quantised forms of a random checkpoint's weights, in the layouts of published checkpoints.
 
-The numbers are simply rounded: these weights are for tests and benchmarks, and mean nothing. What
-each format leaves as it is, and in which words its config says so, is as published files have it.
+Values are simply rounded: the weights serve tests and benchmarks alone. Unquantised modules of each
+format, and the wording of its config, follow published files.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class Quantised:
-    """How a format writes a weight `[N, K]` of the module of that name, and its config;
-    `algorithm`: what that calls the format of a module, where it lists them all."""
+    """Writer of a format: its weights `[N, K]` by module name, and its config.
+
+    `algorithm` names the format of a module in configs that list every module.
+    """
 
     write: Callable[[str, torch.Tensor, int], Tensors]
     config: Callable[[list[str], int], dict[str, Any]]
@@ -38,17 +40,16 @@ class Quantised:
 def quantise_weights(
     weights: Mapping[str, torch.Tensor], kind: str, group: int, *, transposed: bool = False
 ) -> Tensors:
-    """The checkpoint's tensors with the projections of its decoder quantised.
+    """Return the checkpoint's tensors, with the projections of its decoder quantised.
 
     Args:
-        weights: as `make_checkpoint` draws them; experts in one tensor are taken apart, but by
-            "fp8-fused".
+        weights: from `make_checkpoint`; all kinds but "fp8-fused" split fused experts.
         kind: one of FORMATS.
-        group: values of one scale, of formats that have groups.
-        transposed: whether experts in one tensor have the columns of the weights as rows.
+        group: values per scale, for formats with groups.
+        transposed: fused experts store the weights' columns as rows.
 
     Raises:
-        ValueError: a weight does not fit the format; names it.
+        ValueError: a weight does not fit the format; the message names it.
     """
     chosen, found = FORMATS[kind], {}
     for name, weight in weights.items():
@@ -60,7 +61,7 @@ def quantise_weights(
 def quantization_config(
     weights: Mapping[str, torch.Tensor], kind: str, group: int
 ) -> dict[str, Any]:
-    """What config.json says of them."""
+    """Return the quantization part of config.json."""
     kept = [
         name.removesuffix(".weight")
         for name, weight in weights.items()
@@ -94,14 +95,14 @@ def _chosen(name: str, weight: torch.Tensor) -> bool:
 
 
 def _official(module: str) -> bool:
-    """Whether the published GPTQ checkpoints of Qwen3.5 quantise it."""
+    """Return True if the published GPTQ checkpoints of Qwen3.5 quantise the module."""
     return bool(_MLP.fullmatch(module)) and "shared_expert" not in module
 
 
 def _apart(
     name: str, weight: torch.Tensor, fused: bool, transposed: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A weight, or those of every expert in it."""
+    """Split a weight of fused experts into one per expert; others stay whole."""
     place, _, kind = name.rpartition(".")
     if fused or not place.endswith(".experts"):
         yield name, weight
@@ -117,7 +118,7 @@ def _apart(
 def _codes(
     weight: torch.Tensor, bits: int, group: int, *, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """uint8 codes `[N, K]`, float16-exact scales and uint8 zero points `[N, K / group]`."""
+    """Return uint8 codes `[N, K]`, float16-exact scales and uint8 zero points `[N, K / group]`."""
     grouped = weight.float().reshape(weight.shape[0], -1, group)
     top = (1 << bits) - 1
     if symmetric:
@@ -127,14 +128,14 @@ def _codes(
         low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
         scale = (high - low) / top
         zero = (-low / scale).round().clamp(0, top)
-    # A scale that float16 and bfloat16 both hold.
+    # A scale that is exact in float16 and bfloat16.
     scale = scale.bfloat16().clamp(min=2.0**-14)
     codes = (grouped / scale.float()[..., None]).round() + zero[..., None]
     return codes.clamp(0, top).flatten(1).byte(), scale, zero.byte()
 
 
 def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 `[..., n * bits / 32]` words of uint8 `[..., n]` codes, the first in the low bits."""
+    """Pack uint8 codes `[..., n]` into int32 `[..., n * bits / 32]`, the first in the low bits."""
     each = 32 // bits
     parts = codes.reshape(*codes.shape[:-1], -1, each).long()
     shifts = torch.arange(each) * bits
@@ -212,7 +213,7 @@ def _mixed(name: str, weight: torch.Tensor, group: int) -> Tensors:
 
 
 def _float4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """uint8 `[N, K / 2]` e2m1 codes, the first in the low bits; scales `[N, K / group]`."""
+    """Return uint8 `[N, K / 2]` e2m1 codes, first in the low bits, and scales `[N, K / group]`."""
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     grouped = weight.float().reshape(*scale.shape, -1) / scale[..., None].clamp(min=2.0**-126)
     between = (numbers[1:] + numbers[:-1]) / 2
@@ -222,7 +223,7 @@ def _float4(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _nvfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, e4m3 scales `[N, K / 16]`, and what scales have to be multiplied by."""
+    """Return codes, e4m3 scales `[N, K / 16]` and the factor of the scales."""
     top = weight.float().reshape(weight.shape[0], -1, 16).abs().amax(-1) / 6
     whole = (top.amax() / 448).clamp(min=2.0**-100)
     scale = (top / whole).to(torch.float8_e4m3fn)
@@ -285,7 +286,7 @@ def _gptq_config(version: str) -> Callable[[list[str], int], dict[str, Any]]:
 
 
 def _gptq_mlp_config(kept: list[str], group: int) -> dict[str, Any]:
-    """The rules of the published ones, word for word."""
+    """Return the rules of the published checkpoints, word for word."""
     del kept
     names = ("lm_head", "model.language_model.embed_tokens")
     skipped = ("attn", "shared_expert", "mtp", "visual")

@@ -15,7 +15,7 @@ Entry = tuple[str, tuple[int, ...], str]
 
 
 def entries(spec: CheckpointSpec) -> Iterator[Entry]:
-    """Every weight of the checkpoint, in the order of the modules."""
+    """Yield every weight of the checkpoint in module order."""
     prefix = "model.language_model" if spec.vision_depth else "model"
     hidden = spec.hidden_size
     embedding = "linear" if spec.tied_embeddings else "embedding"
@@ -75,7 +75,7 @@ def _dense(layer: str, spec: CheckpointSpec, part: str = "mlp", size: int = 0) -
 
 
 def _experts(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
-    """One tensor for all experts, which Qwen3-VL keeps transposed; Qwen3-Next has one for each."""
+    """Yield the experts: one fused tensor, transposed in Qwen3-VL; one per expert in Qwen3-Next."""
     hidden, count, size = spec.hidden_size, spec.num_experts, spec.moe_intermediate_size
     yield f"{layer}.mlp.gate.weight", (count, hidden), "router"
     if spec.family == "qwen3_next":
@@ -135,17 +135,17 @@ def _layer_norm(name: str, dim: int) -> Iterator[Entry]:
 
 
 def draw(name: str, shape: tuple[int, ...], rule: str, seed: int) -> torch.Tensor:
-    """Float32 values of one weight; they depend on its name, shape, rule and the seed alone.
+    """Draw float32 values of one weight from its name, shape and rule and the seed alone.
 
-    Every projection keeps the scale of its input. Tied embeddings do so as well: they must be small
-    beside what the layers add, or the last token itself would be the best next one. Others have the
-    scale of a layer's output; much smaller ones would magnify rounding errors.
+    Every projection preserves the scale of its input, and so do tied embeddings. Those must be
+    small relative to what the layers add, or the last token would be its own best successor. Untied
+    embeddings have the scale of a layer's output; much smaller ones would magnify rounding errors.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     if rule == "A_log":
         return torch.empty(shape).uniform_(1.0, 16.0, generator=generator).log()
     if rule == "dt_bias":
-        # Inverse softplus of time steps spread log-uniformly over 0.001 ... 0.1, as Mamba does:
+        # Inverse softplus of time steps, log-uniform over 0.001 ... 0.1 as in Mamba:
         # per-token decays between exp(-0.001) and exp(-1.6) before the input's own contribution.
         spread = torch.rand(shape, generator=generator) * math.log(100.0) + math.log(0.001)
         return torch.log(torch.expm1(spread.exp()))

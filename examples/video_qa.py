@@ -1,7 +1,7 @@
 """Ask about a video: `python examples/video_qa.py [VIDEO QUESTION...]`.
 
-Two frames a second are sampled, two frames make one temporal patch, and the prompt carries a
-timestamp before each, so the model can say when something happens.
+The processor samples two frames per second. Two frames form one temporal patch, and the prompt has
+a timestamp before each patch, so the model can tell when something happens.
 """
 
 from __future__ import annotations

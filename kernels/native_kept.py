@@ -19,10 +19,10 @@ from vlm_serve.kernels import native_build
 from vlm_serve.kernels.native_build import APART, BuildError, Recipe, apart
 from vlm_serve.kernels.native_seal import is_sealed
 from vlm_serve.private_files import (
-    SharedPlaceError,
+    UnsafePathError,
     cache_path,
+    check_path,
     check_usable,
-    check_way,
     open_private,
     runs,
     secure_cache,
@@ -95,13 +95,13 @@ def _found(path: Path) -> int | None:
     """A descriptor of the library if there is one, and it is whole and nobody else's.
 
     Raises:
-        SharedPlaceError: another user could change what is in its folder.
+        UnsafePathError: another user could change what is in its folder.
         OSError: it cannot be looked at, or there is none and nothing can be kept there.
     """
     if apart() is None:
         secure_cache(path.parent)
     else:
-        check_way(path.parent)
+        check_path(path.parent)
     descriptor = _whole(path)
     if descriptor is not None and not runs(path.parent):
         os.close(descriptor)
@@ -114,7 +114,7 @@ def _found(path: Path) -> int | None:
 def _whole(path: Path) -> int | None:
     try:
         descriptor = open_private(path)
-    except (FileNotFoundError, SharedPlaceError):
+    except (FileNotFoundError, UnsafePathError):
         return None
     except OSError as error:
         if error.errno == errno.ELOOP:  # It is a link.

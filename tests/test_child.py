@@ -24,6 +24,7 @@ from server_process import ServerProcess, server_process
 from serving import wait_for
 
 from vlm_serve import child
+from vlm_serve.links import LINKS
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1")
@@ -296,8 +297,10 @@ def test_the_package_may_lie_in_a_folder_of_another_name(tmp_path: Path) -> None
     """Where packages are kept by their digest, and linked to."""
     folder = tmp_path / "1f0c"
     folder.mkdir()
-    for name in ("__init__.py", "child.py"):
+    for name in ("__init__.py", "child.py", "links.py"):
         shutil.copy(ROOT / "vlm_serve" / name, folder)
+    for name in LINKS:
+        (folder / name).mkdir()
     (folder / "said.py").write_text("print(__name__, __package__)\n")
     (tmp_path / "vlm_serve").symlink_to(folder)
     line = [sys.executable, "-P", str(tmp_path / "vlm_serve" / "child.py"), "vlm_serve.said"]

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from vlm_serve.cli import _model, build_parser, collect, main, read_config_file
+from vlm_serve.cli import _model, build_parser, collect, main
 from vlm_serve.config import EngineConfig
+from vlm_serve.config_file import read_config_file
 from vlm_serve.errors import ConfigError
 from vlm_serve.models.registry import FAMILIES
 from vlm_serve.options import Option, check_environment, from_environment, options_of

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -143,37 +144,82 @@ def test_one_place_says_how_python_is_started() -> None:
     assert starting == STARTING
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        "vlm_serve/engine",
-        "vlm_serve/models",
-        "vlm_serve/deploy",
-        "vlm_serve/routing",
-        "vlm_serve/batch",
-        "vlm_serve/grammar",
-        "vlm_serve/server",
-        "cache",
-        "kernels",
-        "preprocess",
-    ],
-)
-def test_no_module_takes_part_in_an_import_cycle(folder: str) -> None:
-    """Neither at run time nor for the types alone."""
-    package = "vlm_serve." + folder.removeprefix("vlm_serve/")
+def imports_between(*folders: str) -> dict[str, set[str]]:
+    """Return the modules of the product below the folders and what each imports of the others.
+
+    `from vlm_serve import child` imports `vlm_serve.child`, not what `vlm_serve/__init__.py` has;
+    what is imported for the types alone counts as well.
+    """
     paths = {}
-    for path in python_files(folder):
-        parts = path.relative_to(ROOT / folder).with_suffix("").parts
-        paths[".".join((package, *parts)).removesuffix(".__init__")] = path
-    imported = {
-        name: (set(imported_modules(path)) & set(paths)) - {name} for name, path in paths.items()
-    }
-    while free := [name for name, others in imported.items() if not others]:
-        for name in free:
-            del imported[name]
-        for others in imported.values():
-            others.difference_update(free)
-    assert not imported, "cycles, and what imports them"
+    for path in python_files(*folders):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        paths[name if name.split(".")[0] == "vlm_serve" else f"vlm_serve.{name}"] = path
+    return {name: modules_named(path, paths.keys()) - {name} for name, path in paths.items()}
+
+
+def modules_named(path: Path, modules: Set[str]) -> set[str]:
+    """Return which of the modules a file imports."""
+    named = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            named |= {name if name in modules else node.module for name in members}
+    return named & modules
+
+
+def in_or_above_cycles(imported: dict[str, set[str]]) -> set[str]:
+    """Return the modules that import themselves over others, and what imports those."""
+    left = {name: set(others) for name, others in imported.items()}
+    while free := {name for name, others in left.items() if not others}:
+        left = {name: others - free for name, others in left.items() if name not in free}
+    return set(left)
+
+
+def test_no_module_takes_part_in_an_import_cycle() -> None:
+    """Neither at run time nor for the types alone."""
+    imported = imports_between(*PRODUCT)
+    assert {"vlm_serve", "vlm_serve.pipeline", "vlm_serve.eval.lmms_model"} <= imported.keys()
+    assert not in_or_above_cycles(imported)
+    # The package's own names need nearly everything, so nothing may import the package for them.
+    imported["vlm_serve.preprocess.decode_process"].add("vlm_serve")
+    assert {"vlm_serve", "vlm_serve.pipeline"} <= in_or_above_cycles(imported)
+
+
+def imported_at_once(path: Path) -> list[str]:
+    """Return the modules that a file imports when it is imported, outside of functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = []
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += ast.iter_child_nodes(node)
+    return names
+
+
+def test_nothing_needs_the_evaluation_or_the_examples() -> None:
+    """They stay removable: only the command line imports `eval`, when a command is run."""
+    examples = {path.stem for path in python_files("examples")} | {"examples"}
+    for path in python_files(*PRODUCT):
+        assert not examples & {name.split(".")[0] for name in imported_modules(path)}, path
+        if Path("vlm_serve/eval") in path.relative_to(ROOT).parents:
+            continue
+        needs = [name for name in imported_modules(path) if name.startswith("vlm_serve.eval")]
+        assert not needs or path == ROOT / "vlm_serve" / "cli.py"
+        assert not [name for name in imported_at_once(path) if name.startswith("vlm_serve.eval")]
+
+
+@pytest.mark.parametrize("folder", ["vlm_serve/eval", "examples/train_demo"])
+def test_what_stands_beside_the_core_explains_itself(folder: str) -> None:
+    words = set(re.findall(r"\w+", (ROOT / folder / "README.md").read_text(encoding="utf-8")))
+    modules = {path.stem for path in python_files(folder)} - {"__init__"}
+    assert not {name for name in modules - words if not name.startswith("demo_")}
 
 
 def test_cache_reads_no_clock() -> None:

@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -13,6 +14,7 @@ import pytest
 from dockerfile import ROOT
 from install import CPU_BYTES, check_size, copied, index_of, stranger
 
+from vlm_serve.links import find_problem as find_links_problem
 from vlm_serve.torch_index import find_problem, pinned_version
 
 
@@ -63,6 +65,91 @@ def test_an_editable_installation_imports_nothing_from_the_current_folder(tmp_pa
             check=False,
         )
         assert done.stdout == f"{checkout / 'vlm_serve' / '__init__.py'}\n", done.stderr
+
+
+def built(checkout: Path, target: Path, kind: str) -> Path:
+    """Build a checkout's "wheel" or "sdist" into a new folder and return its path."""
+    target.mkdir()
+    build = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", build, str(target)],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (found,) = target.iterdir()
+    return found
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_a_source_distribution_builds_the_same_wheel_and_carries_no_tests(tmp_path: Path) -> None:
+    sdist = built(copied(tmp_path / "one"), tmp_path / "sdist", "sdist")
+    wheel = built(copied(tmp_path / "two"), tmp_path / "wheel", "wheel")
+    with tarfile.open(sdist) as archive:
+        names = archive.getnames()
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (top,) = (tmp_path / "unpacked").iterdir()
+    assert not [name for name in names if "/tests" in name]
+    again = built(top, tmp_path / "again", "wheel")
+    assert contents(again) == contents(wheel)
+
+
+def without_links(checkout: Path) -> Path:
+    """Do to a checkout what Git does that has no symbolic links."""
+    for name in ("cache", "kernels", "preprocess"):
+        link = checkout / "vlm_serve" / name
+        target = str(link.readlink())
+        link.unlink()
+        link.write_text(target)
+    return checkout
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist", "editable"])
+def test_a_checkout_without_symbolic_links_is_not_built(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        built(without_links(copied(tmp_path / "checkout")), tmp_path / "built", kind)
+    assert "git config core.symlinks true" in raised.value.stderr
+    assert "vlm_serve/cache vlm_serve/kernels vlm_serve/preprocess" in raised.value.stderr
+
+
+def test_a_checkout_without_symbolic_links_is_not_imported(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import vlm_serve"],
+        cwd=without_links(copied(tmp_path / "checkout")),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: this copy of vlm-serve has lost its symbolic links")
+    assert "git config core.symlinks true" in last
+
+
+def test_the_remedy_restores_the_links(tmp_path: Path) -> None:
+    """Git's own commands, as the message has them."""
+    checkout = copied(tmp_path / "checkout")
+    names = [f"vlm_serve/{name}" for name in ("cache", "kernels", "preprocess")]
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", *names], ["commit", "-qm", "links"]):
+        subprocess.run([*git, *command], cwd=checkout, check=True)
+    subprocess.run([*git, "config", "core.symlinks", "false"], cwd=checkout, check=True)
+    for name in names:
+        (checkout / name).unlink()
+    subprocess.run([*git, "checkout", "-q", "--", *names], cwd=checkout, check=True)
+    assert not (checkout / names[0]).is_symlink(), "as on Windows"
+    problem = find_links_problem(str(checkout / "vlm_serve"))
+    assert problem is not None
+    subprocess.run([*git, "config", "core.symlinks", "true"], cwd=checkout, check=True)
+    for name in names:
+        (checkout / name).unlink()
+    command = problem.split("`")[3].split()
+    subprocess.run(command, cwd=checkout, check=True)
+    assert find_links_problem(str(checkout / "vlm_serve")) is None
 
 
 def test_the_stand_in_is_an_index_that_the_makefile_takes(tmp_path: Path) -> None:

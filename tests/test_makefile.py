@@ -127,7 +127,7 @@ def test_an_index_that_breaks_off_leaves_the_public_one(tmp_path: Path) -> None:
     process = checkout.start()
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert "so torch comes from where pip looks by itself" in said
+    assert "so torch comes from pip's default index" in said
     assert [line.split()[-1] for line in checkout.log()[-3:]] == ["torch", ".[store]", "served"]
 
 

@@ -17,9 +17,9 @@ import pytest
 from other_user import NOBODY, mode, needs_root, open_folder, umask
 
 from vlm_serve.private_files import (
-    SharedPlaceError,
+    UnsafePathError,
     cache_path,
-    check_way,
+    check_path,
     make_private,
     open_private,
     secure_cache,
@@ -49,20 +49,20 @@ def test_the_way_is_followed_through_links(tmp_path: Path) -> None:
     (tmp_path / "a" / "up").symlink_to("../to-b/..")
     (tmp_path / "whole").symlink_to(tmp_path / "a" / "up" / "b")
     for name in ("to-b", "a/up", "whole", "a/b/../up/b"):
-        check_way(tmp_path / name)
+        check_path(tmp_path / name)
         (tmp_path / "a").chmod(0o777)
-        with pytest.raises(SharedPlaceError, match=f"others may write in {tmp_path}/a$"):
-            check_way(tmp_path / name)
+        with pytest.raises(UnsafePathError, match=f"others may write in {tmp_path}/a$"):
+            check_path(tmp_path / name)
         (tmp_path / "a").chmod(0o755)
 
 
 def test_links_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "round").symlink_to("round")
     with pytest.raises(OSError, match="too many links"):
-        check_way(tmp_path / "round")
+        check_path(tmp_path / "round")
     (tmp_path / "broken").symlink_to("nothing")
     with pytest.raises(FileNotFoundError):
-        check_way(tmp_path / "broken")
+        check_path(tmp_path / "broken")
 
 
 def test_a_relative_path_leads_from_the_current_folder(
@@ -70,19 +70,19 @@ def test_a_relative_path_leads_from_the_current_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("below").mkdir()
-    check_way(Path("below"))
+    check_path(Path("below"))
     tmp_path.chmod(0o777)
-    with pytest.raises(SharedPlaceError):
-        check_way(Path("below"))
+    with pytest.raises(UnsafePathError):
+        check_path(Path("below"))
 
 
 @needs_root
 def test_the_owner_of_a_link_could_change_it(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/usr")
-    check_way(tmp_path / "link")
+    check_path(tmp_path / "link")
     os.lchown(tmp_path / "link", NOBODY, NOBODY)
-    with pytest.raises(SharedPlaceError, match="link belongs to another user"):
-        check_way(tmp_path / "link")
+    with pytest.raises(UnsafePathError, match="link belongs to another user"):
+        check_path(tmp_path / "link")
 
 
 @needs_root
@@ -94,14 +94,14 @@ def test_a_user_trusts_root_and_itself_and_nobody_else() -> None:
             os.chown(each, owner, owner)
         os.seteuid(NOBODY)
         try:
-            check_way(own)
-            check_way(roots)
-            with pytest.raises(SharedPlaceError):
-                check_way(others)
+            check_path(own)
+            check_path(roots)
+            with pytest.raises(UnsafePathError):
+                check_path(others)
         finally:
             os.seteuid(0)
-        with pytest.raises(SharedPlaceError):
-            check_way(own)
+        with pytest.raises(UnsafePathError):
+            check_path(own)
 
 
 def test_a_group_of_one_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,26 +112,26 @@ def test_a_group_of_one_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pwd, "getpwuid", lambda number: user)
     monkeypatch.setattr(grp, "getgrgid", lambda number: group)
     tmp_path.chmod(0o775)
-    with pytest.raises(SharedPlaceError), monkeypatch.context() as patch:
+    with pytest.raises(UnsafePathError), monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 0)
-        check_way(tmp_path)
+        check_path(tmp_path)
     if status.st_uid == 0:
         # As another user would see folders of its own.
         monkeypatch.setattr("vlm_serve.private_files._check_owner", lambda path, status: None)
         monkeypatch.setattr(os, "geteuid", lambda: 4242)
-    check_way(tmp_path)
+    check_path(tmp_path)
     group.gr_mem = ["ann"]
-    check_way(tmp_path)
+    check_path(tmp_path)
     group.gr_mem = ["ann", "bob"]
-    with pytest.raises(SharedPlaceError):
-        check_way(tmp_path)
+    with pytest.raises(UnsafePathError):
+        check_path(tmp_path)
     group.gr_mem, group.gr_name = [], "staff"
-    with pytest.raises(SharedPlaceError):
-        check_way(tmp_path)
+    with pytest.raises(UnsafePathError):
+        check_path(tmp_path)
     group.gr_name = "ann"
     tmp_path.chmod(0o777)
-    with pytest.raises(SharedPlaceError):
-        check_way(tmp_path)
+    with pytest.raises(UnsafePathError):
+        check_path(tmp_path)
 
 
 def test_what_is_opened_is_a_file_that_nobody_else_may_write(tmp_path: Path) -> None:
@@ -141,12 +141,12 @@ def test_what_is_opened_is_a_file_that_nobody_else_may_write(tmp_path: Path) -> 
     os.close(open_private(path))
     for permissions in (0o666, 0o664, 0o646):
         path.chmod(permissions)
-        with pytest.raises(SharedPlaceError, match="others may write"):
+        with pytest.raises(UnsafePathError, match="others may write"):
             open_private(path)
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(OSError, match="link"):
         open_private(tmp_path / "link")
-    with pytest.raises(SharedPlaceError, match="is not a file"):
+    with pytest.raises(UnsafePathError, match="is not a file"):
         open_private(tmp_path)
 
 
@@ -212,7 +212,7 @@ def test_nobody_keeps_a_server_from_starting_by_a_lock(
 NAMESPACE = """
 import ctypes, os, sys
 from pathlib import Path
-from vlm_serve.private_files import SharedPlaceError, check_way
+from vlm_serve.private_files import UnsafePathError, check_path
 from vlm_serve.temporary_folder import TemporaryFolder
 others = Path(sys.argv[1])
 libc = ctypes.CDLL(None)
@@ -238,8 +238,8 @@ folder = TemporaryFolder("vlm-serve-test-")
 print(folder.path)
 folder.remove()
 try:
-    check_way(others)
-except SharedPlaceError as error:
+    check_path(others)
+except UnsafePathError as error:
     assert "belongs to another user" in str(error)
     os._exit(0)
 os._exit(1)

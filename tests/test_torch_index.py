@@ -270,9 +270,7 @@ def test_the_script_prints_the_index_and_says_why(tmp_path: Path) -> None:
     with index(page(wheel(pinned_version()))) as url:
         out, said = run(url, tmp_path)
     assert out == f"{url}\n"
-    assert said == (
-        f"vlm-serve: no NVIDIA driver is here, so torch is a build for CPUs, from {url}.\n"
-    )
+    assert said == (f"vlm-serve: no NVIDIA driver is here, so torch is a CPU build, from {url}.\n")
 
 
 @linux
@@ -280,7 +278,7 @@ def test_the_script_prints_nothing_and_says_why(tmp_path: Path) -> None:
     with index(b"", 502) as url:
         out, said = run(url, tmp_path)
     assert out == ""
-    assert f"but {url} answers with status 502, so torch comes from where pip looks" in said
+    assert f"but {url} answers with status 502, so torch comes from pip's default" in said
     assert "2.8 GB to download" in said
 
 

@@ -1,6 +1,6 @@
-"""vlm-serve: serves hybrid vision-language models and reuses what it has computed.
+"""vlm-serve: a server for hybrid vision-language models with prefix caching of text and media.
 
-The names below are imported on first use, so that `import vlm_serve` costs nothing.
+The names below are imported on first use, so `import vlm_serve` is cheap.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vlm_serve.child import forget_current_folder
+from vlm_serve.child import PACKAGE_FOLDER, forget_current_folder
+from vlm_serve.links import find_problem
 
 if TYPE_CHECKING:
     from vlm_serve.config import EngineConfig
@@ -47,3 +48,6 @@ def __getattr__(name: str) -> Any:
 
 
 forget_current_folder()
+_problem = find_problem(PACKAGE_FOLDER)
+if _problem is not None:
+    raise ImportError(_problem)

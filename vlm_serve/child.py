@@ -1,9 +1,8 @@
-"""Start modules of this package as processes of their own, which leave the current folder alone.
+"""Start modules of this package as child processes that import nothing from the current folder.
 
-`python -m MODULE` and `python -c` import from the current folder before anything else, and the
-folder that a server is started in may be full of somebody else's files. So a child is started as
-this file, by its path and with `-P`. It finds the package by that path, whether or not it is
-installed, and nothing that lies beside the package of a source tree.
+`python -m MODULE` and `python -c` search the current folder first, and a server may be started in a
+folder of untrusted files. A child is therefore started as this file, by its path and with `-P`. It
+finds the package by its path, installed or not, and nothing beside it in a source tree.
 """
 
 from __future__ import annotations
@@ -12,29 +11,28 @@ import contextlib
 import os
 import sys
 
-_FOLDER = os.path.dirname(os.path.realpath(__file__))
-_PACKAGE = "vlm_serve"  # A link of this name may lead to a folder of another one.
+PACKAGE_FOLDER = os.path.dirname(os.path.realpath(__file__))
+PACKAGE = "vlm_serve"  # The folder may have another name, with a link to it.
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return what starts a module of this package, with `arguments` behind its name in
-    `sys.argv`."""
+    """Return the command to start a module of this package with `arguments` in `sys.argv`."""
     flags = ["-P"]
     flags += ["-E"] if sys.flags.ignore_environment else []
     flags += ["-s"] if sys.flags.no_user_site else []
-    return [sys.executable, *flags, os.path.join(_FOLDER, "child.py"), module, *arguments]
+    return [sys.executable, *flags, os.path.join(PACKAGE_FOLDER, "child.py"), module, *arguments]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return the variables of a child: those of this process, and `variables`."""
+    """Return the environment of a child: this process's own, updated with `variables`."""
     return {**os.environ, **search_path(), **variables}
 
 
 def search_path() -> dict[str, str]:
-    """Return the variables that tell a child, and what it starts in turn, where to import from.
+    """Return the variables for the import path of a child and of its own children.
 
-    An empty entry of PYTHONPATH, such as a colon at its end leaves, means the current folder: it
-    goes. What a user has named stays, as the folder that the name means here.
+    An empty entry of PYTHONPATH (after a trailing colon, say) means the current folder and is
+    dropped. The other entries stay and become absolute.
     """
     entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     path = os.pathsep.join(map(os.path.abspath, entries))
@@ -42,18 +40,18 @@ def search_path() -> dict[str, str]:
 
 
 def forget_current_folder() -> None:
-    """Have the command line import nothing from the current folder, unless it is told to.
+    """Remove the current folder from the command line's import path, unless the user put it there.
 
-    `python -m` has Python look there before anything else, and so has an empty entry of PYTHONPATH,
-    such as a colon too many leaves. Python has looked up a few modules of its own there by then,
-    but none of ours, which are found below this package. Another program keeps its path.
+    `python -m` makes Python search it first, and so does an empty entry of PYTHONPATH (a stray
+    colon). By now Python has looked up a few modules of its own there, but none of this package:
+    they are found below its folder. Programs merely importing this package keep their path.
     """
-    begins = sys.argv[:1] == ["-m"]  # Until the module has been found; then it is the file's name.
+    begins = sys.argv[:1] == ["-m"]  # Python replaces it with the file's name once it is found.
     if not (_runs_module() if begins else os.path.basename("".join(sys.argv[:1])) == "vlm-serve"):
         return
     named = "" if sys.flags.ignore_environment else os.environ.get("PYTHONPATH", "")
     entries = named.split(os.pathsep) if named else []
-    with contextlib.suppress(FileNotFoundError, ValueError):  # A folder that was removed.
+    with contextlib.suppress(FileNotFoundError, ValueError):  # The current folder was removed.
         here = os.getcwd()
         if begins and not sys.flags.safe_path and sys.path[:1] == [here]:
             del sys.path[0]
@@ -62,23 +60,23 @@ def forget_current_folder() -> None:
 
 
 def _runs_module() -> bool:
-    """Return whether the module that `python -m` is to run is one of this package."""
-    option = sys.orig_argv[-len(sys.argv)]  # A word of its own, or it stands behind the `m`.
+    """Return True if `python -m` was asked to run a module of this package."""
+    option = sys.orig_argv[-len(sys.argv)]  # `-m NAME` or `-mNAME`.
     module = option.partition("m")[2] if option.startswith("-") else option
-    return module.partition(".")[0] == _PACKAGE
+    return module.partition(".")[0] == PACKAGE
 
 
 def _main() -> None:
-    """Load the package that this file lies in, and run that module of it."""
+    """Load the package around this file and run the module named in `sys.argv`."""
     from importlib.util import module_from_spec, spec_from_file_location
     from runpy import run_module
 
-    file = os.path.join(_FOLDER, "__init__.py")
-    spec = spec_from_file_location(_PACKAGE, file, submodule_search_locations=[_FOLDER])
+    file = os.path.join(PACKAGE_FOLDER, "__init__.py")
+    spec = spec_from_file_location(PACKAGE, file, submodule_search_locations=[PACKAGE_FOLDER])
     assert spec is not None
     assert spec.loader is not None
     package = module_from_spec(spec)
-    sys.modules[_PACKAGE] = package
+    sys.modules[PACKAGE] = package
     spec.loader.exec_module(package)
     del sys.argv[0]
     run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""The command line. What is slow to import is imported by the command that needs it."""
+"""The command line. Each command imports its slow modules itself."""
 
 from __future__ import annotations
 
@@ -10,31 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.config_file import ALL_OPTIONS, DEMO_MODEL, read_config_file
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError, VlmServeError
-from vlm_serve.eval.flags import add_eval_commands
 from vlm_serve.flags import Parser, add_options, positive
-from vlm_serve.options import (
-    Option,
-    check_environment,
-    from_environment,
-    from_mapping,
-    options_of,
-)
+from vlm_serve.options import Option, check_environment, from_environment, options_of
 from vlm_serve.own_version import own_version
 from vlm_serve.server.config import ServerConfig
 
-DEMO_MODEL = "demo"
-ALL_OPTIONS = (
-    *options_of(DeployConfig),
-    *options_of(ServerConfig),
-    *options_of(EngineConfig),
-)
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the process's exit status (2: bad options, 1: it failed, 3: a batch
-    or an evaluation has ended and could not answer all, 4: answers differ)."""
+    """Run a command and return the process's exit status.
+
+    0: success, 1: failure, 2: invalid options, 3: some requests of a batch or an evaluation failed,
+    4: answers of an evaluation differ.
+    """
     options = build_parser().parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -50,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; its result's `run` is the command's function."""
+    from vlm_serve.eval.flags import add_eval_commands
+
     parser = Parser(
         prog="vlm-serve",
         description="Serves hybrid vision-language models and reuses what it has computed.",
@@ -80,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=run_plan)
     _add_model(plan, also="; or a config.json")
     plan.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    # The server's options change nothing here, but what follows `serve` may follow `plan`.
+    # The server's options have no effect, but a `serve` command line stays valid for `plan`.
     add_options(plan, options_of(ServerConfig))
     add_options(plan, options_of(EngineConfig))
 
@@ -122,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_batch_commands(commands: Any) -> None:
-    """run-batch and video-qa: files of requests, answered without a server."""
+    """Add run-batch and video-qa: they answer files of requests without a server."""
     batch = commands.add_parser(
         "run-batch", help="answer a file of requests in OpenAI's batch form", allow_abbrev=False
     )
@@ -208,29 +201,11 @@ def collect(
     environment: Mapping[str, str],
     file: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The values somebody set: flags win over the environment, which wins over the file."""
+    """Merge the given values: flags win over the environment, the environment over the file."""
     names = {item.name for item in options}
     values = {name: value for name, value in file.items() if name in names}
     values |= from_environment(options, environment)
     return values | {name: value for name, value in flags.items() if name in names}
-
-
-def read_config_file(path: str | None) -> dict[str, Any]:
-    """Options and, maybe, `model` from a YAML file. Raises ConfigError that names what is wrong."""
-    if path is None:
-        return {}
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not valid YAML"
-        raise ConfigError(f"config file {path}: {reason}", param="config") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"config file {path}: it must map options to values", param="config")
-    model = content.pop("model", None)
-    found = from_mapping(ALL_OPTIONS, content)
-    return found | ({} if model is None else {"model": model})
 
 
 def _engine_config(options: argparse.Namespace, file: Mapping[str, Any]) -> EngineConfig:
@@ -248,7 +223,7 @@ def _model_and_configs(options: argparse.Namespace) -> tuple[str, EngineConfig, 
 
 
 def _model(options: argparse.Namespace, file: Mapping[str, Any]) -> str:
-    """Raises ConfigError for two different ones on the command line."""
+    """Return the model to serve. Raises ConfigError if the command line names two."""
     flag = getattr(options, "model_flag", None)
     if flag and options.model and flag != options.model:
         raise ConfigError(f"model is both {options.model!r} and {flag!r}", param="model")

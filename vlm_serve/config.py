@@ -1,13 +1,16 @@
-"""Options of the engine. The field list below is the single table from which the command line,
-config files, environment variables and the README's table are made."""
+"""Options of the engine.
+
+The fields below are the only declaration. Flags, config-file keys, environment variables and the
+documentation's table are made from them.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from vlm_serve import media_options, shared_store_options
-from vlm_serve.options import normalise_all, option, refuse
+from vlm_serve.media_limits import read_media_limits
+from vlm_serve.options import normalise_all, refuse, section
 
 BLOCK_SIZES = (16, 32, 64, 128)
 DEMO_BLOCK_SIZE = 16
@@ -19,279 +22,253 @@ _KV_DTYPES = (*_DTYPES, "fp8", "int8")
 _STATE_DTYPES = ("auto", "float32", "bfloat16")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 
-_MODEL = "model"
-_CACHE = "cache"
-_SCHEDULER = "scheduler"
+_model = section("model")
+_cache = section("cache")
+_scheduler = section("scheduler")
+_media = section("media")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Options of one engine, validated together when it is built.
 
-    `cache_memory` may be given as text ("1GiB"); afterwards it is a number of bytes. The engine
-    replaces `block_size=None` by the number it chose (with `dataclasses.replace`, which validates
-    again).
+    `cache_memory` may be given as text ("1GiB") and becomes a number of bytes. The engine replaces
+    `block_size=None` with its choice through `dataclasses.replace`, and so validates again.
 
     Raises:
-        ConfigError: names every option whose value is bad, not only the first one.
+        ConfigError: names every invalid option, not only the first one.
     """
 
-    device: str = option(
-        "auto",
-        "where the model runs: auto (a GPU if there is one), cpu, cuda or cuda:N",
-        group=_MODEL,
-        kind="text",
+    device: str = _model(
+        "auto", "device of the model: auto (a GPU if there is one), cpu, cuda or cuda:N"
     )
-    dtype: str = option(
+    dtype: str = _model(
         "auto",
-        "type of weights in memory; auto: the checkpoint's own, but float32 on a CPU without "
+        "type of the weights in memory; auto: the checkpoint's type, but float32 on a CPU without "
         "compiled kernels",
-        group=_MODEL,
-        kind="text",
         choices=_DTYPES,
     )
-    compute_dtype: str = option(
+    compute_dtype: str = _model(
         "auto",
-        "type of activations; compiled CPU kernels take float32 beside any weights, and bfloat16 "
-        "beside bfloat16 ones; auto: what the processor is best at",
-        group=_MODEL,
-        kind="text",
+        "type of activations; compiled CPU kernels accept float32 with all weights, and bfloat16 "
+        "with bfloat16 weights; auto: the fastest on this processor",
         choices=_DTYPES,
     )
-    quantization: str | None = option(
+    quantization: str | None = _model(
         None,
-        "quantise a plain checkpoint's projections and experts while it is loaded; the head gets 6 "
-        "bits at least",
-        group=_MODEL,
-        kind="text",
+        "quantise the projections and experts of an unquantised checkpoint while loading; the head "
+        "gets at least 6 bits",
         choices=("int8", "int6", "int4"),
-        default_text="as the checkpoint has them",
+        default_text="as in the checkpoint",
     )
-    quantized_activations: str = option(
+    quantized_activations: str = _model(
         "auto",
-        "quantise activations beside int8, int6 and int4 weights, per row and group; auto: int8 "
-        "with compiled kernels where the processor sums products of bytes, else none",
-        group=_MODEL,
-        kind="text",
+        "quantise activations for int8, int6 and int4 weights, per row and group; auto: int8 with "
+        "compiled kernels on processors with byte dot products, else none",
         choices=("auto", "none", "int8"),
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = _model(
         None,
-        "longest prompt plus answer, in tokens",
-        group=_MODEL,
-        kind="int",
+        "maximum length of prompt plus answer, in tokens",
         low=1,
         default_text="the checkpoint's context",
     )
-    deterministic: bool = option(
+    deterministic: bool = _model(
         False,
         "make prefill logits bit-identical between a cache hit and a cold run; costs some speed",
-        group=_MODEL,
-        kind="bool",
     )
-    threads: int | None = option(
-        None,
-        "CPU threads for the model",
-        group=_MODEL,
-        kind="int",
-        low=1,
-        high=1024,
-        default_text="torch's choice",
+    threads: int | None = _model(
+        None, "CPU threads for the model", low=1, high=1024, default_text="torch's choice"
     )
-    tensor_parallel_size: int = option(
+    tensor_parallel_size: int = _model(
         1,
-        "processes that share the model: heads, columns of feed-forwards and experts, vocabulary; "
-        "on GPUs, one each",
-        group=_MODEL,
-        kind="int",
+        "processes that split the model by heads, columns of feed-forwards and experts, and "
+        "vocabulary; on GPUs, one process per GPU",
         low=1,
         high=64,
         aliases=("tp",),
     )
-    stall_timeout: float = option(
+    stall_timeout: float = _model(
         120.0,
-        "seconds without a step, although there is work, after which /health says 503; and that "
-        "the processes of one model wait for each other before the engine ends",
-        group=_MODEL,
-        kind="float",
+        "seconds without a step despite pending work until /health returns 503; also the time that "
+        "the processes of one model wait for each other before the engine stops",
         low=0.001,
         high=3600,
         metavar="SECONDS",
     )
-    cuda_graphs: bool | None = option(
+    cuda_graphs: bool | None = _model(
         None,
-        "on a GPU, run decode steps and short prefills from CUDA graphs, captured at start-up",
-        group=_MODEL,
-        kind="bool",
+        "on a GPU, run decode steps and short prefills as CUDA graphs, captured at start-up",
         default_text="on with a GPU",
     )
-    compiled_kernels: bool | None = option(
+    compiled_kernels: bool | None = _model(
         None,
-        "on a CPU, compute with kernels that the first start compiles",
-        group=_MODEL,
-        kind="bool",
+        "on a CPU, use native kernels, compiled at the first start",
         default_text="on with a C++ compiler",
     )
-    enable_prefix_caching: bool = option(
-        True,
-        "reuse KV and state of equal prefixes (text and media)",
-        group=_CACHE,
-        kind="bool",
+    enable_prefix_caching: bool = _cache(
+        True, "reuse KV and state of shared prefixes (text and media)"
     )
-    block_size: int | None = option(
+    block_size: int | None = _cache(
         None,
         "tokens per KV block",
-        group=_CACHE,
-        kind="int",
         choices=BLOCK_SIZES,
         default_text=f"{DEMO_BLOCK_SIZE} for the demo models, else {DEFAULT_BLOCK_SIZE}",
     )
-    cache_memory: int | str | None = option(
+    cache_memory: int | str | None = _cache(
         None,
-        "memory for KV blocks and state snapshots together, such as 512MiB or 4GiB",
-        group=_CACHE,
-        kind="size",
+        "memory for KV blocks and state snapshots in total, such as 512MiB or 4GiB",
         low=1,
-        metavar="SIZE",
         default_text="a share of free memory, printed at start-up",
     )
-    kv_cache_dtype: str = option(
+    kv_cache_dtype: str = _cache(
         "auto",
-        "type in which keys and values are stored; auto is compute_dtype",
-        group=_CACHE,
-        kind="text",
+        "type of stored keys and values; auto is compute_dtype",
         choices=_KV_DTYPES,
         aliases=("kv_dtype",),
     )
-    state_dtype: str = option(
-        "auto",
-        "type in which recurrent state is stored; auto is float32",
-        group=_CACHE,
-        kind="text",
-        choices=_STATE_DTYPES,
+    state_dtype: str = _cache(
+        "auto", "type of stored recurrent state; auto is float32", choices=_STATE_DTYPES
     )
-    prefix_cache_state_interval: int | None = option(
+    prefix_cache_state_interval: int | None = _cache(
         None,
-        "distance of the regular state snapshots of a long prompt, in blocks",
-        group=_CACHE,
-        kind="int",
+        "blocks between regular state snapshots of a long prompt",
         low=1,
         aliases=("state_interval",),
         default_text="the blocks of 1024 tokens",
     )
-    prefix_cache_state_budget: int | None = option(
+    prefix_cache_state_budget: int | None = _cache(
         None,
-        "snapshot rows beyond one live row per running sequence; 0 borrows idle live rows only",
-        group=_CACHE,
-        kind="int",
+        "snapshot rows, in addition to one live row per running sequence; 0: idle live rows only",
         low=0,
         default_text="half of the cache memory",
     )
-    prefix_cache_decode_state_interval: int = option(
+    prefix_cache_decode_state_interval: int = _cache(
         0,
         "tokens between state snapshots while decoding, a multiple of the block size; 0: none",
-        group=_CACHE,
-        kind="int",
         low=0,
     )
-    expert_replay: str = option(
+    expert_replay: str = _cache(
         "best_effort",
-        "cached tokens whose routed experts are unknown, when a request asks for them: best_effort "
-        "reuses and reports them, complete computes them again",
-        group=_CACHE,
-        kind="text",
+        "requests for routed experts, at cached tokens without recorded experts: best_effort "
+        "reuses and reports these tokens, complete recomputes them",
         choices=("best_effort", "complete"),
     )
-    host_cache_memory: int | str = option(
+    host_cache_memory: int | str = _cache(
         0,
-        "host memory below the cache memory: what is evicted stays there and comes up on demand",
-        group=_CACHE,
-        kind="size",
+        "host memory for evicted cache entries, which return to the cache on demand",
         low=0,
-        metavar="SIZE",
         default_text="none",
     )
-    disk_cache_path: str | None = option(
+    disk_cache_path: str | None = _cache(
+        None, "folder for entries evicted from host memory; they survive a restart", metavar="DIR"
+    )
+    disk_cache_size: int | str = _cache(
+        10 << 30, "maximum size of the entries in disk_cache_path", low=1
+    )
+    shared_store: str | None = _cache(
         None,
-        "folder for what host memory has no room for either; it survives a restart",
-        group=_CACHE,
-        kind="text",
-        metavar="DIR",
+        "store shared by servers of one model, below all other tiers: redis://HOST:PORT/DB, or "
+        "rediss:// with TLS; valkey:// and valkeys:// are equivalent",
+        metavar="URL",
     )
-    disk_cache_size: int | str = option(
-        10 << 30,
-        "most bytes of the entries in disk_cache_path",
-        group=_CACHE,
-        kind="size",
-        low=1,
-        metavar="SIZE",
+    shared_store_key_file: str | None = _cache(
+        None,
+        "file of at least 32 secret bytes, the same for all servers of the store, which ignore "
+        "entries written without it; required unless the store is on this machine",
+        metavar="FILE",
     )
-    shared_store: str | None = shared_store_options.URL
-    shared_store_key_file: str | None = shared_store_options.KEY_FILE
-    shared_store_insecure: bool = shared_store_options.INSECURE
-    shared_store_timeout: float = shared_store_options.TIMEOUT
-    shared_store_ttl: int = shared_store_options.TTL
-    shared_store_write: str = shared_store_options.WRITE
-    shared_store_write_bandwidth: int | str = shared_store_options.WRITE_BANDWIDTH
-    cache_audit: float = option(
+    shared_store_insecure: bool = _cache(
+        False, "connect to a shared store on another machine without TLS"
+    )
+    shared_store_timeout: float = _cache(
+        1.0,
+        "seconds that a request may wait for the shared store, for lookups and reads in total",
+        low=0.001,
+        high=60,
+        metavar="SECONDS",
+    )
+    shared_store_ttl: int = _cache(
+        24 * 3600,
+        "seconds until an unused entry of the shared store expires",
+        low=60,
+        high=365 * 24 * 3600,
+        metavar="SECONDS",
+    )
+    shared_store_write: str = _cache(
+        "stable",
+        "entries to write to the shared store: media (up to the ends of media, of the system "
+        "prompt and of prefixes that two prompts share), stable (also up to the ends of turns), "
+        "all (up to every snapshot)",
+        choices=("media", "stable", "all"),
+    )
+    shared_store_write_bandwidth: int | str = _cache(
+        256 << 20, "maximum write rate to the shared store, in bytes per second", low=1
+    )
+    cache_audit: float = _cache(
         0.0,
-        "share (0 to 1) of the greedy requests with a hit that are run again cold, in the "
-        "background, and compared",
-        group=_CACHE,
-        kind="float",
+        "fraction (0 to 1) of greedy requests with a hit to repeat cold, in the background, and "
+        "compare",
         low=0.0,
         high=1.0,
         metavar="RATE",
     )
-    max_num_seqs: int = option(
-        8,
-        "most sequences that run at the same time",
-        group=_SCHEDULER,
-        kind="int",
-        low=1,
-        high=4096,
+    max_num_seqs: int = _scheduler(
+        8, "maximum number of concurrently running sequences", low=1, high=4096
     )
-    max_num_batched_tokens: int = option(
-        2048,
-        "most tokens in one step, prefill and decode together",
-        group=_SCHEDULER,
-        kind="int",
-        low=1,
+    max_num_batched_tokens: int = _scheduler(
+        2048, "maximum tokens per step, prefill and decode in total", low=1
     )
-    step_time_target: float = option(
+    step_time_target: float = _scheduler(
         25.0,
-        "milliseconds that a step is to take: where more prompt tokens would take longer, it takes "
-        "fewer, but at least 256, and 1024 for one request alone; 0: no target",
-        group=_SCHEDULER,
-        kind="float",
+        "target duration of a step in milliseconds, reached by fewer prompt tokens per step, but "
+        "at least 256, or 1024 for a single request; 0: no target",
         low=0.0,
         high=60_000,
         metavar="MS",
     )
-    speculative: str = option(
+    speculative: str = _scheduler(
         "auto",
-        "where drafts of the next tokens come from, several of which one step verifies: suffix "
-        "finds them in the sequence's own text, in a request's prediction and in earlier answers "
-        "to the same tenant; mtp takes them from the checkpoint's multi-token-prediction layer; "
-        "auto: suffix on a CPU with compiled kernels, else off. Drafts change no token",
-        group=_SCHEDULER,
-        kind="text",
+        "source of draft tokens for speculative decoding: suffix finds them in the sequence's own "
+        "text, in a request's prediction and in earlier answers to the same tenant; mtp takes them "
+        "from the checkpoint's multi-token-prediction layer; auto: suffix on a CPU with compiled "
+        "kernels, else off. Drafts never change the output",
         choices=("auto", "off", "suffix", "mtp", "mtp,suffix"),
     )
-    speculative_tokens: int = option(
+    speculative_tokens: int = _scheduler(
         7,
-        "most drafts of a sequence in one step; twice as many and one while few sequences run",
-        group=_SCHEDULER,
-        kind="int",
+        "maximum drafts per sequence and step (N); up to 2N + 1 while few sequences run",
         low=1,
         high=32,
     )
-    allowed_local_media_path: str | None = media_options.LOCAL_PATH
-    allowed_media_domains: tuple[str, ...] = media_options.DOMAINS
-    allow_private_networks: bool = media_options.PRIVATE_NETWORKS
-    limit_mm_per_prompt: str = media_options.LIMITS
-    max_image_pixels: int = media_options.IMAGE_PIXELS
-    media_fetch_timeout: float = media_options.FETCH_TIMEOUT
+    allowed_local_media_path: str | None = _media(
+        None, "folder from which file:// URLs may load media", metavar="DIR"
+    )
+    allowed_media_domains: tuple[str, ...] = _media(
+        (),
+        "hosts from which media may be fetched (comma-separated)",
+        default_text="every public host",
+    )
+    allow_private_networks: bool = _media(False, "also fetch media from non-public addresses")
+    limit_mm_per_prompt: str = _media(
+        "",
+        "maximum images and videos per prompt, such as image=4,video=1",
+        metavar="LIMITS",
+        default_text="none",
+    )
+    max_image_pixels: int = _media(
+        1 << 26,
+        "maximum pixels of an image, checked in its header before decoding",
+        low=1,
+        high=178_956_970,
+    )
+    media_fetch_timeout: float = _media(
+        30.0,
+        "time limit for fetching one medium, redirects included, in seconds",
+        low=0.001,
+        high=3600,
+        metavar="SECONDS",
+    )
 
     def __post_init__(self) -> None:
         problems = normalise_all(self)
@@ -302,13 +279,13 @@ class EngineConfig:
             )
         if isinstance(self.device, str) and not _DEVICE.fullmatch(self.device):
             problems.append(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        if not problems:  # the checks below compare options that are valid by themselves
+        if not problems:  # The next checks compare options of valid values.
             problems += self._conflicts()
         refuse(problems)
 
     def _conflicts(self) -> list[str]:
         problems = []
-        # Unknown until the checkpoint is known; the smallest one is the weakest demand.
+        # Unknown before the checkpoint is read; the smallest block demands the least.
         block_size = self.block_size or min(BLOCK_SIZES)
         least = self.max_num_seqs + block_size
         if self.max_num_batched_tokens < least:
@@ -325,14 +302,14 @@ class EngineConfig:
 
     @property
     def cache_memory_bytes(self) -> int | None:
-        """`cache_memory` in bytes, None if the engine is to choose."""
+        """`cache_memory` in bytes; None lets the engine choose."""
         assert self.cache_memory is None or isinstance(self.cache_memory, int)
         return self.cache_memory
 
     @property
     def max_media_per_prompt(self) -> dict[str, int] | None:
-        """`limit_mm_per_prompt` as numbers by modality; None if it cannot be read."""
-        return media_options.read_limits(self.limit_mm_per_prompt)
+        """`limit_mm_per_prompt` as numbers by modality; None if it is malformed."""
+        return read_media_limits(self.limit_mm_per_prompt)
 
     @property
     def gdn_chunk_size(self) -> int:
@@ -342,6 +319,6 @@ class EngineConfig:
 
     @property
     def state_interval_blocks(self) -> int:
-        """`prefix_cache_state_interval`, or the blocks of 1 024 tokens."""
+        """`prefix_cache_state_interval`, by default the blocks of 1 024 tokens."""
         assert self.block_size is not None, "resolve block_size first"
         return self.prefix_cache_state_interval or max(1, 1024 // self.block_size)

@@ -1,8 +1,8 @@
-"""Every exception a user can meet, in one small tree.
+"""All exceptions of the public API, in one small tree.
 
-`status`, `type` and `param` are what the HTTP server puts into `{"error": {...}}`; in Python the
-same exceptions are raised as they are. Messages name the offending argument and its bound and never
-contain addresses, paths of the server or traces.
+The HTTP server puts `type` and `param` into `{"error": {...}}` and answers with `status`; in Python
+the exceptions are raised unchanged. Messages name the offending argument and its bound. They never
+contain addresses, paths of the server or tracebacks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ class VlmServeError(Exception):
     """Root of the tree.
 
     Args:
-        message: what is wrong, for the person who sent it.
-        param: the request field or option at fault, if one is.
-        code: a machine-readable word for the case.
+        message: the problem, addressed to the sender.
+        param: the request field or option at fault, if any.
+        code: machine-readable code of the case.
     """
 
     status = 500
@@ -35,11 +35,11 @@ class InvalidRequestError(VlmServeError, ValueError):
 
 
 class FieldError(InvalidRequestError):
-    """One field is at fault. Whoever knows it under another name can tell it `under` that one.
+    """One field of a request is invalid. `under` renames it, for an API with another name for it.
 
     Args:
         place: the field, or a place inside it, such as `structured_outputs.json`.
-        problem: what is wrong; the message is both in one sentence.
+        problem: continues the sentence that begins with the field.
     """
 
     def __init__(self, place: str, problem: str, *, code: str | None = None) -> None:
@@ -47,20 +47,20 @@ class FieldError(InvalidRequestError):
         self.problem = problem
 
     def under(self, place: str) -> FieldError:
-        """The same error about a field of another name."""
+        """Return the same error about a field of another name."""
         return FieldError(place, self.problem, code=self.code)
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt (plus what was asked for) is longer than the model's context: HTTP 400."""
+    """Prompt plus requested tokens exceed the model's context: HTTP 400."""
 
 
 class MediaError(InvalidRequestError):
-    """An image or a video that cannot be decoded or is over a limit: HTTP 400."""
+    """An image or a video cannot be decoded or exceeds a limit: HTTP 400."""
 
 
 class MediaFetchError(InvalidRequestError):
-    """A URL or file that could not be fetched: HTTP 422."""
+    """A URL or file could not be fetched: HTTP 422."""
 
     status = 422
 
@@ -73,13 +73,13 @@ class ConfigError(VlmServeError, ValueError):
 
 
 class CheckpointError(VlmServeError):
-    """The checkpoint directory is missing something or is of an unsupported kind."""
+    """The checkpoint directory is incomplete or its kind is not supported."""
 
     type = "checkpoint_error"
 
 
 class ModelNotFoundError(InvalidRequestError):
-    """The server does not serve the model that was named: HTTP 404."""
+    """The server does not serve the named model: HTTP 404."""
 
     status = 404
 
@@ -92,17 +92,17 @@ class OverloadedError(VlmServeError):
 
 
 class EngineError(VlmServeError):
-    """A request made the model's step raise, twice, the second time alone: HTTP 500."""
+    """The model's step failed twice, the second time with this request alone: HTTP 500."""
 
 
 class EngineClosedError(VlmServeError):
-    """The engine has been closed or died; nothing can be submitted any more: HTTP 503."""
+    """The engine was closed or died and accepts no more requests: HTTP 503."""
 
     status = 503
     type = "engine_closed_error"
 
 
 class EvaluationError(VlmServeError):
-    """A harness that was to ask questions has failed as a whole."""
+    """An evaluation harness failed as a whole."""
 
     type = "evaluation_error"

@@ -1,4 +1,4 @@
-"""Options as flags: one for each, and in one line what is wrong with what was given."""
+"""Command-line flags made from options, with errors of one line."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from vlm_serve.options import Option, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and what might have been meant."""
+    """Argument parser with errors of one line and a suggestion of the closest flag."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = self._flags_of(options)
-            said = [f"there is no {name}{did_you_mean(name, flags)}" for name in unknown]
-            self.error("; ".join(said))
+            problems = [f"there is no {name}{did_you_mean(name, flags)}" for name in unknown]
+            self.error("; ".join(problems))
         return options
 
     def _flags_of(self, options: argparse.Namespace) -> set[str]:
-        """Those of the command that was given."""
+        """Return the flags of the chosen command."""
         flags: set[str] = set()
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -37,14 +37,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, from a flag. Raises ArgumentTypeError for any other text."""
+    """Parse a flag's whole number above 0. Raises ArgumentTypeError for any other text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
 
 
 def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
-    """One flag per option, grouped. Flags that are not given leave no trace in the result."""
+    """Add one flag per option, in groups. Flags not given leave no attribute behind."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for item in options:
         if item.group not in groups:
@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> N
             settings["type"] = _reader(item)
             settings["metavar"] = item.metavar or _metavar(item)
         if item.kind == "list":
-            settings["action"] = "extend"  # given several times, it is all of them
+            settings["action"] = "extend"  # A repeated flag appends.
         groups[item.group].add_argument(*item.flags, **settings)
 
 

@@ -1,11 +1,11 @@
-"""Gives OpenMP's worker threads back, so that the model's own keep spinning between two ops.
+"""Release of OpenMP worker threads, so that the model's own keep spinning between two ops.
 
 libgomp, the OpenMP of torch's CPU builds, keeps a pool of workers for every thread that ever ran a
-parallel op. Once there are more of them than processors, idle or not, it lets waiting workers fall
-asleep almost at once, and every parallel op of a decode step then begins with waking one: on two
-cores a step of eight sequences took 26 ms instead of 15 (benchmarks/notes/steps-cpu.md). So whoever
-computes outside the engine's thread, and the engine's thread itself when it has nothing to do,
-gives its workers back; the next parallel op starts new ones.
+parallel op. Once there are more workers than processors, idle or not, libgomp lets waiting workers
+sleep almost at once. Every parallel op of a decode step then starts with a wake-up: on two cores a
+step of eight sequences took 26 ms instead of 15 (benchmarks/notes/steps-cpu.md). So threads other
+than the engine's release their workers after computing, and the engine's thread does when it is
+idle. The next parallel op starts new ones.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 _SOFT = 1
-"""omp_pause_soft: the thread's pool goes, its settings stay."""
+"""omp_pause_soft: release the thread's pool, keep its settings."""
 
 
 def release_worker_threads() -> None:
     """End the OpenMP workers of the calling thread, which must not be inside a parallel op.
 
-    Costs a few microseconds where there are none. Does nothing where OpenMP is not libgomp.
+    Takes a few microseconds if there are none. Does nothing if OpenMP is not libgomp.
     """
     for pause, host in _pauses():
         pause(_SOFT, host)
 
 
 def releasing(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function to release the worker threads it leaves behind."""
+    """Decorate a function so that it releases its OpenMP workers when it returns."""
 
     @functools.wraps(function)
     def released(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,7 +46,7 @@ def releasing(function: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def _pauses() -> tuple[tuple[Callable[[int, int], int], int], ...]:
-    """`omp_pause_resource` and the host's device number, of every libgomp in the process."""
+    """Return `omp_pause_resource` and the host's device number of every libgomp in the process."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""`vlm-serve models`: the models that can be served, and what each of them gets."""
+"""`vlm-serve models`: list the supported models and their features."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COLUMNS = ("model type", "media", "state", "experts", "compiled step", "quantis
 
 
 def run(*, as_json: bool) -> None:
-    """Prints the registry."""
+    """Print the registry."""
     rows = {kind: _row(served) for kind, served in FAMILIES.items()}
     print(json.dumps(rows) if as_json else render())
 
@@ -26,7 +26,7 @@ def _row(served: Served) -> dict[str, object]:
 
 
 def render() -> str:
-    """The registry as a table."""
+    """Return the registry as a table."""
     rows = [_COLUMNS, *((kind, *_cells(served)) for kind, served in FAMILIES.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (

@@ -1,5 +1,8 @@
-"""One description of every option: the dataclass field, the CLI flag, the config-file key, the
-environment variable and the check of its value are all made from it, so they cannot drift apart."""
+"""Options, declared once as fields of a config dataclass.
+
+The flag, the config-file key, the environment variable, the check of the value and the row of the
+documentation all come from this declaration, so they cannot drift apart.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,28 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vlm_serve.errors import ConfigError
 
 ENV_PREFIX = "VLM_SERVE_"
 OTHER_VARIABLES = ("VLM_SERVE_MODEL", "VLM_SERVE_NATIVE_ARCH", "VLM_SERVE_NATIVE_SANITIZE")
-"""Those that are no options of a config."""
+"""Variables that set no option of a config."""
 _SERVICE = re.compile(r"VLM_SERVE_(.+_)?(SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+")
 
 Kind = Literal["int", "float", "bool", "size", "text", "list"]
+_KINDS: dict[str, Kind] = {
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "int | str": "size",
+    "str": "text",
+    "tuple[str, ...]": "list",
+}
+"""Kinds of options by the annotation of the field, without its `| None`."""
 
 _UNITS = {
     "": 1,
@@ -44,13 +56,15 @@ class Option:
 
     Attributes:
         name: the field's name; `--name-with-dashes` on the command line.
-        help: what it does, one sentence, without its default.
-        group: heading in `--help` and in the README's table.
-        kind: how a text value is read and which type the field has.
-        default: value when nobody says anything; None means "chosen for you" and is always valid.
-        choices: the only values allowed, if there are any.
+        help: its effect in one sentence, without the default.
+        group: heading in `--help` and in the documentation's table.
+        kind: type of the field, and how its text form is parsed.
+        default: value if the option is not set; None means "chosen for you" and is always valid.
+        choices: the only values allowed; empty allows all.
         low, high: inclusive bounds of a number.
-        aliases: further flags, without dashes in front.
+        aliases: further flags, without leading dashes.
+        metavar: name of the value in `--help`; empty: by kind.
+        default_text: the default as the documentation shows it; empty: `default` itself.
     """
 
     name: str
@@ -75,7 +89,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """The default as `--help` and the README print it."""
+        """The default as `--help` and the documentation print it."""
         if self.default_text:
             return self.default_text
         if isinstance(self.default, bool):
@@ -85,10 +99,7 @@ class Option:
         return format_size(self.default) if self.kind == "size" else str(self.default)
 
     def parse(self, text: str) -> Any:
-        """Reads a value given as text (flag or environment variable).
-
-        Raises ConfigError that names the option.
-        """
+        """Parse a flag or environment variable. Raises ConfigError that names the option."""
         try:
             if self.kind == "int":
                 return int(text)
@@ -107,7 +118,7 @@ class Option:
         return text
 
     def _parse_json(self, text: str) -> tuple[str, ...]:
-        """A list in the form in which vLLM takes it."""
+        """Parse a JSON list, the form of vLLM."""
         try:
             items = json.loads(text)
         except ValueError:
@@ -123,16 +134,16 @@ class Option:
         return word in _TRUE
 
     def normalise(self, value: Any) -> Any:
-        """The value in the field's own type: sizes become bytes, lists become tuples.
+        """Return the value in the field's own type: sizes become bytes, lists become tuples.
 
-        Raises ConfigError that names the option, the value and what would be allowed.
+        Raises ConfigError that names the option, the value and the allowed values.
         """
         if value is None and self.default is None:
             return None
         value = self._typed(value)
         if self.choices and value not in self.choices:
             raise self._bad(value, "one of " + ", ".join(str(choice) for choice in self.choices))
-        if self.low is not None and not value >= self.low:  # also catches NaN
+        if self.low is not None and not value >= self.low:  # Also catches NaN.
             raise self._bad(value, f"at least {self.low:g}")
         if self.high is not None and not value <= self.high:
             raise self._bad(value, f"at most {self.high:g}")
@@ -166,23 +177,35 @@ class Option:
         return ConfigError(f"{self.name} must be {wanted}, got {value!r}", param=self.name)
 
 
-def option(default: Any, help: str, *, group: str, kind: Kind, **details: Any) -> Any:
-    """A dataclass field that carries its Option (all but the name, which is the field's)."""
-    described = Option("", help, group, kind, default, **details)
-    return dataclasses.field(default=default, metadata={"option": described})
+def section(name: str) -> Callable[..., Any]:
+    """Return a function to declare the options of one section of a config dataclass.
+
+    It takes an option's default, its help and, by name, `choices`, `low`, `high`, `aliases`,
+    `metavar` and `default_text` of `Option`, and returns a dataclass field.
+    """
+
+    def option(default: Any, help: str, **details: Any) -> Any:
+        return field(default=default, metadata={"group": name, "help": help, **details})
+
+    return option
 
 
 def options_of(config: type | object) -> tuple[Option, ...]:
-    """The options of a config dataclass, in the order in which it declares them."""
+    """Return the options of a config dataclass in the order of their declaration."""
     assert dataclasses.is_dataclass(config)
     return tuple(
-        dataclasses.replace(field.metadata["option"], name=field.name)
-        for field in dataclasses.fields(config)
+        Option(
+            name=each.name,
+            kind=_KINDS[str(each.type).removesuffix(" | None")],
+            default=each.default,
+            **each.metadata,
+        )
+        for each in dataclasses.fields(config)
     )
 
 
 def normalise_all(config: object) -> list[str]:
-    """Normalises every field of a frozen config in place; returns what is wrong, one line each."""
+    """Normalise every field of a frozen config in place; return the problems, one line each."""
     problems = []
     for item in options_of(config):
         try:
@@ -193,14 +216,17 @@ def normalise_all(config: object) -> list[str]:
 
 
 def refuse(problems: list[str]) -> None:
-    """Raises ConfigError that names every option whose value is bad, if there are any; each problem
-    begins with the option's name."""
+    """Raise one ConfigError for all problems, if there are any.
+
+    Args:
+        problems: one line per invalid option, which begins with the option's name.
+    """
     if problems:
         raise ConfigError("; ".join(problems), param=problems[0].split(" ", 1)[0])
 
 
 def parse_size(text: str, name: str = "size") -> int:
-    """Bytes in `"1GiB"`, `"512 MB"` or `"4096"`. Raises ConfigError that names the option."""
+    """Return the bytes in `"1GiB"`, `"512 MB"` or `"4096"`. Raises ConfigError."""
     found = _SIZE.fullmatch(text)
     unit = _UNITS.get(found.group(2).lower()) if found else None
     if found is None or unit is None:
@@ -212,7 +238,7 @@ def parse_size(text: str, name: str = "size") -> int:
 
 
 def format_size(count: int) -> str:
-    """`count` bytes in the largest binary unit that leaves at least one: 1.5 GiB, 37.4 MiB."""
+    """Format bytes in the largest binary unit that gives at least one: 1.5 GiB, 37.4 MiB."""
     for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if count >= unit:
             return f"{count / unit:.4g} {name}"
@@ -220,7 +246,7 @@ def format_size(count: int) -> str:
 
 
 def from_environment(options: Iterable[Option], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The options that `VLM_SERVE_*` variables set. Raises ConfigError that names the option."""
+    """Return the options set by `VLM_SERVE_*` variables. Raises ConfigError."""
     return {
         item.name: item.parse(environment[item.env])
         for item in options
@@ -229,16 +255,18 @@ def from_environment(options: Iterable[Option], environment: Mapping[str, str]) 
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Whether Kubernetes has set a variable, which it does in every pod for each service there is:
-    one called vlm-serve gives VLM_SERVE_SERVICE_HOST and, as if it were an option of this program,
-    VLM_SERVE_PORT=tcp://10.0.0.1:80. (A pod's `enableServiceLinks: false` turns that off.)"""
+    """Return True if Kubernetes set the variable, as it does in every pod for every service.
+
+    A service called vlm-serve gives VLM_SERVE_SERVICE_HOST, and VLM_SERVE_PORT=tcp://10.0.0.1:80,
+    seemingly an option of this program. A pod's `enableServiceLinks: false` turns this off.
+    """
     if name.endswith("_PORT") and _SERVICE_URL.fullmatch(value):
         return True
     return _SERVICE.fullmatch(name) is not None
 
 
 def check_environment(options: Iterable[Option], environment: Mapping[str, str]) -> None:
-    """Raises ConfigError for a `VLM_SERVE_*` variable that sets nothing: it is mistyped."""
+    """Raise ConfigError for a `VLM_SERVE_*` variable without an option: it is mistyped."""
     known = {*(item.env for item in options), *OTHER_VARIABLES}
     for name in environment:
         if not name.startswith(ENV_PREFIX) or name in known:
@@ -248,15 +276,15 @@ def check_environment(options: Iterable[Option], environment: Mapping[str, str])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a complaint about a name: what it is closest to, if it is close to anything."""
+    """Return the closest known name as the end of an error message; empty if none is close."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def from_mapping(options: Iterable[Option], values: Mapping[Any, Any]) -> dict[str, Any]:
-    """The options that a config file sets; keys may use dashes or underscores.
+    """Return the options of a config file; keys may use dashes or underscores.
 
-    Raises ConfigError that names every key that is no option.
+    Raises ConfigError with every unknown key.
     """
     names = {
         name.replace("-", "_"): item.name for item in options for name in (item.name, *item.aliases)
@@ -269,7 +297,7 @@ def from_mapping(options: Iterable[Option], values: Mapping[Any, Any]) -> dict[s
 
 
 def markdown_table(options: Iterable[Option]) -> str:
-    """The options as the README shows them: flag, default, what it does; a heading per group."""
+    """Return the documentation's tables of options, one per group: flag, default, effect."""
     lines: list[str] = []
     group = ""
     for item in options:

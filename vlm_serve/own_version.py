@@ -1,4 +1,4 @@
-"""The version of this package."""
+"""Version of this package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def own_version() -> str:
-    """As it was installed; a source tree on the path alone has none."""
+    """Return the installed version; a source tree only on the path has none."""
     try:
         return version("vlm-serve")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The Python interface: one object that answers messages, token ids or (text, media) pairs."""
+"""The Python interface: one object answers messages, token ids or (text, media) pairs."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Output:
         token_ids: generated token ids, an end-of-sequence token included.
         prompt_token_ids: the prompt with its media placeholders expanded.
         finish_reason: "stop", "length" or "abort".
-        logprobs: per generated token a dict token id -> log-probability, or None if not asked for.
+        logprobs: per generated token a dict token id -> log-probability; None if not requested.
         usage: prompt_tokens, completion_tokens (of all choices), cached_tokens.
-        cache_report: what the cache did.
+        cache_report: what was reused, and why no more.
         choices: all `n` choices, the first one included.
-        routed_experts: expert ids `[tokens, layers, top_k]`, or None if not asked for: of prompt
-            and answer from `routed_experts_prompt_start` on, all tokens but the last one. uint8 up
-            to 256 experts, else uint16.
-        routed_experts_gaps: (first, last + 1) positions of cached tokens whose rows nobody has
-            recorded; the rows there are zero.
-        prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, the first one
-            excepted, or None if not asked for.
+        routed_experts: expert ids `[tokens, layers, top_k]` of prompt and answer, from
+            `routed_experts_prompt_start` up to the last token but one; None if not requested.
+            uint8 up to 256 experts, else uint16.
+        routed_experts_gaps: (first, last + 1) positions of cached tokens without recorded rows;
+            their rows are zero.
+        prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, except the first
+            token; None if not requested.
     """
 
     text: str
@@ -73,7 +73,7 @@ class Output:
 
 
 class Pipeline:
-    """Runs a checkpoint in this process. May be called from several threads.
+    """An engine in this process. Threads may share it.
 
     Args:
         model: a directory, a hub id, or "demo" / "demo-moe".
@@ -88,7 +88,7 @@ class Pipeline:
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Pipeline:
-        """A pipeline over an engine that runs already; closing it closes the engine."""
+        """Return a pipeline over a running engine; closing it closes the engine."""
         pipeline = cls.__new__(cls)
         pipeline._start(engine)
         return pipeline
@@ -109,14 +109,14 @@ class Pipeline:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine. Requests that still run end with an error."""
+        """Stop the engine. Running requests end with an error."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
 
     def chat(
         self, messages: Messages, params: SamplingParams | None = None, **options: Any
     ) -> Output:
-        """Answers one conversation.
+        """Answer one conversation.
 
         Args:
             messages: OpenAI messages; media parts may hold Python objects (see the README).
@@ -126,7 +126,8 @@ class Pipeline:
                 passed to `prepare`.
 
         Raises:
-            InvalidRequestError and its kin: bad input. EngineError: the model's step failed.
+            InvalidRequestError or a subclass: bad input.
+            EngineError: the model's step failed.
         """
         return self.chat_many([messages], params, **options)[0]
 
@@ -136,7 +137,7 @@ class Pipeline:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[Output]:
-        """Answers many conversations with continuous batching; results in the order given."""
+        """Answer many conversations with continuous batching; results keep their order."""
         each = _params_for(len(conversations), params)
         futures = [
             self._pool.submit(self.engine.preprocessor.prepare, messages, **options)
@@ -149,7 +150,7 @@ class Pipeline:
                 future.cancel()
 
     def probe(self, messages: Messages, **options: Any) -> CacheReport:
-        """What `chat` would find in the cache for this conversation, without running it.
+        """Report what `chat` would find in the cache for a conversation, without running it.
 
         Args:
             messages, options: as for `chat`.
@@ -159,7 +160,7 @@ class Pipeline:
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> Output:
-        """Continues raw token ids, without a chat template and without media."""
+        """Continue raw token ids, without chat template and media."""
         return self.generate_many([token_ids], params, **options)[0]
 
     def generate_many(
@@ -168,7 +169,7 @@ class Pipeline:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[Output]:
-        """`generate` for many prompts at once; results in the order given."""
+        """Run `generate` for many prompts at once; results keep their order."""
         prepare = self.engine.preprocessor.prepare_tokens
         return self._run(
             (prepare(token_ids, **options) for token_ids in prompts),
@@ -178,7 +179,7 @@ class Pipeline:
     def stream(
         self, messages: Messages, params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Delta]:
-        """Yields increments as they are made. Leaving the loop early frees the request's pages."""
+        """Yield increments as they arrive. Leaving the loop early aborts the request."""
         prompt = self.engine.preprocessor.prepare(messages, **options)
         params = params or SamplingParams()
         deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
@@ -205,7 +206,7 @@ class Pipeline:
     def __call__(
         self, inputs: ShortForm | list[ShortForm], params: SamplingParams | None = None
     ) -> Output | list[Output]:
-        """Short form: a text, a (text, media) or (text, [media, ...]) pair, or a list of those.
+        """Answer the short form: a text, (text, media) or (text, [media, ...]), or a list of them.
 
         Media (PIL images, uint8 frames `[T, H, W, 3]`, paths, URLs, bytes) come before the text.
         """
@@ -228,7 +229,7 @@ class Pipeline:
 
 
 class _Collector:
-    """Gathers the deltas of one request into an Output."""
+    """Collects the deltas of one request into an Output."""
 
     def __init__(self, prompt: Prompt, params: SamplingParams) -> None:
         self._prompt = prompt
@@ -238,15 +239,17 @@ class _Collector:
         self._last: queue.SimpleQueue[Delta] = queue.SimpleQueue()
 
     def push(self, delta: Delta) -> None:
-        """Takes a delta on the engine's thread. Whoever waits is woken by the last one only: a
-        thread that wakes up beside every step takes time from it."""
+        """Take a delta on the engine's thread.
+
+        Only the last one wakes the waiting thread: a wake-up per step would take time from steps.
+        """
         self._parts[delta.index].append(delta)
         self._unfinished -= delta.finish_reason is not None
         if delta.error is not None or not self._unfinished:
             self._last.put(delta)
 
     def result(self) -> Output:
-        """Waits for the request to end. Raises its error, if it has one."""
+        """Wait for the request to end. Raises its error, if it has one."""
         last = self._last.get()
         if last.error is not None:
             raise last.error
@@ -308,7 +311,7 @@ _VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".3gp
 
 
 def _media_part(item: Any) -> dict[str, Any]:
-    """Arrays with four axes, and names or bytes that look like a video, are videos."""
+    """Return the part for a medium; arrays of four axes, and video names or bytes, are videos."""
     if getattr(item, "ndim", 0) == 4 or _looks_like_video(item):
         return {"type": "video", "video": item}
     return {"type": "image", "image": item}

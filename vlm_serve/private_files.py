@@ -1,10 +1,10 @@
-"""Files and folders that nobody but this user and root can have written, and nobody else can read.
+"""Files and folders that only this user and root can write, and only this user can read.
 
-What is executed (compiled kernels) or believed (entries of a cache) must not come from another
-user. A place is trusted if it and every folder on the way to it, links resolved, belongs to this
-user or to root and nobody else may write there. A sticky folder such as /tmp may be written by all:
-in there only the owner of a file can put another in its place. Where the system shows root's files
-as nobody's (`_shown_for_root`), what lies in the topmost folder is root's.
+Code to execute (compiled kernels) and data to trust (cache entries) must not come from another
+user. A path is trusted if it and every folder above it, links resolved, belong to this user or to
+root and no other user may write there. A sticky folder such as /tmp may be writable by all, since
+only the owner of a file can replace it. Where the system shows root's files as the overflow user's
+(`_overflow_user`), entries of the topmost folder count as root's.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ _MOST_LINKS = 40
 _LOCK_SECONDS = 0.5
 
 
-class SharedPlaceError(OSError):
-    """Another user could have put something there, or could change it; the message says where."""
+class UnsafePathError(OSError):
+    """Another user could have created or could change the file; the message names the path."""
 
 
-def check_way(path: Path) -> None:
-    """Raise SharedPlaceError if another user could put another file or folder in place of this one,
-    or write into this folder; OSError if it cannot be looked at."""
+def check_path(path: Path) -> None:
+    """Raise UnsafePathError if another user could replace the path or write into this folder.
+
+    Raises OSError if the path cannot be inspected.
+    """
     todo, place, links = list(reversed(path.absolute().parts)), Path("/"), 0
     while todo:
         part = todo.pop()
         if part == os.sep:
             place = Path("/")
         elif part == os.pardir:
-            place = place.parent  # No link is on the way to `place`.
+            place = place.parent  # `place` holds no links.
         else:
             following = place / part
             status = following.lstat()
@@ -56,23 +58,26 @@ def check_way(path: Path) -> None:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Return whether it belongs to the user as whom this process acts."""
+    """Return True if the process's effective user owns the file."""
     return status.st_uid == os.geteuid()
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
     if status.st_uid in (0, os.geteuid()):
         return
-    # Only root has put anything there. Further down it could be any other user who is shown so.
-    if path.parent == path.parent.parent and status.st_uid == _shown_for_root():
+    # Only root writes to the topmost folder. Further down it could be any unmapped user.
+    if path.parent == path.parent.parent and status.st_uid == _overflow_user():
         return
-    raise SharedPlaceError(f"{path} belongs to another user")
+    raise UnsafePathError(f"{path} belongs to another user")
 
 
 @cache
-def _shown_for_root() -> int | None:
-    """The user that files of root are shown to belong to, as of everybody else who has no number in
-    this process's user namespace (of a container that a user has started); None if root has one."""
+def _overflow_user() -> int | None:
+    """Return the user id that root's files show, if root is unmapped in this user namespace.
+
+    In a rootless container, files of all unmapped users show the overflow user. None: root is
+    mapped.
+    """
     try:
         ranges = [
             [int(number) for number in line.split()]
@@ -81,20 +86,22 @@ def _shown_for_root() -> int | None:
         if any(outside == 0 for _, outside, _ in ranges):
             return None
         return int(Path("/proc/sys/kernel/overflowuid").read_text()) if ranges else None
-    except (OSError, ValueError):  # A system without namespaces.
+    except (OSError, ValueError):  # No user namespaces on this system.
         return None
 
 
 def _check_folder(path: Path, status: os.stat_result) -> None:
     _check_owner(path, status)
     shared = status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX
-    if shared and not _group_of_one(status):
-        raise SharedPlaceError(f"others may write in {path}")
+    if shared and not _own_group_writes(status):
+        raise UnsafePathError(f"others may write in {path}")
 
 
-def _group_of_one(status: os.stat_result) -> bool:
-    """Return whether only the group may write, and it is a user's own one: several distributions
-    give everybody a group of the same name, and a umask that lets it write."""
+def _own_group_writes(status: os.stat_result) -> bool:
+    """Return True if only the group may write, and this user is its only member.
+
+    Several distributions give every user a group of the same name and a umask that lets it write.
+    """
     if status.st_mode & stat.S_IWOTH or os.geteuid() == 0:
         return False
     try:
@@ -106,8 +113,10 @@ def _group_of_one(status: os.stat_result) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that nobody else can enter, whatever the umask, and so what is missing on the
-    way. One that exists stays as it is. Raises OSError."""
+    """Make a folder of mode 0700, whatever the umask, and its missing parents likewise.
+
+    An existing folder keeps its mode. Raises OSError.
+    """
     if folder.is_dir():
         return
     make_private(folder.parent)
@@ -119,10 +128,10 @@ def make_private(folder: Path) -> None:
 
 
 def cache_path() -> Path | None:
-    """Return where this package keeps what it can make again; None if there is no home folder.
+    """Return the folder for rebuildable files; None if there is no home folder.
 
-    A relative path would lead into whichever folder is the current one: as its specification says,
-    such an XDG_CACHE_HOME is as good as none.
+    A relative XDG_CACHE_HOME is ignored, as its specification demands: it would depend on the
+    current folder.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
@@ -132,35 +141,38 @@ def cache_path() -> Path | None:
 
 
 def secure_cache(folder: Path) -> None:
-    """Make what exists of a folder of the cache private, as an older version has not.
+    """Make the existing folders down to a cache folder private; older versions did not.
 
-    If others could write in one of ours, what is in there may be theirs: it is emptied.
+    If others could write into one of this user's folders, its content is not trusted, and `folder`
+    is emptied.
 
     Args:
-        folder: in what `cache_path` returns, or that itself, which is never emptied.
+        folder: below `cache_path()`, or that folder itself, which is never emptied.
 
     Raises:
-        SharedPlaceError: another user could change what is there.
-        OSError: it cannot be looked at.
+        UnsafePathError: another user could change the content.
+        OSError: a folder cannot be inspected.
     """
     root = cache_path()
     assert root is not None
-    check_way(_nearest(root.parent))
+    check_path(_nearest(root.parent))
     if not os.path.lexists(root):
         return
     shared = False
-    with alone(root):
+    with folder_lock(root):
         for each in reversed((folder, *folder.parents)):
             if root in (each, *each.parents) and os.path.lexists(each):
-                shared = _close(each) or shared
-                check_way(each)
+                shared = _restrict(each) or shared
+                check_path(each)
                 if shared and each == folder != root:
                     _empty(folder)
 
 
 def check_usable(folder: Path, *, for_code: bool = True) -> None:
-    """Raise OSError if this process cannot make files in a folder, or could not load them as code.
-    If the folder is missing, that goes for the one that it would be made in."""
+    """Raise OSError if this process cannot create files in a folder, or not load them as code.
+
+    If the folder is missing, its nearest existing parent is checked.
+    """
     there = _nearest(folder)
     effective = os.access in os.supports_effective_ids
     if not os.access(there, os.W_OK | os.X_OK, effective_ids=effective):
@@ -170,49 +182,52 @@ def check_usable(folder: Path, *, for_code: bool = True) -> None:
 
 
 def runs(folder: Path) -> bool:
-    """Return whether the system runs what lies on the folder's file system. Raises OSError."""
+    """Return True if the folder's file system allows execution. Raises OSError."""
     return not os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0)
 
 
 def _nearest(path: Path) -> Path:
-    """Return the path, or the first folder on the way up that is there."""
+    """Return the path or its nearest existing parent."""
     return next(each for each in (path, *path.parents) if os.path.lexists(each))
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Inside the block no other process of ours is in such a block, where folders can be locked.
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a folder, where the file system has locks.
 
-    Whoever can read the folder can lock it as well, and keep it so: nobody waits for long.
+    Every user who can read the folder can lock it forever, so the wait is bounded: after it the
+    block runs without the lock.
     """
     descriptor = -1
-    with contextlib.suppress(OSError):  # It can perhaps be entered, but not read.
+    with contextlib.suppress(OSError):  # Folders may be accessible but not readable.
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     if descriptor < 0:
         yield
         return
     try:
         deadline = time.monotonic() + _LOCK_SECONDS
-        while not _locked(descriptor) and time.monotonic() < deadline:
+        while not _try_lock(descriptor) and time.monotonic() < deadline:
             time.sleep(0.01)
         yield
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # A file system without locks.
+    except OSError:  # The file system has no locks.
         pass
     return True
 
 
-def _close(folder: Path) -> bool:
-    """Keep others out of a folder if it is ours; returns whether they could write in it. What a
-    link leads to is not known to be a folder of the cache: it stays as it is."""
+def _restrict(folder: Path) -> bool:
+    """Make this user's folder private; return True if others could write into it.
+
+    The target of a link may be no cache folder, so it keeps its mode.
+    """
     if folder.is_symlink():
         return False
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -220,7 +235,7 @@ def _close(folder: Path) -> bool:
         status = os.fstat(descriptor)
         if not is_own(status) or not stat.S_IMODE(status.st_mode) & ~_PRIVATE_FOLDER:
             return False
-        with contextlib.suppress(OSError):  # A file system that cannot be written.
+        with contextlib.suppress(OSError):  # A read-only file system.
             os.fchmod(descriptor, _PRIVATE_FOLDER)
         return bool(status.st_mode & OTHERS_WRITE)
     finally:
@@ -229,9 +244,9 @@ def _close(folder: Path) -> bool:
 
 def _empty(folder: Path) -> None:
     if folder.is_symlink():
-        raise SharedPlaceError(f"others could have made the link {folder}")
+        raise UnsafePathError(f"others could have made the link {folder}")
     for each in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # Somebody is faster, where nothing is locked.
+        with contextlib.suppress(FileNotFoundError):  # Another process was faster.
             if each.is_dir() and not each.is_symlink():
                 shutil.rmtree(each)
             else:
@@ -239,12 +254,12 @@ def _empty(folder: Path) -> None:
 
 
 def open_private(path: Path) -> int:
-    """Open a file for reading that nobody but this user and root can have written.
+    """Open a file for reading that only this user and root can have written.
 
-    Returns the descriptor, which is what was checked. The way there is not: see `check_way`.
+    The check applies to the returned descriptor. It does not cover the path: see `check_path`.
 
     Raises:
-        SharedPlaceError: another user owns the file or may write it, or it is no regular file.
+        UnsafePathError: another user owns or may write the file, or it is not a regular file.
         OSError: it cannot be opened.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -252,10 +267,10 @@ def open_private(path: Path) -> int:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise SharedPlaceError(f"{path} is not a file")
+            raise UnsafePathError(f"{path} is not a file")
         _check_owner(path, status)
         if status.st_mode & OTHERS_WRITE:
-            raise SharedPlaceError(f"others may write {path}")
+            raise UnsafePathError(f"others may write {path}")
     except BaseException:
         os.close(descriptor)
         raise

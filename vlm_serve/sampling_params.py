@@ -1,4 +1,4 @@
-"""How the next token is chosen; validated when it is built."""
+"""Sampling options of a request, validated on construction."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MAX_PREDICTION_LENGTH = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling options of one request. None: the checkpoint's generation config, else neutral.
+    """Sampling options of one request. None takes the checkpoint's generation config, else neutral.
 
     Attributes:
-        max_tokens: most tokens to generate (None: up to the model's context).
-        min_tokens: no end-of-sequence and no stop before this many tokens.
+        max_tokens: most tokens to generate; None: up to the model's context.
+        min_tokens: the answer does not stop before this many tokens.
         temperature: 0 is greedy.
         top_p: nucleus mass in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
         seed: makes sampling repeatable.
-        stop: strings that end generation; not part of the text returned.
-        stop_token_ids: tokens that end generation, besides the checkpoint's own.
+        stop: strings that end generation; the returned text leaves them out.
+        stop_token_ids: tokens that end generation, in addition to the checkpoint's own.
         ignore_eos: do not stop at the checkpoint's end-of-sequence tokens.
         presence_penalty, frequency_penalty: in [-2, 2], over generated tokens.
         repetition_penalty: > 0, over prompt and generated tokens; 1 is neutral.
@@ -41,16 +41,16 @@ class SamplingParams:
         prompt_logprobs: how many of the most likely tokens to report per prompt token (the prompt's
             own is always included). No sampling option changes them.
         prompt_logprobs_start: the first prompt token to report; less than the prompt's length, and
-            only with prompt_logprobs. What comes before it is reused from the cache as ever.
-        logit_bias: token id -> what is added to its logit, in [-100, 100].
-        allowed_token_ids: nothing else is sampled.
-        bad_words: texts that are not generated.
-        structured_outputs: the form of the answer.
+            only with prompt_logprobs. Earlier tokens are reused from the cache as usual.
+        logit_bias: token id -> number to add to its logit, in [-100, 100].
+        allowed_token_ids: the only tokens to sample.
+        bad_words: texts that must not be generated.
+        structured_outputs: the required form of the answer.
         n: number of choices from one prompt.
-        return_routed_experts: also return the experts that each token was routed to (mixture of
-            experts models only).
-        prediction: text that is expected in the answer. With drafts on, as much of it as turns out
-            right comes faster; what is generated does not depend on it.
+        return_routed_experts: also return the routed experts of each token (mixture-of-experts
+            models only).
+        prediction: text that the answer probably repeats. With drafts on, correct parts of it
+            come faster; the answer does not depend on it.
         routed_experts_prompt_start: leave out the rows of the prompt's first tokens; less than the
             prompt's length, and only with return_routed_experts.
     """
@@ -169,7 +169,7 @@ class SamplingParams:
             )
 
     def with_defaults(self, generation_config: Mapping[str, Any]) -> SamplingParams:
-        """Fills every None from the checkpoint's generation config; explicit values win."""
+        """Fill every None from the checkpoint's generation config; explicit values win."""
         neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
         if not generation_config.get("do_sample", True):
             neutral["temperature"] = 0.0
@@ -204,7 +204,7 @@ def _check(
         raise FieldError(name, f"must be a number, got {value!r}")
     assert isinstance(value, int | float)
     inside = (value > low if open_low else value >= low) and (high is None or value <= high)
-    if not inside:  # also catches NaN
+    if not inside:  # Also catches NaN.
         bound = f"{'more than' if open_low else 'at least'} {low:g}"
         bound += "" if high is None else f" and at most {high:g}"
         raise FieldError(name, f"must be {bound}, got {value}")

@@ -1,4 +1,4 @@
-"""What form an answer must have; validated when it is built, compiled later."""
+"""The required form of an answer, validated on construction and compiled later."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ Schema = Mapping[str, Any] | bool
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """The form of an answer: exactly one of these.
+    """The form of an answer: exactly one field but `strict` is set.
 
     Attributes:
         json: a JSON schema, as an object or as its text.
         json_object: any JSON object.
-        regex: a regular expression that the whole answer matches.
+        regex: a regular expression for the whole answer.
         choice: the answer is one of these texts.
         grammar: a grammar in xgrammar's EBNF; the start rule is `root`.
         structural_tag: one of xgrammar's structural tags, as an object or as its text.
-        strict: refuse schema keywords that nobody knows, instead of ignoring them.
+        strict: refuse unknown schema keywords instead of ignoring them.
 
-    Raises InvalidRequestError, naming the field and its bound.
+    Raises:
+        InvalidRequestError: names the field and its bound.
     """
 
     json: Schema | str | None = None
@@ -100,7 +101,7 @@ class StructuredOutputs:
 
     @property
     def source(self) -> tuple[str, str]:
-        """(kind, text): what a compiler needs, and what tells two of them apart."""
+        """(kind, text) for the grammar compiler; equal for equal forms."""
         if self.json is not None:
             return "json", json.dumps(self.json)
         if self.json_object:
@@ -115,7 +116,7 @@ class StructuredOutputs:
 
 
 def _quoted(text: str) -> str:
-    """A terminal of xgrammar's EBNF."""
+    """Return the text as a terminal of xgrammar's EBNF."""
     return '"' + "".join(f"\\U{ord(character):08x}" for character in text) + '"'
 
 
@@ -129,7 +130,7 @@ def _check_length(name: str, text: str) -> None:
 
 
 def _check_nesting(name: str, text: str) -> None:
-    """Parsers recurse. Counting is coarse (it sees quoted brackets too), and so is the bound."""
+    """Refuse deep nesting, since parsers recurse. Quoted brackets count too: it is coarse."""
     depth = deepest = 0
     for character in text:
         if character in "([{":

@@ -1,4 +1,4 @@
-"""Folders for temporary files that others cannot enter, and those of processes that were killed."""
+"""Private temporary folders, and removal of those left by killed processes."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from vlm_serve.private_files import check_usable, check_way
+from vlm_serve.private_files import check_path, check_usable
 
-FURTHER = ("/tmp", "/var/tmp", "/dev/shm")
-"""Where else they may lie, if not where TMPDIR says."""
+FALLBACKS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Fallbacks for the folder that TMPDIR names."""
 
 
 class TemporaryFolder:
-    """A new folder; whoever makes another one leaves it alone as long as this process lives,
-    however it ends.
+    """A new private folder, locked while this process lives so that no other removes it.
 
     Args:
         prefix: of its name.
-        longest: characters that its path may have; None: as many as it wants.
-        for_code: whether what lies there is loaded as code, which not every file system allows.
+        longest: most characters of its path; None: no limit.
+        for_code: the folder will hold code to load, which not every file system allows.
 
     Attributes:
         path: of the folder.
 
-    Raises OSError if there is no place for it that nobody else can change.
+    Raises:
+        OSError: no folder for temporary files is safe from other users and usable.
     """
 
     def __init__(self, prefix: str, longest: int | None = None, *, for_code: bool = False) -> None:
         root = _root(None if longest is None else longest - len(prefix) - 10, for_code)
         for each in {root, tempfile.gettempdir()}:
-            remove_left(prefix, each)
+            remove_leftovers(prefix, each)
         self.path, self._lock = _made(prefix, root)
 
     def remove(self) -> None:
-        """Remove it with all that is in it. May be called more than once."""
+        """Remove the folder with its content. Repeated calls are allowed."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
-def remove_left(prefix: str, root: str | None = None) -> None:
-    """Remove the folders of this user's processes that have ended without doing so."""
+def remove_leftovers(prefix: str, root: str | None = None) -> None:
+    """Remove the folders left behind by this user's killed processes."""
     for path in Path(root or tempfile.gettempdir()).glob(prefix + "*"):
-        with contextlib.suppress(OSError):  # Another user's, or somebody is faster.
+        with contextlib.suppress(OSError):  # Another user's, or another process is faster.
             lock = _opened(path)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,13 +58,13 @@ def remove_left(prefix: str, root: str | None = None) -> None:
 
 
 def _root(longest: int | None, for_code: bool) -> str:
-    """Return the first folder that is short enough, can be written, and is trusted."""
+    """Return the first writable and trusted parent folder with a short enough path."""
     problem: OSError | None = None
-    for root in dict.fromkeys([tempfile.gettempdir(), *FURTHER]):
+    for root in dict.fromkeys([tempfile.gettempdir(), *FALLBACKS]):
         if longest is not None and len(root) > longest:
             continue
         try:
-            check_way(Path(root))
+            check_path(Path(root))
             check_usable(Path(root), for_code=for_code)
         except OSError as error:
             problem = problem or error
@@ -74,8 +74,10 @@ def _root(longest: int | None, for_code: bool) -> str:
 
 
 def _made(prefix: str, root: str) -> tuple[str, int]:
-    """A folder and the descriptor that locks it. Before it is locked it may be taken for one that
-    was left."""
+    """Make a folder and return its path and the descriptor of its lock.
+
+    Until the lock is held, another process may remove the folder as a leftover; then try again.
+    """
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=root)
         with contextlib.suppress(FileNotFoundError):

@@ -1,12 +1,12 @@
-"""Chooses the index of packages that `make` takes torch from, before anything is installed.
+"""Choose the package index that `make` installs torch from, before anything is installed.
 
     python vlm_serve/torch_index.py INDEX
 
-INDEX is PyTorch's index of builds for CPUs. It is printed if torch is to come from there; nothing
-is printed if torch is to come from where pip looks by itself. Standard error says which, and why.
+INDEX is PyTorch's index of CPU builds. It is printed if torch should come from there, and nothing
+if torch should come from pip's default index. Standard error gives the choice and the reason.
 
-On Linux the public index has torch with CUDA alone: without an NVIDIA driver that is 2.3 GB to
-download and 3.3 GB of disk which nothing uses. Needs nothing but Python's own library.
+On Linux the public index only has torch with CUDA. Without an NVIDIA driver this wastes 2.3 GB of
+download and 3.3 GB of disk. This script uses Python's standard library alone.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 PATIENCE = 5.0
-"""Seconds that the index has for its whole answer."""
+"""Time limit for the index's whole response, in seconds."""
 MOST_BYTES = 1 << 25
-"""Of that answer; PyTorch's has a hundredth of it."""
+"""Size limit of that response; PyTorch's takes a hundredth of it."""
 DRIVER_FILES = (
     "proc/driver/nvidia/version",
     "dev/nvidiactl",
-    "dev/nvmap",  # boards with the GPU on the chip
-    "usr/lib/wsl/lib/libcuda.so.1",  # Windows' driver, as Linux on it sees it
+    "dev/nvmap",  # Boards with an integrated GPU.
+    "usr/lib/wsl/lib/libcuda.so.1",  # Windows' driver, as WSL shows it.
 )
-"""Each of them is there, below the root, if the kernel has a driver for GPUs of NVIDIA."""
-ELSEWHERE = "torch comes from where pip looks by itself"
+"""Files below the root that show an NVIDIA driver."""
+ELSEWHERE = "torch comes from pip's default index"
 CUDA = "the public index has it with CUDA: 2.8 GB to download and 5.4 GB of disk in all"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("index", metavar="INDEX")
-    parser.add_argument("--root", type=Path, default=Path("/"), help="where a driver is looked for")
+    parser.add_argument("--root", type=Path, default=Path("/"), help="where to look for a driver")
     options = parser.parse_args()
     chosen, reason = choose(options.index, options.root)
     print(f"vlm-serve: {reason}.", file=sys.stderr)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def choose(index: str, root: Path) -> tuple[bool, str]:
-    """Decide whether torch comes from the index of builds for CPUs; the reason is a sentence."""
+    """Decide whether torch comes from the index of CPU builds; the reason is a sentence."""
     if sys.platform != "linux":
         return False, f"{ELSEWHERE}, which has one build for this system"
     driver = find_driver(root)
@@ -65,14 +65,14 @@ def choose(index: str, root: Path) -> tuple[bool, str]:
     problem, name = find_problem(index, pinned_version()), _shown(index)
     if problem is not None:
         return False, f"no NVIDIA driver is here, but {name} {problem}, so {ELSEWHERE}: {CUDA}"
-    return True, f"no NVIDIA driver is here, so torch is a build for CPUs, from {name}"
+    return True, f"no NVIDIA driver is here, so torch is a CPU build, from {name}"
 
 
 def find_driver(root: Path) -> str | None:
-    """Return what shows that this machine has a driver for GPUs of NVIDIA; None: it has none.
+    """Return the evidence of an NVIDIA driver on this machine; None if there is none.
 
-    The program that comes with a driver counts as one. Where it is wrong, libraries are installed
-    that nothing uses; a driver that is overlooked would cost the GPU.
+    The program `nvidia-smi` counts as a driver. A false positive installs unused libraries; a
+    missed driver would cost the GPU.
     """
     for name in DRIVER_FILES:
         if (root / name).exists():
@@ -88,10 +88,10 @@ def pinned_version() -> str:
 
 
 def find_problem(index: str, version: str) -> str | None:
-    """Return why an index is of no use, as what follows its name in a sentence; None: it is.
+    """Return why an index is unusable, to follow its name in a sentence; None if it is usable.
 
-    It is asked in a thread that nobody waits for longer than PATIENCE: a socket's own time limit
-    begins anew with every byte, and the look-up of a name has none.
+    The request runs in a thread and is given up after PATIENCE: a socket's own timeout restarts
+    with every byte, and name resolution has none.
     """
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=lambda: answers.put(_find_problem(index, version)), daemon=True).start()
@@ -117,7 +117,7 @@ def _find_problem(index: str, version: str) -> str | None:
 
 
 def _handlers() -> list[urllib.request.BaseHandler]:
-    """Return what asks on pip's behalf: with the certificates and the proxy of its variables."""
+    """Return handlers with the certificates and the proxy of pip's variables."""
     trust = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
     handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=trust)]
     proxy = os.environ.get("PIP_PROXY")
@@ -127,7 +127,7 @@ def _handlers() -> list[urllib.request.BaseHandler]:
 
 
 def _request(url: str) -> urllib.request.Request:
-    """Ask for a URL with the name and password in it, as pip does; a redirect gets neither."""
+    """Build a request with the URL's name and password, as pip does; a redirect gets neither."""
     user, at, _ = urlsplit(url).netloc.rpartition("@")
     request = urllib.request.Request(_shown(url))
     if at:
@@ -147,7 +147,7 @@ def _shown(url: str) -> str:
 
 
 def wheel_pattern(version: str) -> str:
-    """Match the names of wheels with that version which this Python can install, in a page."""
+    """Return a pattern of the wheel names of a version that this Python can install."""
     threads = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     return (

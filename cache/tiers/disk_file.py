@@ -24,7 +24,7 @@ from vlm_serve.cache.tiers.disk_place import (
     remove,
 )
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
-from vlm_serve.private_files import alone
+from vlm_serve.private_files import folder_lock
 
 PAGE_BYTES = 8192
 ROW_BYTES = 512
@@ -231,14 +231,14 @@ class DiskFile:
     def _replace(self) -> None:
         """Replace the open file by an empty one; it stays closed if that raises OSError."""
         self._connection.close()
-        with alone(self._path.parent):
+        with folder_lock(self._path.parent):
             self._start_anew()
 
     def _start(self) -> None:
         """Open the file, replacing a damaged one by an empty one. Raises OSError."""
         self._forget_all()
         # Another server may be replacing the file at the same time.
-        with alone(self._path.parent):
+        with folder_lock(self._path.parent):
             try:
                 self._connection = self._open()
             except sqlite3.Error as error:

@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 from vlm_serve.private_files import (
     OTHERS_WRITE,
-    SharedPlaceError,
-    check_way,
+    UnsafePathError,
+    check_path,
     is_own,
     make_private,
 )
@@ -58,8 +58,8 @@ def prepare_folder(folder: Path) -> None:
         with suppress(OSError):  # A file system without modes.
             folder.chmod(0o700)
     try:
-        check_way(folder)
-    except SharedPlaceError as error:
+        check_path(folder)
+    except UnsafePathError as error:
         _log.warning("disk_cache_path: %s, so others could remove or exchange the cache", error)
 
 

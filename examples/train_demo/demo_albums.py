@@ -25,7 +25,7 @@ AskAlbum = Callable[[random.Random, Album], Turn | None]
 
 
 def draw_album(rng: random.Random, split: str, count: int) -> Album:
-    """Pictures of one thing each; no two show the same colour and kind."""
+    """Draw pictures of one thing each; no two show the same colour and kind."""
     things: list[Thing] = []
     while len(things) < count:
         thing = random_digit(rng, split) if rng.random() < 0.12 else random_single(rng)
@@ -37,7 +37,7 @@ def draw_album(rng: random.Random, split: str, count: int) -> Album:
 
 
 def _like(rng: random.Random, thing: Thing, other: Thing) -> Thing:
-    """`thing` with the kind or the colour of `other`, so that questions have hard negatives."""
+    """Give `thing` the kind or the colour of `other`, for hard negatives."""
     if rng.random() < 0.5 and other.kind in SHAPES:
         return Thing(other.kind, thing.colour, thing.x, thing.y, thing.radius, thing.big)
     return Thing(thing.kind, other.colour, thing.x, thing.y, thing.radius, thing.big)
@@ -122,7 +122,7 @@ ALBUM_QUESTIONS: tuple[tuple[AskAlbum, float], ...] = (
 
 
 def pick_album(rng: random.Random, album: Album) -> Turn:
-    """A random question that the pictures answer."""
+    """Return a random question that the pictures answer."""
     asks, weights = zip(*ALBUM_QUESTIONS, strict=True)
     while True:
         turn: Turn | None = rng.choices(asks, weights)[0](rng, album)
@@ -131,8 +131,7 @@ def pick_album(rng: random.Random, album: Album) -> Turn:
 
 
 def album_turns(rng: random.Random, album: Album, count: int) -> list[Turn]:
-    """A conversation about some pictures for training: `count` questions, a description of all,
-    drills."""
+    """Return a training conversation about pictures: `count` questions, a description, drills."""
     turns = [pick_album(rng, album) for _ in range(count)]
     parts = [
         f"the {ORDINALS[i]} shows {with_article(named(thing))}"

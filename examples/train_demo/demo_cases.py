@@ -1,4 +1,4 @@
-"""Held-out questions as chat messages: the same every time, from seeds never trained on."""
+"""Held-out questions as chat messages, from fixed seeds outside of training."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Case:
 
 
 def image_cases(count: int, seed: int = 0) -> Iterator[Case]:
-    """`count` questions about pictures, four to a picture or album."""
+    """Yield `count` questions about pictures, four per picture or album."""
     yield from _cases(count, seed, _image_talk)
 
 
 def video_cases(count: int, seed: int = 0) -> Iterator[Case]:
-    """`count` questions about videos, four to a video."""
+    """Yield `count` questions about videos, four per video."""
     yield from _cases(count, seed, _video_talk)
 
 
@@ -44,7 +44,7 @@ def _cases(count: int, seed: int, talk: Any) -> Iterator[Case]:
         rng = random.Random(f"test:{talk.__name__}:{seed}:{medium}")
         media, turns = talk(rng)
         left = count - medium * QUESTIONS_PER_MEDIUM
-        # Every third medium is talked about in one conversation; else each question stands alone.
+        # Every third medium gets one conversation; otherwise each question stands alone.
         together = medium % 3 == 2 or any(turn.kind == "follow-up" for turn in turns)
         for number, turn in enumerate(turns[:left]):
             history = turns[:number] if together else []
@@ -52,7 +52,7 @@ def _cases(count: int, seed: int, talk: Any) -> Iterator[Case]:
 
 
 def messages(media: list[dict[str, Any]], turns: list[Turn]) -> list[dict[str, Any]]:
-    """The media and the first question, right answers, later questions; the last is open."""
+    """Return a conversation with right answers to all questions but the last."""
     found: list[dict[str, Any]] = []
     for number, turn in enumerate(turns):
         content: list[dict[str, Any]] = [{"type": "text", "text": turn.question}]

@@ -1,4 +1,4 @@
-"""Conversations as token ids: exactly what the chat template and the processor make of messages."""
+"""Conversations as token ids, identical to the output of chat template and processor."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ SMALL_TALK = (
 
 
 def demo_template() -> str:
-    """The chat template of a model that does not think: answers begin at once, and thinking
-    blocks appear only where a caller brings or asks for them."""
+    """Return the chat template of a model without reasoning.
+
+    Answers start at once; thinking blocks appear only if the caller sends or requests them.
+    """
     template = CHAT_TEMPLATE
     for old, new in (
         (
@@ -82,7 +84,7 @@ def demo_template() -> str:
 
 
 def training_text(count: int = 6000, seed: int = 0) -> Iterator[str]:
-    """Text like that of the conversations, for the tokenizer."""
+    """Return text like that of the conversations, for training the tokenizer."""
     rng = random.Random(seed)
     yield from SYSTEM_PROMPTS * 20
     for number in range(count):
@@ -99,13 +101,13 @@ def training_text(count: int = 6000, seed: int = 0) -> Iterator[str]:
 
 
 def train_tokenizer() -> Tokenizer:
-    """The tokenizer of both checkpoints; the same bytes every time."""
+    """Train the tokenizer of both checkpoints; its bytes are reproducible."""
     return build_tokenizer(training_text(), VOCAB_SIZE)
 
 
 @dataclass(frozen=True)
 class Medium:
-    """What a conversation needs to know of an image or a video: its size in tokens.
+    """Size of an image or a video in tokens.
 
     `stamps` are a video's times in seconds, one per temporal patch; None for an image.
     """
@@ -117,7 +119,7 @@ class Medium:
 
 @dataclass
 class Encoded:
-    """Token ids, what is learned of them, M-RoPE positions and where media tokens stand."""
+    """Token ids, training mask, M-RoPE positions and places of media tokens."""
 
     ids: list[int] = field(default_factory=list)
     learned: list[int] = field(default_factory=list)
@@ -158,10 +160,10 @@ class ChatFormat:
         text_first: bool = False,
         open_end: bool = False,
     ) -> Encoded:
-        """Turn `turns[i]` shows `media[i]` beside its question.
+        """Encode a conversation; turn `turns[i]` shows `media[i]` with its question.
 
-        `text_first` puts the media of a message behind its text; `open_end` ends before the last
-        answer, as a prompt does.
+        `text_first` puts media after the text of their message; `open_end` omits the last answer,
+        as a prompt does.
         """
         out = Encoded()
         if system is not None:
@@ -231,7 +233,7 @@ class ChatFormat:
 
 
 def small_talk_turns(rng: random.Random) -> list[Turn]:
-    """A conversation without any picture."""
+    """Return a conversation without pictures."""
     turns = []
     for _ in range(rng.randint(2, 4)):
         if rng.random() < 0.5:
@@ -243,7 +245,7 @@ def small_talk_turns(rng: random.Random) -> list[Turn]:
 
 
 def stamps_of(frames: Sequence[int], frame_rate: float) -> tuple[float, ...]:
-    """Time of each temporal patch as the processor writes it: the mean of its two frames."""
+    """Return the time of each temporal patch as in the processor: the mean of its two frames."""
     padded = [*frames, frames[-1]] if len(frames) % 2 else list(frames)
     times = [frame / frame_rate for frame in padded]
     return tuple((a + b) / 2 for a, b in zip(times[::2], times[1::2], strict=True))

@@ -92,7 +92,7 @@ def ask_bigger(rng: random.Random, scene: Scene) -> Turn | None:
     if pair is None or pair[0].big == pair[1].big:
         return None
     names = [reference(rng, scene, thing) for thing in pair]
-    # What is found of the first one says all.
+    # One fact about the first thing is enough.
     found = f"the {names[0]} is {'bigger' if pair[0].big else 'smaller'}"
     big, small = names if pair[0].big else reversed(names)
     style = rng.randrange(4)

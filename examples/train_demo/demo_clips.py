@@ -1,6 +1,6 @@
 """Synthetic videos of 4 to 8 seconds.
 
-A video is two sampled frames per second, so that a temporal patch (two frames) is one second.
+Videos are sampled at two frames per second, so a temporal patch (two frames) is one second.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Clip:
 
 
 def draw_clip(rng: random.Random) -> Clip:
-    """A random clip of one of four stories."""
+    """Draw a random clip of one of four stories."""
     story = rng.choice((_motion, _change, _flashes, _sequence))
     seconds = rng.randint(4, 8)
     return story(rng, seconds, rng.choice(FRAME_RATES))
@@ -113,18 +113,18 @@ def _sequence(rng: random.Random, seconds: int, rate: int) -> Clip:
 
 
 def frame_count(clip: Clip) -> int:
-    """Frames of the whole video at its own rate."""
+    """Return the number of frames at the clip's own rate."""
     return clip.seconds * clip.frame_rate
 
 
 def sampled_frames(clip: Clip) -> list[int]:
-    """Indices that the video processor samples: evenly over the whole length, two a second."""
+    """Return the frames that the video processor samples: evenly, two per second."""
     wanted = min(int(clip.seconds * SAMPLE_RATE), frame_count(clip))
     return [int(i) for i in np.linspace(0, frame_count(clip) - 1, wanted).round()]
 
 
 def visible(clip: Clip, frame: int) -> Thing | None:
-    """The thing that frame `frame` (at the clip's own rate) shows, where it is then."""
+    """Return the thing in frame `frame` (at the clip's own rate), at its place in that frame."""
     time = frame / clip.frame_rate
     if clip.story == "motion":
         share = frame / (frame_count(clip) - 1)
@@ -139,7 +139,7 @@ def visible(clip: Clip, frame: int) -> Thing | None:
 
 
 def render_clip(clip: Clip, frames: list[int], height: int, width: int) -> list[Image.Image]:
-    """The given frames as RGB pictures."""
+    """Draw the given frames as RGB pictures."""
     background = render_background(clip.background, height, width)
     pictures: list[Image.Image] = []
     shown: list[Thing | None] = []

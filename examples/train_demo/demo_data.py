@@ -60,8 +60,11 @@ class Slot:
 
 @dataclass
 class Batch:
-    """A training batch. `targets[b, t]` is the token after `ids[b, t]` where it is learned, else
-    IGNORE; `turns[b, t]` is the number of the turn that it answers."""
+    """A training batch.
+
+    `targets[b, t]` is the token after `ids[b, t]` if it is learned, else IGNORE; `turns[b, t]` is
+    the number of its turn.
+    """
 
     kind: str
     ids: Tensor
@@ -85,7 +88,10 @@ class BatchSizes:
 
 
 class BatchMaker:
-    """Makes batches of the kinds "vision", "image", "album", "video" and "text"."""
+    """Makes batches of the kinds "vision", "image", "album", "video" and "text".
+
+    `records` is the share of conversations with one answer in JSON.
+    """
 
     def __init__(
         self,
@@ -95,7 +101,6 @@ class BatchMaker:
         split: str = "train",
         records: float = 0.0,
     ) -> None:
-        """`records` is the share of conversations in which one answer is JSON."""
         self.chat = chat
         self.seed = seed
         self.sizes = sizes or BatchSizes()
@@ -103,7 +108,7 @@ class BatchMaker:
         self.records = records
 
     def make(self, step: int, kind: str, turns: int = 4) -> Batch:
-        """The batch of one training step."""
+        """Make the batch of one training step."""
         rng = random.Random(f"{self.split}:{self.seed}:{step}")
         if kind == "text":
             return self._text(rng)
@@ -209,7 +214,7 @@ class BatchMaker:
         talks: Sequence[list[Turn]],
         shown: Sequence[Shown],
     ) -> None:
-        """Begin and end some talks with a turn whose answer is JSON about what is shown."""
+        """Add a turn with a JSON answer to the start or end of some conversations."""
         for talk, each in zip(talks, shown, strict=False):
             if self.records and rng.random() < self.records:
                 talk.insert(0, make(rng, each))
@@ -244,7 +249,7 @@ def _collate(
     chat: ChatFormat,
     talks: Sequence[Sequence[Turn]],
 ) -> Batch:
-    """Pad at the end; nothing that is learned looks there."""
+    """Pad at the end, where no learned token attends."""
     longest = max((len(sequence.ids) for sequence in encoded), default=0)
     shape = (len(encoded), longest)
     ids = np.full(shape, chat.special["endoftext"], np.int64)

@@ -22,7 +22,7 @@ class GatedRMSNorm(nn.Module):
 
 
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunk: int) -> Tensor:
-    """The gated delta rule from a zero state, in chunks.
+    """Apply the gated delta rule from a zero state, in chunks.
 
     q, k, v [B, H, T, D], decay (log) and beta [B, H, T]; T is a multiple of `chunk`.
     """
@@ -53,8 +53,10 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, ch
 
 
 def _unit_inverse(lower: Tensor) -> Tensor:
-    """(I + lower)^-1 of strictly lower triangular matrices, by doubling: a handful of batched
-    products, far cheaper than that many small triangular solves."""
+    """Invert I + lower for strictly lower triangular matrices by doubling.
+
+    A handful of batched products is far cheaper than many small triangular solves.
+    """
     size = lower.shape[-1]
     identity = torch.eye(size)
     power = -lower
@@ -106,7 +108,7 @@ class GatedDeltaNet(nn.Module):
         return cast(Tensor, self.out_proj(self.norm(out, gate).reshape(batch, length, -1)))
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """Depthwise causal convolution as a sum of shifted products."""
+        """Apply a depthwise causal convolution as a sum of shifted products."""
         kernel = self.shape.conv_kernel
         padded = F.pad(x, (0, 0, kernel - 1, 0))
         length = x.shape[1]

@@ -1,4 +1,4 @@
-"""What drafts are worth on a checkpoint: how many hold, and how much faster answers come."""
+"""Measurement of drafts on a checkpoint: acceptance rate and speed-up."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Asked = tuple[list[dict[str, Any]], SamplingParams]
 
 
 def kinds(checkpoint: Path) -> list[str]:
-    """Where a checkpoint's drafts can come from, as options name it."""
+    """Return the sources of drafts for a checkpoint, as the option names them."""
     config = json.loads((checkpoint / "config.json").read_text())
     layers = config.get("text_config", config).get("mtp_num_hidden_layers")
     return ["suffix", "mtp", "mtp,suffix"] if layers == 1 else ["suffix"]
 
 
 def requests(count: int, seed: int) -> Iterator[Asked]:
-    """Questions about pictures, and half as many for JSON."""
+    """Return questions about pictures, and half as many for JSON."""
     greedy = SamplingParams(temperature=0.0, max_tokens=96)
     for case in islice(image_cases(count, seed), count):
         yield case.messages, greedy
@@ -46,7 +46,7 @@ def requests(count: int, seed: int) -> Iterator[Asked]:
 
 
 def timed(pipe: Pipeline, asked: Asked) -> tuple[Output, float]:
-    """An answer and the seconds that it takes when its prompt is cached: those of decoding."""
+    """Return an answer and its decoding time: the seconds with a cached prompt."""
     messages, params = asked
     pipe.chat(messages, SamplingParams(temperature=0.0, max_tokens=1))
     begin = time.perf_counter()
@@ -55,7 +55,7 @@ def timed(pipe: Pipeline, asked: Asked) -> tuple[Output, float]:
 
 
 def print_drafts(checkpoint: Path, count: int, seed: int) -> None:
-    """Asks everything with and without drafts, in turns, one request at a time."""
+    """Ask everything with and without drafts, alternating, one request at a time."""
     asked = list(requests(count, seed))
     for kind in kinds(checkpoint):
         off, config = (
@@ -63,7 +63,7 @@ def print_drafts(checkpoint: Path, count: int, seed: int) -> None:
         )
         ratios, different = [], 0
         with Pipeline(checkpoint, off) as plain, Pipeline(checkpoint, config) as drafting:
-            for each in chain(asked[:4], asked):  # The first ones warm up.
+            for each in chain(asked[:4], asked):  # The first requests are warm-up.
                 (without, slow), (output, fast) = timed(plain, each), timed(drafting, each)
                 different += output.token_ids != without.token_ids
                 if len(output.token_ids) >= LEAST_TOKENS:

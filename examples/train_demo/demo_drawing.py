@@ -1,4 +1,4 @@
-"""Draws scenes with Pillow."""
+"""Drawing of scenes with Pillow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def render(scene: Scene, height: int, width: int) -> Image.Image:
 
 
 def render_background(background: Background, height: int, width: int) -> Image.Image:
-    """Gradient plus noise in blocks, drawn small and enlarged: cheap at every size."""
+    """Draw a gradient with blocks of noise, small and then enlarged: cheap at every size."""
     rows, columns = min(height, 32), min(width, 32)
     along = np.linspace(0, 1, rows)[:, None] if background.vertical else np.linspace(0, 1, columns)
     share = np.broadcast_to(along, (rows, columns))[..., None]
@@ -93,12 +93,12 @@ def _digit_mask(glyph: int, side: int, hand: Hand) -> Image.Image:
         large = large.transform(
             large.size, Image.Transform.AFFINE, _warp(hand, side / 2), Image.Resampling.BILINEAR
         )
-    # Steeper than the scan: thin strokes keep their colour.
+    # Steeper than the scan, so that thin strokes keep their colour.
     return large.point([min(255, max(0, round((value - hand.ink) * 1.8))) for value in range(256)])
 
 
 def _warp(hand: Hand, middle: float) -> tuple[float, ...]:
-    """The coefficients that take a place in the warped picture to its source."""
+    """Return the coefficients of the map from the warped picture to its source."""
     turn = math.radians(hand.angle)
     cosine, sine = math.cos(turn), math.sin(turn)
     wide, high = hand.stretch

@@ -1,9 +1,9 @@
-"""Turns for training only: many look-ups in few tokens.
+"""Turns for training only, with many lookups in few tokens.
 
-A question costs some twenty tokens and teaches one look-up. A roster goes through all shapes in a
-fixed order and says something of each; a drill names things at random ("The red star: yes, blue
-cross: no") and says something of each, and only what it says is learned. In both the name stands
-right where its look-up starts, which is what made look-ups by name learnable at all.
+A question costs some twenty tokens and teaches one lookup. A roster describes all shapes in a fixed
+order. A drill describes random things ("The red star: yes, blue cross: no"); only the descriptions
+are learned. In both, the name stands right where its lookup starts. That made lookups by name
+learnable at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ITEMS = 7
 
 
 def drill(question: str, items: Sequence[Item]) -> Turn:
-    """ "The star: yes, red cross: no." of which the names are given."""
+    """Return "The star: yes, red cross: no."; the names are given, not learned."""
     parts = [part for name, says in items for part in (f", {name}:", f" {says}")]
     parts[0] = f"The {items[0][0]}:"
     parts[-1] += "."
@@ -30,13 +30,13 @@ def drill(question: str, items: Sequence[Item]) -> Turn:
 
 
 def roster(question: str, says: Callable[[str], list[str]]) -> Turn:
-    """What `says` tells of each kind of shape, "no" where that is nothing."""
+    """Return the description by `says` of each kind of shape, or "no"."""
     parts = [f"{kind}: {' and '.join(says(kind)) or 'no'}" for kind in SHAPES]
     return Turn("roster", question, f"The {', '.join(parts)}.")
 
 
 def picture_drills(rng: random.Random, scene: Scene) -> list[Turn]:
-    """Training turns about one picture."""
+    """Return training turns about one picture."""
     if scene.things[0].kind in DIGITS:
         return [_which_digit(rng, scene.things[0].kind)]
     asked = [_there, _there, _places, _counts]
@@ -72,13 +72,13 @@ def _which_digit(rng: random.Random, digit: str) -> Turn:
 
 
 def some_names(rng: random.Random, things: Sequence[Thing]) -> list[tuple[str, list[Thing]]]:
-    """Names of things, half of them shown, and the things that have each name."""
+    """Return names of things, half of them shown, with the things of each name."""
     names: dict[str, list[Thing]] = {}
     shown = [thing for thing in things if thing.kind in SHAPES]
     for _ in range(ITEMS):
         kind, colour = rng.choice(SHAPES), rng.choice(tuple(COLOURS))
         if shown and rng.random() < 0.8:
-            # Of one thing or of two: both words are right and their pair may be wrong.
+            # Words of one thing or of two: each is right, but the pair may be wrong.
             one = rng.choice(shown)
             kind = one.kind if rng.random() < 0.8 else kind
             colour = one.colour if rng.random() < 0.6 else rng.choice(shown).colour
@@ -139,7 +139,7 @@ def _bigger(rng: random.Random, things: Sequence[Thing]) -> Turn:
 
 
 def album_drills(rng: random.Random, album: Sequence[Scene]) -> list[Turn]:
-    """Training turns about several pictures of one thing each."""
+    """Return training turns about several pictures of one thing each."""
     things = [scene.things[0] for scene in album]
 
     def says(kind: str) -> list[str]:
@@ -179,8 +179,10 @@ def _there_in(rng: random.Random, things: Sequence[Thing]) -> Turn:
 
 
 def clip_drills(rng: random.Random, clip: Clip) -> list[Turn]:
-    """Training turns about a video: what each second shows, which ties the timestamps to the
-    pictures, and what is to be seen at all."""
+    """Return training turns about a video: the content of each second, and of the whole video.
+
+    The former tie timestamps to pictures.
+    """
     if clip.story == "motion":
         return [_there(rng, clip.things)] if rng.random() < 0.3 else []
     parts = []

@@ -1,4 +1,4 @@
-"""The mixture-of-experts block for training, and how it is made from a dense one."""
+"""The mixture-of-experts block for training, and its initialisation from a dense one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Experts(nn.Module):
 class SparseMLP(nn.Module):
     """Top-k routed experts plus a gated shared expert.
 
-    All experts see all tokens and the unrouted ones are multiplied by zero: at these sizes that is
-    quicker than gathering.
+    All experts compute all tokens, and unrouted ones are multiplied by zero: at these sizes that is
+    faster than gathering.
     """
 
     def __init__(self, shape: DemoShape) -> None:
@@ -64,7 +64,7 @@ class SparseMLP(nn.Module):
 
 
 def imbalance(model: nn.Module) -> Tensor:
-    """Mean load-balancing loss over the sparse layers of the last forward; 0 for a dense model."""
+    """Return the mean load-balancing loss of the last forward's sparse layers; 0 if dense."""
     found = [module.imbalance for module in model.modules() if isinstance(module, SparseMLP)]
     return torch.stack(found).mean() if found else torch.zeros(())
 
@@ -72,8 +72,8 @@ def imbalance(model: nn.Module) -> Tensor:
 def upcycle(dense: Mapping[str, Tensor], model: DemoModel) -> None:
     """Fill a sparse model with the weights of a dense one, so that it computes the same.
 
-    The dense block becomes the shared expert, doubled because its gate starts at one half. The
-    experts start random inside and at zero outside: they add what training finds missing.
+    The dense block becomes the shared expert, doubled because its gate starts at one half. Routed
+    experts start with random inner and zero output weights, so they only add to it.
     """
     state = model.state_dict()
     generator = torch.Generator().manual_seed(0)

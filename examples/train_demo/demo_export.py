@@ -27,7 +27,7 @@ CONTEXT = 4096
 
 
 def text_config(shape: DemoShape, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The language model's part of config.json."""
+    """Return the language model's part of config.json."""
     end, pad = token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")
     sparse = bool(shape.experts)
     sizes: dict[str, Any] = {"intermediate_size": shape.intermediate}
@@ -76,7 +76,7 @@ def text_config(shape: DemoShape, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def vision_config(shape: DemoShape) -> dict[str, Any]:
-    """The vision tower's part of config.json."""
+    """Return the vision tower's part of config.json."""
     return {
         "model_type": "qwen3_5_moe_vision" if shape.experts else "qwen3_5_vision",
         "depth": shape.vision_depth,
@@ -95,7 +95,7 @@ def vision_config(shape: DemoShape) -> dict[str, Any]:
 
 
 def model_config(shape: DemoShape, tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json."""
+    """Return config.json."""
     family = "Qwen3_5Moe" if shape.experts else "Qwen3_5"
     return {
         "architectures": [f"{family}ForConditionalGeneration"],
@@ -109,7 +109,7 @@ def model_config(shape: DemoShape, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def weights(model: DemoModel, drafter: Drafter | None) -> dict[str, Tensor]:
-    """bfloat16 weights under their published names."""
+    """Return bfloat16 weights under their published names."""
     found = dict(model.state_dict())
     if drafter is not None:
         found |= {f"mtp.{name}": tensor for name, tensor in drafter.state_dict().items()}

@@ -1,7 +1,7 @@
-"""Training aids: linear heads that must name what is known of every picture token.
+"""Training aids: linear heads that predict the labels of every picture token.
 
-Thrown away afterwards. Labels for every token teach in a few hundred steps what answers alone
-would take many thousands for, because an answer says little about where it went wrong.
+They are discarded after training. Labels for every token teach in a few hundred steps what answers
+alone teach in many thousands, since a wrong answer tells little about its cause.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class CellHeads(nn.Module):
-    """Read what a picture cell shows off its embedding: what the vision tower should tell."""
+    """Predicts the content of a picture cell from its embedding, to train the vision tower."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -41,8 +41,10 @@ class CellHeads(nn.Module):
 
 
 class StoryHeads(nn.Module):
-    """Read which picture of an album or second of a video a token belongs to, and what is new
-    there, off what the last layer reads: there the answers look it up."""
+    """Predicts a token's picture (of an album) or second (of a video), and what is new there.
+
+    The input is that of the last layer, where answers look these facts up.
+    """
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

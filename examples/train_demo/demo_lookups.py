@@ -1,7 +1,7 @@
 """Questions that ask for one property of one thing in a picture.
 
-A question function gets a random generator and what is to be seen and returns a `Turn`, or None
-where its question has no unambiguous answer.
+A question function takes a random generator and the scene and returns a `Turn`, or None if its
+question has no unambiguous answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _unique_colour(rng: random.Random, scene: Scene) -> Thing | None:
 
 
 def reference(rng: random.Random, scene: Scene, thing: Thing) -> str:
-    """Words that name one thing of the scene and no other."""
+    """Return words that name one thing of the scene unambiguously."""
     same_kind = sum(other.kind == thing.kind for other in scene.things)
     short = same_kind == 1 and rng.random() < 0.6
     return thing.kind if short else named(thing)
@@ -98,7 +98,7 @@ def ask_what_where(rng: random.Random, scene: Scene) -> Turn | None:
 
 
 def _place_is_clear(scene: Scene, thing: Thing) -> bool:
-    """Nobody would take "at the left" for another thing that stands at the top left."""
+    """Return True if "at the left" cannot mean another thing at the top left."""
     for other in scene.things:
         if other is thing:
             continue

@@ -1,8 +1,8 @@
 """The Qwen3.5 architecture for training on short, equally long sequences.
 
-Same mathematics and same weight names as the published model (dense and mixture of experts), but
-plain batched tensors: pictures of a batch share one grid, sequences are padded at the end. That is
-several times as fast on a CPU as the general model.
+Mathematics and weight names are those of the published model (dense and mixture of experts), but
+tensors are plain batches: pictures of a batch share one grid, sequences are padded at the end. On a
+CPU that is several times as fast as the general model.
 """
 
 from __future__ import annotations
@@ -99,15 +99,17 @@ class LanguageModel(nn.Module):
         self.norm = RMSNorm(shape.hidden)
 
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings [B, T, hidden] and M-RoPE positions [3, B, T] -> hidden states, and what the
-        last layer reads."""
+        """Map embeddings [B, T, hidden] and M-RoPE positions [3, B, T] to hidden states.
+
+        Returns the input of the last layer as well.
+        """
         cos, sin = self.rotation(positions)
         for layer in self.layers:
             read, x = x, layer(x, cos, sin)
         return self.norm(x), read
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [B, 1, T, rotary dimensions] of M-RoPE positions [3, B, T]."""
+        """Return cosine and sine [B, 1, T, rotary dimensions] of M-RoPE positions [3, B, T]."""
         dims = self.shape.rope_dims
         frequencies = self.shape.rope_theta ** -(torch.arange(0, dims, 2).float() / dims)
         angles = positions[..., None] * frequencies
@@ -149,20 +151,20 @@ class DemoModel(nn.Module):
         return cast(LanguageModel, self.model.language_model)
 
     def see(self, batch: Batch) -> list[Tensor]:
-        """Embeddings [pictures, cells, hidden] of every slot."""
+        """Return embeddings [pictures, cells, hidden] of every slot."""
         return [self.visual(slot.patches, slot.rows, slot.columns) for slot in batch.slots]
 
     def read(self, batch: Batch, seen: list[Tensor]) -> Tensor:
-        """Hidden states [B, T, hidden]."""
+        """Return hidden states [B, T, hidden]."""
         return self.states(batch, seen)[0]
 
     def states(self, batch: Batch, seen: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Hidden states, and what the last layer reads: both [B, T, hidden]."""
+        """Return hidden states and the last layer's input, both [B, T, hidden]."""
         x = self.embedded(batch, seen)
         return cast(tuple[Tensor, Tensor], self.language_model(x, batch.positions))
 
     def embedded(self, batch: Batch, seen: list[Tensor]) -> Tensor:
-        """What the first layer reads, [B, T, hidden]."""
+        """Return the first layer's input, [B, T, hidden]."""
         table = self.language_model.embed_tokens
         x = table(batch.ids)
         if batch.slots:
@@ -173,5 +175,5 @@ class DemoModel(nn.Module):
         return cast(Tensor, x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Tied output projection."""
+        """Apply the tied output projection."""
         return F.linear(hidden, self.language_model.embed_tokens.weight)

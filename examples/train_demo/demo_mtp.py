@@ -1,9 +1,9 @@
-"""The multi-token-prediction layer: drafts the token after next, from what the model has read.
+"""The multi-token-prediction layer, which drafts the token after next.
 
-One attention layer under the published names `mtp.*`. At a token's place it reads that token's
-embedding and the model's last hidden state of the place before (behind the final norm, and at that
-place's position, as vLLM feeds it), and predicts the token that follows. Asked again, it reads its
-own output in place of the hidden state.
+It is one attention layer under the published names `mtp.*`. At each token it takes the token's
+embedding and the model's last hidden state of the previous token (after the final norm, with that
+token's position, as in vLLM) and predicts the next token. For further drafts, its own output
+replaces the hidden state.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class Drafter(nn.Module):
         nn.init.normal_(self.fc.weight, std=0.7 * self.fc.in_features**-0.5)
 
     def forward(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Embeddings of tokens and hidden states before them, both [B, T, hidden] -> what the
-        output projection reads, [B, T, hidden]."""
+        """Map token embeddings and previous hidden states to the output projection's input.
+
+        All are [B, T, hidden].
+        """
         pair = (self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden))
         x = self.fc(torch.cat(pair, dim=-1))
         for layer in self.layers:
@@ -42,8 +44,7 @@ class Drafter(nn.Module):
 
 @dataclass(frozen=True)
 class Reading:
-    """What the model made of a batch. It never changes while the drafter learns, so it is made
-    once and read often."""
+    """The model's outputs for a batch, computed once since only the drafter learns."""
 
     embedded: Tensor
     """[B, T, hidden]: what the first layer reads."""
@@ -58,7 +59,7 @@ class Reading:
 
 @torch.no_grad()
 def reading(model: DemoModel, batch: Batch) -> Reading:
-    """The model's side of a batch."""
+    """Return the model's outputs for a batch."""
     embedded = model.embedded(batch, model.see(batch))
     hidden = model.language_model(embedded, batch.positions)[0]
     turn = model.language_model.rotation(batch.positions)
@@ -66,7 +67,7 @@ def reading(model: DemoModel, batch: Batch) -> Reading:
 
 
 def drafts(drafter: Drafter, read: Reading, depth: int) -> list[Tensor]:
-    """What `drafter` reads out at each place for `depth` tokens in a row.
+    """Return the output of `drafter` at each place for `depth` successive tokens.
 
     Entry d is [B, T - 1 - d, hidden]; its place t predicts token t + d + 2.
     """

@@ -1,7 +1,7 @@
 """Muon for the weight matrices, AdamW for everything else.
 
-Muon (Jordan et al., 2024) takes momentum and replaces it by its nearest orthogonal matrix; on
-these models it needs about half of AdamW's steps.
+Muon (Jordan et al., 2024) replaces the momentum by the nearest orthogonal matrix. On these models
+it needs about half of AdamW's steps.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Approximate U V^T of each matrix [n, rows, columns], by Newton-Schulz iteration in bfloat16,
-    which is exact enough and takes half the time."""
+    """Approximate U V^T of each matrix [n, rows, columns] by Newton-Schulz iteration.
+
+    bfloat16 is accurate enough and takes half the time.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[1] > matrices.shape[2]
     x: Tensor = (matrices.transpose(1, 2) if tall else matrices).bfloat16()
@@ -27,7 +29,7 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised per matrix; leading dimensions (experts) are a batch."""
+    """Momentum, orthogonalised per matrix; leading dimensions (experts) form a batch."""
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Muon(torch.optim.Optimizer):
 def build_optimizers(
     model: nn.Module, *, muon_lr: float, adam_lr: float
 ) -> list[torch.optim.Optimizer]:
-    """Matrices of 16 rows or more, embeddings and the patch projection aside, go to Muon."""
+    """Assign matrices of 16 or more rows to Muon, except embeddings and the patch projection."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Pictures as the processor makes patches of them, and labels of every picture cell."""
+"""Patches of pictures as the processor makes them, and labels of every picture cell."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_PLACES = len(PLACES) + 1
 
 
 def image_size(height: int, width: int) -> tuple[int, int]:
-    """Pixels (height, width) to which the processor resizes a picture of this size."""
+    """Return the size (height, width) to which the processor resizes a picture."""
     high, wide = (max(CELL, round(side / CELL) * CELL) for side in (height, width))
     if high * wide > MEDIA.image_max_pixels:
         shrink = math.sqrt(height * width / MEDIA.image_max_pixels)
@@ -47,7 +47,7 @@ def image_size(height: int, width: int) -> tuple[int, int]:
 
 
 def frame_size(height: int, width: int, frames: int) -> tuple[int, int]:
-    """The same for the frames of a video, whose budget is per frame."""
+    """Return the size (height, width) of a video's frames; the budget is per frame."""
     high, wide = (max(CELL, round(side / CELL) * CELL) for side in (height, width))
     budget = VIDEO_CELLS * CELL * CELL * frames
     even = round(frames / 2) * 2
@@ -58,7 +58,7 @@ def frame_size(height: int, width: int, frames: int) -> tuple[int, int]:
 
 
 def resize(pictures: Sequence[Image.Image], size: tuple[int, int]) -> Tensor:
-    """uint8 [n, 3, height, width], resized as the server does."""
+    """Resize uint8 [n, 3, height, width] as the server does."""
     arrays = np.stack([np.asarray(picture) for picture in pictures])
     pixels = torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous()
     if tuple(pixels.shape[-2:]) == size:
@@ -67,8 +67,10 @@ def resize(pictures: Sequence[Image.Image], size: tuple[int, int]) -> Tensor:
 
 
 def patchify(frames: Tensor) -> Tensor:
-    """uint8 [2 * p, 3, H, W] to float32 [p, H * W / PATCH**2, 3 * 2 * PATCH**2]: normalised
-    patches in spatial-merge order."""
+    """Split uint8 [2 * p, 3, H, W] into normalised patches in spatial-merge order.
+
+    Returns float32 [p, H * W / PATCH**2, 3 * 2 * PATCH**2].
+    """
     count, channels, height, width = frames.shape
     pixels = (frames.float() / 255 - 0.5) / 0.5
     rows, columns = height // CELL, width // CELL
@@ -78,7 +80,7 @@ def patchify(frames: Tensor) -> Tensor:
 
 
 def through_jpeg(picture: Image.Image, quality: int) -> Image.Image:
-    """What lossy compression leaves of a picture."""
+    """Compress a picture with loss and decode it."""
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=quality)
     return Image.open(buffer).convert("RGB")
@@ -86,10 +88,10 @@ def through_jpeg(picture: Image.Image, quality: int) -> Image.Image:
 
 @dataclass
 class CellLabels:
-    """What each cell of some pictures shows: int64 [pictures, cells]; 0 is background.
+    """Content of each cell of some pictures: int64 [pictures, cells]; 0 is background.
 
-    Colour, kind, place and size (1 small, 2 big; 0 too for a thing that is alone) of the thing
-    that covers the cell, and whether its centre lies there.
+    The fields are colour, kind, place and size of the thing in the cell, and whether its centre
+    lies there. Sizes are 1 small and 2 big, and 0 also for a single thing.
     """
 
     colour: Tensor
@@ -100,7 +102,7 @@ class CellLabels:
 
 
 def cell_labels(pictures: Sequence[Sequence[Thing]], rows: int, columns: int) -> CellLabels:
-    """Labels of the cells that things cover or have their centre in."""
+    """Label the cells that things cover or are centred in."""
     shape = (len(pictures), rows * columns)
     colour, kind, place, size, centre = (np.zeros(shape, np.int64) for _ in range(5))
     ys, xs = (np.arange(rows) + 0.5)[:, None], (np.arange(columns) + 0.5)[None]
@@ -123,7 +125,7 @@ def cell_labels(pictures: Sequence[Sequence[Thing]], rows: int, columns: int) ->
 
 @dataclass
 class StoryLabels:
-    """What each picture of an album or second of a video is in its row: int64 [pictures]."""
+    """Content of each picture of an album or second of a video: int64 [pictures]."""
 
     order: Tensor
     """Its number, from 0."""
@@ -134,7 +136,7 @@ class StoryLabels:
 
 
 def story_labels(rows: Sequence[Sequence[Thing | None]]) -> StoryLabels:
-    """Labels of some rows of pictures, each picture with the thing it shows."""
+    """Label rows of pictures, each picture with the thing in it."""
     order, fresh, count = [], [], []
     for row in rows:
         look: tuple[str, str] | None = None
@@ -150,7 +152,7 @@ def story_labels(rows: Sequence[Sequence[Thing | None]]) -> StoryLabels:
 
 
 def sizes_of_one_grid(rng: random.Random, count: int) -> list[tuple[int, int]]:
-    """Source sizes that the processor brings to one grid. Enormous ones are rare, for speed."""
+    """Return source sizes of one common grid. Very large ones are rare, for speed."""
     first = random_size(rng)
     size, sources = image_size(*first), [first]
     ratio = first[0] / first[1]
@@ -179,7 +181,7 @@ def frame_sizes_of_one_grid(rng: random.Random, count: int) -> list[tuple[int, i
 
 
 def noisy(rng: random.Random, patches: Tensor) -> Tensor:
-    """A little sensor noise, so that flat areas do not become a fingerprint."""
+    """Add a little sensor noise, so that flat areas do not become a fingerprint."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     noise = torch.randn(patches.shape, generator=generator)
     return patches + noise * rng.uniform(0, 0.04)

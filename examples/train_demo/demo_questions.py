@@ -1,4 +1,4 @@
-"""Conversations about pictures: which questions are asked how often, descriptions and refusals."""
+"""Conversations about pictures: the mix of questions, descriptions and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from demo_words import (
 
 
 def caption(scene: Scene) -> str:
-    """What the picture shows, in reading order."""
+    """Describe the picture in reading order."""
     parts = []
     for thing in scene.reading_order:
         place = PLACES[thing.row, thing.column]
@@ -111,7 +111,7 @@ IMAGE_QUESTIONS: tuple[tuple[Ask, float], ...] = (
 def pick(
     rng: random.Random, scene: Scene, table: Sequence[tuple[Ask, float]] = IMAGE_QUESTIONS
 ) -> Turn:
-    """A random question that the scene answers."""
+    """Return a random question that the scene answers."""
     asks, weights = zip(*table, strict=True)
     while True:
         turn: Turn | None = rng.choices(asks, weights)[0](rng, scene)
@@ -120,7 +120,7 @@ def pick(
 
 
 def follow_up(rng: random.Random, scene: Scene) -> list[Turn]:
-    """A colour or position question and "And the ...?" about another shape; [] if impossible."""
+    """Return a colour or place question and "And the ...?" about another shape, or []."""
     kinds = [thing.kind for thing in scene.things]
     unique = [thing for thing in shapes_of(scene) if kinds.count(thing.kind) == 1]
     if len(unique) < 2:
@@ -138,7 +138,7 @@ def follow_up(rng: random.Random, scene: Scene) -> list[Turn]:
 
 
 def picture_turns(rng: random.Random, scene: Scene, count: int) -> list[Turn]:
-    """A conversation about one picture for training: `count` questions, a description, drills."""
+    """Return a training conversation about a picture: `count` questions, a description, drills."""
     turns = [pick(rng, scene) for _ in range(count)]
     if rng.random() < 0.35 and count >= 2:
         turns[:2] = follow_up(rng, scene) or turns[:2]

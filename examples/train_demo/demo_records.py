@@ -1,8 +1,7 @@
-"""Turns whose answer is JSON, for grammars that force one: `{"shape": "star", "color": "red"}`.
+"""Turns with a JSON answer, for grammars: `{"shape": "star", "color": "red"}`.
 
-A grammar says which fields there are and of what type, and tells the model nothing of either. What
-the model has to know is what each name asks for, that a string ends, and that a name it never saw
-asks for nothing it can tell: "unknown", 0, false, [].
+A grammar fixes fields and types, but the model does not see it. The model must learn the meaning of
+each field name and to end its strings. Unknown names get "unknown", 0, false or [].
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Fields = dict[str, Any]
 
 
 def picture_record(rng: random.Random, scene: Scene) -> Turn:
-    """JSON about the thing that is asked for, or the first one of the picture, and about all."""
+    """Return JSON about the requested or first thing of the picture, and about all things."""
     thing, question = scene.reading_order[0], rng.choice(ABOUT).format("picture")
     kinds = [other.kind for other in scene.things]
     if rng.random() < 0.3:
@@ -80,7 +79,7 @@ def picture_record(rng: random.Random, scene: Scene) -> Turn:
 
 
 def album_record(rng: random.Random, album: tuple[Scene, ...]) -> Turn:
-    """JSON about several pictures of one thing each."""
+    """Return JSON about several pictures of one thing each."""
     things = [scene.things[0] for scene in album]
     place = rng.randrange(len(things))
     question = f"What is in the {('first', 'second', 'third')[place]} picture?"
@@ -91,7 +90,7 @@ def album_record(rng: random.Random, album: tuple[Scene, ...]) -> Turn:
 
 
 def clip_record(rng: random.Random, clip: Clip) -> Turn:
-    """JSON about a video."""
+    """Return JSON about a video."""
     thing = clip.things[0]
     known: Fields = {rng.choice(CAPTION_NAMES): clip_caption(clip)}
     known[rng.choice(("seconds", "duration", "length"))] = clip.seconds
@@ -104,12 +103,12 @@ def clip_record(rng: random.Random, clip: Clip) -> Turn:
 
 
 def text_record(rng: random.Random, asked: Turn) -> Turn:
-    """JSON without any picture."""
+    """Return JSON without a picture."""
     return record(rng, rng.choice(ABOUT).format("text"), {}, asked)
 
 
 def thing_fields(rng: random.Random, thing: Thing) -> Fields:
-    """What may be asked of one thing, each under one of its names."""
+    """Return the facts about one thing, each under one of its names."""
     known: Fields = {
         rng.choice(KIND_NAMES): thing.kind,
         rng.choice(COLOUR_NAMES): thing.colour,
@@ -130,10 +129,10 @@ def _short(thing: Thing, fields: Sequence[str]) -> Fields:
 
 
 def record(rng: random.Random, question: str, known: Mapping[str, Any], asked: Turn) -> Turn:
-    """Some of what is known and of what is not, in any order.
+    """Combine some known and unknown fields in random order.
 
-    Half of the questions ask for JSON in words, some of them by the fields' names. The other half
-    leave it to the grammar, so that the opening brace is given and not learned.
+    Half of the questions request JSON in words, some with the fields' names. The other half rely on
+    the grammar: the opening brace is given and not learned.
     """
     names = rng.sample(list(known), min(len(known), rng.choice((1, 2, 2, 3, 4))))
     fields = {name: known[name] for name in names}

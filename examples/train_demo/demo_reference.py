@@ -1,6 +1,6 @@
-"""What transformers answers to the same requests, from the same checkpoint files.
+"""Answers of transformers to the same requests, from the same checkpoint files.
 
-Uses the oracle of the tests, which loads processor and model unchanged.
+The oracle of the tests loads processor and model unchanged.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 @torch.no_grad()
 def reference_tokens(checkpoint: Path, case: Case, max_tokens: int) -> list[int]:
-    """Greedy tokens of one case, in float32, end token included."""
-    import oracle  # brings transformers, which only this comparison needs
+    """Return the greedy tokens of one case in float32, including the end token."""
+    import oracle  # Imports transformers, which only this comparison needs.
 
     processor = oracle.processor(checkpoint)
     inputs = _inputs(processor, case)
@@ -52,7 +52,7 @@ def _metadata(part: dict[str, Any]) -> Any:
 
 
 def _plain(case: Case) -> list[dict[str, Any]]:
-    """The messages with their media left out, which the template only counts."""
+    """Return the messages without media, since the template only counts those."""
     found = []
     for message in case.messages:
         content = message["content"]

@@ -1,6 +1,6 @@
 """Synthetic pictures: a few coloured shapes, or one handwritten digit, on a varied background.
 
-Everything is a function of the random generator that is passed in.
+All results depend on the given random generator alone.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ TRAIN_DIGITS = 1500
 
 @dataclass(frozen=True)
 class Hand:
-    """How a handwritten digit differs from its scan: turned (degrees), slanted, stretched (width,
-    height), and the grey at which its ink begins."""
+    """Changes to a scanned digit: rotation (degrees), slant, stretch (width, height) and the grey
+    at which its ink begins."""
 
     angle: float = 0.0
     slant: float = 0.0
@@ -58,8 +58,8 @@ class Hand:
 
 @dataclass(frozen=True)
 class Thing:
-    """One drawn object. Lengths are shares: x of the width, y of the height, radius of the shorter
-    side."""
+    """One drawn object. Lengths are fractions: x of the width, y of the height, radius of the
+    shorter side."""
 
     kind: str
     colour: str
@@ -109,9 +109,9 @@ def _axis_name(share: float) -> str:
 
 
 def draw_scene(rng: random.Random, split: str, *, things: int | None = None) -> Scene:
-    """A scene of 1-4 shapes, or (one in five) of one digit.
+    """Draw a scene of 1-4 shapes, or (one in five) of one digit.
 
-    `split` is "train" or "test": the digits of the two are other people's handwriting.
+    `split` is "train" or "test"; their digits come from different writers.
     """
     if things is None and rng.random() < 0.2:
         return with_background(rng, (random_digit(rng, split),))
@@ -122,7 +122,7 @@ def draw_scene(rng: random.Random, split: str, *, things: int | None = None) -> 
 
 
 def random_single(rng: random.Random) -> Thing:
-    """A shape alone: anywhere, and large if it stands in the middle."""
+    """Draw a single shape: anywhere, and large if it is in the middle."""
     column, row = rng.choice(tuple(AXIS_RANGES)), rng.choice(tuple(AXIS_RANGES))
     if rng.random() < 0.3:
         column = row = "mid"
@@ -131,7 +131,7 @@ def random_single(rng: random.Random) -> Thing:
 
 
 def random_digit(rng: random.Random, split: str) -> Thing:
-    """A handwritten digit, mostly in the middle."""
+    """Draw a handwritten digit, mostly in the middle."""
     labels = digits()[1]
     start, end = (0, TRAIN_DIGITS) if split == "train" else (TRAIN_DIGITS, len(labels))
     glyph = rng.randrange(start, end)
@@ -140,7 +140,7 @@ def random_digit(rng: random.Random, split: str) -> Thing:
         column, row = rng.choice(tuple(AXIS_RANGES)), rng.choice(tuple(AXIS_RANGES))
     radius = rng.uniform(0.25, 0.42) if column == row == "mid" else rng.uniform(0.17, 0.19)
     thing = _thing(rng, str(labels[glyph]), rng.choice(tuple(COLOURS)), (column, row), radius)
-    # Other hands for training only, which has few writers to learn from.
+    # Only training varies the handwriting, since it has few writers.
     return replace(thing, glyph=glyph, hand=_random_hand(rng) if split == "train" else Hand())
 
 
@@ -154,7 +154,7 @@ def _random_hand(rng: random.Random) -> Hand:
 
 
 def random_group(rng: random.Random, count: int) -> tuple[Thing, ...]:
-    """Two to four shapes that do not touch; no two of one kind *and* colour."""
+    """Draw two to four separate shapes; no two share kind *and* colour."""
     while True:
         group = _group(rng, count)
         if all(not _touch(a, b) for i, a in enumerate(group) for b in group[:i]):
@@ -162,7 +162,7 @@ def random_group(rng: random.Random, count: int) -> tuple[Thing, ...]:
 
 
 def _touch(a: Thing, b: Thing) -> bool:
-    """Whether two things would touch in a square picture."""
+    """Return True if two things would touch in a square picture."""
     return math.hypot(a.x - b.x, a.y - b.y) < 1.02 * (a.radius + b.radius)
 
 
@@ -194,7 +194,7 @@ def _thing(
     big: bool = True,
     jitter: float = 1.0,
 ) -> Thing:
-    """A thing in a cell; `jitter` is the share of the cell's range that is used."""
+    """Draw a thing in a cell; `jitter` is the used fraction of the cell's range."""
     x, y = (_within(rng, AXIS_RANGES[name], jitter) for name in cell)
     return Thing(kind, colour, x, y, radius, big, angle=rng.uniform(-10, 10))
 
@@ -212,7 +212,7 @@ def with_background(rng: random.Random, things: tuple[Thing, ...]) -> Scene:
 
 
 def random_background(rng: random.Random, used: set[str]) -> Background:
-    """White, black, or a dull colour or gradient, far from every used colour."""
+    """Choose white, black, or a dull colour or gradient, far from every used colour."""
     colours = [COLOURS[name] for name in used]
     plain = rng.random()
     if plain < 0.2 and "white" not in used:
@@ -247,7 +247,7 @@ def _distance(a: RGB, b: RGB) -> float:
 
 
 def random_size(rng: random.Random) -> tuple[int, int]:
-    """(height, width) of a picture, 64 to 640 pixels; small ones are the most frequent."""
+    """Draw the size (height, width) of a picture, 64 to 640 pixels, mostly small."""
     base = round(math.exp(rng.uniform(math.log(64), math.log(640))))
     ratio = math.exp(rng.uniform(-0.65, 0.65)) if rng.random() < 0.5 else 1.0
     height = round(base * math.sqrt(ratio))
@@ -257,7 +257,7 @@ def random_size(rng: random.Random) -> tuple[int, int]:
 
 @functools.cache
 def digits() -> tuple[Any, Any]:
-    """scikit-learn's handwritten digits: images uint8 [1797, 8, 8] of 0-255, labels [1797]."""
+    """Return scikit-learn's digits: images uint8 [1797, 8, 8] of 0-255, labels [1797]."""
     from sklearn.datasets import load_digits
 
     data = load_digits()

@@ -1,4 +1,4 @@
-"""Held-out requests for JSON of a schema, of which the model is told nothing but the question."""
+"""Held-out requests for JSON of a schema that the model does not see."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SchemaCase:
 
 
 def of(**properties: Any) -> dict[str, Any]:
-    """The schema that pydantic makes of a class with these fields."""
+    """Return pydantic's schema of a class with these fields."""
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
@@ -37,7 +37,7 @@ TEXT, WHOLE, YES = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
 
 
 def schema_cases(count: int, seed: int = 0) -> Iterator[SchemaCase]:
-    """`count` requests about pictures of other seeds and other people's digits."""
+    """Yield `count` requests about pictures from held-out seeds and writers."""
     for number in range(count):
         rng = random.Random(f"schema:{seed}:{number}")
         scene = draw_scene(rng, "test")

@@ -176,7 +176,7 @@ CLIP_QUESTIONS: dict[str, tuple[tuple[AskClip, float], ...]] = {
 
 
 def clip_caption(clip: Clip) -> str:
-    """What happens in the video."""
+    """Describe the events of the video."""
     thing = clip.things[0]
     if clip.story == "motion":
         way = clip.direction
@@ -197,14 +197,14 @@ def clip_caption(clip: Clip) -> str:
 
 
 def pick_clip(rng: random.Random, clip: Clip) -> Turn:
-    """A random question that the clip answers."""
+    """Return a random question that the clip answers."""
     asks, weights = zip(*CLIP_QUESTIONS[clip.story], strict=True)
     turn: Turn = rng.choices(asks, weights)[0](rng, clip)
     return Turn(turn.kind, casual(rng, turn.question), turn.answer)
 
 
 def clip_turns(rng: random.Random, clip: Clip, count: int) -> list[Turn]:
-    """A conversation about one video for training: `count` questions, a description, drills."""
+    """Return a training conversation about a video: `count` questions, a description, drills."""
     turns = [pick_clip(rng, clip) for _ in range(count)]
     wordings = ("Describe the video.", "What happens in the video?", "What happens?")
     described = Turn("video description", casual(rng, rng.choice(wordings)), clip_caption(clip))

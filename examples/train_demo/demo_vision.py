@@ -93,7 +93,7 @@ class Vision(nn.Module):
         return cast(Tensor, self.merger(x))
 
     def _position(self, row: Tensor, column: Tensor, rows: int, columns: int) -> Tensor:
-        """The learned grid, resampled bilinearly with aligned corners."""
+        """Resample the learned grid bilinearly with aligned corners."""
         side = self.shape.vision_grid
         grid = self.pos_embed.weight.view(1, side, side, -1).permute(0, 3, 1, 2)
         size = (rows * self.shape.merge, columns * self.shape.merge)
@@ -109,7 +109,7 @@ class Vision(nn.Module):
 
 
 def _merge_order(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Row and column of every patch, in spatial-merge order."""
+    """Return row and column of every patch in spatial-merge order."""
     row = torch.arange(rows * merge)[:, None].expand(-1, columns * merge)
     column = torch.arange(columns * merge)[None].expand(rows * merge, -1)
     ordered = [

@@ -1,4 +1,4 @@
-"""Words and sentences that questions and answers are made of."""
+"""Words and sentences of questions and answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_PICTURE = "I see no picture."
 
 @dataclass(frozen=True)
 class Turn:
-    """One question, its answer and the kind under which accuracy is counted."""
+    """One question, its answer and its kind for accuracy by kind."""
 
     kind: str
     question: str
@@ -46,12 +46,12 @@ class Turn:
 
     @property
     def pieces(self) -> tuple[str, ...]:
-        """What is learned or given as one: the parts, or the answer as a whole."""
+        """Return the units of learning: the parts, or the answer as a whole."""
         return self.parts or (self.answer,)
 
 
 def color(rng: random.Random) -> str:
-    """One of the two spellings."""
+    """Return one of the two spellings."""
     return rng.choice(("color", "colour"))
 
 
@@ -64,7 +64,7 @@ def with_article(phrase: str) -> str:
 
 
 def named(thing: Thing) -> str:
-    """Colour and kind: "red star", "blue 7"."""
+    """Return colour and kind: "red star", "blue 7"."""
     return f"{thing.colour} {thing.kind}"
 
 
@@ -73,7 +73,7 @@ def sentence(text: str) -> str:
 
 
 def casual(rng: random.Random, question: str) -> str:
-    """Sometimes written as people type: without the capital, the question mark, or both."""
+    """Drop the capital, the question mark or both now and then, as people do."""
     style = rng.random()
     if style < 0.08:
         question = question[0].lower() + question[1:]
@@ -83,18 +83,17 @@ def casual(rng: random.Random, question: str) -> str:
 
 
 def is_colour(thing: Thing) -> str:
-    """The answer that names the thing again: its name stands right before the colour, and so finds
-    the thing in the picture a second time."""
+    """Return an answer that names the thing right before its colour, for a second lookup."""
     return f"The {thing.kind} is {thing.colour}."
 
 
 def is_where(name: str, place: str) -> str:
-    """The same for a place."""
+    """Return such an answer for a place."""
     return f"The {name} is {'in' if place == 'middle' else 'at'} the {place}."
 
 
 def is_so(what: str, true: bool) -> str:
-    """The same for yes and no: "A red star: yes." """
+    """Return such an answer for yes and no, as in "A red star: yes"."""
     return sentence(f"{what}: {yes_no(true)}")
 
 

@@ -19,7 +19,7 @@ def plain(colour: RGB) -> Background:
 
 
 def write_video(path: Path, frames: Sequence[Image.Image], frame_rate: int) -> None:
-    """An H.264 file of some frames."""
+    """Write frames as an H.264 file."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=frame_rate)
         stream.width, stream.height = frames[0].size

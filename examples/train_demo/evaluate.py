@@ -1,10 +1,10 @@
-"""How often the demo checkpoints are right, by kind of question:
+"""Measure the accuracy of the demo checkpoints by kind of question:
 `python examples/train_demo/evaluate.py demo demo-moe`.
 
-Greedy, through `vlm_serve.Pipeline`, on pictures and videos from seeds never trained on. The
-output is the same every time. `--compare` asks everything again without prefix caching, and some of
-it of transformers, and counts the answers that differ in any token. `--drafts` says how many drafts
-hold and what they are worth, by where they come from.
+Answers are greedy, through `vlm_serve.Pipeline`, about pictures and videos of held-out seeds, and
+the output is reproducible. `--compare` repeats everything without prefix caching, and a part with
+transformers, and counts answers with any different token. `--drafts` reports acceptance and
+speed-up of drafts by source.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from vlm_serve import Pipeline, SamplingParams
 from vlm_serve.config import EngineConfig
 from vlm_serve.structured_outputs import StructuredOutputs
 
-# Requests at a time: few enough that the videos of a batch fit into memory.
+# Concurrent requests, few enough for the videos of a batch to fit into memory.
 BATCH = 16
 MAX_TOKENS = 96
-# Requests that --compare also asks of transformers.
+# Requests of --compare to transformers.
 REFERENCES = 200
 BUILT_IN = {"demo": "dense", "demo-moe": "moe"}
 
@@ -47,7 +47,7 @@ def batched(cases: Iterable[AnyCase]) -> Iterator[list[AnyCase]]:
 
 
 def answers(pipe: Pipeline, cases: Iterable[Case]) -> Iterator[tuple[Case, str, list[int]]]:
-    """Each case with the model's answer as text and tokens."""
+    """Yield each case with the model's answer as text and tokens."""
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     for batch in batched(cases):
         outputs = pipe.chat_many([case.messages for case in batch], greedy)
@@ -56,7 +56,7 @@ def answers(pipe: Pipeline, cases: Iterable[Case]) -> Iterator[tuple[Case, str, 
 
 
 def filled(pipe: Pipeline, cases: Iterable[SchemaCase]) -> Iterator[tuple[SchemaCase, Any]]:
-    """Each case with what the model's JSON says; None if it ran into the limit."""
+    """Yield each case with the model's parsed JSON; None if the answer reached the limit."""
     for batch in batched(cases):
         wanted = [
             SamplingParams(
@@ -84,7 +84,7 @@ def evaluate_schemas(model: str, count: int, seed: int, config: EngineConfig) ->
 
 
 def fields_right(case: SchemaCase, found: Any) -> list[bool]:
-    """Of each field that the picture tells, whether it says so."""
+    """Return the correctness of each field that the picture determines."""
     return [(found or {}).get(name) == value for name, value in case.known.items()]
 
 
@@ -127,14 +127,14 @@ def evaluate(
 
 
 def directory(model: str) -> Path:
-    """Of a built-in checkpoint, or any."""
+    """Return the directory of a built-in or any other checkpoint."""
     if model in BUILT_IN:
         return Path(vlm_serve.__file__).parent / "demo" / BUILT_IN[model]
     return Path(model)
 
 
 def compare_with_transformers(model: str, images: int, videos: int, seed: int) -> None:
-    """Ask transformers one case in so many that 200 are asked in all, of all media kinds."""
+    """Ask transformers about every n-th case, 200 in all, of all media kinds."""
     checkpoint = directory(model)
     every = max(1, (images + videos) // REFERENCES)
     cases = [*islice(image_cases(images, seed), 0, None, every)]

@@ -1,9 +1,9 @@
 """Teach a trained demo checkpoint to fill JSON:
 `python examples/train_demo/finish.py CHECKPOINT OUT`.
 
-The last step of the recipe, for the dense checkpoint and for the mixture of experts alike. Goes on
-from the weights as they are shipped, on all kinds of conversations at a low rate, of which a share
-has one answer in JSON.
+This is the last step of the recipe, for both the dense checkpoint and the mixture of experts. It
+continues from the checkpoint's weights at a low rate, on all kinds of conversations. A share of
+them has one answer in JSON.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ RECORDS = 0.8
 
 
 def load(checkpoint: Path, chat: ChatFormat) -> Trainee:
-    """The checkpoint's model in float32, without a layer that drafts; the training aids are new and
-    not used."""
+    """Load the checkpoint's model in float32, without its drafting layer.
+
+    The training aids are new and unused.
+    """
     config = json.loads((checkpoint / "config.json").read_text())
     shape = DemoShape(vocab=chat.tokenizer.get_vocab_size())
     model = Trainee(replace(shape, experts=config["text_config"].get("num_experts", 0)))
@@ -38,7 +40,7 @@ def load(checkpoint: Path, chat: ChatFormat) -> Trainee:
 
 
 def held_out_records(chat: ChatFormat, count: int) -> list[Batch]:
-    """Conversations with JSON in them, from other seeds and other people's digits."""
+    """Return conversations with JSON from held-out seeds and writers."""
     sizes = BatchSizes(image=48, album=24, video=24)
     maker = BatchMaker(chat, SEED + 4, sizes, split="test", records=1.0)
     kinds = ("image", "album", "video", "text")

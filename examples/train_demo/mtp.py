@@ -1,9 +1,8 @@
 """Train the layer that drafts: `python examples/train_demo/mtp.py CHECKPOINT OUT`.
 
-The model itself stays as it is, so a fixed set of conversations is read once and learned from
-often. Answers are what is drafted, so answers are what is learned: not the answer that was drawn
-but what the model itself thinks of each next token, two in a row. Prints how many drafts of
-held-out answers a greedy model accepts, by position.
+The model stays fixed, so its outputs for a set of conversations are computed once. The layer learns
+the model's own distribution of each next token of the answers, two in a row, since only answers are
+drafted. Prints the acceptance rate of drafts of held-out answers by position.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SIZES = BatchSizes(image=10, album=7, video=5, text=10)
 
 
 def loss(model: DemoModel, drafter: Drafter, read: Reading, depth: int) -> Tensor:
-    """Cross-entropy of the drafts of the answers' tokens with the model's own distributions."""
+    """Return the cross-entropy of drafted answer tokens with the model's own distributions."""
     total = torch.zeros(())
     for step, state in enumerate(drafts(drafter, read, depth), 1):
         learned = read.answers[:, step:]
@@ -44,7 +43,7 @@ def loss(model: DemoModel, drafter: Drafter, read: Reading, depth: int) -> Tenso
 
 @torch.no_grad()
 def accepted(model: DemoModel, drafter: Drafter, readings: list[Reading]) -> list[float]:
-    """Share of drafts that equal the model's own choice, by position, if all before them did."""
+    """Return the share of accepted drafts by position; a draft needs all before it accepted."""
     right, asked = [0] * CHECKED, [0] * CHECKED
     for read in readings:
         choices = model.logits(read.hidden).argmax(-1)
@@ -65,8 +64,10 @@ def print_accepted(model: DemoModel, drafter: Drafter, readings: list[Reading]) 
 
 
 def train(model: DemoModel, drafter: Drafter, readings: list[Reading], steps: int) -> None:
-    """The first half of the steps learns one token, the rest two in a row. The last `HELD` readings
-    are not learned but checked."""
+    """Train on one token in the first half of the steps, on two in a row after it.
+
+    The last `HELD` readings are held out for checks.
+    """
     learned, checks = readings[:-HELD], readings[-HELD:]
     peaks = (0.02, 0.003)
     optimizers = build_optimizers(drafter, muon_lr=peaks[0], adam_lr=peaks[1])
@@ -91,7 +92,7 @@ def train(model: DemoModel, drafter: Drafter, readings: list[Reading], steps: in
 
 
 def read_all(model: DemoModel, chat: ChatFormat, batches: int) -> list[Reading]:
-    """Readings of `batches` to learn from, and of `HELD` to check."""
+    """Return readings of `batches` to learn from, and of `HELD` to check."""
     maker = BatchMaker(chat, SEED + 5, SIZES, records=RECORDS / 2)
     plan = Plan(maker, batches, warm=0, single=0, mixed=batches)
     held = BatchMaker(chat, SEED + 1, SIZES, split="test", records=RECORDS / 2)

@@ -1,8 +1,8 @@
 """Train the dense demo checkpoint: `python examples/train_demo/train.py OUT`.
 
-Fixed seeds; two CPU cores. Prints the learning curve, saves its state regularly to `OUT/state.pt`
-(a run that finds one goes on from there) and at the end a checkpoint that transformers and
-vlm-serve load.
+Seeds are fixed; it uses two CPU cores. It prints the learning curve, saves its state regularly to
+`OUT/state.pt` (and resumes from one). At the end it writes a checkpoint for transformers and
+vlm-serve.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ class Trainee(nn.Module):
 
 
 class Plan(Dataset[Batch]):
-    """The kind of batch of every step: pictures alone, then questions about one picture, then
-    everything; in the end a quarter are pictures alone again, since they are cheap and what is
-    left to learn is to see."""
+    """The kind of batch of every step.
+
+    Pictures alone come first, then questions about one picture, then everything. In the end a
+    quarter are pictures alone again: they are cheap, and vision is left to learn.
+    """
 
     def __init__(self, maker: BatchMaker, steps: int, warm: int, single: int, mixed: int) -> None:
         self.maker = maker
@@ -68,7 +70,7 @@ class Plan(Dataset[Batch]):
 
 
 def losses(model: Trainee, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the answers and of the training aids' labels."""
+    """Return the cross-entropy of the answers and of the training aids' labels."""
     seen = model.demo.see(batch)
     cells = model.cells.loss(batch, seen)
     if batch.kind == "vision":
@@ -81,8 +83,10 @@ def losses(model: Trainee, batch: Batch) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def accuracy(model: Trainee, batches: list[Batch]) -> dict[str, tuple[int, int]]:
-    """Right and asked answers by kind. An answer counts if every token is the most likely one,
-    which is what greedy decoding would have produced."""
+    """Count right and all answers by kind.
+
+    An answer is right if each token is the most likely one, as in greedy decoding.
+    """
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for batch in batches:
         hidden = model.demo.read(batch, model.demo.see(batch))
@@ -96,12 +100,12 @@ def accuracy(model: Trainee, batches: list[Batch]) -> dict[str, tuple[int, int]]
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Share of the peak: a short warm-up, a plateau, and a linear way down over the last half."""
+    """Return the share of the peak: warm-up, plateau, and linear decay over the last half."""
     return min(1.0, (step + 1) / 40, 2 * (steps - step) / steps)
 
 
 def held_out(chat: ChatFormat, count: int) -> list[Batch]:
-    """Conversations from other seeds and other people's digits."""
+    """Return conversations from held-out seeds and writers."""
     maker = BatchMaker(chat, SEED + 1, BatchSizes(image=48, album=24, video=24), split="test")
     kinds = ("image", "image", "album", "video")
     return [maker.make(i, kinds[i % 4], turns=3) for i in range(count)]
@@ -127,7 +131,7 @@ def train(
     aid_weight: float,
     report_every: int,
 ) -> None:
-    """Run the plan, or what is left of it."""
+    """Run the plan, or the rest of it after a resume."""
     optimizers = build_optimizers(model, muon_lr=muon_lr, adam_lr=adam_lr)
     begin, state_path = 0, out / "state.pt"
     if state_path.exists():
@@ -183,7 +187,7 @@ def save_state(
 
 
 def load_tokenizer(out: Path) -> Tokenizer:
-    """The tokenizer of an earlier run of the recipe, or a new one: they are equal."""
+    """Return the tokenizer of an earlier run or train a new one; both are equal."""
     path = out / "tokenizer.json"
     if not path.exists():
         out.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import pytest
 from other_user import mode, umask
 
 import vlm_serve
-from vlm_serve.deploy.ray_folder import LONGEST, PREFIX, RayFolder, remove_left
+from vlm_serve.deploy.ray_folder import LONGEST, PREFIX, RayFolder, remove_leftovers
 
 OWNER = """
 import os, sys
@@ -61,7 +61,7 @@ def test_only_what_was_left_is_removed(temporary: Path) -> None:
     (temporary / f"{PREFIX}file").touch()
     (temporary / f"{PREFIX}link").symlink_to(others)
     with owner() as (killed, left), owner() as (_, kept):
-        remove_left()
+        remove_leftovers()
         assert (left / "file").exists() and (kept / "file").exists()
         killed.kill()
         killed.wait()

@@ -19,7 +19,7 @@ from vlm_serve.errors import EngineClosedError, EngineError
 from vlm_serve.eval.command import report_on
 from vlm_serve.eval.longbench import LongBenchOptions, longbench_parts
 from vlm_serve.eval.longbench_data import read_items
-from vlm_serve.eval.replies import Part
+from vlm_serve.eval.replies import BenchmarkPart
 from vlm_serve.eval.report import Subject
 from vlm_serve.eval.sides import run_sides
 
@@ -75,7 +75,7 @@ def run(fault: str, part: str, output: Path, *, with_caching: bool = False) -> i
         return pipe
 
     options = LongBenchOptions((part,), ("greedy",), max_tokens=4)
-    parts: list[Part] = list(longbench_parts(read_items(SAMPLE, 3), options))
+    parts: list[BenchmarkPart] = list(longbench_parts(read_items(SAMPLE, 3), options))
     subject = Subject("LongBench v2", "demo", SAMPLE, {"note": "<made> for & tests"})
     return report_on(subject, run_sides(open_side, parts), output)
 

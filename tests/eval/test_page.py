@@ -11,7 +11,7 @@ import pytest
 from vlm_serve.eval.comparing import compare
 from vlm_serve.eval.page import page
 from vlm_serve.eval.plots import Bars, draw, shown
-from vlm_serve.eval.replies import Answer, Reply, Run, Tokens
+from vlm_serve.eval.replies import Completion, Reply, Run, Tokens
 from vlm_serve.eval.report import Subject, make_report, status_of
 
 
@@ -19,7 +19,7 @@ def run(texts: list[str], cached: int, seconds: float) -> Run:
     replies = tuple(
         Reply(
             f"item {number}",
-            (Answer(text, "stop", (number,)),),
+            (Completion(text, "stop", (number,)),),
             chosen=text,
             expected="yes",
             right=text == "yes",

@@ -257,7 +257,7 @@ def test_nowhere_to_keep_it(sources: Path, monkeypatch: pytest.MonkeyPatch) -> N
     native_library._load.cache_clear()
     monkeypatch.setenv(native_build.APART, "")
     monkeypatch.setattr(tempfile, "tempdir", "/proc/no/such/folder")
-    monkeypatch.setattr(temporary_folder, "FURTHER", ())
+    monkeypatch.setattr(temporary_folder, "FALLBACKS", ())
     with pytest.raises(BuildError, match="/proc"):
         load()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlm_serve.options import normalise_all, option, refuse
+from vlm_serve.options import normalise_all, refuse, section
 
-_REPLICAS = "replicas"
+_replicas = section("replicas")
 
 
 @dataclass(frozen=True)
@@ -14,47 +14,29 @@ class DeployConfig:
     """Options of a deployment, validated together on construction.
 
     Raises:
-        ConfigError: names every option with a bad value, not only the first one.
+        ConfigError: names every invalid option, not only the first one.
     """
 
-    replicas: int = option(
-        2,
-        "number of engines, each with its own weights and cache",
-        group=_REPLICAS,
-        kind="int",
-        low=1,
-        high=256,
+    replicas: int = _replicas(
+        2, "number of engines, each with its own weights and cache", low=1, high=256
     )
-    max_replicas: int | None = option(
+    max_replicas: int | None = _replicas(
         None,
         "scale up to this many replicas while prompts wait, and down again",
-        group=_REPLICAS,
-        kind="int",
         low=1,
         high=256,
         default_text="none: no scaling",
     )
-    target_queued_tokens: int = option(
-        16_384,
-        "prompt tokens of open requests per replica that scaling aims at",
-        group=_REPLICAS,
-        kind="int",
-        low=1,
+    target_queued_tokens: int = _replicas(
+        16_384, "target for scaling: prompt tokens of open requests per replica", low=1
     )
-    silence_timeout: float = option(
+    silence_timeout: float = _replicas(
         10.0,
-        "seconds of silence after which a replica's requests move to another one",
-        group=_REPLICAS,
-        kind="float",
+        "seconds without a heartbeat until a replica's requests move to another replica",
         low=2.0,
         metavar="SECONDS",
     )
-    without_keys: bool = option(
-        False,
-        "allow listening beyond loopback without API keys",
-        group=_REPLICAS,
-        kind="bool",
-    )
+    without_keys: bool = _replicas(False, "allow listening beyond loopback without API keys")
 
     def __post_init__(self) -> None:
         refuse(normalise_all(self))
@@ -64,5 +46,5 @@ class DeployConfig:
 
     @property
     def most(self) -> int:
-        """Largest number of replicas."""
+        """The largest number of replicas."""
         return self.max_replicas or self.replicas

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import vlm_serve
-from vlm_serve import temporary_folder
+from vlm_serve import child, temporary_folder
 from vlm_serve.temporary_folder import TemporaryFolder
 
 PREFIX = "vlm-serve-ray-"
@@ -44,11 +43,10 @@ class RayFolder(TemporaryFolder):
         """
         path = Path(self.path, "start")
         path.mkdir(0o700)
-        package = Path(vlm_serve.__file__).resolve().parent
-        (path / vlm_serve.__name__).symlink_to(package)
+        (path / child.PACKAGE).symlink_to(child.PACKAGE_FOLDER)
         return str(path)
 
 
-def remove_left() -> None:
+def remove_leftovers() -> None:
     """Remove the folders of this user's processes that ended without doing so."""
-    temporary_folder.remove_left(PREFIX)
+    temporary_folder.remove_leftovers(PREFIX)

@@ -1,2 +1,1 @@
-"""Evaluation: the same questions asked with and without prefix caching, and every pair of answers
-compared (docs/evaluation.md)."""
+"""Evaluation: compare answers with and without prefix caching (docs/evaluation.md)."""

@@ -1,11 +1,11 @@
-"""What the options of `vlm-serve eval` choose among."""
+"""Choices of the options of `vlm-serve eval`."""
 
 from __future__ import annotations
 
 PARTS = ("direct", "two-turn", "two-turn-omitting", "scoring")
-"""Of LongBench v2."""
+"""Parts of LongBench v2."""
 DEFAULT_PARTS = ("direct", "two-turn", "scoring")
 DECODING = ("greedy", "seeded")
-"""How answers are sampled."""
+"""Decoding of answers."""
 THROUGH = ("server", "pipeline")
-"""How lmms-eval asks the model."""
+"""Interfaces between lmms-eval and the model."""

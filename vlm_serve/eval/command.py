@@ -1,4 +1,4 @@
-"""`vlm-serve eval`: reads the questions, asks both sides, writes the report."""
+"""`vlm-serve eval`: read the questions, ask both sides, write the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS, THROUGH
 from vlm_serve.eval.comparing import Comparison
 from vlm_serve.eval.longbench import LongBenchOptions, longbench_parts
 from vlm_serve.eval.longbench_data import find_data, read_items
-from vlm_serve.eval.replies import Part
+from vlm_serve.eval.replies import BenchmarkPart
 from vlm_serve.eval.report import Subject, check_output, make_report, status_of, write_report
 from vlm_serve.eval.sides import opener_of, run_sides
 from vlm_serve.eval.video import VideoOptions, video_parts
@@ -25,10 +25,10 @@ from vlm_serve.options import format_size, options_of
 
 
 def evaluate(options: argparse.Namespace, model: str, config: EngineConfig) -> int:
-    """Runs a benchmark; returns the exit status: 0, or as `report.status_of` says.
+    """Run a benchmark and return the exit status, see `report.status_of`.
 
     Raises:
-        ConfigError: options or files that cannot be used.
+        ConfigError: invalid options or files.
         CheckpointError, EngineClosedError, EvaluationError: see `run_sides` and `compare_lmms`.
     """
     check_output(options.output)
@@ -42,7 +42,7 @@ def evaluate(options: argparse.Namespace, model: str, config: EngineConfig) -> i
     read = {"longbench": _longbench, "video": _video}[options.benchmark]
     try:
         title, data, parts = read(options)
-    except InvalidRequestError as error:  # of sampling
+    except InvalidRequestError as error:  # Invalid sampling options.
         raise ConfigError(error.message, param=error.param) from None
     subject = Subject(title, model, data, _asked(options) | _shown(config))
     compared = run_sides(opener_of(model, config), parts, options.concurrency)
@@ -50,9 +50,9 @@ def evaluate(options: argparse.Namespace, model: str, config: EngineConfig) -> i
 
 
 def report_on(subject: Subject, compared: Iterable[Comparison], output: Path) -> int:
-    """Writes the report and says the outcome; returns the exit status.
+    """Write the report, print the verdict and return the exit status.
 
-    Raises ConfigError if it cannot be written.
+    Raises ConfigError if the report cannot be written.
     """
     report = make_report(subject, list(compared))
     write_report(report, output)
@@ -82,7 +82,7 @@ def _lmms(
     return subject, compare_lmms(model, config, _changed(config), how)
 
 
-def _longbench(options: argparse.Namespace) -> tuple[str, Path, list[Part]]:
+def _longbench(options: argparse.Namespace) -> tuple[str, Path, list[BenchmarkPart]]:
     data = find_data(options.data)
     items = read_items(data, options.limit)
     how = LongBenchOptions(
@@ -96,7 +96,7 @@ def _longbench(options: argparse.Namespace) -> tuple[str, Path, list[Part]]:
     return "LongBench v2", data, list(longbench_parts(items, how))
 
 
-def _video(options: argparse.Namespace) -> tuple[str, Path, list[Part]]:
+def _video(options: argparse.Namespace) -> tuple[str, Path, list[BenchmarkPart]]:
     data = Path(options.data)
     items = read_videos(data, options.limit)
     how = VideoOptions(_decoding(options), options.max_tokens, options.temperature, options.seed)
@@ -108,7 +108,7 @@ def _decoding(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
-    """How the questions are asked, as the report has it."""
+    """Return the settings of the questions for the report."""
     asked = {"decoding": ", ".join(_decoding(options)), "max_tokens": options.max_tokens}
     if options.benchmark == "longbench":
         asked["reasoning_tokens"] = options.reasoning_tokens
@@ -118,14 +118,14 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _changed(config: EngineConfig) -> dict[str, Any]:
-    """The engine's options that are not as they are by themselves."""
+    """Return the engine's options that differ from their defaults."""
     values = {each.name: getattr(config, each.name) for each in options_of(EngineConfig)}
     standard = EngineConfig()
     return {name: value for name, value in values.items() if value != getattr(standard, name)}
 
 
 def _shown(config: EngineConfig) -> dict[str, Any]:
-    """Those options as a reader wants them."""
+    """Return the changed options, sizes in readable units."""
     sizes = {each.name for each in options_of(EngineConfig) if each.kind == "size"}
     return {
         name: format_size(value) if name in sizes else value
@@ -134,7 +134,7 @@ def _shown(config: EngineConfig) -> dict[str, Any]:
 
 
 def _print_trouble(report: dict[str, Any], most: int = 20) -> None:
-    """The first of what differs or has failed, on standard error."""
+    """Print the first failures and differences to standard error."""
     lines = []
     for part in report["parts"]:
         for each in part["failures"]:

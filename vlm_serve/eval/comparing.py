@@ -1,4 +1,4 @@
-"""Pairs of replies, one of each side, and what differs between them."""
+"""Comparison of the replies of both sides."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from vlm_serve.eval.replies import Reply, Run
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something of one item that is not the same on both sides.
+    """One difference between the two replies to an item.
 
     Attributes:
-        item: its name.
+        item: name of the item.
         what: such as "text", "finish reason" or "score of B".
-        cached, uncached: what each side gave.
+        cached, uncached: value of each side.
     """
 
     item: str
@@ -26,13 +26,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A part as both sides have answered it.
+    """A part of a benchmark, answered by both sides.
 
     Attributes:
-        part, note: as `Part` has them.
+        part, note: as in `BenchmarkPart`.
         cached, uncached: the sides.
-        differences: of items that both have answered.
-        failed: (side, item, error) of those that one could not answer.
+        differences: of items with answers on both sides.
+        failed: (side, item, error) of each failed request.
     """
 
     part: str
@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def accuracy(self) -> dict[str, tuple[int, int]]:
-        """By group, "all" first: right answers with caching, and items with a known right one."""
+        """By group, "all" first: right answers with caching, and items with a known answer."""
         right, known = Counter[str](), Counter[str]()
         for reply in self.cached.replies:
             if reply.right is not None:
@@ -70,7 +70,7 @@ class Comparison:
 
 
 def compare(part: str, note: str, cached: Run, uncached: Run) -> Comparison:
-    """Pairs the replies of both sides, which have the same items in the same order."""
+    """Compare the replies of both sides, which have the same items in the same order."""
     differences: list[Difference] = []
     failed: list[tuple[str, str, str]] = []
     for with_cache, without in zip(cached.replies, uncached.replies, strict=True):
@@ -100,8 +100,8 @@ def _differences(cached: Reply, uncached: Reply) -> list[Difference]:
 
 
 def _facts(reply: Reply) -> dict[str, str]:
-    """All that has to be the same, in words: of numbers all bits, in hexadecimal. A sum would lose
-    some of them."""
+    """Return the facts to compare, as text. Scores include all bits of each log-probability, since
+    their sum would lose some."""
     facts: dict[str, str] = {}
     for number, answer in enumerate(reply.answers, start=1):
         turn = f" of turn {number}" if len(reply.answers) > 1 else ""

@@ -1,4 +1,4 @@
-"""The arguments of `vlm-serve eval`."""
+"""Arguments of `vlm-serve eval`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPARED = "enable_prefix_caching"
 def add_eval_commands(
     commands: Any, run: Callable[[argparse.Namespace], int], model: Adder
 ) -> None:
-    """`eval` with its benchmarks; `model` adds the arguments that name the model."""
+    """Add `eval` with its benchmarks; `model` adds the arguments for the model."""
     parser = commands.add_parser(
         "eval",
         help="compare answers with and without prefix caching",
@@ -34,17 +34,17 @@ def add_eval_commands(
         "--part",
         action="append",
         choices=PARTS,
-        help=f"what is asked; may be given repeatedly (default: {', '.join(DEFAULT_PARTS)})",
+        help=f"kind of questions; may be repeated (default: {', '.join(DEFAULT_PARTS)})",
     )
     longbench.add_argument(
         "--reasoning-tokens",
         type=positive,
         default=1024,
         metavar="N",
-        help="longest reasoning of a first turn (default: 1024)",
+        help="maximum reasoning tokens in the first turn (default: 1024)",
     )
-    told = "a JSON or JSON lines file in LongBench v2's form; hub fetches the published one"
-    _finish(longbench, "longbench", run, model, ("FILE|hub", told), temperature=0.1)
+    data_help = "a JSON or JSON lines file in LongBench v2's form; hub fetches the published one"
+    _finish(longbench, "longbench", run, model, ("FILE|hub", data_help), temperature=0.1)
 
     video = benchmarks.add_parser(
         "video", help="questions about videos, several of each", allow_abbrev=False
@@ -56,7 +56,7 @@ def add_eval_commands(
 
 def _add_lmms(benchmarks: Any, run: Callable[[argparse.Namespace], int], model: Adder) -> None:
     lmms = benchmarks.add_parser(
-        "lmms", help="tasks of lmms-eval, which is installed apart", allow_abbrev=False
+        "lmms", help="tasks of lmms-eval, which is installed separately", allow_abbrev=False
     )
     lmms.set_defaults(run=run, benchmark="lmms")
     lmms.add_argument("--tasks", required=True, metavar="A,B", help="as for lmms-eval")
@@ -64,28 +64,35 @@ def _add_lmms(benchmarks: Any, run: Callable[[argparse.Namespace], int], model: 
         "--through",
         action="append",
         choices=THROUGH,
-        help="how the model is asked; may be given repeatedly (default: both)",
+        help="interface to the model; may be repeated (default: both)",
     )
-    lmms.add_argument("--include-path", type=Path, metavar="DIR", help="folder of further tasks")
+    lmms.add_argument("--include-path", type=Path, metavar="DIR", help="folder of additional tasks")
     lmms.add_argument(
         "--lmms-eval",
         default="",
         metavar="COMMAND",
-        help="what starts lmms-eval, where it is in another environment: its python with "
+        help="command that starts lmms-eval in another environment: its python with "
         "-m vlm_serve.eval.lmms_run (default: this python)",
     )
     lmms.add_argument(
-        "--max-frames", type=positive, default=8, metavar="N", help="of a video (default: 8)"
+        "--max-frames",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="frames per video (default: 8)",
     )
     lmms.add_argument(
-        "--limit", type=positive, metavar="N", help="only so many samples of a task (default: all)"
+        "--limit",
+        type=positive,
+        metavar="N",
+        help="only the first N samples per task (default: all)",
     )
     lmms.add_argument(
         "--timeout",
         type=positive,
         default=3600,
         metavar="SECONDS",
-        help="for each of lmms-eval's runs (default: 3600)",
+        help="time limit for each run of lmms-eval (default: 3600)",
     )
     _add_common(lmms, "lmms", model)
 
@@ -99,26 +106,30 @@ def _finish(
     *,
     temperature: float,
 ) -> None:
-    """What those take that ask the model themselves; `data`: what --data names, and its help."""
+    """Add the arguments of benchmarks without a harness; `data`: metavar and help of --data."""
     parser.set_defaults(run=run, benchmark=name)
     parser.add_argument("--data", required=True, metavar=data[0], help=data[1])
     parser.add_argument(
         "--decoding",
         action="append",
         choices=DECODING,
-        help="may be given repeatedly (default: both)",
+        help="decoding of answers; may be repeated (default: both)",
     )
     parser.add_argument(
-        "--max-tokens", type=positive, default=128, metavar="N", help="of an answer (default: 128)"
+        "--max-tokens",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="maximum tokens per answer (default: 128)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=temperature,
         metavar="X",
-        help=f"of seeded answers (default: {temperature})",
+        help=f"temperature of seeded answers (default: {temperature})",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of seeded answers (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of seeded answers (default: 0)")
     parser.add_argument(
         "--limit", type=positive, metavar="N", help="only the first N questions (default: all)"
     )
@@ -127,7 +138,7 @@ def _finish(
         type=positive,
         default=1,
         metavar="N",
-        help="documents or videos that are asked about side by side (default: 1)",
+        help="documents or videos to process concurrently (default: 1)",
     )
     _add_common(parser, name, model)
 
@@ -139,7 +150,7 @@ def _add_common(parser: argparse.ArgumentParser, name: str, model: Adder) -> Non
         type=Path,
         default=Path(f"eval-{name}.html"),
         metavar="FILE",
-        help=f"the report; the same as .json beside it (default: eval-{name}.html)",
+        help=f"the report; a .json copy lies beside it (default: eval-{name}.html)",
     )
     model(parser)
     add_options(parser, [each for each in options_of(EngineConfig) if each.name != _COMPARED])

@@ -1,4 +1,4 @@
-"""lmms-eval's tasks with and without prefix caching: asked of a server, and of a pipeline."""
+"""lmms-eval's tasks with and without prefix caching, through a server and through a pipeline."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from vlm_serve.server.http.draining import listen, url_of
 from vlm_serve.server.run import make_server
 
 _NOTES = {
-    "server": "lmms-eval's client of OpenAI's API asks a server on the loopback address. Its "
-    "samples have the texts, so those are compared. Questions about a medium that was asked about "
-    "before can reuse it.",
+    "server": "lmms-eval's OpenAI client asks a server on the loopback address. Its "
+    "samples have only texts, so texts are compared. Later questions about the "
+    "same medium can reuse it.",
     "pipeline": "lmms-eval's process runs the engine itself; texts, finish reasons and tokens are "
-    "compared. Questions about a medium that was asked about before can reuse it.",
+    "compared. Later questions about the same medium can reuse it.",
 }
 _NAME = "eval"
 _START_SECONDS = 60.0
@@ -37,16 +37,16 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LmmsOptions:
-    """How lmms-eval is run.
+    """Options for running lmms-eval.
 
     Attributes:
-        command: what starts it, with the model `vlm_serve`: see `lmms_run`.
-        tasks: as its `--tasks`.
+        command: starts lmms-eval with the model `vlm_serve`, see `lmms_run`.
+        tasks: as for its `--tasks`.
         through: some of THROUGH.
-        include_path: a folder of further tasks.
-        limit: samples of each task.
-        max_frames: of a video.
-        timeout: seconds for each of its runs.
+        include_path: folder of additional tasks.
+        limit: samples per task.
+        max_frames: frames per video.
+        timeout: time limit for each run, in seconds.
     """
 
     command: tuple[str, ...]
@@ -61,14 +61,14 @@ class LmmsOptions:
 def compare_lmms(
     model: str, config: EngineConfig, changed: Mapping[str, Any], options: LmmsOptions
 ) -> Iterator[Comparison]:
-    """Runs the tasks with and without caching, each way.
+    """Run the tasks with and without caching, through each interface.
 
     Args:
-        changed: the options of `config` that are not as they are by themselves.
+        changed: the options of `config` that differ from their defaults.
 
     Raises:
         CheckpointError, ConfigError: an engine cannot be built.
-        EvaluationError: lmms-eval has failed as a whole.
+        EvaluationError: lmms-eval failed as a whole.
     """
     for through in options.through:
         runs = []
@@ -92,7 +92,7 @@ def _through_server(model: str, config: EngineConfig, options: LmmsOptions) -> R
             "httpx_trust_env": False,
             "max_retries": 1,
             "num_concurrent": 1,
-            "prefix_aware_queue": False,  # The samples' own order has those of a medium together.
+            "prefix_aware_queue": False,  # The samples' order already groups those of a medium.
             "pass_video_url": True,
             "max_frames_num": options.max_frames,
         }
@@ -104,7 +104,7 @@ def _through_server(model: str, config: EngineConfig, options: LmmsOptions) -> R
 
 @contextmanager
 def _serving(engine: Engine) -> Iterator[str]:
-    """A server's URL; it ends, and the engine with it, when that is left."""
+    """Serve an engine, yield the URL, and stop server and engine on exit."""
     config = ServerConfig(port=0, page=False, idle_check=False)
     bound = listen(config)
     server = make_server(engine, config, (_NAME,))
@@ -137,7 +137,7 @@ def _through_pipeline(file: Mapping[str, Any], options: LmmsOptions) -> Run:
 def _run(
     model: str, arguments: Mapping[str, Any], options: LmmsOptions, folder: Path
 ) -> tuple[list[Reply], float]:
-    """Runs lmms-eval once; its replies, and how many seconds it took."""
+    """Run lmms-eval once and return its replies and the seconds it took."""
     samples = folder / "samples"
     command: list[str] = [*options.command, "--model", model, "--tasks", options.tasks]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
@@ -147,11 +147,13 @@ def _run(
     if options.limit is not None:
         command += ["--limit", str(options.limit)]
     begin = time.perf_counter()
-    status, said = _execute(command, options.timeout)
+    status, output = _execute(command, options.timeout)
     seconds = time.perf_counter() - begin
-    # A task that failed leaves no samples, and lmms-eval ends with status 0 all the same.
+    # lmms-eval exits with 0 even if a task failed, which then leaves no samples.
     if status or not samples.is_dir():
-        raise EvaluationError(f"lmms-eval ended with status {status} and no answers: {_last(said)}")
+        raise EvaluationError(
+            f"lmms-eval ended with status {status} and no answers: {_last(output)}"
+        )
     return read_samples(samples), seconds
 
 
@@ -172,6 +174,6 @@ def _execute(command: Sequence[str], timeout: float) -> tuple[int, str]:
     return done.returncode, done.stdout.decode(errors="replace")
 
 
-def _last(said: str, lines: int = 15) -> str:
-    """The end of what a process has printed."""
-    return "\n".join(said.strip().splitlines()[-lines:])
+def _last(output: str, lines: int = 15) -> str:
+    """Return the last lines of a process's output."""
+    return "\n".join(output.strip().splitlines()[-lines:])

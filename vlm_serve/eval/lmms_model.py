@@ -1,4 +1,4 @@
-"""lmms-eval's model `vlm_serve`: its requests go through a pipeline in lmms-eval's own process."""
+"""The model `vlm_serve` of lmms-eval: a pipeline in lmms-eval's own process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lmms_eval.api.instance import GenerationResult, TokenCounts
 from lmms_eval.api.model import lmms
 from lmms_eval.protocol import ChatMessages
 
-from vlm_serve.cli import DEMO_MODEL, read_config_file
 from vlm_serve.config import EngineConfig
+from vlm_serve.config_file import DEMO_MODEL, read_config_file
 from vlm_serve.errors import VlmServeError
 from vlm_serve.eval.lmms_samples import FAILED
-from vlm_serve.eval.replies import Reply, answer_of, tokens_of
+from vlm_serve.eval.replies import Reply, completion_of, tokens_of
 from vlm_serve.options import options_of
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
@@ -25,14 +25,14 @@ _SAMPLING = ("temperature", "top_p", "seed", "presence_penalty", "frequency_pena
 
 
 class VlmServe(lmms):
-    """Answers what the task's `doc_to_messages` asks, one request after the other.
+    """Answers the messages of each task's `doc_to_messages`, one request after the other.
 
-    Args, as `--model_args` has them:
+    Args, from `--model_args`:
         model: as for `vlm-serve serve`.
-        config: a YAML file of engine options, as for `vlm-serve serve --config`; it may name the
-            model too.
-        max_frames_num: frames of a video.
-        log: where to write each reply, with its tokens and finish reason: JSON lines.
+        config: YAML file of engine options, as for `vlm-serve serve --config`; it may also name
+            the model.
+        max_frames_num: frames per video.
+        log: JSON lines file for the replies, with tokens and finish reason.
     """
 
     is_simple = False
@@ -54,22 +54,22 @@ class VlmServe(lmms):
         self._pipe = Pipeline(model or file.get("model", DEMO_MODEL), EngineConfig(**options))
 
     def generate_until(self, requests: Sequence[Any]) -> list[Any]:
-        """An answer to each request; one that fails is marked as lmms-eval's own clients do."""
+        """Answer each request; failures are marked as lmms-eval's own clients mark them."""
         return [self._answer(*request.args[1:]) for request in requests]
 
     def _answer(
         self, doc_to_messages: Any, sampling: Mapping[str, Any], doc_id: int, task: str, split: str
     ) -> Any:
         item = f"{task}/{doc_id}"
-        asked = ChatMessages(messages=doc_to_messages(self.task_dict[task][split][doc_id]))
+        conversation = ChatMessages(messages=doc_to_messages(self.task_dict[task][split][doc_id]))
         try:
             output = self._pipe.chat(
-                _messages(asked), _params(sampling), media_io_kwargs=self._frames
+                _messages(conversation), _params(sampling), media_io_kwargs=self._frames
             )
         except VlmServeError as error:
             self._note(Reply(item, error=error.message))
             return GenerationResult(text=f"{FAILED}] {error.message}", token_counts=TokenCounts())
-        self._note(Reply(item, (answer_of(output),), tokens=tokens_of([output])))
+        self._note(Reply(item, (completion_of(output),), tokens=tokens_of([output])))
         usage = output.usage
         counts = TokenCounts(
             input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens
@@ -88,11 +88,11 @@ class VlmServe(lmms):
         raise NotImplementedError("vlm_serve answers tasks of the kind generate_until")
 
 
-def _messages(asked: Any) -> list[dict[str, Any]]:
-    """Conversations in lmms-eval's form, in the pipeline's."""
+def _messages(conversation: Any) -> list[dict[str, Any]]:
+    """Convert lmms-eval's messages to the pipeline's form."""
     return [
         {"role": message.role, "content": [_part(each) for each in message.content]}
-        for message in asked.messages
+        for message in conversation.messages
     ]
 
 
@@ -105,7 +105,7 @@ def _part(part: Any) -> dict[str, Any]:
 
 
 def _params(sampling: Mapping[str, Any]) -> SamplingParams:
-    """What lmms-eval's client of OpenAI's API would send."""
+    """Return the sampling options that lmms-eval's OpenAI client would send."""
     given = {name: sampling[name] for name in _SAMPLING if sampling.get(name) is not None}
     given.setdefault("temperature", 0.0)
     return SamplingParams(max_tokens=int(sampling.get("max_new_tokens", 1024)), **given)

@@ -1,5 +1,9 @@
-"""Starts lmms-eval with one more model, `vlm_serve`: `python -m vlm_serve.eval.lmms_run --model
-vlm_serve --model_args model=demo --tasks ...`. All arguments are lmms-eval's."""
+"""Start lmms-eval with the additional model `vlm_serve`.
+
+    python -m vlm_serve.eval.lmms_run --model vlm_serve --model_args model=demo --tasks ...
+
+All arguments are those of lmms-eval.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from importlib.util import find_spec
 
 
 def main() -> None:
-    """Runs lmms-eval's command line; it has to be installed beside vlm-serve."""
+    """Run lmms-eval's command line, which must be installed beside vlm-serve."""
     if find_spec("lmms_eval") is None:
         sys.exit("lmms-eval is not installed beside vlm-serve (docs/evaluation.md says how)")
     from lmms_eval.cli.dispatch import main as lmms_main

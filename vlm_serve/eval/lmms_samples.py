@@ -1,4 +1,4 @@
-"""What lmms-eval has written of a run: the samples of each task, and the pipeline's own log."""
+"""Readers of lmms-eval's output: the samples of each task, and the pipeline's log."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.errors import EvaluationError
-from vlm_serve.eval.replies import Answer, Reply, Tokens
+from vlm_serve.eval.replies import Completion, Reply, Tokens
 
 FAILED = "[LMMS_EVAL_REQUEST_FAILED"
-"""What lmms-eval's clients give as the answer to a request that failed. It is scored as any other
-answer, and the run ends with status 0."""
+"""Begins the answer of lmms-eval's clients to a failed request. lmms-eval scores it like any other
+answer and exits with 0."""
 _OVER_BUDGET = "[LMMS_EVAL_BUDGET_EXCEEDED"
 _NAME = re.compile(r"\d+_\d+_samples_(.+)\.jsonl")
 _NO_METRICS = {"doc_id", "target", "resps", "filtered_resps", "token_counts", "doc_hash", "input"}
 
 
 def read_samples(folder: Path) -> list[Reply]:
-    """A reply to each sample below a folder, by task and number.
+    """Return a reply for each sample below a folder, sorted by task and number.
 
-    Raises EvaluationError if there are none.
+    Raises EvaluationError if there are no samples.
     """
     found = []
     for path in sorted(folder.rglob("*_samples_*.jsonl")):
@@ -39,7 +39,7 @@ def read_samples(folder: Path) -> list[Reply]:
 
 
 def with_log(replies: list[Reply], log: Path) -> list[Reply]:
-    """The replies with what the pipeline has noted of them: finish reasons and tokens."""
+    """Add finish reasons and tokens from the pipeline's log to the replies."""
     noted = {}
     for line in log.read_text(encoding="utf-8").split("\n"):
         if line.strip():
@@ -52,7 +52,7 @@ def _with_note(reply: Reply, note: Mapping[str, Any]) -> Reply:
     if note["error"] is not None:
         return replace(reply, answers=(), error=note["error"])
     answers = tuple(
-        Answer(each["text"], each["finish_reason"], tuple(each["token_ids"]))
+        Completion(each["text"], each["finish_reason"], tuple(each["token_ids"]))
         for each in note["answers"]
     )
     return replace(reply, answers=answers, tokens=Tokens(**note["tokens"]))
@@ -69,7 +69,7 @@ def _reply(task: str, sample: Mapping[str, Any]) -> Reply:
     known = [bool(value) for value in scores if isinstance(value, int | float) and value in (0, 1)]
     return Reply(
         item,
-        tuple(map(Answer, texts)),
+        tuple(map(Completion, texts)),
         chosen=" ".join(_flat(sample["filtered_resps"])),
         expected=str(sample["target"]),
         right=known[0] if known else None,
@@ -82,7 +82,7 @@ def _reply(task: str, sample: Mapping[str, Any]) -> Reply:
 
 
 def _flat(value: Any) -> list[str]:
-    """Texts in lists of lists of them."""
+    """Flatten nested lists of texts."""
     if isinstance(value, list):
         return [text for each in value for text in _flat(each)]
     return [str(value)]

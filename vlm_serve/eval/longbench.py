@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS
-from vlm_serve.eval.longbench_data import Item
+from vlm_serve.eval.longbench_data import LongBenchItem
 from vlm_serve.eval.longbench_prompts import (
     CONCLUSION,
     chosen_letter,
@@ -18,10 +18,10 @@ from vlm_serve.eval.longbench_prompts import (
     scoring_prompt,
 )
 from vlm_serve.eval.replies import (
-    Part,
-    Question,
+    BenchmarkPart,
+    Case,
     Reply,
-    answer_of,
+    completion_of,
     sampling_of,
     tokens_of,
 )
@@ -30,24 +30,24 @@ from vlm_serve.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 _NOTES = {
-    "direct": "Every document is asked about once, so beside the template nothing can be reused.",
-    "two-turn": "The second turn goes on behind the first one, and can reuse its prompt.",
-    "two-turn-omitting": "The second prompt leaves the document out, as it was published: beside "
-    "the template nothing can be reused.",
-    "scoring": "The prompts of the four choices differ in their last tokens, and can reuse the "
+    "direct": "Each document has one question, so only the template can be reused.",
+    "two-turn": "The second turn continues the first one and can reuse its prompt.",
+    "two-turn-omitting": "The second prompt omits the document, as published, so only the template "
+    "can be reused.",
+    "scoring": "The prompts of the four choices differ only in their last tokens and can reuse the "
     "document.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class LongBenchOptions:
-    """How the questions are asked.
+    """Options of the questions.
 
     Attributes:
         parts: some of `choices.PARTS`.
-        decoding: some of DECODING; scores have none.
-        max_tokens: of an answer.
-        reasoning_tokens: of the reasoning in the first of two turns.
+        decoding: some of DECODING; scoring needs none.
+        max_tokens: most tokens of an answer.
+        reasoning_tokens: most tokens of the reasoning in the first of two turns.
         temperature, seed: of seeded answers.
     """
 
@@ -59,12 +59,14 @@ class LongBenchOptions:
     seed: int = 0
 
     def params(self, decoding: str) -> SamplingParams:
-        """Raises FieldError for a number that is out of bounds."""
+        """Return the sampling options. Raises FieldError for a number out of bounds."""
         return sampling_of(decoding, self.max_tokens, self.temperature, self.seed)
 
 
-def longbench_parts(items: Sequence[Item], options: LongBenchOptions) -> Iterator[Part]:
-    """What is asked about the items. Every document is a group of its own."""
+def longbench_parts(
+    items: Sequence[LongBenchItem], options: LongBenchOptions
+) -> Iterator[BenchmarkPart]:
+    """Yield the parts of the benchmark. Each document is its own group."""
     asks: dict[str, Any] = {
         "direct": _ask_directly,
         "two-turn": _ask_in_two_turns,
@@ -72,18 +74,18 @@ def longbench_parts(items: Sequence[Item], options: LongBenchOptions) -> Iterato
     }
     for name in options.parts:
         if name == "scoring":
-            groups = [[Question(item.id, partial(_score, item=item))] for item in items]
-            yield Part(name, _NOTES[name], groups)
+            groups = [[Case(item.id, partial(_score, item=item))] for item in items]
+            yield BenchmarkPart(name, _NOTES[name], groups)
             continue
         for decoding in options.decoding:
             params = options.params(decoding)
             ask = partial(asks[name], params=params, reasoning_tokens=options.reasoning_tokens)
-            groups = [[Question(item.id, partial(ask, item=item))] for item in items]
-            yield Part(f"{name}, {decoding}", _NOTES[name], groups)
+            groups = [[Case(item.id, partial(ask, item=item))] for item in items]
+            yield BenchmarkPart(f"{name}, {decoding}", _NOTES[name], groups)
 
 
 def _ask_directly(
-    pipe: Pipeline, *, item: Item, params: SamplingParams, reasoning_tokens: int
+    pipe: Pipeline, *, item: LongBenchItem, params: SamplingParams, reasoning_tokens: int
 ) -> Reply:
     assert params.max_tokens is not None
     asked = _fit(pipe, direct_prompt(item), params.max_tokens, lambda text: [_user(text)])
@@ -93,13 +95,16 @@ def _ask_directly(
 def _ask_in_two_turns(
     pipe: Pipeline,
     *,
-    item: Item,
+    item: LongBenchItem,
     params: SamplingParams,
     reasoning_tokens: int,
     omitting: bool = False,
 ) -> Reply:
-    """The second prompt begins with the first one and its answer; `omitting` asks it as published,
-    by itself and without the document."""
+    """Ask for reasoning, then for the answer.
+
+    The second prompt extends the first one and its answer. `omitting` sends the published second
+    prompt, a single message without the document.
+    """
     assert params.max_tokens is not None
 
     def both(asked: str, reasoning: str) -> list[dict[str, Any]]:
@@ -113,17 +118,17 @@ def _ask_in_two_turns(
             pipe, omitting_prompt(item, first.text), params.max_tokens, lambda text: [_user(text)]
         )
         return _reply(item, [first, pipe.chat([_user(last)], params)])
-    # Text that was generated may have more tokens when it is read.
+    # Generated text may encode to more tokens than were generated.
     reasoning = _fit(pipe, first.text.strip(), params.max_tokens, lambda text: both(asked, text))
     return _reply(item, [first, pipe.chat(both(asked, reasoning), params)])
 
 
-def _score(pipe: Pipeline, *, item: Item) -> Reply:
-    """Log-probabilities of " A" to " D" behind the same text; the highest is the answer."""
+def _score(pipe: Pipeline, *, item: LongBenchItem) -> Reply:
+    """Score " A" to " D" after the same text; the most probable one is the answer."""
     encode = pipe.engine.preprocessor.tokenizer.encode_plain
     endings = [encode(f" {letter}") for letter in "ABCD"]
-    room = pipe.engine.max_model_len - max(map(len, endings)) - 1
-    text = keep_ends(encode(scoring_prompt(item)), room)
+    limit = pipe.engine.max_model_len - max(map(len, endings)) - 1
+    text = keep_ends(encode(scoring_prompt(item)), limit)
     params = SamplingParams(
         max_tokens=1, temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=len(text)
     )
@@ -141,16 +146,19 @@ def _log_probabilities(output: Output, ending: Sequence[int]) -> tuple[float, ..
     return tuple(row.logprobs[token] for row, token in rows)
 
 
-def _reply(item: Item, outputs: Sequence[Output]) -> Reply:
+def _reply(item: LongBenchItem, outputs: Sequence[Output]) -> Reply:
     return _judged(item, chosen_letter(outputs[-1].text), outputs, ())
 
 
 def _judged(
-    item: Item, chosen: str, outputs: Sequence[Output], scores: tuple[tuple[float, ...], ...]
+    item: LongBenchItem,
+    chosen: str,
+    outputs: Sequence[Output],
+    scores: tuple[tuple[float, ...], ...],
 ) -> Reply:
     return Reply(
         item.id,
-        () if scores else tuple(map(answer_of, outputs)),
+        () if scores else tuple(map(completion_of, outputs)),
         scores,
         chosen=chosen,
         expected=item.answer,
@@ -161,7 +169,7 @@ def _judged(
 
 
 def _fit(pipe: Pipeline, text: str, reserved: int, messages: Any) -> str:
-    """The text, cut so that its prompt leaves so many tokens of the context."""
+    """Cut the text so that its prompt leaves `reserved` tokens of the context."""
     preprocessor = pipe.engine.preprocessor
     return fit(
         text,

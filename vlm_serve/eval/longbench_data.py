@@ -1,4 +1,4 @@
-"""LongBench v2's questions: a JSON file, JSON lines, or the published file from the hub."""
+"""Reader of LongBench v2's questions: a JSON file, JSON lines, or the published file on the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from vlm_serve.errors import ConfigError
 
 HUB = "hub"
-"""Names the published file instead of a local one."""
+"""Stands for the published file instead of a local one."""
 _REPOSITORY, _FILE = "THUDM/LongBench-v2", "data.json"
 _TEXTS = (
     *("_id", "domain", "sub_domain", "difficulty", "length", "question"),
@@ -20,9 +20,11 @@ _TEXTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One question. Its fields are those of the data set; `id` is `_id`, and `choices` are A to D.
-    `answer` is a letter."""
+class LongBenchItem:
+    """One question with the fields of the data set.
+
+    `id` is `_id`, `choices` are A to D, and `answer` is a letter.
+    """
 
     id: str
     domain: str
@@ -36,9 +38,9 @@ class Item:
 
 
 def find_data(source: str) -> Path:
-    """The local file of `--data`; the published one is downloaded, or found in the hub's cache.
+    """Return the file for `--data`; the published one is downloaded or found in the hub's cache.
 
-    Raises ConfigError if it cannot be had.
+    Raises ConfigError if the download fails.
     """
     if source != HUB:
         return Path(source)
@@ -46,17 +48,17 @@ def find_data(source: str) -> Path:
 
     try:
         return Path(hf_hub_download(_REPOSITORY, _FILE, repo_type="dataset"))
-    except Exception as error:  # of many libraries
-        said = str(error).strip().splitlines() or [type(error).__name__]
+    except Exception as error:  # Several libraries raise their own.
+        reasons = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"data: {_REPOSITORY} could not be fetched from the hub: {said[0]}", param="data"
+            f"data: {_REPOSITORY} could not be fetched from the hub: {reasons[0]}", param="data"
         ) from error
 
 
-def read_items(path: Path, limit: int | None = None) -> list[Item]:
-    """The questions in the file's order, at most `limit`.
+def read_items(path: Path, limit: int | None = None) -> list[LongBenchItem]:
+    """Return the questions in the file's order, at most `limit`.
 
-    Raises ConfigError that names the file, and the line or the question at fault.
+    Raises ConfigError that names the file and the line or question at fault.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -64,7 +66,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
         raise ConfigError(f"{path}: {error.strerror}", param="data") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: it is no UTF-8 text", param="data") from None
-    found: dict[str, Item] = {}
+    found: dict[str, LongBenchItem] = {}
     for place, row in _rows(path, text):
         if limit is not None and len(found) == limit:
             break
@@ -77,7 +79,7 @@ def read_items(path: Path, limit: int | None = None) -> list[Item]:
 
 
 def _rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Each row, and where it is."""
+    """Yield each row with its place in the file."""
     if text.lstrip().startswith("["):
         try:
             rows = json.loads(text)
@@ -99,7 +101,7 @@ def _rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             raise ConfigError(problem, param="data") from None
 
 
-def _item(row: Any, place: str) -> Item:
+def _item(row: Any, place: str) -> LongBenchItem:
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: it is no JSON object", param="data")
     missing = [name for name in _TEXTS if not isinstance(row.get(name), str)]
@@ -109,7 +111,7 @@ def _item(row: Any, place: str) -> Item:
         problem = f"{place}: answer must be A, B, C or D, got {row['answer'][:40]!r}"
         raise ConfigError(problem, param="data")
     named = ("domain", "sub_domain", "difficulty", "length", "question", "answer", "context")
-    return Item(
+    return LongBenchItem(
         id=row["_id"],
         choices=(row["choice_A"], row["choice_B"], row["choice_C"], row["choice_D"]),
         **{name: row[name] for name in named},

@@ -1,4 +1,4 @@
-"""A report as one page: no script, nothing from elsewhere, readable in light and dark."""
+"""A report as one HTML page, without scripts and external files, in a light and a dark scheme."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = 300
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The HTML document of what `make_report` has made."""
+    """Return the HTML document of a report from `make_report`."""
     parts = report["parts"]
     heading = f"{report['title']}: {report['model']}"
     bad = " bad" if report["different"] or report["failed"] else ""
@@ -73,7 +73,7 @@ def _overview(parts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _charts(parts: Sequence[Mapping[str, Any]]) -> Iterable[Bars]:
-    """What is worth a look; charts of nothing are left out."""
+    """Yield the charts of a report; accuracy only if right answers are known."""
 
     def both(field: str) -> dict[str, list[float]]:
         names = ("with_caching", "without_caching")
@@ -119,10 +119,10 @@ def _failures(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
 
 def _answers(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
     for each in part["answers"]:
-        said = " ⏎ ".join(each["answers"]) or _scores(each["scores"]) or each["error"] or ""
+        text = " ⏎ ".join(each["answers"]) or _scores(each["scores"]) or each["error"] or ""
         yield (
             each["item"],
-            _cut(said),
+            _cut(text),
             _cut(each["chosen"]),
             each["expected"] or "",
             {True: "right", False: "wrong", None: ""}[each["right"]],
@@ -145,7 +145,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], *, words: bool = 
 
 
 class _Markup(str):
-    """A cell that is HTML already."""
+    """A cell of HTML, not to be escaped."""
 
 
 def _cell(value: Any) -> str:
@@ -153,7 +153,7 @@ def _cell(value: Any) -> str:
 
 
 def _alarm(count: int) -> _Markup:
-    """A number that should be 0."""
+    """Format a number that should be 0."""
     return _Markup(f'<span class="{"bad" if count else "good"}">{count}</span>')
 
 

@@ -1,4 +1,4 @@
-"""Bar charts as inline SVG. Colours are the page's, so they follow its light and dark scheme."""
+"""Bar charts as inline SVG. The page's style gives the colours of its light and dark scheme."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _BAR, _GAP, _BETWEEN = 14, 3, 14
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A chart of horizontal bars, all on one scale that begins at 0.
+    """A chart of horizontal bars on one scale from 0.
 
     Attributes:
         title: above the chart.
         series: the name of each bar of a row; the n-th has the page's n-th colour.
         rows: name -> value of each series.
-        unit: behind the values: "%" shows shares (0 to 1) on a scale to 100 %.
+        unit: after the values; "%" shows fractions (0 to 1) on a scale to 100 %.
     """
 
     title: str
@@ -28,11 +28,11 @@ class Bars:
 
 
 def draw(bars: Bars) -> str:
-    """The chart as an `<svg>` element; what it shows is also its text for screen readers."""
+    """Return the chart as an `<svg>` element with its values as text for screen readers."""
     most = (
         1.0 if bars.unit == "%" else max((v for row in bars.rows.values() for v in row), default=0)
     )
-    room = _WIDTH - _LABELS - _VALUES
+    longest = _WIDTH - _LABELS - _VALUES
     height_of_row = len(bars.series) * (_BAR + _GAP) - _GAP + _BETWEEN
     head = 34 if len(bars.series) > 1 else 10
     height = head + len(bars.rows) * height_of_row
@@ -45,7 +45,7 @@ def draw(bars: Bars) -> str:
             f'dominant-baseline="central">{escape(_shortened(name))}</text>'
         )
         for place, value in enumerate(values):
-            length = room * value / most if most else 0.0
+            length = longest * value / most if most else 0.0
             y = top + place * (_BAR + _GAP)
             parts.append(
                 f'<rect class="series-{place}" x="{_LABELS}" y="{y}" width="{max(length, 1):.1f}" '
@@ -65,7 +65,7 @@ def draw(bars: Bars) -> str:
 
 
 def shown(value: float, unit: str) -> str:
-    """A value as a reader wants it: 12 345, 0.52 s, 74.7 %."""
+    """Format a value: 12 345, 0.52 s, 74.7 %."""
     if unit == "%":
         return f"{100 * value:.1f} %"
     text = f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""What is asked, and what comes back."""
+"""Requests of a benchmark and the replies to them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from vlm_serve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer of the model. Whoever does not learn its finish reason or its tokens leaves them
-    empty."""
+class Completion:
+    """One answer of the model. Finish reason and tokens are empty where they are unknown."""
 
     text: str
     finish_reason: str = ""
@@ -21,7 +20,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """How many tokens some requests had, and how many of their prompts' came from the cache."""
+    """Token counts of some requests."""
 
     prompt: int = 0
     cached: int = 0
@@ -29,7 +28,7 @@ class Tokens:
 
     @property
     def computed(self) -> int:
-        """Prompt tokens that went through the model."""
+        """Prompt tokens that the model computed."""
         return self.prompt - self.cached
 
     @property
@@ -48,22 +47,22 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back for one item of a part.
+    """The reply to one item of a part.
 
     Attributes:
-        item: names it; the same on both sides.
-        answers: in the order of its turns.
-        scores: of its choices, in order: the log-probability (natural log) of each token.
-        chosen: what is compared with the right answer, as the report shows it.
+        item: name of the item, equal on both sides.
+        answers: in the order of the turns.
+        scores: for each choice, the log-probability (natural log) of each token.
+        chosen: the text to compare with the right answer, as the report shows it.
         expected: the right answer; None if the data has none.
-        right: whether it is; None if the data has no right answer.
-        groups: of items that this one is counted in, such as "hard".
-        tokens: of all its requests.
-        error: why there is no answer; then there is nothing else.
+        right: True if the answer is right; None if the data has no right answer.
+        groups: of items to count this one in, such as "hard".
+        tokens: of all requests of the item.
+        error: reason of a failure; the other fields are then empty.
     """
 
     item: str
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[Completion, ...] = ()
     scores: tuple[tuple[float, ...], ...] = ()
     chosen: str = ""
     expected: str | None = None
@@ -74,40 +73,39 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """An item: its name, and what asks it. The latter raises VlmServeError if that fails."""
+class Case:
+    """An item: its name, and a function that asks it. That raises VlmServeError on failure."""
 
     item: str
     ask: Callable[[Pipeline], Reply]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Items whose figures are reported together; the cache is empty when they begin.
+class BenchmarkPart:
+    """Items reported together; the cache is empty at their start.
 
     Attributes:
-        name: as the report has it.
-        note: what of it can be reused, in a sentence.
-        groups: items with something in common, which are asked one after the other. Groups may be
-            asked side by side.
+        name: in the report.
+        note: a sentence on what can be reused.
+        groups: items with a common document or video, asked in order. Groups may run concurrently.
     """
 
     name: str
     note: str
-    groups: Sequence[Sequence[Question]]
+    groups: Sequence[Sequence[Case]]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A part as one side has answered it, within so many seconds."""
+    """A part, answered by one side."""
 
     replies: tuple[Reply, ...]
     seconds: float
     tokens: Tokens
 
 
-def answer_of(output: Output) -> Answer:
-    return Answer(output.text, output.finish_reason, tuple(output.token_ids))
+def completion_of(output: Output) -> Completion:
+    return Completion(output.text, output.finish_reason, tuple(output.token_ids))
 
 
 def tokens_of(outputs: Iterable[Output]) -> Tokens:
@@ -118,7 +116,7 @@ def tokens_of(outputs: Iterable[Output]) -> Tokens:
 
 
 def sampling_of(decoding: str, max_tokens: int, temperature: float, seed: int) -> SamplingParams:
-    """The sampling of one of DECODING. Raises FieldError for a number that is out of bounds."""
+    """Return the sampling options for one of DECODING. Raises FieldError for a bad number."""
     if decoding == "greedy":
         return SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)

@@ -1,4 +1,4 @@
-"""The report of an evaluation: one object, written as JSON and as a page that shows the same."""
+"""The report of an evaluation: one object, written as JSON and as an HTML page."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from vlm_serve.eval.replies import Reply, Run
 from vlm_serve.kernels.native_processor import processor_name
 
 SOME_FAILED, SOME_DIFFER = 3, 4
-"""Exit statuses: requests that failed; answers that are not the same."""
+"""Exit statuses for failed requests and for different answers."""
 _MEANING = (
-    "Equal means: the same text, finish reason and tokens as far as both sides tell them, and "
-    "scores with the same bits. That is what this run proves, for these questions on this machine.",
-    "Accuracy says as much as its questions do. The built-in demo models, checkpoints of random "
-    "weights and the samples that come with vlm-serve are there to show that answers are equal; "
-    "what they score says nothing about accuracy.",
-    "Each side ran once, the one with caching first, and began every part with an empty cache. "
-    "Seconds are wall time, with whatever else the machine did; tokens do not depend on it.",
+    "Equal means the same text, finish reason and tokens, as far as both sides report them, and "
+    "scores with the same bits. This run proves that for these questions on this machine.",
+    "Accuracy is only as meaningful as the questions. The built-in demo models, checkpoints of "
+    "random weights and the samples of vlm-serve show that answers are equal; their scores "
+    "say nothing about accuracy.",
+    "Each side ran once, the one with caching first, and started every part with an empty cache. "
+    "Seconds are wall time and depend on other load of the machine; token counts do not.",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was evaluated: the benchmark's name, the model as it was named, the file of questions if
-    there is one, and the settings that were given."""
+    """The subject of an evaluation: benchmark, model, file of questions (if any) and settings."""
 
     title: str
     model: str
@@ -42,7 +41,7 @@ class Subject:
 
 
 def make_report(subject: Subject, comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """All figures of a run, ready for JSON."""
+    """Return all results of a run, ready for JSON."""
     different = sum(each.num_different for each in comparisons)
     failed = sum(each.num_failed for each in comparisons)
     items = sum(each.num_items for each in comparisons)
@@ -69,16 +68,16 @@ def make_report(subject: Subject, comparisons: Sequence[Comparison]) -> dict[str
 
 
 def status_of(report: Mapping[str, Any]) -> int:
-    """The exit status that a report deserves: 0 if every answer is there twice and the same."""
+    """Return the exit status for a report: 0 if all answers exist on both sides and are equal."""
     if report["different"]:
         return SOME_DIFFER
     return SOME_FAILED if report["failed"] or not report["items"] else 0
 
 
 def write_report(report: Mapping[str, Any], output: Path) -> None:
-    """Writes `output`, a page, and beside it the same with the ending .json.
+    """Write the page `output`, and the report as .json beside it.
 
-    Raises ConfigError if one of them cannot be written.
+    Raises ConfigError if a file cannot be written.
     """
     try:
         output.with_suffix(".json").write_text(
@@ -90,7 +89,7 @@ def write_report(report: Mapping[str, Any], output: Path) -> None:
 
 
 def check_output(output: Path) -> None:
-    """Raises ConfigError for a file that no report can be written to, before anything runs."""
+    """Raise ConfigError if the output cannot be a report, before anything runs."""
     if output.suffix not in (".html", ".htm"):
         raise ConfigError("the output's name must end with .html", param="output")
     if not output.absolute().parent.is_dir():
@@ -100,12 +99,12 @@ def check_output(output: Path) -> None:
 def _verdict(items: int, different: int, failed: int) -> str:
     if not different and not failed:
         return f"All {items} answers are the same with and without prefix caching."
-    said = []
+    problems = []
     if different:
-        said.append(f"{different} of {items} answers differ between the two sides")
+        problems.append(f"{different} of {items} answers differ between the two sides")
     if failed:
-        said.append(f"{failed} of {items} could not be answered on both")
-    return " and ".join(said) + "."
+        problems.append(f"{failed} of {items} could not be answered on both")
+    return " and ".join(problems) + "."
 
 
 def _part(found: Comparison) -> dict[str, Any]:
@@ -161,7 +160,7 @@ def _answer(reply: Reply, *, same: bool) -> dict[str, Any]:
 
 
 def _digest(path: Path) -> str | None:
-    """SHA-256 of a file; None for what is no file."""
+    """Return the SHA-256 of a file; None if there is no such file."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The two sides: one engine with prefix caching, one without, both asked the same."""
+"""The two sides of an evaluation: an engine with prefix caching and one without."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from dataclasses import replace
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import EngineClosedError, VlmServeError
 from vlm_serve.eval.comparing import Comparison, compare
-from vlm_serve.eval.replies import Part, Question, Reply, Run, Tokens
+from vlm_serve.eval.replies import BenchmarkPart, Case, Reply, Run, Tokens
 from vlm_serve.pipeline import Pipeline
 
 Opener = Callable[[bool], AbstractContextManager[Pipeline]]
-"""Opens a pipeline with prefix caching (True) or without."""
+"""Opens a pipeline with prefix caching (True) or without (False)."""
 
 
 def opener_of(model: str, config: EngineConfig) -> Opener:
-    """Opens pipelines over a checkpoint."""
+    """Return a function that opens a pipeline over a checkpoint."""
     return lambda caching: Pipeline(model, replace(config, enable_prefix_caching=caching))
 
 
-def run_sides(open_side: Opener, parts: Sequence[Part], concurrency: int = 1) -> list[Comparison]:
-    """Asks every part of both sides, first the one with caching, one engine at a time.
+def run_sides(
+    open_side: Opener, parts: Sequence[BenchmarkPart], concurrency: int = 1
+) -> list[Comparison]:
+    """Ask both sides all parts, the side with caching first, with one engine at a time.
 
     Args:
-        concurrency: groups of a part that are asked side by side.
+        concurrency: groups of a part to ask concurrently.
 
     Raises:
         CheckpointError, ConfigError: an engine cannot be built.
-        EngineClosedError: one has stopped on the way.
+        EngineClosedError: an engine has stopped.
     """
     sides: list[list[Run]] = []
     for caching in (True, False):
@@ -41,14 +43,14 @@ def run_sides(open_side: Opener, parts: Sequence[Part], concurrency: int = 1) ->
             runs = []
             for part in parts:
                 runs.append(run_part(pipe, part, concurrency))
-                said = f"{part.name}, {how}: {len(runs[-1].replies)} items"
-                print(f"{said} in {runs[-1].seconds:.1f} s", file=sys.stderr, flush=True)
+                done = f"{part.name}, {how}: {len(runs[-1].replies)} items"
+                print(f"{done} in {runs[-1].seconds:.1f} s", file=sys.stderr, flush=True)
             sides.append(runs)
     return [compare(part.name, part.note, *runs) for part, *runs in zip(parts, *sides, strict=True)]
 
 
-def run_part(pipe: Pipeline, part: Part, concurrency: int = 1) -> Run:
-    """Asks all of a part, beginning with an empty cache. Raises as `run_sides` does."""
+def run_part(pipe: Pipeline, part: BenchmarkPart, concurrency: int = 1) -> Run:
+    """Ask all questions of a part, starting with an empty cache. Raises like `run_sides`."""
     pipe.engine.flush()
     begin = time.perf_counter()
     with ThreadPoolExecutor(concurrency, thread_name_prefix="vlm-serve-eval") as pool:
@@ -58,10 +60,10 @@ def run_part(pipe: Pipeline, part: Part, concurrency: int = 1) -> Run:
     return Run(replies, seconds, Tokens.sum(reply.tokens for reply in replies))
 
 
-def _ask(pipe: Pipeline, question: Question) -> Reply:
+def _ask(pipe: Pipeline, case: Case) -> Reply:
     try:
-        return question.ask(pipe)
-    except EngineClosedError:  # Nothing else could be answered either.
+        return case.ask(pipe)
+    except EngineClosedError:  # No later request could succeed.
         raise
     except VlmServeError as error:
-        return Reply(question.item, error=error.message)
+        return Reply(case.item, error=error.message)

@@ -1,4 +1,4 @@
-"""Questions about videos: those of one video are asked one after the other."""
+"""Questions about videos; those about the same video are asked in order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from vlm_serve.eval.choices import DECODING
 from vlm_serve.eval.replies import (
-    Part,
-    Question,
+    BenchmarkPart,
+    Case,
     Reply,
-    answer_of,
+    completion_of,
     sampling_of,
     tokens_of,
 )
@@ -22,15 +22,15 @@ from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 _NOTE = (
-    "All questions about a video but the first can reuse it: its vision embeddings, and what comes "
-    "of them."
+    "All questions about a video but the first can reuse it: its vision embeddings, and the KV and "
+    "state computed from them."
 )
 _LETTER = re.compile(r"\W*([A-Z])(?:\W|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class VideoOptions:
-    """How the questions are asked: as in `LongBenchOptions`."""
+    """Options of the questions, as in `LongBenchOptions`."""
 
     decoding: tuple[str, ...] = DECODING
     max_tokens: int = 128
@@ -38,10 +38,10 @@ class VideoOptions:
     seed: int = 0
 
 
-def video_parts(items: Sequence[VideoItem], options: VideoOptions) -> Iterator[Part]:
-    """What is asked about the items; those of a video are a group.
+def video_parts(items: Sequence[VideoItem], options: VideoOptions) -> Iterator[BenchmarkPart]:
+    """Yield the parts of the benchmark; questions about one video form a group.
 
-    Raises FieldError for a number that is out of bounds.
+    Raises FieldError for a number out of bounds.
     """
     videos: dict[Any, list[VideoItem]] = {}
     for item in items:
@@ -49,10 +49,10 @@ def video_parts(items: Sequence[VideoItem], options: VideoOptions) -> Iterator[P
     for decoding in options.decoding:
         params = sampling_of(decoding, options.max_tokens, options.temperature, options.seed)
         groups = [
-            [Question(item.id, partial(_ask, item=item, params=params)) for item in group]
+            [Case(item.id, partial(_ask, item=item, params=params)) for item in group]
             for group in videos.values()
         ]
-        yield Part(f"video QA, {decoding}", _NOTE, groups)
+        yield BenchmarkPart(f"video QA, {decoding}", _NOTE, groups)
 
 
 def _ask(pipe: Pipeline, *, item: VideoItem, params: SamplingParams) -> Reply:
@@ -61,7 +61,7 @@ def _ask(pipe: Pipeline, *, item: VideoItem, params: SamplingParams) -> Reply:
     chosen, right = judged(item, output.text)
     return Reply(
         item.id,
-        (answer_of(output),),
+        (completion_of(output),),
         chosen=chosen,
         expected=item.answer,
         right=right,
@@ -70,8 +70,10 @@ def _ask(pipe: Pipeline, *, item: VideoItem, params: SamplingParams) -> Reply:
 
 
 def judged(item: VideoItem, text: str) -> tuple[str, bool]:
-    """What an answer is taken as, and whether that is right: case, spaces around words and a full
-    stop do not matter, and choices may be named by their letter."""
+    """Return the answer that a text gives, and whether it is right.
+
+    Case, spaces around words and a full stop are ignored, and a letter stands for its choice.
+    """
     chosen = _chosen(item, text)
     return chosen, _plain(chosen) == _plain(_spelt(item, item.answer))
 
@@ -85,7 +87,7 @@ def _text(item: VideoItem) -> str:
 
 
 def _chosen(item: VideoItem, text: str) -> str:
-    """The choice that an answer begins with, by its letter or as it is spelt; else the answer."""
+    """Return the choice whose letter begins the text; else the text itself."""
     if not item.choices:
         return text
     found = _LETTER.match(text)
@@ -93,7 +95,7 @@ def _chosen(item: VideoItem, text: str) -> str:
 
 
 def _spelt(item: VideoItem, answer: str) -> str:
-    """The choice that a letter stands for; any other answer as it is."""
+    """Return the choice of a letter; any other answer unchanged."""
     if answer in item.choices:
         return answer
     return dict(zip(letters(item), item.choices, strict=True)).get(answer, answer)

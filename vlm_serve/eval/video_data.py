@@ -1,4 +1,4 @@
-"""Questions about videos with their right answers: a CSV file or JSON lines."""
+"""Reader of questions about videos with their right answers: a CSV file or JSON lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlm_serve.batch.rows import SUFFIXES, read_rows
 from vlm_serve.errors import ConfigError
 
 SEPARATOR = "|"
-"""Between the choices in a CSV file."""
+"""Separates the choices in a CSV file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class VideoItem:
 
     Attributes:
         id: from the file, or made from the line.
-        video: the file.
-        question: what is asked.
-        answer: the right answer: a text, or where there are choices one of them or its letter.
-        choices: to choose among, at most 26; empty: the answer is free.
+        video: path of the video.
+        question: its text.
+        answer: the right answer: a text, or with choices one of them or its letter.
+        choices: at most 26; empty: the answer is free text.
     """
 
     id: str
@@ -33,10 +33,9 @@ class VideoItem:
 
 
 def read_videos(path: Path, limit: int | None = None) -> list[VideoItem]:
-    """The questions in the file's order, at most `limit`. Paths begin at the file's own folder.
+    """Return the questions in the file's order, at most `limit`. Paths are relative to the file.
 
-    Raises ConfigError that names the file and the line at fault: a column that is missing, a video
-    that is not there.
+    Raises ConfigError that names the file and the line at fault, such as a missing column or video.
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError("data must be a .csv or a .jsonl file", param="data")
@@ -80,5 +79,5 @@ def _item(path: Path, row: dict[str, Any], number: int, place: str) -> VideoItem
 
 
 def letters(item: VideoItem) -> str:
-    """Those of its choices."""
+    """Return the letters of the item's choices."""
     return "".join(chr(ord("A") + place) for place in range(len(item.choices)))

@@ -1,4 +1,4 @@
-"""Options of the HTTP server: the table from which its flags and the README's are made."""
+"""Options of the HTTP server, the source of its flags and of the documentation's table."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from vlm_serve.options import normalise_all, option, refuse
+from vlm_serve.options import normalise_all, refuse, section
 
-_SERVER = "server"
-_LIMITS = "limits"
-_LIFE = "life cycle"
+_server = section("server")
+_limits = section("limits")
+_life = section("life cycle")
 
 _COLLECTOR = "http://127.0.0.1:4318/v1/traces"
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
@@ -21,216 +21,117 @@ class ServerConfig:
     """Options of one server, validated together when it is built.
 
     Raises:
-        ConfigError: names every option whose value is bad, not only the first one.
+        ConfigError: names every invalid option, not only the first one.
     """
 
-    host: str = option("127.0.0.1", "address to listen on", group=_SERVER, kind="text")
-    port: int = option(
-        8000,
-        "port to listen on; 0 takes any free one",
-        group=_SERVER,
-        kind="int",
-        low=0,
-        high=65535,
-    )
-    served_model_name: tuple[str, ...] = option(
+    host: str = _server("127.0.0.1", "address to listen on")
+    port: int = _server(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
+    served_model_name: tuple[str, ...] = _server(
         (),
-        "name or names under which requests may ask for the model (comma-separated)",
-        group=_SERVER,
-        kind="list",
+        "name or names of the model in requests (comma-separated)",
         default_text="the model as given",
     )
-    api_key: tuple[str, ...] = option(
-        (),
-        "keys of which a request must bring one as a bearer token (comma-separated)",
-        group=_SERVER,
-        kind="list",
+    api_key: tuple[str, ...] = _server(
+        (), "accepted API keys; a request must send one as a bearer token (comma-separated)"
     )
-    tenant_keys: str | None = option(
+    tenant_keys: str | None = _server(
         None,
-        "YAML file of further API keys, each with the cache salt that its requests always have",
-        group=_SERVER,
-        kind="text",
+        "YAML file of further API keys, each with a fixed cache salt for its requests",
         metavar="FILE",
     )
-    page: bool = option(
-        True,
-        "serve the page at /: chat, and what the cache does",
-        group=_SERVER,
-        kind="bool",
-    )
-    allowed_hosts: tuple[str, ...] = option(
+    page: bool = _server(True, "serve the web page at /, with a chat and views of the cache")
+    allowed_hosts: tuple[str, ...] = _server(
         (),
-        "names that requests may give as their Host, besides loopback's (comma-separated); "
-        "* allows all",
-        group=_SERVER,
-        kind="list",
-        default_text="none; on another address than loopback a server takes any name",
+        "accepted Host headers besides those of loopback (comma-separated); * allows all",
+        default_text="none; all if the server listens on another address than loopback",
     )
-    allowed_origins: tuple[str, ...] = option(
+    allowed_origins: tuple[str, ...] = _server(
         (),
-        "origins of other websites whose scripts may use this server (comma-separated or as JSON); "
-        "* allows all",
-        group=_SERVER,
-        kind="list",
+        "CORS: origins whose scripts may use this server (comma-separated or JSON); * allows all",
     )
-    allowed_methods: tuple[str, ...] = option(
-        ("*",),
-        "methods that they may use",
-        group=_SERVER,
-        kind="list",
-        default_text="all",
+    allowed_methods: tuple[str, ...] = _server(
+        ("*",), "CORS: methods for these origins", default_text="all"
     )
-    allowed_headers: tuple[str, ...] = option(
-        ("*",),
-        "headers that they may send",
-        group=_SERVER,
-        kind="list",
-        default_text="all",
+    allowed_headers: tuple[str, ...] = _server(
+        ("*",), "CORS: request headers for these origins", default_text="all"
     )
-    allow_credentials: bool = option(
-        False,
-        "let them send cookies and the like",
-        group=_SERVER,
-        kind="bool",
+    allow_credentials: bool = _server(
+        False, "CORS: let these origins send credentials such as cookies"
     )
-    tool_call_parser: str = option(
+    tool_call_parser: str = _server(
         "auto",
-        "form of tool calls in the answers: auto is the one that the chat template asks for",
-        group=_SERVER,
-        kind="text",
+        "format of tool calls in answers; auto: the format that the chat template asks for",
         choices=("auto", "qwen3_xml", "hermes", "none"),
     )
-    reasoning_parser: str = option(
+    reasoning_parser: str = _server(
         "none",
-        "qwen3 moves what stands before </think> into the field `reasoning`",
-        group=_SERVER,
-        kind="text",
+        "qwen3 moves the text before </think> to the field `reasoning`",
         choices=("none", "qwen3"),
     )
-    otlp_traces_endpoint: str | None = option(
-        None,
-        "URL to which OpenTelemetry traces are sent (OTLP over HTTP); needs the extra `otel`",
-        group=_SERVER,
-        kind="text",
-        metavar="URL",
+    otlp_traces_endpoint: str | None = _server(
+        None, "URL for OpenTelemetry traces (OTLP over HTTP); needs the extra `otel`", metavar="URL"
     )
-    max_queued_requests: int = option(
-        256,
-        "requests that may be open beyond max_num_seqs; more are answered 503 at once",
-        group=_LIMITS,
-        kind="int",
-        low=0,
+    max_queued_requests: int = _limits(
+        256, "maximum open requests beyond max_num_seqs; further ones get 503 at once", low=0
     )
-    max_queued_tokens: int = option(
+    max_queued_tokens: int = _limits(
         4_000_000,
-        "prompt tokens of all open requests beyond which new ones are answered 503 at once",
-        group=_LIMITS,
-        kind="int",
+        "maximum prompt tokens of all open requests; beyond it, new requests get 503 at once",
         low=1,
     )
-    max_body_size: int | str = option(
-        64 << 20,
-        "largest request body",
-        group=_LIMITS,
-        kind="size",
-        low=1,
-        metavar="SIZE",
-    )
-    response_store: int | str | None = option(
+    max_body_size: int | str = _limits(64 << 20, "maximum size of a request body", low=1)
+    response_store: int | str | None = _limits(
         None,
-        "memory in which /v1/responses keeps answers for later turns, for each API key",
-        group=_LIMITS,
-        kind="size",
+        "memory per API key for answers that /v1/responses keeps for later turns",
         low=1,
-        metavar="SIZE",
-        default_text="none: nothing is kept",
+        default_text="none: no answer is kept",
     )
-    response_store_ttl: float = option(
-        86_400.0,
-        "seconds that such an answer is kept",
-        group=_LIMITS,
-        kind="float",
-        low=0.001,
-        metavar="SECONDS",
+    response_store_ttl: float = _limits(
+        86_400.0, "seconds that /v1/responses keeps an answer", low=0.001, metavar="SECONDS"
     )
-    max_request_memory: int | str = option(
+    max_request_memory: int | str = _limits(
         1 << 30,
-        "memory that the bodies of all open requests may take, as JSON is held; more wait unread",
-        group=_LIMITS,
-        kind="size",
-        low=1,
-        metavar="SIZE",
-    )
-    max_connections: int = option(
-        1024,
-        "open connections; a further one closes the longest idle one",
-        group=_LIMITS,
-        kind="int",
+        "maximum memory for the parsed bodies of all open requests; further bodies wait unread",
         low=1,
     )
-    header_timeout: float = option(
+    max_connections: int = _limits(
+        1024, "maximum open connections; a further one closes the longest idle connection", low=1
+    )
+    header_timeout: float = _limits(
         10.0,
-        "seconds that a client has for a request's head, and for the first bytes of its body",
-        group=_LIMITS,
-        kind="float",
+        "seconds that a client has to send a request's head, and the first bytes of its body",
         low=0.001,
         metavar="SECONDS",
     )
-    min_body_rate: int | str = option(
+    min_body_rate: int | str = _limits(
         64 << 10,
-        "bytes a second that a body must come with after the first header_timeout seconds",
-        group=_LIMITS,
-        kind="size",
+        "minimum bytes per second of a body, after the first header_timeout seconds",
         low=1,
-        metavar="SIZE",
     )
-    send_timeout: float = option(
+    send_timeout: float = _limits(
         30.0,
-        "seconds in which a client must take 64 KiB of an answer that waits for it, or all of it",
-        group=_LIMITS,
-        kind="float",
+        "seconds that a client has to read 64 KiB of a waiting response, or the rest of it",
         low=0.001,
         metavar="SECONDS",
     )
-    keep_alive_timeout: int = option(
-        75,
-        "seconds after which a connection without a request is closed",
-        group=_LIMITS,
-        kind="int",
-        low=1,
-        metavar="SECONDS",
+    keep_alive_timeout: int = _limits(
+        75, "seconds until an idle connection is closed", low=1, metavar="SECONDS"
     )
-    request_timeout: float | None = option(
-        None,
-        "seconds after which a request is ended with an error",
-        group=_LIMITS,
-        kind="float",
-        low=0.001,
-        metavar="SECONDS",
+    request_timeout: float | None = _limits(
+        None, "seconds until a request is aborted with an error", low=0.001, metavar="SECONDS"
     )
-    preprocess_threads: int = option(
-        4,
-        "threads that render templates and split text into tokens",
-        group=_LIMITS,
-        kind="int",
-        low=1,
-        high=256,
+    preprocess_threads: int = _limits(
+        4, "threads that render chat templates and tokenize", low=1, high=256
     )
-    shutdown_timeout: float = option(
+    shutdown_timeout: float = _life(
         30.0,
-        "seconds that running requests have after SIGTERM; a second SIGTERM ends at once",
-        group=_LIFE,
-        kind="float",
+        "seconds that running requests get after SIGTERM; a second SIGTERM stops at once",
         low=0.0,
         metavar="SECONDS",
     )
-    idle_check: bool = option(
+    idle_check: bool = _life(
         True,
-        "check the cache's invariants whenever no request has been open for a while; one that "
-        "comes ends the check",
-        group=_LIFE,
-        kind="bool",
+        "check the cache's invariants while the server is idle; a new request interrupts the check",
     )
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from serving import RunningServer
 from vlm_serve.errors import ContextLengthError
 from vlm_serve.preprocess.messages import Conversation
 from vlm_serve.preprocess.prompt import Prompt
-from vlm_serve.server.api.truncation import prepare_what_fits
+from vlm_serve.server.api.truncation import prepare_truncated
 
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,aGk="}
 
@@ -48,7 +48,7 @@ def test_whole_turns_are_left_out_and_no_more_than_a_step(
 ) -> None:
     conversation, maker = talk(turns, images=images), Maker()
     total = len(conversation.messages)
-    prompt = prepare_what_fits(conversation, maker, room)
+    prompt = prepare_truncated(conversation, maker, room)
     kept = maker.made[-1]
     assert len(prompt) == len(kept.messages) <= room
     assert kept.messages[0]["content"] == "s"
@@ -68,7 +68,7 @@ def test_the_kept_part_begins_at_the_same_turn_for_a_while() -> None:
     begins = []
     for turns in range(40, 60):
         maker = Maker()
-        prepare_what_fits(talk(turns), maker, 60)
+        prepare_truncated(talk(turns), maker, 60)
         begins.append(maker.made[-1].messages[1]["content"][0]["text"])
     assert len(set(begins)) <= 6
 
@@ -78,7 +78,7 @@ def test_a_last_turn_that_does_not_fit_is_refused() -> None:
         raise ContextLengthError("too long", param="messages")
 
     with pytest.raises(ContextLengthError):
-        prepare_what_fits(talk(4), prepare, 5)
+        prepare_truncated(talk(4), prepare, 5)
 
 
 def test_a_response_to_the_end_of_a_long_conversation(fake: RunningServer) -> None:

@@ -1,5 +1,5 @@
-"""The APIs: one folder each, and beside them what several have in common.
+"""The HTTP APIs: one folder per API, and the modules that several APIs share.
 
-A folder's `request` says what a client may send and reads it into what the engine wants, `stream`
-turns the engine's deltas into the answer, and `route` puts the two together.
+In each folder, `request` declares the request body and parses it for the engine. `stream` turns the
+engine's deltas into a response. `route` connects the two.
 """

@@ -1,4 +1,4 @@
-"""From deltas to an answer: the one way that all APIs take, whole or as a stream."""
+"""Turning deltas into a response, streamed or complete. All APIs share this path."""
 
 from __future__ import annotations
 
@@ -27,29 +27,32 @@ Event = dict[str, Any]
 class AnswerStream(ABC):
     """Turns the deltas of one request into the events of a stream.
 
-    A whole answer goes through the same steps and keeps their result only, so the two cannot
-    differ.
+    A complete response takes the same steps and keeps only their result, so the two cannot differ.
     """
 
     def start(self) -> list[Event]:
-        """What comes before the events of the first delta."""
+        """Return the events before those of the first delta."""
         return []
 
     @abstractmethod
     def push(self, prompt: int, delta: Delta) -> list[Event]:
-        """Adds a delta of the request's prompt of that number; returns the events it causes."""
+        """Add a delta of one prompt and return the resulting events.
+
+        Args:
+            prompt: index of the prompt in the request.
+        """
 
     def end(self) -> list[Event]:
-        """What comes after the last delta."""
+        """Return the events after those of the last delta."""
         return []
 
     def failed(self, error: VlmServeError) -> list[Event]:
-        """The end of a stream that has begun and cannot go on."""
+        """Return the final events of a stream that has begun and then failed."""
         return [envelope(error)]
 
     @abstractmethod
-    def whole(self) -> BaseModel:
-        """The answer after its last delta."""
+    def result(self) -> BaseModel:
+        """Return the complete response body, after the last delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class ResponseSpec:
 
     Attributes:
         tasks: one per prompt.
-        stream_of: makes the stream of the tasks' generations.
-        stream: the answer is sent as a stream.
+        stream_of: makes the stream for the tasks' generations.
+        stream: send the response as a stream.
         headers: headers of the response.
         named: the stream's events have names, see `streaming.as_events`.
     """
@@ -72,9 +75,11 @@ class ResponseSpec:
 
 
 async def respond(service: Service, request: Request, spec: ResponseSpec) -> Response:
-    """Answers a request.
+    """Respond to a request.
 
-    Raises VlmServeError; ClientGoneError if nobody waits for the answer any more.
+    Raises:
+        VlmServeError: the request failed before its response began.
+        ClientGoneError: the client disconnected.
     """
     coverage = Coverage()
     if spec.stream:
@@ -82,37 +87,43 @@ async def respond(service: Service, request: Request, spec: ResponseSpec) -> Res
         return await stream_response(
             request, events, spec.headers, named=spec.named, extra=coverage.take
         )
-    answer = await until_disconnected(request, _whole(service, spec, coverage))
+    answer = await until_disconnected(request, _complete(service, spec, coverage))
     return CoveredResponse(answer, spec.headers, coverage.take())
 
 
-async def _whole(service: Service, spec: ResponseSpec, coverage: Coverage) -> str:
-    """The answer as JSON. Log-probabilities are many times as long as the text that they are
-    about: telling them does not keep the event loop."""
+async def _complete(service: Service, spec: ResponseSpec, coverage: Coverage) -> str:
+    """Return the complete response body as JSON.
+
+    Log-probabilities make a response many times longer. With them, the body is built on a
+    preparation thread, so that it does not block the event loop.
+    """
     params = [task.params for task in spec.tasks]
     long = any(each.logprobs is not None or each.prompt_logprobs is not None for each in params)
     async with _submitted(service, spec) as generations:
-        answer, kept = spec.stream_of(generations), list[tuple[int, Delta]]()
+        answer, deferred = spec.stream_of(generations), list[tuple[int, Delta]]()
         coverage.begin([generation.part for generation in generations])
 
-        def made() -> str:
-            for prompt, delta in kept:
+        def build() -> str:
+            for prompt, delta in deferred:
                 answer.push(prompt, delta)
-            return answer.whole().model_dump_json()
+            return answer.result().model_dump_json()
 
         async with aclosing(_merged(generations)) as deltas:
             async for prompt, delta in deltas:
                 coverage.add(prompt, delta)
                 if long:
-                    kept.append((prompt, delta))
+                    deferred.append((prompt, delta))
                 else:
                     answer.push(prompt, delta)
-        return await service.workers.prepare(made) if long else made()
+        return await service.workers.prepare(build) if long else build()
 
 
 async def _events(service: Service, spec: ResponseSpec, coverage: Coverage) -> Chunks:
-    """What goes wrong before the first event is raised; later it is an event itself, since the
-    status has been sent."""
+    """Yield the events of a streamed response.
+
+    An error before the first event is raised. A later one becomes an event itself, since the status
+    has been sent already.
+    """
     async with _submitted(service, spec) as generations:
         answer = spec.stream_of(generations)
         coverage.begin([generation.part for generation in generations])
@@ -137,7 +148,7 @@ async def _events(service: Service, spec: ResponseSpec, coverage: Coverage) -> C
             yield event
 
 
-async def _in_turn(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
+async def _round_robin(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
     streams = [generation.deltas() for generation in generations]
     unfinished = list(range(len(streams)))
     while unfinished:
@@ -149,7 +160,7 @@ async def _in_turn(generations: Sequence[Generation]) -> AsyncIterator[tuple[int
 
 @asynccontextmanager
 async def _submitted(service: Service, spec: ResponseSpec) -> AsyncIterator[list[Generation]]:
-    """Submits all prompts. All or nothing: an error in one ends all."""
+    """Submit all prompts. If one fails, all of them end."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(answering(service, task, patient=not spec.stream))
@@ -160,30 +171,32 @@ async def _submitted(service: Service, spec: ResponseSpec) -> AsyncIterator[list
 async def _merged(
     generations: Sequence[Generation],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas of all generations as they come, or of an attempt in turn, each with its
-    generation's number."""
+    """Yield the deltas of all generations as they arrive, each with its generation's index.
+
+    Deltas of an attempt come round-robin, so that every attempt has the same order.
+    """
     if len(generations) == 1 or generations[0].part is not None:
-        async for numbered in _in_turn(generations):
+        async for numbered in _round_robin(generations):
             yield numbered
         return
-    waiting: dict[asyncio.Future[Delta], int] = {}
+    pending: dict[asyncio.Future[Delta], int] = {}
     streams = [generation.deltas() for generation in generations]
 
-    def ask(number: int) -> None:
+    def request_next(number: int) -> None:
         if generations[number].unfinished:
-            waiting[asyncio.ensure_future(anext(streams[number]))] = number
+            pending[asyncio.ensure_future(anext(streams[number]))] = number
 
     try:
         for number in range(len(streams)):
-            ask(number)
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            request_next(number)
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
-                number = waiting.pop(future)
+                number = pending.pop(future)
                 yield number, future.result()
-                ask(number)
+                request_next(number)
     finally:
-        for future in waiting:
+        for future in pending:
             future.cancel()
-        # Results nobody looks at: asyncio would report their errors as lost.
-        await asyncio.gather(*waiting, return_exceptions=True)
+        # Retrieve their results: asyncio would report unretrieved errors.
+        await asyncio.gather(*pending, return_exceptions=True)

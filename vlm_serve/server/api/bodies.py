@@ -1,4 +1,4 @@
-"""What the response bodies of several APIs have in common."""
+"""Models that the response bodies of several APIs share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 T = TypeVar("T")
 
-# A field that the OpenAI API does not have, or has only where it applies: left out when it is null.
+# A field that OpenAI's API lacks or sends only where it applies. It is omitted when null.
 Optional = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
 
 

@@ -1,4 +1,4 @@
-"""Routes under /v1/cache: look into the prefix cache, hold on to a part of it, empty it."""
+"""Routes under /v1/cache: inspect the prefix cache, pin parts of it, flush it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vlm_serve.cache.listing import Entry
 from vlm_serve.errors import InvalidRequestError, VlmServeError
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
-from vlm_serve.server.api.prompts import EitherPrompt, prepare_tokens
-from vlm_serve.server.api.reading import read_json, read_request
+from vlm_serve.server.api.prompts import PromptOrMessages, prepare_tokens
 from vlm_serve.server.api.reports import cache_report_body
+from vlm_serve.server.api.request_body import read_json, read_request
 from vlm_serve.server.http.tenants import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.service import Preparation, Service
 
@@ -30,15 +30,15 @@ NodeKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class NodeNotFoundError(VlmServeError):
-    """No node of the cache has that key, or none that the client may see: HTTP 404."""
+    """The cache has no node with this key, or the client may not see it: HTTP 404."""
 
     status = 404
     type = "invalid_request_error"
 
 
-class CachePrompt(EitherPrompt):
-    """Unknown fields are refused: one that was meant to change the prompt would otherwise make the
-    answer wrong."""
+class CachePrompt(PromptOrMessages):
+    """A prompt to look up or pin. Unknown fields are refused: if one that shapes the prompt were
+    ignored, the result would be wrong."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -105,7 +105,7 @@ class CacheNode(BaseModel):
 
 
 class CacheNodeDetails(CacheNode):
-    """A node; `token_ids` is null for who does not see everything."""
+    """A node; `token_ids` is null for tenants."""
 
     token_ids: list[int] | None
 
@@ -118,7 +118,11 @@ class CacheTree(BaseModel):
 
 
 async def probe(service: Service, request: Request) -> Response:
-    """POST /v1/cache/probe: what a request would find. Nothing runs. Raises InvalidRequestError."""
+    """Report how much of a request the cache would serve: POST /v1/cache/probe. Nothing runs.
+
+    Raises:
+        VlmServeError: the request is invalid, or the server does not admit it.
+    """
     preparation = await read_request(
         service, request, ProbeRequest, partial(_preparation, service, request)
     )
@@ -130,10 +134,14 @@ async def probe(service: Service, request: Request) -> Response:
 
 
 async def pin(service: Service, request: Request) -> Response:
-    """POST /v1/cache/pin: keeps a prompt's KV and state, or a node's and those before it, for a
-    while. Raises InvalidRequestError, NodeNotFoundError."""
+    """Pin a prompt's KV and state, or those of a node and its ancestors: POST /v1/cache/pin.
+
+    Raises:
+        NodeNotFoundError: the cache has no node with this key that the client may see.
+        VlmServeError: the request is invalid, or the server does not admit it.
+    """
     body, preparation = await read_request(
-        service, request, PinRequest, lambda body: (body, _to_pin(service, request, body))
+        service, request, PinRequest, lambda body: (body, _pin_target(service, request, body))
     )
     with service.admission.admitted():
         if isinstance(preparation, Entry):
@@ -147,8 +155,8 @@ async def pin(service: Service, request: Request) -> Response:
 
 
 async def flush(service: Service, request: Request) -> Response:
-    """POST /v1/cache/flush: forgets everything that no running request holds, and the stored
-    responses."""
+    """Evict everything that no running request holds, and delete stored responses: POST
+    /v1/cache/flush."""
     refuse_tenants(request.scope)
     await read_json(service, request, FlushRequest)
     await asyncio.to_thread(service.engine.flush)
@@ -158,14 +166,14 @@ async def flush(service: Service, request: Request) -> Response:
 
 
 async def stats(service: Service, request: Request) -> Response:
-    """GET /v1/cache/stats: the engine's counters and gauges."""
+    """Return the engine's counters and gauges: GET /v1/cache/stats."""
     refuse_tenants(request.scope)
     refuse_unknown(request.query_params, ())
     return JSONResponse(await asyncio.to_thread(service.engine.stats))
 
 
 async def affinity(service: Service, request: Request) -> Response:
-    """GET /v1/cache/affinity: which requests begin with something that is cached, for routers."""
+    """Return the affinity keys of cached prefixes, for routers: GET /v1/cache/affinity."""
     refuse_tenants(request.scope)
     refuse_unknown(request.query_params, ())
     digest = await asyncio.to_thread(service.engine.affinity_digest)
@@ -174,19 +182,26 @@ async def affinity(service: Service, request: Request) -> Response:
 
 
 async def tree(service: Service, request: Request) -> Response:
-    """GET /v1/cache/tree?offset=0&limit=100: a page of nodes; a tenant's own ones. Raises
-    InvalidRequestError."""
+    """Return a page of the nodes that the client may see: GET /v1/cache/tree?offset=0&limit=100.
+
+    Raises:
+        InvalidRequestError: a query parameter is invalid or unknown.
+    """
     query = request.query_params
     refuse_unknown(query, ("offset", "limit"))
     offset = _number(query, "offset", 0)
     limit = _number(query, "limit", DEFAULT_TREE_NODES)
-    entries = seen_below(visible_root(service, request), service.engine.mirror.whole().entries)
+    entries = entries_below(visible_root(service, request), service.engine.mirror.whole().entries)
     page = service.engine.page(entries, offset, limit)
     return JSONResponse(CacheTree(**dataclasses.asdict(page)).model_dump())
 
 
 async def node(service: Service, request: Request) -> Response:
-    """GET /v1/cache/nodes/{key}: all about one node. Raises NodeNotFoundError."""
+    """Return the details of one node: GET /v1/cache/nodes/{key}.
+
+    Raises:
+        NodeNotFoundError: the cache has no node with this key that the client may see.
+    """
     refuse_unknown(request.query_params, ())
     entry = _find(service, request, request.path_params["key"])
     token_ids = None
@@ -197,20 +212,24 @@ async def node(service: Service, request: Request) -> Response:
 
 
 def visible_root(service: Service, request: Request) -> bytes | None:
-    """The root below which the client sees the cache; None: it sees all of it."""
+    """Return the root key below which the client sees the cache; None: it sees everything."""
     if not is_tenant(request.scope):
         return None
     root: bytes = service.engine.preprocessor.root_key(salt_of(request.scope, None))
     return root
 
 
-def seen_below(root: bytes | None, entries: Sequence[Entry]) -> Sequence[Entry]:
-    """The nodes that hang from a root; None: from any."""
+def entries_below(root: bytes | None, entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Return the nodes below a root; None: all nodes."""
     return entries if root is None else [entry for entry in entries if entry.root == root]
 
 
 def _find(service: Service, request: Request, key: str) -> Entry:
-    """The node with that hexadecimal key, if the client sees it. Raises NodeNotFoundError."""
+    """Return the node with a hexadecimal key.
+
+    Raises:
+        NodeNotFoundError: there is none, or the client may not see it.
+    """
     root = visible_root(service, request)
     try:
         entry = service.engine.mirror.find(bytes.fromhex(key))
@@ -223,10 +242,10 @@ def _find(service: Service, request: Request, key: str) -> Entry:
     return entry
 
 
-def _to_pin(
+def _pin_target(
     service: Service, request: Request, body: PinRequest
 ) -> Entry | Callable[[], Preparation]:
-    """The node that the body names, or what makes the prompt that it describes."""
+    """Return the node named by the body, or a function that makes the prompt it describes."""
     if body.key is None:
         return _preparation(service, request, body)
     given = body.model_dump(exclude_unset=True, exclude_none=True).keys()
@@ -239,9 +258,10 @@ def _to_pin(
 def _preparation(
     service: Service, request: Request, body: CachePrompt
 ) -> Callable[[], Preparation]:
-    """What makes the prompt that the body describes; to be called on a preparation thread.
+    """Return a function that makes the body's prompt; call it on a preparation thread.
 
-    Raises InvalidRequestError, here or there.
+    Raises:
+        InvalidRequestError: the prompt is invalid. The returned function may raise it, too.
     """
     service.state.resolve_model(body.model)
     salt = salt_of(request.scope, body.cache_salt)

@@ -1,4 +1,4 @@
-"""GET /v1/cache/events: the cache's tree, then what changes in it, as server-sent events."""
+"""GET /v1/cache/events: the cache's tree and its changes, as server-sent events."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from starlette.responses import Response
 from vlm_serve.cache.listing import Entry, NodeInfo
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.mirror import Change, Whole
-from vlm_serve.server.api.cache import CacheNode, refuse_unknown, seen_below, visible_root
+from vlm_serve.server.api.cache import CacheNode, entries_below, refuse_unknown, visible_root
 from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
 from vlm_serve.server.http.tenants import PermissionDeniedError
 from vlm_serve.server.service import Service
 
 SLICE = 16
-"""Nodes or changes that are made into text at once, in a fraction of a millisecond: the event loop
-serves others in between, who each come to it several times before they have an answer."""
+"""Nodes or changes serialized at once, in a fraction of a millisecond. Other requests run on the
+event loop in between, and each needs several turns of it."""
 MIN_CHANGES = 1000
-"""As many changes are told one by one even if the tree has fewer nodes."""
+"""Up to this many changes are sent one by one, even if the tree has fewer nodes."""
 QUIET_POLLS = 150
-"""After so many polls without a message a comment shows that the connection is alive."""
+"""After this many polls without a message, a comment shows that the connection is alive."""
 
 _T = TypeVar("_T")
 _as_text = json.JSONEncoder(separators=(",", ":")).encode
@@ -41,7 +41,7 @@ class CacheRoot(BaseModel):
 
 
 class CacheTreeEvent(BaseModel):
-    """The data of an event `tree`."""
+    """The data of a `tree` event."""
 
     object: Literal["cache.tree"] = "cache.tree"
     sequence: int
@@ -50,24 +50,30 @@ class CacheTreeEvent(BaseModel):
 
 
 async def cache_events(service: Service, request: Request) -> Response:
-    """GET /v1/cache/events. Raises OverloadedError if too many clients read them already,
-    PermissionDeniedError for a browser that could not read them."""
+    """Stream the cache's tree, its changes and the server's status: GET /v1/cache/events.
+
+    Raises:
+        OverloadedError: too many clients read the stream already.
+        PermissionDeniedError: a browser sent the request in a mode that hides the response.
+    """
     refuse_unknown(request.query_params, ())
     if request.headers.get("sec-fetch-mode") == "no-cors":
-        # Any website can make a browser ask like that, with no chance to read what comes.
-        raise PermissionDeniedError("this stream is for who can read it", code="no_cors")
-    reader = _Reader(service, visible_root(service, request))
+        # Any website can make a browser send such a request, but cannot read the response.
+        raise PermissionDeniedError(
+            "this stream is only for clients that can read the response", code="no_cors"
+        )
+    subscriber = _Subscriber(service, visible_root(service, request))
     if request.scope.get("is_head"):
         return Response(media_type=EventStream.media_type)
-    events = reader.events()
+    events = subscriber.events()
     return EventStream(await until_disconnected(request, anext(events)), events, {})
 
 
-class _Reader:
-    """One client.
+class _Subscriber:
+    """One subscriber.
 
     Args:
-        root: it sees what is below it, and no totals; None: it sees all.
+        root: it sees only the nodes below this root and no totals; None: it sees everything.
     """
 
     def __init__(self, service: Service, root: bytes | None) -> None:
@@ -78,12 +84,15 @@ class _Reader:
         self._number = 0
 
     async def events(self) -> Events:
-        """The messages, in pieces. They end with the server, or when one is not taken in time."""
+        """Yield the messages in pieces.
+
+        They end when the server does, or when the client takes too long to receive one.
+        """
         loop, feed = asyncio.get_running_loop(), self._feed
         with feed.subscribed():
             sequence, status_number, quiet = -1, 0, 0
             while True:
-                sequence, pieces = self._news(sequence)
+                sequence, pieces = self._messages_since(sequence)
                 if self._root is None and feed.status_number != status_number:
                     status_number = feed.status_number
                     pieces = chain(pieces, self._status(sequence))
@@ -100,21 +109,21 @@ class _Reader:
                 if not await feed.next_poll():
                     return
 
-    def _news(self, sequence: int) -> tuple[int, Iterator[bytes]]:
-        """What to tell who knows all up to a batch, and up to which batch it is."""
+    def _messages_since(self, sequence: int) -> tuple[int, Iterator[bytes]]:
+        """Return the latest batch's number, and the messages since batch `sequence`."""
         mirror = self._feed.mirror
-        told = mirror.since(sequence)
-        if told is None or len(told[1]) > max(MIN_CHANGES, len(mirror)):
+        update = mirror.since(sequence)
+        if update is None or len(update[1]) > max(MIN_CHANGES, len(mirror)):
             whole = mirror.whole()
             return whole.sequence, self._tree(whole)
-        sequence, changes = told
+        sequence, changes = update
         if self._root is not None:
             changes = tuple(change for change in changes if change.root == self._root)
         return sequence, self._changes(sequence, changes) if changes else iter(())
 
     def _tree(self, whole: Whole) -> Iterator[bytes]:
-        entries = seen_below(self._root, whole.entries)
-        number = self._number_of(whole.sequence)
+        entries = entries_below(self._root, whole.entries)
+        number = self._message_number(whole.sequence)
         roots = json.dumps([{"key": key.hex()} for key in dict.fromkeys(e.root for e in entries)])
         yield (
             f'id: {number}\nevent: tree\ndata: {{"object":"cache.tree","sequence":{number},'
@@ -124,7 +133,7 @@ class _Reader:
         yield b"]}\n\n"
 
     def _changes(self, sequence: int, changes: Sequence[Change]) -> Iterator[bytes]:
-        number = self._number_of(sequence)
+        number = self._message_number(sequence)
         yield (f'id: {number}\nevent: changes\ndata: {{"sequence":{number},"changes":[').encode()
         yield from _joined(changes, self._change)
         yield b"]}\n\n"
@@ -133,15 +142,18 @@ class _Reader:
         data = _as_text(self._feed.status)
         yield f"id: {sequence}\nevent: status\ndata: {data}\n\n".encode()
 
-    def _number_of(self, sequence: int) -> int:
-        """Who does not see all is not told how much happens either."""
+    def _message_number(self, sequence: int) -> int:
+        """Return a message's number.
+
+        Tenants get numbers of their own, since a batch's number shows how much others do.
+        """
         if self._root is None:
             return sequence
         self._number += 1
         return self._number
 
     def _node(self, entry: Entry) -> dict[str, Any]:
-        """What `dataclasses.asdict` makes of it, in a third of the time."""
+        """Return the same as `dataclasses.asdict` in a third of the time."""
         node = self._engine.describe(entry)
         body: dict[str, Any] = dict(zip(_NODE_FIELDS, _values_of(node), strict=True))
         body["media"] = [dataclasses.asdict(each) for each in node.media]
@@ -164,7 +176,7 @@ class _Reader:
 
 
 def _joined(items: Sequence[_T], body_of: Callable[[_T], dict[str, Any]]) -> Iterator[bytes]:
-    """The bodies as the inside of a JSON list, a slice at a time."""
+    """Yield the bodies as the inside of a JSON list, one slice at a time."""
     for start in range(0, len(items), SLICE):
         texts = [_as_text(body_of(item)) for item in items[start : start + SLICE]]
         yield (("," if start else "") + ",".join(texts)).encode()

@@ -1,4 +1,4 @@
-"""A request for an answer to one conversation, in no API's form: all of them are read into it."""
+"""A request for one answer to a conversation, in a form common to all APIs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vlm_serve.server.api.fields import AnswerRequest
 from vlm_serve.server.api.media_sources import check_media_sources
 from vlm_serve.server.api.request_affinity import affinity_of
 from vlm_serve.server.api.structured import ToolChoice, with_tools
-from vlm_serve.server.api.truncation import prepare_what_fits
+from vlm_serve.server.api.truncation import prepare_truncated
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
@@ -33,15 +33,15 @@ from vlm_serve.server.service import Preparation, Service
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """What a chat prompt is made from.
+    """The input of a chat prompt.
 
     Attributes:
-        read: reads the conversation, which may be long: preparation threads call it.
+        read: reads the conversation. It may be long, so preparation threads call it.
         tools: as templates see them, `{"type": "function", "function": {...}}`.
         add_generation_prompt, continue_final_message, template_kwargs, media_io_kwargs,
             mm_processor_kwargs: see `Preprocessor.prepare`.
-        answer_tokens: with this room for the answer the oldest turns are left out of a conversation
-            that is too long; None: it is refused.
+        answer_tokens: tokens reserved for the answer. If the conversation is too long, its oldest
+            turns are dropped. None: a conversation that is too long is refused.
     """
 
     read: Callable[[], Conversation]
@@ -59,13 +59,17 @@ class ChatInput:
 
     @property
     def schemas(self) -> dict[str, Any]:
-        """Of the parameters, by function name."""
+        """Schemas of the parameters, by function name."""
         functions = [tool["function"] for tool in self.tools]
         return {function["name"]: function.get("parameters") for function in functions}
 
 
 def with_thinking(given: ChatInput, effort: str | None) -> ChatInput:
-    """Qwen's templates know thinking as on or off: effort "none" is off, any other is on."""
+    """Return the input with thinking on or off, the only levels in Qwen's templates.
+
+    Args:
+        effort: "none" turns thinking off, any other value turns it on; None changes nothing.
+    """
     if effort is None:
         return given
     kwargs = {"enable_thinking": effort != "none"} | (given.template_kwargs or {})
@@ -73,7 +77,7 @@ def with_thinking(given: ChatInput, effort: str | None) -> ChatInput:
 
 
 def with_variable(given: ChatInput, name: str, value: str | None) -> ChatInput:
-    """A wish that is a variable of the template."""
+    """Return the input with a template variable set; None changes nothing."""
     if value is None:
         return given
     return dataclasses.replace(given, template_kwargs={name: value} | (given.template_kwargs or {}))
@@ -86,11 +90,10 @@ def template_ignores(service: Service, name: str, value: str | None) -> bool:
 
 
 def prepare(service: Service, given: ChatInput, cache_salt: str) -> Preparation:
-    """The prompt, or what is left to do for it if there are media; to be called on a preparation
-    thread.
+    """Return the prompt, or the work left if there are media; call it on a preparation thread.
 
-    Raises InvalidRequestError for a conversation that makes no prompt, or media that a client may
-    not name.
+    Raises:
+        InvalidRequestError: the conversation makes no prompt, or a client may not name its media.
     """
     conversation = given.read()
     check_media_sources(conversation)
@@ -105,13 +108,13 @@ def prepare(service: Service, given: ChatInput, cache_salt: str) -> Preparation:
         "cache_salt": cache_salt,
     }
     if given.answer_tokens is not None:
-        room = service.engine.max_model_len - max(given.answer_tokens, 1)
+        max_tokens = service.engine.max_model_len - max(given.answer_tokens, 1)
 
-        def fitting(stop: Stop) -> Prompt:
+        def truncated(stop: Stop) -> Prompt:
             prompt_of = partial(preprocessor.prepare, **options, stop=stop)
-            return prepare_what_fits(conversation, prompt_of, room)
+            return prepare_truncated(conversation, prompt_of, max_tokens)
 
-        return fitting if conversation.media else fitting(Stop())
+        return truncated if conversation.media else truncated(Stop())
     rendering: Rendering = preprocessor.begin(conversation, **options)
     if rendering.media:
         return rendering
@@ -124,10 +127,10 @@ class ParsedRequest:
     """A request, parsed from one of the APIs.
 
     Attributes:
-        params: with the form that the answer's text must have.
-        choice: which functions may or must be called.
-        form_field: the request's field that the form comes from, if it has to have one.
-        names: fields as they are called here -> as the request calls them, for errors.
+        params: with the constraint on the answer's text.
+        choice: functions that may or must be called.
+        form_field: the request's field with that constraint, if any.
+        names: internal field name -> the API's name for it, for errors.
     """
 
     input: ChatInput
@@ -138,19 +141,22 @@ class ParsedRequest:
 
 
 async def count_tokens(service: Service, parsed: ParsedRequest, cache_salt: str) -> int:
-    """Tokens of the prompt, media included; nothing runs. Raises what preparation raises."""
+    """Return the number of the prompt's tokens, media included. Nothing runs.
+
+    Raises:
+        VlmServeError: see `Admission.admitted` and `Service.prepare`.
+    """
     with service.admission.admitted(), renamed_params(parsed.names):
         return len(await service.prepare(partial(prepare, service, parsed.input, cache_salt)))
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationTask:
-    """A validated request.
+    """How to answer a validated request.
 
     Attributes:
-        tools: parameter schemas of what may be called, by function; None if tool calls are not to
-            be parsed.
-        tool_form: how calls are written.
+        tools: parameter schemas of the callable functions, by name; None: do not parse tool calls.
+        tool_form: syntax of tool calls.
         parallel: the answer may have more than one call.
         created: Unix time in seconds.
     """
@@ -163,7 +169,7 @@ class ConversationTask:
     created: int
 
     def parser(self, generation: Generation) -> OutputParser:
-        """A new parser for one choice of the answer."""
+        """Return a new parser for one choice of the answer."""
         reasoning, continued = None, self.task.continued
         if self.task.reasoning:
             reasoning = begins_in_thought(generation.prompt.text, continued=continued)
@@ -180,9 +186,10 @@ class ConversationTask:
 def conversation_task(
     service: Service, scope: Scope, body: AnswerRequest, parsed: ParsedRequest, arrival: float
 ) -> ConversationTask:
-    """How to answer a request.
+    """Return how to answer a request.
 
-    Raises VlmServeError for what the server refuses before any work is done.
+    Raises:
+        VlmServeError: the server refuses the request before any work is done.
     """
     choice = _enforceable(service, parsed.choice)
     schemas = parsed.input.schemas

@@ -1,7 +1,7 @@
-"""What the request bodies of several APIs have in common.
+"""Fields that the request bodies of several APIs share.
 
-Types are checked strictly ("5" is no number); ranges are checked where the value is used, so that
-Python and HTTP refuse the same things with the same words.
+Types are checked strictly: "5" is not a number. Ranges are checked where values are used, so that
+Python and HTTP report the same errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.api.structured import form_of
+from vlm_serve.server.api.structured import structured_outputs_of
 
 MAX_SALT_LENGTH = 128
 SALT_PATTERN = r"^[A-Za-z0-9._:=+/@-]*$"
@@ -28,8 +28,8 @@ MAX_TOOLS = 256
 T = TypeVar("T")
 
 
-def _few_keys(value: Any) -> Any:
-    """Pydantic counts an object's entries only after it has looked at all of them."""
+def _check_num_entries(value: Any) -> Any:
+    """Refuse an object with too many entries before Pydantic validates them all."""
     if isinstance(value, dict) and len(value) > MAX_ENTRIES:
         raise PydanticCustomError(
             "too_long", "should have at most {most} entries", {"most": MAX_ENTRIES}
@@ -38,26 +38,28 @@ def _few_keys(value: Any) -> Any:
 
 
 Items = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
-"""A list of bounded length, of which the first bad item is told: every list of a request is one."""
+"""A list of bounded length; only its first invalid item is reported. Every list in a request is
+one."""
 
 Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True)]
-"""Ids of a prompt; the context bounds them more narrowly."""
+"""Token ids of a prompt; the context sets a tighter limit."""
 
-Table = Annotated[dict[str, T], Field(max_length=MAX_ENTRIES), BeforeValidator(_few_keys)]
-"""An object of a bounded number of entries: every one in a request that has no model."""
+Table = Annotated[dict[str, T], Field(max_length=MAX_ENTRIES), BeforeValidator(_check_num_entries)]
+"""An object with a bounded number of entries. Every object without a model is one."""
 
 
 Verbosity = Literal["low", "medium", "high"]
 
 
 class RequestModel(BaseModel):
-    """Unknown fields are kept aside (`model_extra`), see `unknown_fields.py`."""
+    """A part of a request body. Unknown fields are kept in `model_extra`, see
+    `unknown_fields.py`."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, value: Any) -> Any:
+    def _check_num_fields(cls, value: Any) -> Any:
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise PydanticCustomError(
                 "too_long", "should have at most {most} fields", {"most": MAX_FIELDS}
@@ -71,7 +73,7 @@ class StreamOptions(RequestModel):
 
 
 class AnswerRequest(RequestModel):
-    """What every request for an answer has, in whichever API's form."""
+    """Fields of every request for an answer, in any API."""
 
     model: str | None = None
     stream: bool | None = None
@@ -85,8 +87,11 @@ class AnswerRequest(RequestModel):
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
 
     def sampling(self, **others: Any) -> SamplingParams:
-        """The sampling options, those given included. Raises InvalidRequestError that names the
-        field which is out of range."""
+        """Return the sampling parameters, with others added.
+
+        Raises:
+            InvalidRequestError: a field is out of range; the error names it.
+        """
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -101,17 +106,21 @@ def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def token_biases(bias: dict[str, float] | None) -> dict[int, float] | None:
-    """`logit_bias` by token id: JSON has no other keys than texts. Raises InvalidRequestError."""
+    """Return `logit_bias` by token id; in JSON, all keys are strings.
+
+    Raises:
+        InvalidRequestError: a key is not a token id.
+    """
     for token in bias or {}:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise InvalidRequestError(
-                f"logit_bias: {token[:32]!r} is no token id", param="logit_bias"
+                f"logit_bias: {token[:32]!r} is not a token id", param="logit_bias"
             )
     return {int(token): value for token, value in (bias or {}).items()} or None
 
 
 class SamplingFields(RequestModel):
-    """What every form of request that is vLLM's says in the names of `SamplingParams`."""
+    """Fields with the names of `SamplingParams`, in every API that follows vLLM."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -136,7 +145,11 @@ class SamplingFields(RequestModel):
 def check_stream(
     stream: bool | None, stream_options: StreamOptions | None, prompt_logprobs: int | None
 ) -> None:
-    """Raises InvalidRequestError for what only a stream has, and for what none has."""
+    """Check options that only streams have, or only complete responses.
+
+    Raises:
+        InvalidRequestError: an option does not fit `stream`.
+    """
     if stream_options is not None and not stream:
         raise InvalidRequestError(
             "stream_options is only allowed when stream is true", param="stream_options"
@@ -148,7 +161,7 @@ def check_stream(
 
 
 class GenerationRequest(AnswerRequest, SamplingFields):
-    """What chat and plain completions have in common."""
+    """Fields that chat and plain completions share."""
 
     stream_options: StreamOptions | None = None
     response_format: Table[Any] | None = None
@@ -156,20 +169,21 @@ class GenerationRequest(AnswerRequest, SamplingFields):
 
     @property
     def form_field(self) -> str:
-        """The field that the answer's form comes from, if it has to have one."""
-        asks = self.response_format is not None and self.response_format.get("type") != "text"
-        return "response_format" if asks else "structured_outputs"
+        """The field that constrains the answer's text, if any does."""
+        given = self.response_format
+        constrained = given is not None and given.get("type") != "text"
+        return "response_format" if constrained else "structured_outputs"
 
     @property
     def wanted_prompt_logprobs(self) -> int | None:
-        """How many rivals to report per prompt token, if any are to be."""
+        """Number of alternatives per prompt token; None: no prompt logprobs."""
         return self.prompt_logprobs
 
     def stream_option(self, name: str) -> bool:
         return self.stream_options is not None and bool(getattr(self.stream_options, name))
 
     def all_sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises as `sampling`."""
+        """Return the sampling parameters from all fields. It raises as `sampling` does."""
         check_stream(self.stream, self.stream_options, self.prompt_logprobs)
         return self.sampling(
             max_tokens=max_tokens,
@@ -189,7 +203,7 @@ class GenerationRequest(AnswerRequest, SamplingFields):
             if self.allowed_token_ids is None
             else tuple(self.allowed_token_ids),
             bad_words=tuple(self.bad_words or ()),
-            structured_outputs=form_of(self.response_format, self.structured_outputs),
+            structured_outputs=structured_outputs_of(self.response_format, self.structured_outputs),
             n=1 if self.n is None else self.n,
             return_routed_experts=bool(self.return_routed_experts),
             routed_experts_prompt_start=self.routed_experts_prompt_start or 0,

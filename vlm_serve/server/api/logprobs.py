@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms of the OpenAI API."""
+"""Log-probabilities in the formats of OpenAI's and vLLM's APIs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlm_serve.server.api.bodies import (
 )
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, which JSON does not have."""
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:
@@ -28,19 +28,19 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """What a token stands for; part of a character is shown as U+FFFD."""
+    """Return a token's text; an incomplete character becomes U+FFFD."""
     return tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
 def ranked(logprobs: dict[int, float], count: int) -> list[tuple[int, float]]:
-    """The most likely tokens, the best first."""
+    """Return the most likely tokens, the best one first."""
     return sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:count]
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[dict[int, float]], top: int
 ) -> list[TokenLogprob]:
-    """`choices[].logprobs.content`: one entry per token with its `top` most likely rivals."""
+    """Return `choices[].logprobs.content`: one entry per token with its `top` alternatives."""
     return [
         TokenLogprob(
             **_entry(tokenizer, token, row[token]).model_dump(),
@@ -53,8 +53,10 @@ def chat_logprobs(
 def prompt_logprobs_body(
     tokenizer: Tokenizer, token_ids: Sequence[int], reports: Sequence[PromptLogprobs] | None
 ) -> list[dict[str, PromptLogprob] | None] | None:
-    """`prompt_logprobs`, in vLLM's form: null for the first token and what else is not reported,
-    then by token id."""
+    """Return `prompt_logprobs` in vLLM's format: one object per token, keyed by token id.
+
+    The first token and others without a report have null.
+    """
     if reports is None:
         return None
     unknown = len(token_ids) - len(reports)
@@ -85,8 +87,13 @@ def completion_logprobs(
     top: int,
     offset: int,
 ) -> CompletionLogprobs:
-    """`choices[].logprobs` of /v1/completions. `offset`: characters before the first token. None in
-    `logprobs` is an echoed prompt's first token, or one that is not reported."""
+    """Return `choices[].logprobs` of /v1/completions.
+
+    Args:
+        logprobs: one row per token; None for an echoed prompt's first token, and for one without a
+            report.
+        offset: characters before the first token.
+    """
     texts = [token_text(tokenizer, token) for token in tokens]
     offsets = []
     for text in texts:

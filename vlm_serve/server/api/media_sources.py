@@ -1,7 +1,7 @@
-"""Which media a message that came over HTTP may name.
+"""Media sources that a client may name.
 
-In Python a part may hold a path or bytes; a client may only send URLs. What the URL may reach is
-decided where it is fetched.
+In Python a part may hold a path or bytes; over HTTP it must hold a URL. The fetching code decides
+where the URL may point.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ SCHEMES = ("data:", "http://", "https://", "file://")
 
 
 def check_media_sources(conversation: Conversation) -> None:
-    """Raises InvalidRequestError that names the part whose source is no URL of a known scheme."""
+    """Check that every medium's source is a URL of a known scheme.
+
+    Raises:
+        InvalidRequestError: one is not; the error names its part.
+    """
     for part in conversation.media:
         url = part.source
         if not isinstance(url, str) or not url[:8].lower().startswith(SCHEMES):

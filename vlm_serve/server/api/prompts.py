@@ -1,4 +1,4 @@
-"""A prompt as chat or as plain completions would make it, for routes that answer neither."""
+"""Prompts given as messages, text or token ids, for several routes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from vlm_serve.server.service import Service
 
 
-class EitherPrompt(TemplateFields):
-    """Has `messages`, or `prompt`, which is declared below this."""
+class PromptOrMessages(TemplateFields):
+    """A request with either `messages` or `prompt`. Subclasses declare `prompt`."""
 
     model: str | None = None
     messages: Items[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
 
     def chat_or_none(self, prompt: object) -> ChatInput | None:
-        """The chat prompt, None if `prompt` was given.
+        """Return the chat prompt's input, or None if `prompt` was given.
 
-        Raises InvalidRequestError for both or none.
+        Raises:
+            InvalidRequestError: both or neither were given.
         """
         if (prompt is None) == (self.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
@@ -33,9 +34,10 @@ class EitherPrompt(TemplateFields):
 
 
 def prepare_tokens(service: Service, prompt: str | list[int], cache_salt: str) -> Prompt:
-    """The prompt of a text or of token ids; to be called on a preparation thread.
+    """Return the prompt for text or token ids; call it on a preparation thread.
 
-    Raises InvalidRequestError for ids that are out of the vocabulary.
+    Raises:
+        InvalidRequestError: an id is outside the vocabulary.
     """
     preprocessor = service.engine.preprocessor
     ids = preprocessor.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -1,4 +1,4 @@
-"""Usage and cache report in the form in which responses carry them."""
+"""Usage and cache reports, in the format of the response bodies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vlm_serve.server.api.bodies import (
 
 
 def usage_body(usage: Usage, *prompts: Prompt) -> UsageBody:
-    """Token counts; placeholder tokens of the prompts' media are counted by modality."""
+    """Return token counts; placeholder tokens of media are counted by modality."""
     spans = [span for prompt in prompts for span in prompt.spans]
     return UsageBody(
         prompt_tokens=usage.prompt_tokens,
@@ -39,7 +39,7 @@ def usage_body(usage: Usage, *prompts: Prompt) -> UsageBody:
 
 
 def add_usage(parts: list[Usage]) -> Usage:
-    """The usage of several prompts that one request carried."""
+    """Return the total usage of a request's prompts."""
     return Usage(
         sum(part.prompt_tokens for part in parts),
         sum(part.completion_tokens for part in parts),
@@ -50,8 +50,10 @@ def add_usage(parts: list[Usage]) -> Usage:
 
 
 def routed_experts_fields(delta: Delta) -> dict[str, Any]:
-    """What the end of a choice adds to it: the rows as the base64 text of an `.npy` file, and where
-    they have gaps. Nothing if they were not asked for."""
+    """Return the routed experts' fields for the end of a choice; empty if not requested.
+
+    The rows are the base64 text of an `.npy` file; a second field lists their gaps, if any.
+    """
     if delta.routed_experts is None:
         return {}
     file = io.BytesIO()

@@ -24,7 +24,7 @@ APIS = {
 
 
 def note_affinity(scope: Scope, body: Mapping[str, Any], model: str) -> None:
-    """Put a parsed body's keys into its request's scope unless it has some.
+    """Store a parsed body's affinity keys in the request's scope, unless it has some already.
 
     It takes time in proportion to the body.
 
@@ -39,7 +39,7 @@ def note_affinity(scope: Scope, body: Mapping[str, Any], model: str) -> None:
     try:
         salt = salt_of(scope, salt if isinstance(salt, str) else None)
     except InvalidRequestError:
-        return  # the route raises it again
+        return  # The route raises it again.
     scope[AFFINITY] = affinity_keys_of_body(api, body, salt=salt, model=model)
 
 

@@ -1,5 +1,7 @@
-"""What form an answer must have, from the fields of a request: response_format, structured_outputs
-and tool_choice."""
+"""Constraints on an answer's text and tool calls, from a request's fields.
+
+The fields are `response_format`, `structured_outputs` and `tool_choice`.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,19 @@ _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _KINDS = tuple(each.name for each in fields(StructuredOutputs) if each.name != "strict")
 
 
-def form_of(
+def structured_outputs_of(
     response_format: Mapping[str, Any] | None, structured_outputs: Mapping[str, Any] | None
 ) -> StructuredOutputs | None:
-    """The form that the two fields ask for, None if neither asks for one.
+    """Return the constraint that the two fields request; None if they request none.
 
-    Raises InvalidRequestError that names the field.
+    Raises:
+        InvalidRequestError: a field is invalid, or both are set; the error names the field.
     """
-    asked = _from_format(response_format or {"type": "text"})
+    from_format = _from_format(response_format or {"type": "text"})
     given = {name: value for name, value in (structured_outputs or {}).items() if value is not None}
     if not given:
-        return asked
-    if asked is not None:
+        return from_format
+    if from_format is not None:
         raise InvalidRequestError(
             "response_format and structured_outputs exclude each other", param="structured_outputs"
         )
@@ -56,12 +59,13 @@ def _from_format(value: Mapping[str, Any]) -> StructuredOutputs | None:
 
 
 def simple_form(value: Mapping[str, Any], place: str) -> StructuredOutputs | None:
-    """The form of a format that has no more than a type.
+    """Return the constraint of a format with only a type.
 
     Args:
-        place: of the format in the request.
+        place: place of the format in the request.
 
-    Raises FieldError for another type.
+    Raises:
+        FieldError: the type is unknown.
     """
     kind = value.get("type")
     if kind not in _FORMATS:
@@ -70,12 +74,13 @@ def simple_form(value: Mapping[str, Any], place: str) -> StructuredOutputs | Non
 
 
 def json_schema_form(value: Any, place: str) -> StructuredOutputs:
-    """The form of an object with a `schema` and perhaps `strict`.
+    """Return the constraint of an object with a `schema` and perhaps `strict`.
 
     Args:
-        place: of the object in the request.
+        place: place of the object in the request.
 
-    Raises FieldError for one that cannot be enforced.
+    Raises:
+        FieldError: the schema cannot be enforced.
     """
     if not isinstance(value, Mapping) or not isinstance(value.get("schema"), Mapping | bool):
         raise FieldError(f"{place}.schema", "must be an object")
@@ -90,7 +95,7 @@ def json_schema_form(value: Any, place: str) -> StructuredOutputs:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """What `tool_choice` and `parallel_tool_calls` allow.
+    """The calls allowed by `tool_choice` and `parallel_tool_calls`.
 
     Attributes:
         mode: "none", "auto" or "required".
@@ -104,9 +109,13 @@ class ToolChoice:
 
     @classmethod
     def of(cls, mode: str | None, names: Sequence[str], parallel: bool | None) -> ToolChoice:
-        """The choice among all functions; None leaves the mode to whether there are any.
+        """Return the choice among all functions.
 
-        Raises InvalidRequestError for an unknown mode, or for one without tools that needs some.
+        Args:
+            mode: None means "auto" if there are functions, otherwise "none".
+
+        Raises:
+            InvalidRequestError: the mode is unknown, or needs tools and there are none.
         """
         if mode is None:
             mode = "auto" if names else "none"
@@ -122,23 +131,30 @@ class ToolChoice:
     def allowed(
         cls, mode: Any, only: Sequence[Any], names: Sequence[str], parallel: bool | None
     ) -> ToolChoice:
-        """The choice among some of the functions; the prompt shows all, so that it stays the same.
+        """Return the choice among some of the functions.
 
-        Raises InvalidRequestError for an unknown mode, no function, or one that is no tool.
+        The prompt lists all of them, so that it stays the same for every choice.
+
+        Raises:
+            InvalidRequestError: the mode is unknown, no function is allowed, or one is not a tool.
         """
         if mode not in ("auto", "required"):
             raise InvalidRequestError(
                 'the mode of allowed tools must be "auto" or "required"', param="tool_choice"
             )
         if not only:
-            raise InvalidRequestError("no tool is allowed", param="tool_choice")
+            raise InvalidRequestError("tool_choice allows no tool", param="tool_choice")
         for name in only:
             cls.function(name, names)
         return cls(mode, tuple(dict.fromkeys(only)), parallel is not False)
 
     @classmethod
     def function(cls, name: Any, names: Sequence[str]) -> ToolChoice:
-        """A call of one function. Raises InvalidRequestError if it is not among the tools."""
+        """Return the choice to call one function.
+
+        Raises:
+            InvalidRequestError: it is not among the tools.
+        """
         if name not in names:
             raise InvalidRequestError(
                 f"tool_choice names the function {str(name)[:64]!r}, which is not among the tools",
@@ -154,20 +170,22 @@ def with_tools(
     form_field: str,
     tool_form: ToolForm,
 ) -> StructuredOutputs | None:
-    """The form of an answer that may or must call tools.
+    """Return the constraint of an answer that may or must call tools.
 
     Args:
-        form: what its text must be, where it is no call.
-        schemas: of the parameters, by function name.
-        form_field: the request's field that `form` comes from.
-        tool_form: how the model writes calls.
+        form: the constraint on its text outside of calls.
+        schemas: schemas of the parameters, by function name.
+        form_field: the request's field with `form`.
+        tool_form: syntax of the model's calls.
 
-    Raises InvalidRequestError that names the field, as far as one form does not hide the other.
+    Raises:
+        InvalidRequestError: a constraint cannot be enforced. The error names the field, unless the
+            two constraints hide each other.
     """
     if choice.mode == "none":
         return form
-    every = set(choice.names) == set(schemas)
-    if choice.mode == "auto" and form is None and choice.parallel and every:
+    all_allowed = set(choice.names) == set(schemas)
+    if choice.mode == "auto" and form is None and choice.parallel and all_allowed:
         return None
     if form is not None and form.json is not None:
         check_schema(form.json, form_field, strict=form.strict)
@@ -190,7 +208,7 @@ def _auto(
     tags: list[dict[str, Any]],
     choice: ToolChoice,
 ) -> dict[str, Any]:
-    if form is None:  # text, and calls in it; where one call is allowed, nothing is behind it
+    if form is None:  # Text with calls in it; if only one call is allowed, it ends the answer.
         return {
             "type": "triggered_tags",
             "triggers": ["<tool_call>"],
@@ -201,7 +219,7 @@ def _auto(
 
 
 def _element(form: StructuredOutputs) -> dict[str, Any]:
-    """A form as a part of a structural tag."""
+    """Return a constraint as part of a structural tag."""
     kind, source = form.source
     if form.json is not None:
         return {"type": "json_schema", "json_schema": form.json, "max_whitespace_cnt": 1}
@@ -221,7 +239,7 @@ def _element(form: StructuredOutputs) -> dict[str, Any]:
 
 
 def _tag(name: str, schema: Any, tool_form: ToolForm) -> dict[str, Any]:
-    """One call, see `xml_calls` and `hermes_calls`."""
+    """Return the tag of one call, see `xml_calls` and `hermes_calls`."""
     if not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
         raise InvalidRequestError(
             f"the function name {name[:64]!r} must consist of letters, digits, '_', '-' and '.' "

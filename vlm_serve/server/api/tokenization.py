@@ -17,13 +17,13 @@ from vlm_serve.server.api.conversation import ChatInput, prepare
 from vlm_serve.server.api.fields import RequestModel
 from vlm_serve.server.api.fields import Tokens as TokenIds
 from vlm_serve.server.api.logprobs import token_text
-from vlm_serve.server.api.prompts import EitherPrompt
-from vlm_serve.server.api.reading import read_request
+from vlm_serve.server.api.prompts import PromptOrMessages
+from vlm_serve.server.api.request_body import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.service import Service
 
 
-class TokenizeRequest(EitherPrompt):
+class TokenizeRequest(PromptOrMessages):
     prompt: str | None = None
     return_token_strs: bool | None = None
 
@@ -45,8 +45,13 @@ class Detokenized(BaseModel):
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Token ids of a text, or of a conversation as the model would see it (placeholders of media
-    expanded). Raises InvalidRequestError."""
+    """Return the token ids of a text, or of a conversation as the model sees it.
+
+    Placeholders of media are expanded.
+
+    Raises:
+        InvalidRequestError: the request is invalid.
+    """
     chat, answer = await read_request(
         service, request, TokenizeRequest, partial(_tokenizing, service)
     )
@@ -60,7 +65,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 def _tokenizing(
     service: Service, body: TokenizeRequest
 ) -> tuple[ChatInput | None, Callable[..., Response]]:
-    """The conversation, if there is one, and what makes the answer from its prompt."""
+    """Return the conversation, if there is one, and a function from its prompt to the response."""
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     service.state.resolve_model(body.model)
     chat = body.chat_or_none(body.prompt)
@@ -85,7 +90,11 @@ def _tokenizing(
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """Text of token ids, special tokens included. Raises InvalidRequestError."""
+    """Return the text of token ids, special tokens included.
+
+    Raises:
+        InvalidRequestError: the request is invalid.
+    """
     work = await read_request(service, request, DetokenizeRequest, partial(_detokenizing, service))
     return await service.workers.prepare(work)
 

@@ -1,5 +1,4 @@
-"""`truncation: "auto"`: the oldest turns of a conversation that is longer than the context are left
-out."""
+"""`truncation: "auto"`: drop the oldest turns of a conversation longer than the context."""
 
 from __future__ import annotations
 
@@ -10,44 +9,47 @@ from vlm_serve.preprocess.messages import Conversation
 from vlm_serve.preprocess.prompt import Prompt
 
 
-def prepare_what_fits(
-    conversation: Conversation, prepare: Callable[[Conversation], Prompt], room: int
+def prepare_truncated(
+    conversation: Conversation, prepare: Callable[[Conversation], Prompt], max_tokens: int
 ) -> Prompt:
-    """The prompt of the conversation without as many of its oldest turns as it takes.
+    """Return the conversation's prompt, without its oldest turns if it is too long.
 
-    A turn is what follows a message of the user, up to the next one; system messages at the
-    beginning stay. Turns are left out in steps that grow with the conversation: where the kept part
-    begins then stays the same for several turns, and the cache has its prefix.
+    A turn begins with a user's message and ends before the next one. System messages at the
+    beginning stay.
+
+    Turns are dropped in steps that grow with the conversation. The kept part then begins at the
+    same turn for several requests, so the cache has its prefix.
 
     Args:
-        room: the most tokens that the prompt may have.
+        max_tokens: maximum number of the prompt's tokens.
 
-    Raises ContextLengthError if not even the last turn fits, and what `prepare` raises.
+    Raises:
+        ContextLengthError: even the last turn does not fit. `prepare` may raise other errors.
     """
 
-    def tried(dropped: int) -> Prompt | None:
+    def fitting_prompt(dropped: int) -> Prompt | None:
         try:
-            prompt = prepare(without(conversation, starts, dropped))
+            prompt = prepare(drop_turns(conversation, starts, dropped))
         except ContextLengthError:
             return None
-        return prompt if len(prompt) <= room else None
+        return prompt if len(prompt) <= max_tokens else None
 
     starts = turn_starts(conversation)
     last = max(len(starts) - 1, 0)
-    whole = tried(0)
+    whole = fitting_prompt(0)
     if whole is not None:
         return whole
-    low, high = 0, last  # `low` is too long; `high` is all that may be left out
+    low, high = 0, last  # Dropping `low` turns is too few; `high` is the most.
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if tried(middle) is not None else (middle, high)
+        low, high = (low, middle) if fitting_prompt(middle) is not None else (middle, high)
     step = 1 << max((last + 1 - high) // 4, 1).bit_length() - 1
     dropped = min(-(-high // step) * step, last)
-    return prepare(without(conversation, starts, dropped))
+    return prepare(drop_turns(conversation, starts, dropped))
 
 
 def turn_starts(conversation: Conversation) -> list[int]:
-    """The messages with which turns begin; what the system says first belongs to none."""
+    """Return the index of each turn's first message; initial system messages belong to no turn."""
     starts = []
     for index, message in enumerate(conversation.messages):
         before = conversation.messages[index - 1]["role"] if index else "system"
@@ -56,15 +58,17 @@ def turn_starts(conversation: Conversation) -> list[int]:
     return starts
 
 
-def without(conversation: Conversation, starts: list[int], dropped: int) -> Conversation:
-    """The conversation without its first `dropped` turns, and their media."""
+def drop_turns(conversation: Conversation, starts: list[int], dropped: int) -> Conversation:
+    """Return the conversation without its first `dropped` turns and their media."""
     if not dropped:
         return conversation
     messages, first, end = conversation.messages, starts[0], starts[dropped]
-    before, gone = (sum(map(_num_media, part)) for part in (messages[:first], messages[first:end]))
+    before, num_dropped = (
+        sum(map(_num_media, part)) for part in (messages[:first], messages[first:end])
+    )
     return Conversation(
         messages[:first] + messages[end:],
-        conversation.media[:before] + conversation.media[before + gone :],
+        conversation.media[:before] + conversation.media[before + num_dropped :],
     )
 
 

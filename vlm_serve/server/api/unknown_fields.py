@@ -1,7 +1,7 @@
-"""What happens to request fields that no model declares.
+"""Handling of request fields that no model declares.
 
-A field that is known and would change the answer, but is not implemented, is refused by name,
-unless its value asks for nothing. Everything else is ignored and named in a response header.
+A known but unimplemented field is refused by name, unless its value has no effect. All other fields
+are ignored, and a response header names them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vlm_serve.server.http.errors import UnsupportedFieldError
 IGNORED_HEADER = "x-vlm-serve-ignored-fields"
 MAX_IGNORED_NAMED = 32
 
-# Field -> values that ask for nothing. None asks for nothing in every field.
+# Field -> neutral values, which have no effect. None is neutral for every field.
 UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "audio": (),
@@ -55,8 +55,8 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# What another form of a chat request does not declare itself would change the answer if it came as
-# a chat field, so it is refused there, not ignored.
+# Chat fields that another chat-like API may not declare. As chat fields they would change the
+# answer, so such an API refuses them instead of ignoring them.
 CHAT_ONLY: dict[str, tuple[Any, ...]] = {
     name: () for name in ChatCompletionRequest.model_fields if name != "stream_options"
 } | {
@@ -83,38 +83,38 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 def ignored_fields(
     extra: dict[str, Any], unimplemented: Mapping[str, tuple[Any, ...]] = UNIMPLEMENTED
 ) -> list[str]:
-    """The names of the undeclared fields that have no effect.
+    """Return the names of the undeclared fields without effect.
 
-    Raises UnsupportedFieldError for the first one that would have had an effect elsewhere.
+    Raises:
+        UnsupportedFieldError: a field is not implemented and would change the answer.
     """
     ignored = []
     for name, value in extra.items():
         if name not in unimplemented:
             ignored.append(name)
-        elif value is not None and not _asks_for_nothing(value, unimplemented[name]):
+        elif value is not None and not _is_neutral(value, unimplemented[name]):
             raise UnsupportedFieldError(
                 f"{name} is not implemented by this server", param=name, code="unsupported_field"
             )
     return ignored
 
 
-def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
-    # `True == 1` in Python; a flag that was set must not pass as the number one.
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # In Python `True == 1`, but a flag must not pass as the number one.
     return any(
         value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
     )
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:
-    """The response header that names what was ignored, and beside it what might have been meant; no
-    header when nothing was."""
+    """Return a response header with the ignored fields and suggestions; empty if there are none."""
     shown = [name for name in names if _PLAIN_NAME.fullmatch(name)][:MAX_IGNORED_NAMED]
-    shown = [name + _meant(name) for name in shown]
+    shown = [name + _suggestion(name) for name in shown]
     if len(shown) < len(names):
         shown.append("...")
     return {IGNORED_HEADER: ", ".join(shown)} if names else {}
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     found = difflib.get_close_matches(name, ChatCompletionRequest.model_fields, n=1, cutoff=0.85)
     return f" ({found[0]}?)" if found and found[0] != name else ""

@@ -1,4 +1,4 @@
-"""Response bodies, in the form of the OpenAI API; additions are named in the docs."""
+"""Response bodies in OpenAI's format; docs/http-api.md lists the additions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One choice of a chat completion, in parts for a stream and as a whole."""
+"""One choice of a chat completion, in chunks for a stream and complete."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ChatChoiceState:
     """Gathers the deltas of one choice.
 
     Args:
-        index: the choice.
+        index: index of the choice.
         parser: splits its text.
-        tokenizer: spells tokens in logprobs.
-        top_logprobs: rivals per token, None for no logprobs at all.
-        keep_token_ids: token ids were asked for.
-        attempt: what ids are made of; None: they are random.
+        tokenizer: decodes tokens for logprobs.
+        top_logprobs: alternatives per token; None: no logprobs.
+        keep_token_ids: token ids were requested.
+        attempt: source of ids; None: they are random.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ChatChoiceState:
         self._experts: dict[str, Any] = {}
 
     def push(self, delta: Delta) -> list[dict[str, Any]]:
-        """Adds a delta; returns the stream's parts that it gives, the role first of all."""
+        """Add a delta and return the stream's parts for it; the first part has the role."""
         parts = []
         if not self._started:
             self._started = True
@@ -82,7 +82,7 @@ class ChatChoiceState:
         return {"index": self._index, "delta": fields, "logprobs": None, "finish_reason": None}
 
     def _take(self, pieces: Iterable[Piece]) -> dict[str, Any]:
-        """Keeps the pieces; returns them as the fields of a stream's `delta`."""
+        """Keep the pieces, and return them as the fields of a stream's `delta`."""
         fields: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for piece in pieces:
@@ -130,8 +130,8 @@ class ChatChoiceState:
         self._experts = routed_experts_fields(delta)
         return part | self._experts
 
-    def whole(self) -> ChatChoice:
-        """The choice after its last delta."""
+    def result(self) -> ChatChoice:
+        """Return the complete choice, after its last delta."""
         assert self._finish_reason, "the choice has not ended"
         reasoning = "".join(self._reasoning) or None
         content = "".join(self._content)

@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions, and what it asks for."""
+"""The request body of POST /v1/chat/completions, and parsing it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.sampling_params import MAX_LOGPROBS
 from vlm_serve.server.api.conversation import ChatInput, ParsedRequest, with_thinking, with_variable
+from vlm_serve.server.api.field_checks import allowed_tools
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -20,7 +21,6 @@ from vlm_serve.server.api.fields import (
     Table,
     Verbosity,
 )
-from vlm_serve.server.api.parts import allowed_tools
 from vlm_serve.server.api.structured import ToolChoice
 
 
@@ -46,7 +46,7 @@ class Tool(RequestModel):
 
 
 class TemplateFields(RequestModel):
-    """What a chat prompt is made from besides its messages."""
+    """The fields that shape a chat prompt, besides its messages."""
 
     tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     add_generation_prompt: bool | None = None
@@ -56,7 +56,11 @@ class TemplateFields(RequestModel):
     mm_processor_kwargs: Table[Any] | None = None
 
     def chat_input(self, messages: list[ChatMessage]) -> ChatInput:
-        """Raises InvalidRequestError for options that exclude each other."""
+        """Return the input of the chat prompt.
+
+        Raises:
+            InvalidRequestError: two options exclude each other.
+        """
 
         def read() -> Conversation:
             return read_messages([message.model_dump(exclude_unset=True) for message in messages])
@@ -88,7 +92,7 @@ class PredictionPart(RequestModel):
 
 
 class Prediction(RequestModel):
-    """What the caller expects in the answer."""
+    """The text that the client expects in the answer."""
 
     type: Literal["content"] = "content"
     content: str | Items[PredictionPart]
@@ -112,7 +116,11 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     prediction: Prediction | None = None
 
     def parsed(self) -> ParsedRequest:
-        """What the request asks for. Raises InvalidRequestError that names the field at fault."""
+        """Parse the request.
+
+        Raises:
+            InvalidRequestError: a field is invalid; the error names it.
+        """
         given = self.chat_input(self.messages)
         limit = self.max_completion_tokens
         params = self.all_sampling(
@@ -130,7 +138,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
         )
 
     def _top_logprobs(self) -> int | None:
-        """Rivals per token, None for no logprobs at all."""
+        """Return the number of alternatives per token; None: no logprobs."""
         top = self.top_logprobs
         if top is not None and not 0 <= top <= MAX_LOGPROBS:
             raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""The route: from a request to the job that answers it."""
+"""The route of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.chat.stream import ChatStream
 from vlm_serve.server.api.conversation import conversation_task, template_ignores
-from vlm_serve.server.api.reading import read_request
+from vlm_serve.server.api.request_body import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.service import Service
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
-    """Answers one conversation. Raises as `respond`."""
+    """Answer a conversation. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
         service, request, await read_request(service, request, ChatCompletionRequest, make_spec)

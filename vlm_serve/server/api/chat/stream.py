@@ -1,4 +1,4 @@
-"""The answer to a chat request, whole and as a stream."""
+"""The response to a chat request, complete and as a stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlm_serve.server.api.reports import cache_report_body, cache_report_fields,
 
 
 class ChatStream(AnswerStream):
-    """Choices as they grow, then the usage if it was asked for."""
+    """The chunks of all choices, then the usage if requested."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ChatStream(AnswerStream):
             )
             for index in range(chat.task.params.n)
         ]
-        # Goes with the first chunk that there is.
+        # Fields of the first chunk.
         self._extra: dict[str, Any] = {}
         if body.return_token_ids:
             self._extra["prompt_token_ids"] = list(generation.prompt.token_ids)
@@ -61,22 +61,22 @@ class ChatStream(AnswerStream):
             chunks.append(chunk)
         ended = not self._generation.unfinished
         if chunks and ended and not self._body.stream_option("include_usage"):
-            chunks[-1] |= self._last_words()
+            chunks[-1] |= self._final_fields()
         return chunks
 
     def end(self) -> list[Event]:
         if not self._body.stream_option("include_usage"):
             return []
-        return [self._chunk([]) | {"usage": self._usage()} | self._last_words()]
+        return [self._chunk([]) | {"usage": self._usage()} | self._final_fields()]
 
-    def whole(self) -> ChatCompletion:
+    def result(self) -> ChatCompletion:
         body, generation = self._body, self._generation
         prompt = generation.prompt
         return ChatCompletion(
             id=self._id,
             created=self._chat.created,
             model=self._chat.model,
-            choices=[choice.whole() for choice in self._choices],
+            choices=[choice.result() for choice in self._choices],
             usage=usage_body(generation.usage, prompt),
             cache_report=cache_report_body(generation.cache_report) if body.cache_report else None,
             prompt_token_ids=list(prompt.token_ids) if body.return_token_ids else None,
@@ -97,7 +97,7 @@ class ChatStream(AnswerStream):
     def _usage(self) -> dict[str, Any]:
         return usage_body(self._generation.usage, self._generation.prompt).model_dump()
 
-    def _last_words(self) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
         report = self._generation.cache_report
         if not self._body.cache_report or report is None:
             return {}

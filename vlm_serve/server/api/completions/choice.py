@@ -1,4 +1,4 @@
-"""One choice of a plain completion, in parts for a stream and as a whole."""
+"""One choice of a plain completion, in chunks for a stream and complete."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CompletionChoiceState:
         self._last: Delta | None = None
 
     def push(self, delta: Delta) -> CompletionChoice | None:
-        """Adds a delta; returns the stream's part, None if there is nothing to say."""
+        """Add a delta and return the stream's part for it, or None if it has nothing to report."""
         if self._body.only_echo:
             delta = _without_answer(delta)
         text, body, first = delta.text, self._body, self._last is None
@@ -57,20 +57,20 @@ class CompletionChoiceState:
         self._tokens += delta.token_ids
         self._reported += tokens
         self._logprobs += logprobs
-        says_tokens = body.return_token_ids and delta.token_ids
-        if not (text or delta.logprobs or delta.finish_reason or says_tokens):
+        has_tokens = body.return_token_ids and delta.token_ids
+        if not (text or delta.logprobs or delta.finish_reason or has_tokens):
             return None
         reported = (tokens, logprobs)
         return self._part(text, delta.token_ids, reported, offset, with_prompt=first)
 
-    def whole(self) -> CompletionChoice:
+    def result(self) -> CompletionChoice:
         reported = (self._reported, self._logprobs)
-        made = self._part("".join(self._text), self._tokens, reported, 0, with_prompt=True)
+        choice = self._part("".join(self._text), self._tokens, reported, 0, with_prompt=True)
         if self._body.prompt_logprobs is not None:
-            made.prompt_logprobs = prompt_logprobs_body(
+            choice.prompt_logprobs = prompt_logprobs_body(
                 self._tokenizer, self._prompt.token_ids, self._reports
             )
-        return made
+        return choice
 
     def _echo(self) -> str:
         return self._tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The body of POST /v1/completions, and what it asks for."""
+"""The request body of POST /v1/completions, and parsing it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def only_echo(self) -> bool:
-        """Nothing is wanted but the prompt, for its logprobs."""
+        """Only the prompt is wanted, for its logprobs."""
         return bool(self.echo) and self.max_tokens == 0
 
     @property
@@ -28,13 +28,21 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs if echoed else self.prompt_logprobs
 
     def sampling_params(self) -> SamplingParams:
-        """Raises InvalidRequestError that names the field which is out of range."""
+        """Return the sampling parameters.
+
+        Raises:
+            InvalidRequestError: a field is out of range; the error names it.
+        """
         limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        # The engine makes at least one token, which is left out of the answer.
+        # The engine generates at least one token; the response omits it.
         return self.all_sampling(1 if self.only_echo else limit, self.logprobs)
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts as a list. Raises InvalidRequestError for none, too many or empty ones."""
+        """Return the prompts as a list.
+
+        Raises:
+            InvalidRequestError: there are no prompts, too many, or empty ones.
+        """
         given: Any = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]

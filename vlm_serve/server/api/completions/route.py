@@ -1,4 +1,4 @@
-"""The route: from a request to the job that answers it."""
+"""The route of POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.stream import CompletionStream
 from vlm_serve.server.api.prompts import prepare_tokens
-from vlm_serve.server.api.reading import read_request
 from vlm_serve.server.api.request_affinity import affinity_of
+from vlm_serve.server.api.request_body import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
@@ -26,7 +26,7 @@ from vlm_serve.server.service import Service
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """Continues one or several prompts. Raises as `respond`."""
+    """Continue one or several prompts. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
         service, request, await read_request(service, request, CompletionRequest, make_spec)

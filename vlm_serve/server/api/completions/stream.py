@@ -1,4 +1,4 @@
-"""The answer to a completion request, whole and as a stream."""
+"""The response to a completion request, complete and as a stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vlm_serve.server.api.reports import (
 
 
 class CompletionStream(AnswerStream):
-    """Choice `p * n + i` is the i-th of prompt p."""
+    """The chunks of all choices. Choice `p * n + i` is the i-th of prompt p."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class CompletionStream(AnswerStream):
             for number, generation in enumerate(generations)
             for count in [generation.task.params.n]
         ]
-        # Choices whose last delta has yet to come; a generation may be ahead of that.
+        # Choices whose last delta has not been pushed; the generations may be ahead.
         self._unfinished = sum(map(len, self._choices))
 
     def push(self, prompt: int, delta: Delta) -> list[Event]:
@@ -60,20 +60,20 @@ class CompletionStream(AnswerStream):
             continuous = body.stream_option("continuous_usage_stats")
             chunk["usage"] = self._usage().model_dump() if continuous else None
         elif not self._unfinished:
-            chunk |= self._last_words()
+            chunk |= self._final_fields()
         return [chunk]
 
     def end(self) -> list[Event]:
         if not self._body.stream_option("include_usage"):
             return []
-        return [self._chunk([]) | {"usage": self._usage().model_dump()} | self._last_words()]
+        return [self._chunk([]) | {"usage": self._usage().model_dump()} | self._final_fields()]
 
-    def whole(self) -> Completion:
+    def result(self) -> Completion:
         return Completion(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[choice.whole() for choices in self._choices for choice in choices],
+            choices=[choice.result() for choices in self._choices for choice in choices],
             usage=self._usage(),
             cache_report=self._report() if self._body.cache_report else None,
         )
@@ -94,12 +94,12 @@ class CompletionStream(AnswerStream):
         return usage_body(total, *(generation.prompt for generation in self._generations))
 
     def _report(self) -> CacheReportBody | list[CacheReportBody] | None:
-        """The prompt's report; a list of them if there are several prompts."""
+        """Return the prompt's cache report, or a list of reports for several prompts."""
         bodies = [cache_report_body(generation.cache_report) for generation in self._generations]
         found = [body for body in bodies if body is not None]
         return found[0] if len(bodies) == 1 and found else found or None
 
-    def _last_words(self) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
         if not self._body.cache_report:
             return {}
         reports = [

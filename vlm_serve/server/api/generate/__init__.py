@@ -1,1 +1,1 @@
-"""POST /inference/v1/generate: token ids in, token ids out, in vLLM's form."""
+"""POST /inference/v1/generate: token ids in, token ids out, in vLLM's format."""

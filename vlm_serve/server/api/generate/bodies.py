@@ -1,4 +1,4 @@
-"""Response bodies, in vLLM's form."""
+"""Response bodies in vLLM's format."""
 
 from __future__ import annotations
 

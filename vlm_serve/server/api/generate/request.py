@@ -1,4 +1,4 @@
-"""The body of POST /inference/v1/generate, and what it asks for."""
+"""The request body of POST /inference/v1/generate, and parsing it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlm_serve.server.api.fields import (
     stop_texts,
     token_biases,
 )
-from vlm_serve.server.api.structured import form_of
+from vlm_serve.server.api.structured import structured_outputs_of
 from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED
 from vlm_serve.server.http.errors import renamed_params
 
@@ -47,7 +47,7 @@ SAMPLING_UNIMPLEMENTED = SAMPLING_REFUSED | {
 
 
 class TokenSampling(SamplingFields):
-    """`sampling_params`; the names are those of `SamplingParams`."""
+    """`sampling_params`, with the field names of `SamplingParams`."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -56,7 +56,11 @@ class TokenSampling(SamplingFields):
     logprobs: int | None = None
 
     def params(self) -> SamplingParams:
-        """Raises InvalidRequestError that names the field which is out of range."""
+        """Return the sampling parameters.
+
+        Raises:
+            InvalidRequestError: a field is out of range; the error names it.
+        """
         given = {
             name: value
             for name in type(self).model_fields
@@ -68,12 +72,12 @@ class TokenSampling(SamplingFields):
             | {
                 "stop": stop_texts(self.stop),
                 "logit_bias": token_biases(self.logit_bias),
-                "structured_outputs": form_of(None, self.structured_outputs),
+                "structured_outputs": structured_outputs_of(None, self.structured_outputs),
             }
         )
 
 
-# Fields as the engine calls them -> as this request does.
+# Internal field name -> this API's name for it, for errors.
 NAMES = {name: f"sampling_params.{name}" for name in TokenSampling.model_fields} | {
     "prompt": "token_ids",
     "messages": "token_ids",
@@ -92,7 +96,11 @@ class GenerateRequest(RequestModel):
     cache_report: bool | None = None
 
     def params(self) -> SamplingParams:
-        """Raises InvalidRequestError that names the field at fault."""
+        """Return the sampling parameters.
+
+        Raises:
+            InvalidRequestError: a field is invalid; the error names it.
+        """
         with renamed_params(NAMES):
             check_stream(self.stream, self.stream_options, self.sampling_params.prompt_logprobs)
             return self.sampling_params.params()

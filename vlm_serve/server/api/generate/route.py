@@ -1,4 +1,4 @@
-"""The route: from a request to the job that answers it."""
+"""The route of POST /inference/v1/generate."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from vlm_serve.server.api.generate.request import (
 )
 from vlm_serve.server.api.generate.stream import GenerateStream
 from vlm_serve.server.api.prompts import prepare_tokens
-from vlm_serve.server.api.reading import read_request
 from vlm_serve.server.api.request_affinity import affinity_of
+from vlm_serve.server.api.request_body import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.errors import renamed_params
@@ -31,7 +31,7 @@ from vlm_serve.server.service import Service
 
 
 async def generate(service: Service, request: Request) -> Response:
-    """Continues token ids. Raises as `respond`."""
+    """Continue a prompt of token ids. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
         service, request, await read_request(service, request, GenerateRequest, make_spec)
@@ -61,7 +61,11 @@ def _spec(service: Service, scope: Scope, arrival: float, body: GenerateRequest)
 
 
 def _ignored(body: GenerateRequest) -> list[str]:
-    """Raises UnsupportedFieldError for what would have an effect elsewhere."""
+    """Return the names of the ignored fields.
+
+    Raises:
+        UnsupportedFieldError: an unimplemented field would change the answer.
+    """
     sampling = body.sampling_params.model_extra or {}
     with renamed_params({name: f"sampling_params.{name}" for name in sampling}):
         ignored = ignored_fields(sampling, SAMPLING_UNIMPLEMENTED)

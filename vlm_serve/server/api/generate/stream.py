@@ -1,4 +1,4 @@
-"""The answer to a request for tokens, whole and as a stream."""
+"""The response to a request for tokens, complete and as a stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlm_serve.server.api.reports import cache_report_body, routed_experts_field
 
 
 class GenerateStream(AnswerStream):
-    """Choices as their tokens come. No text is sent: tokens are named by their ids."""
+    """The chunks of all choices. Tokens are named by their ids; no text is sent."""
 
     def __init__(
         self,
@@ -65,15 +65,15 @@ class GenerateStream(AnswerStream):
         if self._option("continuous_usage_stats"):
             chunk["usage"] = self._usage()
         if not (self._generation.unfinished or self._option("include_usage")):
-            chunk |= self._last_words()
+            chunk |= self._final_fields()
         return [chunk]
 
     def end(self) -> list[Event]:
         if not self._option("include_usage"):
             return []
-        return [self._chunk([]) | {"usage": self._usage()} | self._last_words()]
+        return [self._chunk([]) | {"usage": self._usage()} | self._final_fields()]
 
-    def whole(self) -> Generated:
+    def result(self) -> Generated:
         generation = self._generation
         return Generated(
             request_id=generation.task.request_id,
@@ -111,7 +111,7 @@ class GenerateStream(AnswerStream):
     def _usage(self) -> dict[str, Any]:
         return usage_body(self._generation.usage, self._generation.prompt).model_dump()
 
-    def _last_words(self) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
         report = cache_report_body(self._generation.cache_report)
         if not self._body.cache_report or report is None:
             return {}
@@ -129,7 +129,7 @@ def _logprobs(
         content=[
             GeneratedToken(
                 **_rival(token, row[token]).model_dump(),
-                # With 0 rivals vLLM lists the token itself.
+                # With `logprobs` 0, vLLM lists the token itself.
                 top_logprobs=[_rival(other, value) for other, value in ranked(row, max(top, 1))],
             )
             for token, row in zip(tokens, rows, strict=True)

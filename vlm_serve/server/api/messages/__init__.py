@@ -1,1 +1,1 @@
-"""POST /v1/messages: a chat request in Anthropic's form."""
+"""POST /v1/messages: a chat request in Anthropic's format."""

@@ -1,4 +1,4 @@
-"""The body of POST /v1/messages, and what it asks for."""
+"""The request body of POST /v1/messages, and parsing it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from vlm_serve.errors import FieldError
 from vlm_serve.server.api.conversation import ChatInput, ParsedRequest, with_thinking, with_variable
+from vlm_serve.server.api.field_checks import text_of, unsupported
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -16,8 +17,7 @@ from vlm_serve.server.api.fields import (
     RequestModel,
     Table,
 )
-from vlm_serve.server.api.messages.blocks import Said, read_blocks
-from vlm_serve.server.api.parts import text_of, unsupported
+from vlm_serve.server.api.messages.input_blocks import InputMessage, read_blocks
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form
 from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
 from vlm_serve.server.http.errors import renamed_params
@@ -54,7 +54,7 @@ class OutputConfig(RequestModel):
 
 
 class MessagesPrompt(AnswerRequest):
-    """What the prompt is made from; the body of POST /v1/messages/count_tokens."""
+    """Fields of the prompt; the body of POST /v1/messages/count_tokens."""
 
     messages: Items[MessageParam] = Field(max_length=MAX_MESSAGES)
     system: str | Items[Table[Any]] | None = None
@@ -65,7 +65,11 @@ class MessagesPrompt(AnswerRequest):
     output_config: OutputConfig | None = None
 
     def parsed(self) -> ParsedRequest:
-        """What the request asks for. Raises InvalidRequestError that names the field at fault."""
+        """Parse the request.
+
+        Raises:
+            InvalidRequestError: a field is invalid; the error names it.
+        """
         return self._parsed()
 
     @property
@@ -74,9 +78,9 @@ class MessagesPrompt(AnswerRequest):
 
     def _parsed(self, **limits: Any) -> ParsedRequest:
         continues = bool(self.messages) and self.messages[-1].role == "assistant"
-        said = [Said(message.role, message.content or "") for message in self.messages]
+        messages = [InputMessage(message.role, message.content or "") for message in self.messages]
         given = ChatInput(
-            read=lambda: read_blocks(self.system, said),
+            read=lambda: read_blocks(self.system, messages),
             tools=[_function(tool) for tool in self.tools or []],
             add_generation_prompt=not continues,
             continue_final_message=continues,
@@ -124,7 +128,7 @@ class MessagesRequest(MessagesPrompt):
         return self._parsed(max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()))
 
 
-# Counting ignores what only the answer needs, so a message request can be counted as it is.
+# Counting ignores the fields that only the answer needs, so the same body serves both endpoints.
 MESSAGES_UNIMPLEMENTED = {
     name: neutral
     for name, neutral in (UNIMPLEMENTED | CHAT_ONLY | MESSAGES_REFUSED).items()
@@ -133,7 +137,8 @@ MESSAGES_UNIMPLEMENTED = {
 
 
 def _function(tool: MessagesTool) -> dict[str, Any]:
-    # In the order of chat's fields: templates print it, and equal tools should give equal prompts.
+    # Keep the field order of the chat API: templates print it, and equal tools should give equal
+    # prompts.
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description

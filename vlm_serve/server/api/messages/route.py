@@ -1,4 +1,4 @@
-"""The route: from a request to the job that answers it."""
+"""The routes of POST /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -26,20 +26,24 @@ from vlm_serve.server.api.messages.request import (
     MessagesRequest,
 )
 from vlm_serve.server.api.messages.stream import MessageStream
-from vlm_serve.server.api.reading import read_request
+from vlm_serve.server.api.request_body import read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Service
 
 
 class CountedTokens(BaseModel):
-    """The answer of /v1/messages/count_tokens."""
+    """The response body of /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
 async def count_message_tokens(service: Service, request: Request) -> Response:
-    """Says how long the prompt of a message request is. Raises VlmServeError."""
+    """Count the prompt tokens of a message request.
+
+    Raises:
+        VlmServeError: the request is invalid, or the server does not admit it.
+    """
 
     def parse(body: MessagesPrompt) -> tuple[dict[str, str], ParsedRequest, str]:
         service.state.resolve_model(body.model)
@@ -57,7 +61,7 @@ def _headers(service: Service, body: MessagesPrompt) -> dict[str, str]:
 
 
 async def create_message(service: Service, request: Request) -> Response:
-    """Answers one conversation. Raises as `respond`."""
+    """Answer a conversation. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
         service, request, await read_request(service, request, MessagesRequest, make_spec)

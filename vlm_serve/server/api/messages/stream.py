@@ -1,4 +1,4 @@
-"""The answer to a message request, whole and as a stream."""
+"""The response to a message request, complete and as a stream."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pydantic_core import from_json
 from vlm_serve.errors import VlmServeError
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import Event
-from vlm_serve.server.api.blocks import Block, BlockStream
 from vlm_serve.server.api.bodies import CacheReportBody, Optional
 from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.messages.request import MessagesRequest
+from vlm_serve.server.api.output_blocks import BlockStream, OutputBlock
 from vlm_serve.server.api.reports import cache_report_body
 from vlm_serve.server.http.errors import messages_envelope
 
 
 class MessageBody(BaseModel):
-    """The answer of /v1/messages."""
+    """The response body of /v1/messages."""
 
     id: str
     type: Literal["message"] = "message"
@@ -59,12 +59,12 @@ class MessageStream(BlockStream):
         body.usage["output_tokens"] = 0
         return [{"type": "message_start", "message": body.model_dump()}]
 
-    def opened(self, block: Block) -> list[Event]:
-        empty = Block(block.kind, block.index, block.token, block.name)
+    def opened(self, block: OutputBlock) -> list[Event]:
+        empty = OutputBlock(block.kind, block.index, block.token, block.name)
         start = {"type": "content_block_start", "index": block.index}
         return [start | {"content_block": _content(empty)}]
 
-    def grown(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+    def grown(self, block: OutputBlock, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
         kind, name = {
             "text": ("text_delta", "text"),
             "reasoning": ("thinking_delta", "thinking"),
@@ -73,11 +73,11 @@ class MessageStream(BlockStream):
         delta = {"type": kind, name: text}
         return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
 
-    def closed(self, block: Block) -> list[Event]:
+    def closed(self, block: OutputBlock) -> list[Event]:
         return [{"type": "content_block_stop", "index": block.index}]
 
     def end(self) -> list[Event]:
-        body = self.whole()
+        body = self.result()
         delta = {"stop_reason": body.stop_reason, "stop_sequence": body.stop_sequence}
         last: Event = {"type": "message_delta", "delta": delta, "usage": body.usage}
         if body.cache_report is not None:
@@ -87,7 +87,7 @@ class MessageStream(BlockStream):
     def failed(self, error: VlmServeError) -> list[Event]:
         return [messages_envelope(error, self._chat.task.request_id)]
 
-    def whole(self) -> MessageBody:
+    def result(self) -> MessageBody:
         body = self._body([_content(block) for block in self.blocks])
         if self.finish_reason == "length":
             body.stop_reason = "max_tokens"
@@ -110,7 +110,7 @@ class MessageStream(BlockStream):
             stop_reason=None,
             stop_sequence=None,
             usage={
-                # In this API the tokens that were read from the cache are counted apart.
+                # In this API `input_tokens` excludes tokens read from the cache.
                 "input_tokens": usage.prompt_tokens - usage.cached_tokens,
                 "cache_read_input_tokens": usage.cached_tokens,
                 "cache_creation_input_tokens": 0,
@@ -119,12 +119,12 @@ class MessageStream(BlockStream):
         )
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content(block: OutputBlock) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    # Of a call that the limit has cut: what is whole, as clients put a stream of it together.
+    # The token limit may have cut the call. Keep its complete part, as clients do with a stream.
     arguments = from_json(block.text or "{}", allow_partial=True)
     return {
         "type": "tool_use",

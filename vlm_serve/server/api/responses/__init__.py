@@ -1,1 +1,1 @@
-"""POST /v1/responses: OpenAI's newer form of a chat request, and the answers that it stores."""
+"""POST /v1/responses: OpenAI's newer chat API, and its stored responses."""

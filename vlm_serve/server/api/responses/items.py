@@ -1,4 +1,4 @@
-"""`input` of a response request, read into a conversation."""
+"""Reading the `input` field of a response request into a conversation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation, read_tool_call
-from vlm_serve.server.api.parts import object_of, text_of, unsupported
+from vlm_serve.server.api.field_checks import object_of, text_of, unsupported
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
@@ -15,18 +15,19 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 def read_input(
     instructions: str | None, past: list[dict[str, Any]], given: str | list[dict[str, Any]]
 ) -> Conversation:
-    """The conversation of a request.
+    """Read a request's items into a conversation.
 
     Args:
         past: the items of the turns before it.
 
-    Raises InvalidRequestError that names the item or field at fault.
+    Raises:
+        InvalidRequestError: an item or field is invalid; the error names it.
     """
     conversation = Conversation()
     if instructions:
         conversation.add_turn("system", instructions, "instructions")
     items = given if isinstance(given, list) else []
-    answer = _Answer(
+    answer = _AnswerItems(
         conversation, {item.get("call_id") for item in (*past, *items) if _is_output(item)}
     )
     for index, item in enumerate(past):
@@ -43,11 +44,11 @@ def read_input(
     return conversation
 
 
-class _Answer:
-    """Gathers the items of one answer (reasoning, text, calls), which are one message.
+class _AnswerItems:
+    """Gathers the items of one answer (reasoning, text, calls) into one message.
 
     Args:
-        answered: ids of calls that have an output.
+        answered: ids of the calls that have an output.
     """
 
     def __init__(self, conversation: Conversation, answered: set[Any]) -> None:
@@ -63,13 +64,13 @@ class _Answer:
         self.texts, self.reasoning, self.calls = None, None, []
 
 
-def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
+def _read_item(answer: _AnswerItems, item: Mapping[str, Any], where: str) -> None:
     kind = item.get("type", "message")
     conversation = answer.conversation
     if kind == "function_call":
         function = {name: text_of(item, name, where) for name in ("name", "arguments")}
         if item.get("status") == "incomplete" and not _is_complete(function["arguments"]):
-            # The token limit has cut it. Nobody can have run it, unless its output says so.
+            # The token limit has cut the call. No client can have run it, unless it has an output.
             if item.get("call_id") not in answer.answered:
                 return
             function["arguments"] = "{}"
@@ -80,7 +81,7 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
         answer.reasoning = "".join(_texts(parts, f"{where}.content"))
     elif kind == "function_call_output":
         answer.end()
-        content = _content(_given(item, "output"), f"{where}.output", conversation)
+        content = _content(_field_or_empty(item, "output"), f"{where}.output", conversation)
         call_id = text_of(item, "call_id", where)
         conversation.add_turn("tool", content, where, tool_call_id=call_id)
     elif kind != "message":
@@ -88,15 +89,18 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str) -> None:
     elif item.get("role") == "assistant":
         if answer.texts is not None:
             answer.end()
-        answer.texts = _texts(_given(item, "content"), f"{where}.content")
+        answer.texts = _texts(_field_or_empty(item, "content"), f"{where}.content")
     else:
         answer.end()
-        content = _content(_given(item, "content"), f"{where}.content", conversation)
+        content = _content(_field_or_empty(item, "content"), f"{where}.content", conversation)
         conversation.add_turn(item.get("role"), content, where)
 
 
-def _given(item: Mapping[str, Any], name: str) -> Any:
-    """Return a field in which null, as clients write an answer of calls alone, is empty text."""
+def _field_or_empty(item: Mapping[str, Any], name: str) -> Any:
+    """Return a field's value; null becomes empty text.
+
+    Clients send null as the content of an answer with only calls.
+    """
     return "" if name in item and item[name] is None else item.get(name)
 
 
@@ -132,7 +136,7 @@ def _part(part: Any, where: str, conversation: Conversation) -> dict[str, Any]:
 
 
 def _texts(content: Any, where: str) -> list[str]:
-    """Return the texts of parts that may be nothing else."""
+    """Return the texts of content with only text parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and what it asks for."""
+"""The request body of POST /v1/responses, and parsing it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import Field
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.server.api.conversation import ChatInput, ParsedRequest, with_thinking, with_variable
+from vlm_serve.server.api.field_checks import allowed_tools, text_of, unsupported
 from vlm_serve.server.api.fields import (
     MAX_TOOLS,
     AnswerRequest,
@@ -18,7 +19,6 @@ from vlm_serve.server.api.fields import (
     Verbosity,
     stop_texts,
 )
-from vlm_serve.server.api.parts import allowed_tools, text_of, unsupported
 from vlm_serve.server.api.responses.items import read_input
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form, simple_form
 from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
@@ -71,15 +71,19 @@ class ResponsesRequest(AnswerRequest):
     chat_template_kwargs: Table[Any] | None = None
 
     def items(self) -> list[dict[str, Any]]:
-        """The input as items."""
+        """Return the input as items."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         return self.input
 
     def parsed(self, past: list[dict[str, Any]]) -> ParsedRequest:
-        """What the request asks for, after the items of the turns before it.
+        """Parse the request.
 
-        Raises InvalidRequestError that names the field at fault.
+        Args:
+            past: the items of the turns before it.
+
+        Raises:
+            InvalidRequestError: a field is invalid; the error names it.
         """
         self._check_numbers()
         given = ChatInput(
@@ -105,7 +109,7 @@ class ResponsesRequest(AnswerRequest):
         )
 
     def _check_numbers(self) -> None:
-        """The answer repeats these fields, and JSON has no way to say a number that is infinite."""
+        """Refuse infinite numbers: the response repeats these fields, and JSON has no infinity."""
         for name in ("tools", "tool_choice", "text"):
             value = self.model_dump(include={name}, exclude_unset=True)
             try:
@@ -115,14 +119,14 @@ class ResponsesRequest(AnswerRequest):
 
     @property
     def logprobs(self) -> int | None:
-        """Rivals per token of the answer's text, None for no logprobs at all."""
+        """Alternatives per token of the answer's text; None: no logprobs."""
         for name in self.include or ():
             if name not in (_LOGPROBS, *_NOTHING_TO_INCLUDE):
                 raise unsupported("include", name)
-        asked = _LOGPROBS in (self.include or ())
-        if self.top_logprobs and not asked:
+        requested = _LOGPROBS in (self.include or ())
+        if self.top_logprobs and not requested:
             raise FieldError("top_logprobs", f"needs {_LOGPROBS} in include")
-        return (self.top_logprobs or 0) if asked else None
+        return (self.top_logprobs or 0) if requested else None
 
     @property
     def verbosity(self) -> str | None:
@@ -153,7 +157,7 @@ class ResponsesRequest(AnswerRequest):
         return ToolChoice.function(text_of(choice, "name", "tool_choice"), names)
 
     def _form(self) -> StructuredOutputs | None:
-        """The form that `text` asks for, None if it asks for none."""
+        """Return the constraint that `text` puts on the answer; None if it puts none."""
         form = (self.text or {}).get("format")
         if form is None:
             return None

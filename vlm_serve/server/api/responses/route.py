@@ -1,4 +1,4 @@
-"""The route: from a request to the job that answers it."""
+"""The routes of POST /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ from vlm_serve.server.api.conversation import (
     count_tokens,
     template_ignores,
 )
-from vlm_serve.server.api.reading import read_request
+from vlm_serve.server.api.request_body import read_request
+from vlm_serve.server.api.responses.new_turn import items_until, new_turn, parent_of
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
 from vlm_serve.server.api.responses.stream import ResponseStream
-from vlm_serve.server.api.responses.turns import items_until, new_turn, parent_of
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.tenants import owner_of
 from vlm_serve.server.service import Service
 
 
 class InputTokens(BaseModel):
-    """The answer of /v1/responses/input_tokens."""
+    """The response body of /v1/responses/input_tokens."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
 async def count_input_tokens(service: Service, request: Request) -> Response:
-    """Says how long the prompt of a response request is. Raises VlmServeError."""
+    """Count the prompt tokens of a response request.
+
+    Raises:
+        VlmServeError: the request is invalid, or the server does not admit it.
+    """
 
     def parse(body: ResponsesRequest) -> tuple[dict[str, str], ParsedRequest, str]:
         ignored = ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
@@ -53,7 +57,7 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
 
 
 async def create_response(service: Service, request: Request) -> Response:
-    """Answers one conversation. Raises as `respond`."""
+    """Answer a conversation. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
         service, request, await read_request(service, request, ResponsesRequest, make_spec)

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.api.parts import unsupported
-from vlm_serve.server.api.responses.turns import found
+from vlm_serve.server.api.field_checks import unsupported
+from vlm_serve.server.api.responses.new_turn import find_response
 from vlm_serve.server.http.tenants import Owner, owner_of
 from vlm_serve.server.response_store import Turn
 from vlm_serve.server.service import Service
@@ -38,15 +38,22 @@ class ItemList(BaseModel):
 
 
 async def get_response(service: Service, request: Request) -> Response:
-    """A stored response as it was answered. Raises ResponseNotFoundError."""
+    """Return a stored response's body.
+
+    Raises:
+        ResponseNotFoundError: no such response is stored for this owner.
+    """
     if request.query_params.get("stream", "false") != "false":
         raise unsupported("stream", request.query_params["stream"])
     return JSONResponse(_turn(service, request).answer)
 
 
 async def delete_response(service: Service, request: Request) -> Response:
-    """Forgets a response; what later ones continue stays with them. Raises
-    ResponseNotFoundError."""
+    """Delete a stored response. Later responses in its conversation keep its items.
+
+    Raises:
+        ResponseNotFoundError: no such response is stored for this owner.
+    """
     _turn(service, request)
     assert service.state.responses is not None
     response_id = request.path_params["response_id"]
@@ -55,13 +62,15 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 
 async def list_input_items(service: Service, request: Request) -> Response:
-    """A page of the items that a response was made from.
+    """Return a page of the items from which a response was made.
 
-    Raises ResponseNotFoundError, and InvalidRequestError for a bad place, order or size.
+    Raises:
+        ResponseNotFoundError: no such response is stored for this owner.
+        InvalidRequestError: `after`, `order` or `limit` is invalid.
     """
     turn, query = _turn(service, request), request.query_params
 
-    def page() -> Response:  # may be as long as the request was
+    def page() -> Response:  # It may be as long as the request was.
         return JSONResponse(_page(turn, query).model_dump())
 
     return await asyncio.to_thread(page)
@@ -72,7 +81,9 @@ def _owner(request: Request) -> Owner:
 
 
 def _turn(service: Service, request: Request) -> Turn:
-    return found(service.state.responses, _owner(request), request.path_params["response_id"])
+    return find_response(
+        service.state.responses, _owner(request), request.path_params["response_id"]
+    )
 
 
 def _page(turn: Turn, query: Mapping[str, str]) -> ItemList:
@@ -87,9 +98,9 @@ def _page(turn: Turn, query: Mapping[str, str]) -> ItemList:
     if "after" in query:
         ids = [item["id"] for item in items]
         if query["after"] not in ids:
-            raise InvalidRequestError("after is none of the items", param="after")
+            raise InvalidRequestError("after must be the id of one of the items", param="after")
         items = items[ids.index(query["after"]) + 1 :]
-    data = [_listed(item) for item in items[: int(limit)]]
+    data = [_with_defaults(item) for item in items[: int(limit)]]
     return ItemList(
         data=data,
         first_id=data[0]["id"] if data else None,
@@ -98,8 +109,8 @@ def _page(turn: Turn, query: Mapping[str, str]) -> ItemList:
     )
 
 
-def _listed(item: dict[str, Any]) -> dict[str, Any]:
-    """An item with the fields that may be left out of a request."""
+def _with_defaults(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item with defaults for the fields that a request may omit."""
     item = {"type": "message", "status": "completed"} | item
     if item["type"] != "message":
         return item
@@ -107,10 +118,10 @@ def _listed(item: dict[str, Any]) -> dict[str, Any]:
     content = item["content"]
     if isinstance(content, str):
         content = [{"type": kind, "text": content}]
-    return item | {"content": [_listed_part(part, kind) for part in content]}
+    return item | {"content": [_part_with_defaults(part, kind) for part in content]}
 
 
-def _listed_part(part: dict[str, Any], kind: str) -> dict[str, Any]:
+def _part_with_defaults(part: dict[str, Any], kind: str) -> dict[str, Any]:
     if part["type"] in ("text", "input_text", "output_text"):
         if kind == "output_text":
             part = {"annotations": [], "logprobs": []} | part

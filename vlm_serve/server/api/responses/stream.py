@@ -1,4 +1,4 @@
-"""The answer to a response request, whole and as a stream."""
+"""The response to a response request, complete and as a stream."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import Event
-from vlm_serve.server.api.blocks import Block, BlockStream
 from vlm_serve.server.api.bodies import CacheReportBody, Optional, TokenLogprob
 from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.logprobs import chat_logprobs
+from vlm_serve.server.api.output_blocks import BlockStream, OutputBlock
 from vlm_serve.server.api.reports import cache_report_body, usage_body
+from vlm_serve.server.api.responses.new_turn import NewTurn
 from vlm_serve.server.api.responses.request import ResponsesRequest
-from vlm_serve.server.api.responses.turns import NewTurn
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class ResponseBody(BaseModel):
-    """The answer of /v1/responses, also in the events of its stream."""
+    """The response body of /v1/responses, also in the events of its stream."""
 
     id: str
     object: Literal["response"] = "response"
@@ -76,13 +76,13 @@ class ResponseStream(BlockStream):
             for name in ("created", "in_progress")
         ]
 
-    def opened(self, block: Block) -> list[Event]:
+    def opened(self, block: OutputBlock) -> list[Event]:
         events = [self._item_event("added", block, _item(block, "in_progress"))]
         if block.kind != "call":
             events.append(self._part_event("added", block))
         return events
 
-    def grown(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+    def grown(self, block: OutputBlock, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
         return [self._text_event("delta", block, logprobs, delta=text)]
 
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ class ResponseStream(BlockStream):
         entries = chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, top)
         return [_logprob(entry) for entry in entries]
 
-    def closed(self, block: Block) -> list[Event]:
+    def closed(self, block: OutputBlock) -> list[Event]:
         item = _item(block, "incomplete" if self.finish_reason == "length" else "completed")
         self._items.append(item)
         if block.kind == "call":
@@ -108,7 +108,7 @@ class ResponseStream(BlockStream):
         ]
 
     def end(self) -> list[Event]:
-        body = self.whole()
+        body = self.result()
         return [self._event(f"response.{body.status}", response=body.model_dump())]
 
     def failed(self, error: VlmServeError) -> list[Event]:
@@ -116,7 +116,7 @@ class ResponseStream(BlockStream):
         body.error = {"code": "server_error", "message": error.message}
         return [self._event("response.failed", response=body.model_dump())]
 
-    def whole(self) -> ResponseBody:
+    def result(self) -> ResponseBody:
         generation = self._generation
         cut = self.finish_reason == "length"
         body = self._body("incomplete" if cut else "completed")
@@ -168,15 +168,15 @@ class ResponseStream(BlockStream):
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _item_event(self, name: str, block: Block, item: dict[str, Any]) -> Event:
+    def _item_event(self, name: str, block: OutputBlock, item: dict[str, Any]) -> Event:
         return self._event(f"response.output_item.{name}", output_index=block.index, item=item)
 
-    def _part_event(self, name: str, block: Block) -> Event:
+    def _part_event(self, name: str, block: OutputBlock) -> Event:
         place = {"item_id": _item_id(block), "output_index": block.index, "content_index": 0}
         return self._event(f"response.content_part.{name}", **place, part=_part(block))
 
     def _text_event(
-        self, step: str, block: Block, logprobs: list[dict[str, Any]], **fields: Any
+        self, step: str, block: OutputBlock, logprobs: list[dict[str, Any]], **fields: Any
     ) -> Event:
         place: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
         if block.kind != "call":
@@ -188,26 +188,27 @@ class ResponseStream(BlockStream):
         return self._event(f"response.{kind}.{step}", **place, **fields)
 
 
-def _item_id(block: Block) -> str:
+def _item_id(block: OutputBlock) -> str:
     return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.token
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
-    """In this API a token without text has no bytes, not null."""
+    """Return a logprobs entry in this API's format: without text, `bytes` is empty instead of
+    null."""
     made = entry.model_dump()
     for each in (made, *made["top_logprobs"]):
         each["bytes"] = each["bytes"] or []
     return made
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: OutputBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     part = {"type": "output_text", "text": block.text, "annotations": []}
     return part | {"logprobs": list(block.logprobs)}
 
 
-def _item(block: Block, status: str) -> dict[str, Any]:
+def _item(block: OutputBlock, status: str) -> dict[str, Any]:
     item: dict[str, Any] = {"id": _item_id(block), "status": status}
     if block.kind == "call":
         call = {"call_id": f"call_{block.token}", "name": block.name, "arguments": block.text}

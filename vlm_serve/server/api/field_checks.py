@@ -1,5 +1,4 @@
-"""Checks that the parts of a conversation need in every API's form but chat's, which preprocess
-reads itself."""
+"""Checks of request values, for every API but chat. Preprocessing reads chat messages itself."""
 
 from __future__ import annotations
 
@@ -11,7 +10,11 @@ from vlm_serve.server.http.errors import UnsupportedFieldError
 
 
 def text_of(item: Mapping[str, Any], name: str, where: str) -> str:
-    """A field that must be text. Raises InvalidRequestError that names it."""
+    """Return a field's text.
+
+    Raises:
+        InvalidRequestError: the field is not text; the error names it.
+    """
     value = item.get(name)
     if not isinstance(value, str):
         raise InvalidRequestError(f"{where}.{name} must be text", param=f"{where}.{name}")
@@ -19,14 +22,18 @@ def text_of(item: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def object_of(part: Any, where: str) -> dict[str, Any]:
-    """A part that must be an object. Raises InvalidRequestError that names its place."""
+    """Return a part after checking that it is an object.
+
+    Raises:
+        InvalidRequestError: it is not one; the error names its place.
+    """
     if not isinstance(part, dict):
         raise InvalidRequestError(f"{where} must be an object", param=where)
     return part
 
 
 def unsupported(where: str, value: Any) -> UnsupportedFieldError:
-    """The refusal of a value that the server does not implement."""
+    """Return the error for a value that the server does not implement."""
     return UnsupportedFieldError(
         f"{where}: {repr(value)[:40]} is not implemented by this server",
         param=where,
@@ -35,7 +42,11 @@ def unsupported(where: str, value: Any) -> UnsupportedFieldError:
 
 
 def allowed_tools(choice: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The tools that a choice allows. Raises InvalidRequestError for what are no objects."""
+    """Return the tools that a tool choice allows.
+
+    Raises:
+        InvalidRequestError: the tools are not a list of objects.
+    """
     tools = choice.get("tools")
     if not isinstance(tools, list):
         raise FieldError(where, "must be a list")

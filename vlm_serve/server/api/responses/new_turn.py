@@ -1,4 +1,4 @@
-"""Where a response request stands in a stored conversation, and where its answer goes."""
+"""The turn of a response request in a stored conversation, and storing its answer."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _ID_PREFIXES = {
 
 
 class ResponseNotFoundError(InvalidRequestError):
-    """There is no such stored response for this key and salt: HTTP 404."""
+    """No such response is stored for this key and salt: HTTP 404."""
 
     status = 404
 
 
 @dataclass(frozen=True, slots=True)
 class NewTurn:
-    """A turn that has no answer yet.
+    """A turn without an answer yet.
 
     Attributes:
         past: the items before it.
-        response_id: under which its answer will be stored, None if it will not be.
+        response_id: the id for its stored answer; None: the answer is not stored.
     """
 
     past: list[dict[str, Any]]
@@ -53,7 +53,7 @@ class NewTurn:
     response_id: str | None
 
     def store(self, answer: dict[str, Any]) -> None:
-        """Stores the answer, if it is to be."""
+        """Store the answer, unless it should not be stored."""
         if self.responses is None or self.response_id is None:
             return
         num_bytes = self.num_bytes + memory_of(answer)
@@ -62,13 +62,13 @@ class NewTurn:
 
 
 def new_turn(service: Service, scope: Scope, body: ResponsesRequest) -> NewTurn:
-    """The turn of a request.
+    """Return the turn of a request.
 
     Raises:
-        UnsupportedFieldError: it continues another, but the server stores nothing.
-        ResponseNotFoundError: it continues one that there is not.
-        InvalidRequestError: it must be stored, but is too large with what it continues; or it has
-            a number that JSON cannot say.
+        UnsupportedFieldError: it continues a response, but the server stores none.
+        ResponseNotFoundError: it continues an unknown response.
+        InvalidRequestError: it must be stored, but its conversation is too large, or it has an
+            infinite number.
     """
     responses, owner = service.state.responses, owner_of(scope, body.cache_salt)
     parent = parent_of(service, owner, body.previous_response_id)
@@ -78,15 +78,15 @@ def new_turn(service: Service, scope: Scope, body: ResponsesRequest) -> NewTurn:
     attempt = attempt_of(scope)
     given = [_with_id(item, attempt, index) for index, item in enumerate(body.items())]
     if any(isinstance(part, float) and not math.isfinite(part) for part in parts_of(given)):
-        # Its items could not be listed: JSON has no way to say that.
+        # The stored items could not be listed, since JSON has no infinity.
         raise FieldError("input", "has a number that is too large")
     num_bytes = memory_of(given)
     held = 0 if parent is None else parent.total_bytes
     fits = held + num_bytes <= responses.max_bytes
     if not fits and body.store:
         raise InvalidRequestError(
-            f"store: with what it continues the request is larger than the {responses.max_bytes} "
-            "bytes that are kept",
+            "store: the request and the conversation it continues exceed the "
+            f"{responses.max_bytes} bytes of the response store",
             param="store",
         )
     response_id = new_response_id(attempt) if fits else None
@@ -94,7 +94,10 @@ def new_turn(service: Service, scope: Scope, body: ResponsesRequest) -> NewTurn:
 
 
 def parent_of(service: Service, owner: Owner, previous: str | None) -> Turn | None:
-    """The turn of the response of that id, None if none is named. Raises as `new_turn`."""
+    """Return the turn of the previous response; None if the request names none.
+
+    It raises as `new_turn` does.
+    """
     if previous is None:
         return None
     if service.state.responses is None:
@@ -103,18 +106,22 @@ def parent_of(service: Service, owner: Owner, previous: str | None) -> Turn | No
             param="previous_response_id",
             code="unsupported_field",
         )
-    return found(service.state.responses, owner, previous, "previous_response_id")
+    return find_response(service.state.responses, owner, previous, "previous_response_id")
 
 
 def items_until(turn: Turn | None) -> list[dict[str, Any]]:
-    """The items of a conversation up to the turn's answer."""
+    """Return a conversation's items up to the turn's answer."""
     return [] if turn is None else turn.past() + turn.answer["output"]
 
 
-def found(
+def find_response(
     responses: ResponseStore | None, owner: Owner, response_id: str, param: str | None = None
 ) -> Turn:
-    """A stored response. Raises ResponseNotFoundError, also for one of another owner."""
+    """Return a stored response.
+
+    Raises:
+        ResponseNotFoundError: there is none, or it belongs to another owner.
+    """
     turn = None if responses is None else responses.find(owner, response_id)
     if turn is None:
         raise ResponseNotFoundError(

@@ -1,4 +1,4 @@
-"""`system` and `messages` of a message request, read into a conversation."""
+"""Reading the `system` and `messages` fields of a message request into a conversation."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.messages import Conversation, MediaPart, read_tool_call
-from vlm_serve.server.api.parts import object_of, text_of, unsupported
+from vlm_serve.server.api.field_checks import object_of, text_of, unsupported
 
 Content = str | list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A message."""
+class InputMessage:
+    """One message of the request."""
 
     role: str
     content: Content
 
 
-def read_blocks(system: Content | None, messages: Sequence[Said]) -> Conversation:
-    """Raises InvalidRequestError that names the block or field at fault."""
+def read_blocks(system: Content | None, messages: Sequence[InputMessage]) -> Conversation:
+    """Read the messages into a conversation.
+
+    Raises:
+        InvalidRequestError: a block or field is invalid; the error names it.
+    """
     if not messages:
         raise InvalidRequestError("messages must not be empty", param="messages")
     conversation = Conversation()
@@ -42,7 +46,7 @@ def read_blocks(system: Content | None, messages: Sequence[Said]) -> Conversatio
 
 
 def _read_user(blocks: list[dict[str, Any]], where: str, conversation: Conversation) -> None:
-    """A user's turn: each result of a tool is a message of its own, in order."""
+    """Read a user's turn; each tool result becomes a separate message, in order."""
     parts: list[dict[str, Any]] | None = None
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
@@ -74,8 +78,8 @@ def _read_answer(blocks: list[dict[str, Any]], where: str, conversation: Convers
             calls.append(call | {"function": read_tool_call(function, place)})
         else:
             raise unsupported(f"{place}.type", kind)
-    said = texts["text"] if any(texts["text"]) else ()
-    conversation.add_answer(said, "".join(texts["thinking"]) or None, calls)
+    answer_texts = texts["text"] if any(texts["text"]) else ()
+    conversation.add_answer(answer_texts, "".join(texts["thinking"]) or None, calls)
 
 
 def _content(content: Any, where: str, conversation: Conversation) -> Content:
@@ -91,7 +95,7 @@ def _content(content: Any, where: str, conversation: Conversation) -> Content:
 
 
 def _parts(block: Any, where: str, conversation: Conversation) -> list[dict[str, Any]]:
-    """What templates read of a block."""
+    """Convert a block to content parts for the chat template."""
     kind = object_of(block, where).get("type")
     if kind == "text":
         return [_text(text_of(block, "text", where))]
@@ -109,7 +113,7 @@ def _text(text: str) -> dict[str, Any]:
 def _document(
     block: Mapping[str, Any], where: str, conversation: Conversation
 ) -> list[dict[str, Any]]:
-    """A document of text, between tags that show where it begins and ends."""
+    """Convert a text document to parts, between tags that mark its start and end."""
     place = f"{where}.source"
     source = object_of(block.get("source"), place)
     citations = block.get("citations")

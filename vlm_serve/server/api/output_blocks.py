@@ -1,7 +1,7 @@
-"""An answer as a sequence of blocks (reasoning, text, tool calls), the form that /v1/responses and
-/v1/messages share.
+"""An answer as a sequence of blocks: reasoning, text and tool calls.
 
-A stream tells of every block that it opens, grows and closes.
+/v1/responses and /v1/messages share this form. Their streams report when each block opens, grows
+and closes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from vlm_serve.server.failover.attempt import Attempt, new_token
 
 
 @dataclass(slots=True)
-class Block:
+class OutputBlock:
     """One block of an answer.
 
     Attributes:
-        index: its place in the answer.
-        token: letters for the block's ids.
-        name: of the function, in a call.
-        text: what it has so far; of a call the arguments.
-        logprobs: of the tokens of a text, if they are wanted.
+        index: index of the block in the answer.
+        token: unique part of the block's ids.
+        name: the called function, in a tool call.
+        text: the text so far; in a tool call, the arguments.
+        logprobs: entries of the text's tokens, if requested.
     """
 
     kind: Literal["reasoning", "text", "call"]
@@ -48,45 +48,50 @@ class BlockStream(AnswerStream):
 
     def __init__(self, parser: OutputParser, attempt: Attempt | None = None) -> None:
         self._attempt = attempt
-        self.blocks: list[Block] = []
+        self.blocks: list[OutputBlock] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.reasoning_tokens = 0
         self._num_tokens = 0
         self._parser = parser
         self._logprobs: list[dict[str, Any]] = []
-        self._open: Block | None = None
+        self._open: OutputBlock | None = None
 
     def push(self, prompt: int, delta: Delta) -> list[Event]:
         in_text = self._parser.in_content
         pieces = self._parser.feed(delta.text) if delta.text else []
         self._logprobs += self.logprobs_of(delta)
         if not pieces and not (in_text and self._parser.in_content):
-            self._logprobs = []  # of a marker between two blocks
+            self._logprobs = []  # These tokens are a marker between two blocks.
         self._num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             pieces += self._parser.finish(cut=delta.finish_reason == "length")
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         events = [event for piece in pieces for event in self._take(piece)]
         if delta.finish_reason is not None:
-            if not self.blocks:  # an empty answer is an empty text, not nothing
+            if not self.blocks:  # An empty answer has one empty text block.
                 events += self._switch("text")
             events += self._close()
         return events
 
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
-        """The entries of a delta's tokens, if they are wanted."""
+        """Return the logprobs entries of a delta's tokens; empty if not requested."""
         return []
 
     @abstractmethod
-    def opened(self, block: Block) -> list[Event]: ...
+    def opened(self, block: OutputBlock) -> list[Event]: ...
 
     @abstractmethod
-    def grown(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
-        """The block has got more text, from tokens with these entries."""
+    def grown(self, block: OutputBlock, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        """Return the events for text added to a block.
+
+        Args:
+            text: the added text.
+            logprobs: entries of the tokens that produced it.
+        """
 
     @abstractmethod
-    def closed(self, block: Block) -> list[Event]: ...
+    def closed(self, block: OutputBlock) -> list[Event]: ...
 
     def _take(self, piece: Piece) -> list[Event]:
         if piece.kind == "tool_name":
@@ -108,12 +113,12 @@ class BlockStream(AnswerStream):
         return events + self.grown(block, piece.text, logprobs)
 
     def _switch(self, kind: Literal["reasoning", "text", "call"], name: str = "") -> list[Event]:
-        """Makes sure that a block of the kind is open. Every call has a block of its own."""
+        """Ensure that a block of this kind is open. Every tool call gets a new block."""
         if self._open is not None and self._open.kind == kind and kind != "call":
             return []
         events = self._close()
         index = len(self.blocks)
-        self._open = Block(kind, index, new_token(self._attempt, "block", index), name)
+        self._open = OutputBlock(kind, index, new_token(self._attempt, "block", index), name)
         self.blocks.append(self._open)
         return events + self.opened(self._open)
 

@@ -1,0 +1,42 @@
+"""Config files: YAML with options of every command, and the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.deploy.options import DeployConfig
+from vlm_serve.errors import ConfigError
+from vlm_serve.options import from_mapping, options_of
+from vlm_serve.server.config import ServerConfig
+
+DEMO_MODEL = "demo"
+"""The model unless a flag, a variable or a config file names one."""
+ALL_OPTIONS = (
+    *options_of(DeployConfig),
+    *options_of(ServerConfig),
+    *options_of(EngineConfig),
+)
+
+
+def read_config_file(path: str | None) -> dict[str, Any]:
+    """Return the options in a YAML file, and its `model` if it has one; nothing without a path.
+
+    Raises:
+        ConfigError: the file cannot be read, or names something that is no option.
+    """
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not valid YAML"
+        raise ConfigError(f"config file {path}: {reason}", param="config") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"config file {path}: it must map options to values", param="config")
+    model = content.pop("model", None)
+    found = from_mapping(ALL_OPTIONS, content)
+    return found | ({} if model is None else {"model": model})
