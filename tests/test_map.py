@@ -231,7 +231,7 @@ def test_every_thread_that_the_product_starts_is_in_the_table() -> None:
         if isinstance(name, ast.JoinedStr):
             name = name.values[0]
         if isinstance(name, ast.Constant):
-            assert f"`{name.value}`" in text, f"{path.name}: a thread {name.value}"
+            assert f"`{name.value!s}`" in text, f"{path.name}: a thread {name.value!s}"
             seen += 1
         elif path.name != "daemon_thread.py":
             short = str(path.relative_to(ROOT)).removeprefix("vlm_serve/")
