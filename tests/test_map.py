@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import step_map
+
 from vlm_serve.cli import build_parser
+from vlm_serve.server.workers import worker_table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -15,9 +20,14 @@ WANTED = {
     "README.md": {
         "docs/architecture.md#where-something-new-goes",
         "docs/architecture.md#what-a-hit-guarantees",
+        "docs/architecture.md#questions-newcomers-ask",
         "docs/performance.md",
+        "docs/step.md",
+        "docs/threads.md",
     },
     "docs/architecture.md": {
+        "step.md",
+        "threads.md",
         "adding-a-model.md",
         "http-api.md",
         "performance.md#figures",
@@ -25,8 +35,21 @@ WANTED = {
     },
 }
 """What somebody who looks for it finds: a document -> links in it."""
-NEW = {"model", "weight format", "kernel", "cache tier", "endpoint", "drafter", "metric", "option"}
+NEW = {
+    "cache tier",
+    "drafter",
+    "endpoint",
+    "kernel",
+    "metric",
+    "model",
+    "option",
+    "reason",
+    "router",
+    "sampling option",
+    "weight format",
+}
 """What one may want to add."""
+PRODUCT = ("cache", "kernels", "preprocess", "vlm_serve")
 
 
 def anchors(path: Path) -> set[str]:
@@ -133,15 +156,106 @@ def test_no_document_is_cited_that_is_not_here() -> None:
     assert not found
 
 
-def test_files_that_the_map_names_exist() -> None:
+def named_file(name: str) -> list[Path]:
+    """Return the files and folders that a document means by a path, which may have stars."""
+    folders = (ROOT, ROOT / "vlm_serve", ROOT / "vlm_serve" / "server", ROOT / "kernels")
+    found = {path.resolve() for folder in folders for path in folder.glob(name.rstrip("/"))}
+    return sorted(found)
+
+
+def test_files_that_the_maps_name_exist() -> None:
+    for page, least in (("architecture.md", 100), ("threads.md", 30), ("step.md", 100)):
+        text = (DOCS / page).read_text(encoding="utf-8")
+        names = [name for name in re.findall(r"`([\w./*-]+)(?::\w+)?`", text) if "/" in name[1:]]
+        assert len(names) > least
+        for name in names:
+            assert name[0] == "/" or named_file(name), f"{page}: {name}"
+
+
+def definitions(path: Path) -> set[str]:
+    """Return the names that a module defines: `function`, `Class` and `Class.method`."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = ast.FunctionDef | ast.AsyncFunctionDef
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, inner)}
+    return found
+
+
+def test_questions_of_newcomers_need_a_document_and_three_files_at_most() -> None:
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    folders = (ROOT, ROOT / "vlm_serve", ROOT / "vlm_serve" / "server")
-    names = [name for name in re.findall(r"`([\w./*-]+)`", text) if "/" in name[1:]]
-    assert len(names) > 50
-    for name in names:
-        assert name[0] == "/" or any(list(folder.glob(name.rstrip("/"))) for folder in folders), (
-            name
-        )
+    table = text.split("## Questions newcomers ask")[1]
+    rows = re.findall(r"^\| ([^|]+\?) \| (.+?) \| (.+?) \|$", table, re.MULTILINE)
+    assert len(rows) == 10
+    for question, document, code in rows:
+        assert re.search(r"\]\((?:[\w-]+\.md)?(?:#[\w-]+)?\)", document), question
+        places = re.findall(r"`([\w/]+\.py)` `([\w.]+)`", code)
+        assert 1 <= len({name for name, _ in places}) <= 3, question
+        for name, what in places:
+            (path,) = named_file(name)
+            assert what in definitions(path), f"{question} {name}: {what}"
+
+
+def test_the_page_of_a_step_is_what_the_code_declares() -> None:
+    page = step_map.PAGE.read_text(encoding="utf-8")
+    assert page == step_map.updated(page), "run tests/step_map.py"
+    for word in ("_step_kernel", "`vlm_rms_norm`", "`DeltaNet`", "`Attend`", "torch.searchsorted"):
+        assert word in page
+
+
+def product_calls() -> Iterator[tuple[Path, str, ast.Call]]:
+    """Yield the calls of the product's code, each with its file and its function's last name."""
+    for folder in PRODUCT:  # whose links are not followed
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call):
+                    yield path, ast.unparse(node.func).rpartition(".")[2], node
+
+
+def given_name(function: str, call: ast.Call) -> ast.expr | None:
+    """Return the argument that names a thread; None if it has no name."""
+    if function == "in_daemon_thread":
+        return call.args[0]
+    wanted = {"Thread": "name", "ThreadPoolExecutor": "thread_name_prefix"}[function]
+    return next((each.value for each in call.keywords if each.arg == wanted), None)
+
+
+def test_every_thread_that_the_product_starts_is_in_the_table() -> None:
+    text, seen = (DOCS / "threads.md").read_text(encoding="utf-8"), 0
+    for path, function, call in product_calls():
+        if function not in ("Thread", "ThreadPoolExecutor", "in_daemon_thread"):
+            continue
+        name = given_name(function, call)
+        if isinstance(name, ast.JoinedStr):
+            name = name.values[0]
+        if isinstance(name, ast.Constant):
+            assert f"`{name.value!s}`" in text, f"{path.name}: a thread {name.value!s}"
+            seen += 1
+        elif path.name != "daemon_thread.py":
+            short = str(path.relative_to(ROOT)).removeprefix("vlm_serve/")
+            assert f"`{short}`" in text or f"`vlm_serve/{short}`" in text, short
+    assert seen >= 10
+
+
+def test_every_process_that_the_product_starts_is_in_the_table() -> None:
+    text, seen = (DOCS / "threads.md").read_text(encoding="utf-8"), 0
+    for path, function, call in product_calls():
+        if function == "command" and ast.unparse(call.func) == "child.command":
+            module = ast.literal_eval(call.args[0])
+            assert f"process `{module}`" in text, f"{path.name}: a process {module}"
+            seen += 1
+    assert seen > 2
+
+
+def test_the_table_of_threads_has_every_row_of_the_server() -> None:
+    text = (DOCS / "threads.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:process )?`([\w.-]+)`", text, re.MULTILINE)
+    assert {group.name for group in worker_table(4)} <= {*rows}
+    for group in worker_table(4):
+        if group.kind == "process":
+            assert f"| process `{group.name}` |" in text
 
 
 def test_the_glossary_is_in_order_and_says_a_word_once() -> None:
