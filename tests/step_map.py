@@ -73,13 +73,13 @@ PARTS = (
 SAMPLING = (
     ("sample", "the loop over a step's tasks"),
     ("_best", "greedy rows, unless the compiled step has found the largest logits already"),
-    ("Chooser.choose", "the mask of a grammar"),
-    ("Chooser._changed", "`logit_bias` and penalties"),
-    ("Chooser._draw", "`temperature`, `top_k`, `top_p`, `min_p` and the draw"),
+    ("SequenceSampler.choose", "the mask of a grammar"),
+    ("SequenceSampler._changed", "`logit_bias` and penalties"),
+    ("SequenceSampler._draw", "`temperature`, `top_k`, `top_p`, `min_p` and the draw"),
     ("_top_logprobs", "log-probabilities"),
 )
 """Functions of engine/sampler.py and what they are for."""
-BEST = "find_best"
+BEST = "find_argmax"
 """The native function that finds the largest logits of a compiled step."""
 SAMPLER = "vlm_serve.engine.sampler"
 PREPARING = {"tensor", "stack", "from_numpy", "zeros_like", "ones_like"}
