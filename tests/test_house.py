@@ -13,6 +13,17 @@ from collections.abc import Set
 from pathlib import Path
 
 import pytest
+from house_numbers import (
+    BANNED,
+    LONGEST,
+    Docstring,
+    begins_with_a_verb,
+    docstrings_of,
+    documents,
+    mean_words,
+    relative_words,
+    sentences,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("cache", "kernels", "preprocess")
@@ -236,6 +247,35 @@ def test_files_fit_in_a_few_looks(folder: str) -> None:
         if (lines := path.read_text(encoding="utf-8").count("\n")) > most
     }
     assert not long
+
+
+def product_docstrings() -> list[Docstring]:
+    return [each for path in python_files(*PRODUCT) for each in docstrings_of(path)]
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    """Ruff's D401 knows wrong forms of verbs; this knows sentences without any."""
+    functions = [each for each in product_docstrings() if each.of_function]
+    banned = [f"{each.place}: {each.first_word}" for each in functions if each.first_word in BANNED]
+    assert not banned
+    odd = [each for each in functions if not begins_with_a_verb(each)]
+    assert len(odd) <= 0.05 * len(functions), [f"{each.place}: {each.first_word}" for each in odd]
+
+
+def test_sentences_are_short_and_plain() -> None:
+    texts = {each.place: each.text for each in product_docstrings()}
+    in_code = [sentence for text in texts.values() for sentence in sentences(text)]
+    assert relative_words(in_code) <= 0.2
+    texts |= {path.name: path.read_text(encoding="utf-8") for path in documents()}
+    long = [
+        f"{place}: {sentence}"
+        for place, text in texts.items()
+        for sentence in sentences(text)
+        if len(sentence.split()) > LONGEST
+    ]
+    assert not long
+    for path in documents():
+        assert mean_words(sentences(path.read_text(encoding="utf-8"))) <= 18, path.name
 
 
 def test_constraints_pin_every_dependency_exactly() -> None:
