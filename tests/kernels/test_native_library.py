@@ -179,7 +179,7 @@ def test_shares_the_threads_of_torch(sources: Path, tmp_path: Path) -> None:
     ("old", "new", "problem"),
     [
         ("= 7", "= 8", "failed its self-test: digest 0000000000000008, expected 0000000000000007"),
-        ("return 0", "return 1", "self-test does not come to its end"),
+        ("return 0", "return 1", "self-test did not complete"),
         ("vlm_self_test", "vlm_other", "undefined symbol: vlm_self_test"),
     ],
 )
