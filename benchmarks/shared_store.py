@@ -173,7 +173,7 @@ def speeds(model: str | Path, store: StoreServer) -> None:
         keys = second.engine.preprocessor.prepare_tokens(prompt).keys
         cache = second.engine._cache
         match = cache.match(keys, limit=len(prompt) - 1)
-        question = cache.question(keys, match, limit=len(prompt) - 1, origin=tiers.stack.origin)
+        question = cache.tier_query(keys, match, limit=len(prompt) - 1, origin=tiers.stack.origin)
         assert question is not None
         best: dict[str, float] = {}
         for _ in range(5):

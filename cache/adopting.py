@@ -38,7 +38,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Places:
+class Destinations:
     """The destinations: node key -> block, and the row of the snapshot or -1."""
 
     blocks: Mapping[bytes, int]
@@ -51,7 +51,7 @@ def adopt(
     match: Match,
     keys: PromptKeys,
     arrival: Arrival,
-    fill: Callable[[Places], None],
+    fill: Callable[[Destinations], None],
 ) -> bool:
     """Implement `PrefixCache.adopt`; `match` is fresh and ends before the boundary."""
     lease = leasing.open(match)
@@ -71,7 +71,7 @@ def adopt(
 
 def _reserve(
     ledger: Ledger, leasing: Leasing, lease: Lease, keys: PromptKeys, arrival: Arrival
-) -> Places | None:
+) -> Destinations | None:
     """Reserve blocks and a row for the part that the device lacks; return None if something is
     missing."""
     config, boundary = ledger.config, arrival.boundary
@@ -97,7 +97,7 @@ def _reserve(
     on_device = rest and full >= present and key_at(keys, boundary) not in wanted
     if on_device and not _has_tail(ledger, lease, keys, boundary):
         return None
-    return Places({key: lease.blocks[index] for key, index in wanted.items()}, row)
+    return Destinations({key: lease.blocks[index] for key, index in wanted.items()}, row)
 
 
 def _has_tail(ledger: Ledger, lease: Lease, keys: PromptKeys, boundary: int) -> bool:

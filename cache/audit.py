@@ -24,7 +24,7 @@ _AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class Books:
+class AuditedState:
     """Everything that holds a resource, and the ledger that records it."""
 
     ledger: Ledger
@@ -60,7 +60,7 @@ class _Nodes(list[Node]):
             yield from piece
 
 
-def audit(books: Books, wanted: Callable[[], bool]) -> bool:
+def audit(books: AuditedState, wanted: Callable[[], bool]) -> bool:
     """Recompute everything, a few hundred nodes at a time.
 
     Args:
@@ -107,7 +107,7 @@ def _check_trie(ledger: Ledger, nodes: list[Node]) -> None:
     assert dict(media) == trie.media_starts, "invariant 4: media starts are wrong"
 
 
-def _check_states(books: Books) -> None:
+def _check_states(books: AuditedState) -> None:
     for lease in books.leases:
         assert lease.state is LeaseState.OPEN, "invariant 7: a listed lease is not open"
     for suspended, lease in books.suspended:
@@ -149,7 +149,7 @@ def _check_lease(ledger: Ledger, lease: Lease) -> None:
         assert snapshot.node is None and not snapshot.pins, "invariant 5: reserved and attached"
 
 
-def _check_pins(books: Books, nodes: list[Node]) -> None:
+def _check_pins(books: AuditedState, nodes: list[Node]) -> None:
     pins = Counter(id(node) for lease in books.leases for node in lease.path)
     pins.update(id(lease.tail) for lease in books.leases if lease.tail is not None)
     pins.update(id(node) for pin in books.timed_pins for node in pin.nodes)
@@ -167,7 +167,7 @@ def _check_pins(books: Books, nodes: list[Node]) -> None:
             )
 
 
-def _check_blocks(books: Books, nodes: _Nodes) -> None:
+def _check_blocks(books: AuditedState, nodes: _Nodes) -> None:
     pool, size = books.ledger.blocks, books.ledger.config.block_size
     hard = Counter(block for lease in books.leases for block in lease.own_blocks)
     hard.update(lease.copy_source for lease in books.leases if lease.copy_source >= 0)
@@ -210,7 +210,7 @@ def _check_block(block: Block, nodes: list[Node], hard: int, soft: int) -> None:
     assert len({id(node.parent) for node in nodes}) <= 1, "invariant 4: one block under two parents"
 
 
-def _check_snapshots(books: Books, nodes: list[Node]) -> None:
+def _check_snapshots(books: AuditedState, nodes: list[Node]) -> None:
     readers = Counter(id(lease.snapshot) for lease in books.leases if lease.snapshot is not None)
     readers.update(id(pin.snapshot) for pin in books.timed_pins if pin.snapshot is not None)
     ready: set[int] = set()
@@ -230,7 +230,7 @@ def _check_snapshots(books: Books, nodes: list[Node]) -> None:
     assert ready >= readers.keys(), "invariant 5: a pinned snapshot was evicted"
 
 
-def _check_rows(books: Books, nodes: list[Node]) -> None:
+def _check_rows(books: AuditedState, nodes: list[Node]) -> None:
     rows = books.ledger.rows
     expected: dict[int, RowState] = {}
     for row, state in _row_owners(books, nodes):
@@ -245,7 +245,7 @@ def _check_rows(books: Books, nodes: list[Node]) -> None:
     assert rows.num_live == live <= rows.num_live_rows, "invariant 1: live rows are wrong"
 
 
-def _row_owners(books: Books, nodes: list[Node]) -> Iterator[tuple[int, RowState]]:
+def _row_owners(books: AuditedState, nodes: list[Node]) -> Iterator[tuple[int, RowState]]:
     """Yield every held row with the state that it must have."""
     for lease in books.leases:
         if lease.row >= 0:
@@ -274,7 +274,7 @@ def _check_candidates(ledger: Ledger, nodes: list[Node]) -> None:
     assert len(ledger.spare_snapshots) == len(spare), "invariant 3: spare count is wrong"
 
 
-def _check_memory(books: Books, nodes: list[Node]) -> None:
+def _check_memory(books: AuditedState, nodes: list[Node]) -> None:
     ledger = books.ledger
     keys = [lease.pending_key for lease in books.leases if lease.pending_key is not None]
     assert dict(Counter(keys)) == ledger.pending, "invariant 7: keys in flight are wrong"

@@ -40,7 +40,7 @@ class CacheUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ListedNode:
     """A node as of one batch of changes. Counters (pins, hits, sizes) are read from the node
     itself, by any thread, and may be newer.
 
@@ -129,7 +129,7 @@ def usage(ledger: Ledger) -> CacheUsage:
     )
 
 
-def describe(config: CacheConfig, entry: Entry) -> NodeInfo:
+def describe(config: CacheConfig, entry: ListedNode) -> NodeInfo:
     """Return the current information about a node. Any thread may call it."""
     node, has_snapshot = entry.node, entry.snapshot is not None
     num_bytes = config.block_bytes * node.num_tokens // config.block_size

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.adopting import Arrival, Places, adopt
-from vlm_serve.cache.audit import Books, audit
+from vlm_serve.cache.adopting import Arrival, Destinations, adopt
+from vlm_serve.cache.audit import AuditedState, audit
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.experts import ExpertPiece, cached_rows
 from vlm_serve.cache.leasing import Leasing
@@ -22,7 +22,7 @@ from vlm_serve.cache.reasons import Evidence, miss_reason
 from vlm_serve.cache.records import Hit, Lease, Node
 from vlm_serve.cache.stats import CacheStats
 from vlm_serve.cache.suspension import Suspended
-from vlm_serve.cache.tiers.lookup import Question, make_question
+from vlm_serve.cache.tiers.lookup import TierQuery, make_tier_query
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -168,20 +168,22 @@ class PrefixCache(Leasing):
 
     # Lower tiers
 
-    def question(
+    def tier_query(
         self, keys: PromptKeys, match: Match, *, limit: int, origin: Origin
-    ) -> Question | None:
+    ) -> TierQuery | None:
         """Describe what lower tiers could add to a fresh match: at least `min_snapshot_gain`
         blocks, up to `limit`. Returns None if nothing. Pure."""
         if not self.config.enabled:
             return None
         least = match.boundary + self.config.min_snapshot_gain * self.config.block_size
         trie, has_state = self._ledger.trie, self.config.has_state
-        return make_question(
+        return make_tier_query(
             trie, match, keys, limit, least=least, has_state=has_state, origin=origin
         )
 
-    def adopt(self, keys: PromptKeys, arrival: Arrival, fill: Callable[[Places], None]) -> bool:
+    def adopt(
+        self, keys: PromptKeys, arrival: Arrival, fill: Callable[[Destinations], None]
+    ) -> bool:
         """Publish content read from a lower tier, so that the next match finds it.
 
         `fill` copies it into the given blocks and row. Nothing is published before it returns, and
@@ -289,7 +291,7 @@ class PrefixCache(Leasing):
         Returns:
             True if the check ran to its end.
         """
-        books = Books(
+        books = AuditedState(
             self._ledger, list(self.leases), self._suspensions.items(), self._timed_pins.pins
         )
         return audit(books, wanted)

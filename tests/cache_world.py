@@ -16,7 +16,7 @@ import numpy as np
 from cache_texts import Text
 
 from vlm_serve.cache.config import CacheConfig
-from vlm_serve.cache.listing import Entry, NodeInfo, describe
+from vlm_serve.cache.listing import ListedNode, NodeInfo, describe
 from vlm_serve.cache.logprobs import RowPiece, WantedRows, top_of
 from vlm_serve.cache.prefix_cache import Lease, Match, PrefixCache, Suspended
 from vlm_serve.cache.reasons import key_at
@@ -394,5 +394,5 @@ def listed(world: World) -> list[NodeInfo]:
     entries = []
     for node in world.cache.nodes():
         kind = node.snapshot.kind if node.snapshot is not None else None
-        entries.append(Entry(node, b"", kind))
+        entries.append(ListedNode(node, b"", kind))
     return [describe(world.config, entry) for entry in entries]

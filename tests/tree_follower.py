@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlm_serve.cache.config import CacheConfig
-from vlm_serve.cache.listing import Entry, NodeInfo, describe
+from vlm_serve.cache.listing import ListedNode, NodeInfo, describe
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.records import Branch, Node
 from vlm_serve.engine.mirror import Change, TreeMirror
@@ -76,17 +76,17 @@ class Follower:
             self.nodes[change.key] = _facts(change.entry, self._cache.config)
 
 
-def _facts(entry: Entry, config: CacheConfig) -> Facts:
+def _facts(entry: ListedNode, config: CacheConfig) -> Facts:
     return describe(config, entry), entry.root
 
 
 def tree_of(cache: PrefixCache) -> dict[bytes, Facts]:
     """The tree itself."""
-    entries: list[Entry] = []
+    entries: list[ListedNode] = []
     for node in cache.nodes():
         root: Branch = node
         while isinstance(root, Node):
             root = root.parent
         kind = node.snapshot.kind if node.snapshot is not None else None
-        entries.append(Entry(node, root.key, kind))
+        entries.append(ListedNode(node, root.key, kind))
     return {entry.node.key: _facts(entry, cache.config) for entry in entries}

@@ -52,7 +52,7 @@ class Deeper:
 
 
 @dataclass(frozen=True)
-class Question:
+class TierQuery:
     """What lower tiers could add to a match. It holds no reference to the cache, so any thread
     may use it while the sequence waits.
 
@@ -148,7 +148,7 @@ class Question:
             start = end
 
 
-def make_question(
+def make_tier_query(
     trie: Trie,
     match: Match,
     keys: PromptKeys,
@@ -157,7 +157,7 @@ def make_question(
     least: int,
     has_state: bool,
     origin: Origin,
-) -> Question | None:
+) -> TierQuery | None:
     """Describe a look-up for a fresh match; return None if nothing could be gained."""
     last = bisect_right(keys.cuts, limit)
     if last == 0 or keys.cuts[last - 1] < least:
@@ -168,4 +168,4 @@ def make_question(
     after = bisect_left(keys.cuts, (depth + 1) * keys.block_size)
     tails = [keys.tails[cut] for cut in keys.cuts[first:after]]
     above = frozenset(key for key in tails if branch is not None and key in branch.children)
-    return Question(keys, match.boundary, least, limit, depth, above, has_state, origin)
+    return TierQuery(keys, match.boundary, least, limit, depth, above, has_state, origin)

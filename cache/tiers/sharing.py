@@ -35,7 +35,7 @@ POLICIES: dict[str, frozenset[str] | None] = {
 }
 """Kinds of snapshots that are shared; None: all. Content loaded from a tier counts as requested
 again."""
-MOST_WISHES = 4096
+MAX_WRITE_REQUESTS = 4096
 MOST_OFFERED_BYTES = 128 << 20
 """Most bytes of entries with their content that wait to be written."""
 PIECE_BYTES = 8 << 20
@@ -53,7 +53,7 @@ class WritableStore(Store, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class SharingPolicy:
     """The sharing policy.
 
     Attributes:
@@ -68,7 +68,7 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class WriteRequest:
     """A write request. `nodes`: from the root on, or a single one in a model without states.
     `snapshot`: of the last node."""
 
@@ -99,7 +99,7 @@ class Sharer:
         stack: TierStack,
         store: WritableStore,
         transfer: Transfer,
-        sharing: Sharing,
+        sharing: SharingPolicy,
         *,
         has_state: bool,
     ) -> None:
@@ -110,7 +110,7 @@ class Sharer:
         self._sharing = sharing
         self._has_state = has_state
         self._lock = threading.Lock()
-        self._wishes: deque[Wish | Entry] = deque()
+        self._requests: deque[WriteRequest | Entry] = deque()
         self._offered = 0
         self._running = False
         self._generation = 0
@@ -129,12 +129,12 @@ class Sharer:
         """Drop requested and unfinished writes after a flush."""
         with self._lock:
             self._generation += 1
-            self._wishes.clear()
+            self._requests.clear()
             self._offered = 0
 
     def _node_added(self, node: Node) -> None:
         if node.exact or not self._sharing.exact_only:
-            self._add(Wish((node,), None))
+            self._add(WriteRequest((node,), None))
 
     def _snapshot_ready(self, snapshot: Snapshot) -> None:
         kinds, node = self._sharing.kinds, snapshot.node
@@ -146,7 +146,7 @@ class Sharer:
             node = node.parent  # type: ignore[assignment]
         if self._sharing.exact_only and not (snapshot.exact and all(each.exact for each in path)):
             return
-        self._add(Wish(tuple(reversed(path)), snapshot))
+        self._add(WriteRequest(tuple(reversed(path)), snapshot))
 
     def _read_some(self, wanted: deque[tuple[EntryId, Source]]) -> list[Entry]:
         """Remove entries from the list and read them, about PIECE_BYTES."""
@@ -192,12 +192,12 @@ class Sharer:
             self._offered += entry.num_bytes
         self._add(entry)
 
-    def _add(self, wish: Wish | Entry) -> None:
+    def _add(self, request: WriteRequest | Entry) -> None:
         with self._lock:
-            if len(self._wishes) >= MOST_WISHES:
+            if len(self._requests) >= MAX_WRITE_REQUESTS:
                 self._stack.counts["unshared"] += 1
                 return
-            self._wishes.append(wish)
+            self._requests.append(request)
             if self._running:
                 return
             self._running = True
@@ -214,22 +214,24 @@ class Sharer:
     async def _work(self) -> None:
         while True:
             with self._lock:
-                wishes, generation = list(self._wishes), self._generation
-                self._wishes.clear()
+                requests, generation = list(self._requests), self._generation
+                self._requests.clear()
                 self._offered = 0
-                self._running = bool(wishes)
-            if not wishes:
+                self._running = bool(requests)
+            if not requests:
                 return
             try:
-                await self._share(wishes, generation)
+                await self._share(requests, generation)
             except Exception:
-                self._stack.counts["unshared"] += len(wishes)
+                self._stack.counts["unshared"] += len(requests)
                 _log.exception("entries could not be written to the shared store")
 
-    async def _share(self, wishes: list[Wish | Entry], generation: int) -> None:
-        sources = {entry_id: each for wish in wishes for entry_id, each in self._sources(wish)}
-        ask, store = self._stack.asker.ask, self._store
-        claimed = await ask(store, store.claim, list(sources), limit=WRITE_SECONDS) or set()
+    async def _share(self, requests: list[WriteRequest | Entry], generation: int) -> None:
+        sources = {
+            entry_id: each for request in requests for entry_id, each in self._sources(request)
+        }
+        call, store = self._stack.caller.call, self._store
+        claimed = await call(store, store.claim, list(sources), limit=WRITE_SECONDS) or set()
         wanted = deque(each for each in sources.items() if each[0] in claimed)
         while wanted and generation == self._generation:
             entries = await self._on_engine(lambda: self._read_some(wanted))
@@ -237,22 +239,22 @@ class Sharer:
                 return
             await self._write(entries)
 
-    def _sources(self, wish: Wish | Entry) -> Iterator[tuple[EntryId, Source]]:
+    def _sources(self, request: WriteRequest | Entry) -> Iterator[tuple[EntryId, Source]]:
         """Yield ids with the source of their content. The state comes last, because readers look
         for it first."""
-        if isinstance(wish, Entry):
-            yield wish.id, wish
+        if isinstance(request, Entry):
+            yield request.id, request
             return
         origin = self._stack.origin
-        for node in wish.nodes:
+        for node in request.nodes:
             yield origin.id(Kind.KV, node.key), node
             if node.experts is not None:
                 yield origin.id(Kind.EXPERTS, node.key), node
-        if wish.snapshot is not None:
-            yield origin.id(Kind.STATE, wish.nodes[-1].key), wish.snapshot
+        if request.snapshot is not None:
+            yield origin.id(Kind.STATE, request.nodes[-1].key), request.snapshot
 
     async def _on_engine(self, function: Callable[[], _T]) -> _T:
-        assert self.post is not None, "wishes come from the engine"
+        assert self.post is not None, "requests come from the engine"
         future: Future[_T] = Future()
 
         def run() -> None:
@@ -273,7 +275,7 @@ class Sharer:
         if not sealed:
             return
         loop, store = asyncio.get_running_loop(), self._store
-        put: Any = await self._stack.asker.ask(store, store.put, sealed, limit=WRITE_SECONDS)
+        put: Any = await self._stack.caller.call(store, store.put, sealed, limit=WRITE_SECONDS)
         self._stack.counts["unshared"] += len(sealed if put is None else put)
         size = sum(each.num_bytes for each in sealed.values())
         self._free_at = max(loop.time(), self._free_at) + size / self._sharing.bandwidth

@@ -18,7 +18,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from vlm_serve.cache.tiers.asking import OPEN_SECONDS, REST_SECONDS, Asker, line_of, unknown
 from vlm_serve.cache.tiers.entry import (
     OF_PROMPTS,
     BadEntryError,
@@ -30,6 +29,13 @@ from vlm_serve.cache.tiers.entry import (
     unseal,
 )
 from vlm_serve.cache.tiers.store import Store
+from vlm_serve.cache.tiers.store_calls import (
+    OPEN_SECONDS,
+    REST_SECONDS,
+    StoreCaller,
+    line_of,
+    unknown,
+)
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -84,7 +90,7 @@ class TierStack:
         self.shared = shared
         self.share: Callable[[Entry], None] | None = None
         self.counts: Counter[str] = Counter()
-        self.asker = Asker(self.counts, rest_seconds if background else None)
+        self.caller = StoreCaller(self.counts, rest_seconds if background else None)
         self._filing_into = tuple(stores)
         self._queue_bytes = queue_bytes
         self._background = background
@@ -113,7 +119,7 @@ class TierStack:
         """Start opening the stores, and wait a limited time until each has been tried once."""
         tried: list[Future[None]] = [Future() for _ in self.stores]
         for store, first in zip(self.stores, tried, strict=True):
-            self.submit(self.asker.tend(store, self._opened, first))
+            self.submit(self.caller.tend(store, self._opened, first))
         wait(tried, seconds)
 
     def _opened(self, known: Collection[EntryId]) -> None:
@@ -184,7 +190,7 @@ class TierStack:
     @property
     def lasting(self) -> bool:
         """True if newly stored entries outlive the process."""
-        return any(store.lasting and self.asker.is_up(store) for store in self._filing_into)
+        return any(store.lasting and self.caller.is_up(store) for store in self._filing_into)
 
     @property
     def reaches_others(self) -> bool:
@@ -231,7 +237,7 @@ class TierStack:
         for store in self.stores:
             rest = [entry_id for entry_id in ids if entry_id not in places]
             if rest:
-                found = await self.asker.ask(store, store.contains, rest, since=since) or set()
+                found = await self.caller.call(store, store.contains, rest, since=since) or set()
                 filed |= found if store is not self.shared else set()
                 places |= dict.fromkeys(found, store.name)
         gone = {entry_id for entry_id in ids if entry_id not in places}
@@ -256,7 +262,7 @@ class TierStack:
             rest = [entry_id for entry_id in ids if entry_id not in found]
             sealed: dict[EntryId, Sealed] = {}
             if rest:
-                sealed = await self.asker.ask(store, store.get, rest, since=since) or {}
+                sealed = await self.caller.call(store, store.get, rest, since=since) or {}
             bad = []
             for entry_id, each in sealed.items():
                 try:
@@ -274,7 +280,7 @@ class TierStack:
     async def discard_bad(self, ids: Collection[EntryId]) -> None:
         """Discard entries that are intact but do not have the expected content."""
         for store in self.stores:
-            held = await self.asker.ask(store, store.contains, ids)
+            held = await self.caller.call(store, store.contains, ids)
             if held:
                 await self._discard(store, held)
 
@@ -287,7 +293,7 @@ class TierStack:
         self.counts["bad"] += len(ids)
         with self._changed:
             self._filed.difference_update(ids)
-        await self.asker.ask(store, store.delete if store.private else store.doubt, ids)
+        await self.caller.call(store, store.delete if store.private else store.doubt, ids)
 
     # Filing
 
@@ -309,7 +315,7 @@ class TierStack:
                         self._scheduled = False
                         return
                 for store in self._filing_into if touched else ():
-                    await self.asker.ask(store, store.touch, touched)
+                    await self.caller.call(store, store.touch, touched)
                 await self._file(next(_batches(entries), {}))
 
     async def _file(self, batch: Mapping[EntryId, Entry]) -> None:
@@ -333,7 +339,7 @@ class TierStack:
         for store in self._filing_into:
             moving: dict[EntryId, Sealed] = {}
             for batch in _batches(entries):
-                gone = await self.asker.ask(store, store.put, batch)
+                gone = await self.caller.call(store, store.put, batch)
                 self.counts[f"evicted_{store.name}"] += len(gone or ())
                 gone = gone if gone is not None else dict(batch)
                 with self._changed:

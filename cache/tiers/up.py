@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vlm_serve.cache.adopting import Arrival, Places
+from vlm_serve.cache.adopting import Arrival, Destinations
 from vlm_serve.cache.prefix_cache import Match, PrefixCache
 from vlm_serve.cache.records import Rows
-from vlm_serve.cache.tiers.asking import Patience
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
-from vlm_serve.cache.tiers.lookup import Deeper, Question, Segment
+from vlm_serve.cache.tiers.lookup import Deeper, Segment, TierQuery
 from vlm_serve.cache.tiers.stack import TierStack
+from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.cache.tiers.transfer import Transfer, expert_rows
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ Arrived = Callable[[tuple[Segment, ...], bool], None]
 class Fetch:
     """A sequence that waits for the tiers."""
 
-    question: Question
+    query: TierQuery
     generation: int
     arrived: Arrived
-    patience: Patience
+    patience: WaitBudget
 
 
 @dataclass(frozen=True)
@@ -83,23 +83,23 @@ class TierFetcher:
         match: Match,
         limit: int,
         arrived: Arrived,
-        patience: Patience | None = None,
+        patience: WaitBudget | None = None,
     ) -> bool:
         """Return True if the tiers should be read for more of a prompt than the match has, up to
         `limit`. The sequence then waits until `arrived` is called, and the wait is added to its
         patience."""
-        question = self._question(keys, match, limit)
-        if question is None:
+        query = self._query(keys, match, limit)
+        if query is None:
             return False
-        self.starting.append(Fetch(question, self._generation, arrived, patience or Patience()))
+        self.starting.append(Fetch(query, self._generation, arrived, patience or WaitBudget()))
         self._num_waiting += 1
         return True
 
     def look_up(self, keys: PromptKeys, match: Match, limit: int) -> Future[Deeper | None] | None:
         """Look up what the tiers could add to a match. Changes nothing; never wait for the
         result on the engine's thread."""
-        question = self._question(keys, match, limit)
-        return self._stack.submit(self._choose(question)) if question is not None else None
+        query = self._query(keys, match, limit)
+        return self._stack.submit(self._choose(query)) if query is not None else None
 
     def finish(self, fetch: Fetch, reading: Reading | None) -> None:
         """Publish what was read (None: reading raised) and let the waiting sequence continue."""
@@ -109,7 +109,7 @@ class TierFetcher:
         adopted = False
         if deeper is not None and content is not None and fetch.generation == self._generation:
             try:
-                adopted = self._adopt(fetch.question.keys, deeper, content)
+                adopted = self._adopt(fetch.query.keys, deeper, content)
             except Exception:
                 failed = True
                 _log.exception("entries of a lower tier could not be taken in")
@@ -125,12 +125,12 @@ class TierFetcher:
         loop, patience = asyncio.get_running_loop(), fetch.patience
         since = loop.time() - patience.spent
         try:
-            return await self._look_and_read(fetch.question, since)
+            return await self._look_and_read(fetch.query, since)
         finally:
             patience.spent = loop.time() - since
 
-    async def _look_and_read(self, question: Question, since: float) -> Reading:
-        deeper = await self._choose(question, since)
+    async def _look_and_read(self, query: TierQuery, since: float) -> Reading:
+        deeper = await self._choose(query, since)
         if deeper is None:
             return Reading()
         last = deeper.needed[-1]
@@ -140,13 +140,13 @@ class TierFetcher:
             task.add_done_callback(lambda _: self._under_way.pop(last))
         return await task
 
-    def _question(self, keys: PromptKeys, match: Match, limit: int) -> Question | None:
+    def _query(self, keys: PromptKeys, match: Match, limit: int) -> TierQuery | None:
         if match.reason == "experts_missing":
             return None
-        return self._cache.question(keys, match, limit=limit, origin=self._stack.origin)
+        return self._cache.tier_query(keys, match, limit=limit, origin=self._stack.origin)
 
-    async def _choose(self, question: Question, since: float | None = None) -> Deeper | None:
-        return question.choose(await self._stack.locate(question.ids(), since))
+    async def _choose(self, query: TierQuery, since: float | None = None) -> Deeper | None:
+        return query.choose(await self._stack.locate(query.ids(), since))
 
     async def _read(self, deeper: Deeper, since: float) -> Reading:
         needed = deeper.needed
@@ -165,7 +165,7 @@ class TierFetcher:
     def _adopt(self, keys: PromptKeys, deeper: Deeper, content: Content) -> bool:
         kv = {each.key: content.staged[each] for each in deeper.needed if each.kind is Kind.KV}
 
-        def fill(places: Places) -> None:
+        def fill(places: Destinations) -> None:
             for key, block in places.blocks.items():
                 self._transfer.write_kv(block, kv[key])
             if places.row >= 0:

@@ -9,7 +9,7 @@ import pytest
 from cache_texts import Image, Text
 from cache_world import World, make_world
 
-from vlm_serve.cache.adopting import Arrival, Places
+from vlm_serve.cache.adopting import Arrival, Destinations
 from vlm_serve.cache.reasons import key_at
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Origin
 
@@ -26,12 +26,12 @@ def arrival(boundary: int, *, exact_until: int | None = None) -> Arrival:
     return Arrival(boundary, frozenset(keys), True, exact)
 
 
-def fill(world: World, boundary: int) -> tuple[list[Places], Callable[[Places], None]]:
+def fill(world: World, boundary: int) -> tuple[list[Destinations], Callable[[Destinations], None]]:
     """What was written where, and a function that writes what a computation would have left."""
-    told: list[Places] = []
+    told: list[Destinations] = []
     ends = {key_at(TEXT.keys, cut): cut for cut in TEXT.keys.cuts}
 
-    def write(places: Places) -> None:
+    def write(places: Destinations) -> None:
         told.append(places)
         for key, block in places.blocks.items():
             start = (ends[key] - 1) // BLOCK * BLOCK
@@ -69,7 +69,7 @@ def test_what_is_there_already_is_not_asked_for() -> None:
     world = make_world()
     world.serve(TEXT)
 
-    def never(places: Places) -> None:
+    def never(places: Destinations) -> None:
         raise AssertionError("nothing is missing")
 
     assert world.cache.adopt(TEXT.keys, arrival(32), never)
@@ -92,7 +92,7 @@ def test_nothing_is_published_if_something_is_missing() -> None:
 def test_nothing_is_held_if_copying_fails() -> None:
     world = make_world()
 
-    def broken(places: Places) -> None:
+    def broken(places: Destinations) -> None:
         raise RuntimeError("injected")
 
     with pytest.raises(RuntimeError, match="injected"):
@@ -128,7 +128,7 @@ def test_lower_tiers_are_asked_for_what_the_device_lacks() -> None:
         EntryId(Kind.KV, TEXT.keys.tails[PICTURE_END]): "host",
         EntryId(Kind.STATE, TEXT.keys.tails[PICTURE_END]): "disk",
     }
-    question = world.cache.question(TEXT.keys, match, limit=35, origin=ORIGIN)
+    question = world.cache.tier_query(TEXT.keys, match, limit=35, origin=ORIGIN)
     assert question is not None and set(below) <= set(question.ids())
     assert EntryId(Kind.KV, TEXT.keys.block_keys[4]) not in question.ids(), "the device has it"
     found = question.choose(below)
@@ -139,7 +139,7 @@ def test_lower_tiers_are_asked_for_what_the_device_lacks() -> None:
     for missing in below:
         rest = {key: tier for key, tier in below.items() if key != missing}
         assert question.choose(rest) is None
-    shorter = world.cache.question(TEXT.keys, match, limit=25, origin=ORIGIN)
+    shorter = world.cache.tier_query(TEXT.keys, match, limit=25, origin=ORIGIN)
     assert shorter is None or shorter.choose(below) is None
 
 
@@ -148,9 +148,10 @@ def test_nothing_is_asked_where_nothing_could_be_gained() -> None:
     world.serve(TEXT)
     match = world.cache.match(TEXT.keys, limit=35)
     assert match.boundary == 32
-    assert world.cache.question(TEXT.keys, match, limit=35, origin=ORIGIN) is None
+    assert world.cache.tier_query(TEXT.keys, match, limit=35, origin=ORIGIN) is None
     assert (
-        make_world(enabled=False).cache.question(TEXT.keys, match, limit=35, origin=ORIGIN) is None
+        make_world(enabled=False).cache.tier_query(TEXT.keys, match, limit=35, origin=ORIGIN)
+        is None
     )
 
 
@@ -159,7 +160,7 @@ def test_a_tail_on_the_device_is_not_asked_for_again() -> None:
     world.serve(TEXT, snapshots=lambda position: position == 20)
     match = world.cache.match(TEXT.keys, limit=27)
     assert (match.boundary, match.kv_boundary) == (20, PICTURE_END)
-    question = world.cache.question(TEXT.keys, match, limit=27, origin=ORIGIN)
+    question = world.cache.tier_query(TEXT.keys, match, limit=27, origin=ORIGIN)
     state = EntryId(Kind.STATE, TEXT.keys.tails[PICTURE_END])
     assert question is not None
     found = question.choose({state: "disk"})

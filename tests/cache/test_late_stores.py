@@ -18,7 +18,6 @@ import pytest
 from serving import wait_for
 from tier_entries import ORIGIN, entry, get, locate
 
-from vlm_serve.cache.tiers.asking import Breaker, line_of
 from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.disk_place import FILE_NAME
 from vlm_serve.cache.tiers.entry import EntryId
@@ -26,6 +25,7 @@ from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.late import LateStore
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
+from vlm_serve.cache.tiers.store_calls import Breaker, line_of
 
 
 class Moody(HostStore):
@@ -72,7 +72,7 @@ def test_a_store_that_does_not_open_is_not_asked_until_it_does(
 ) -> None:
     moody, behind = Moody(OSError("it is\nnot there.")), HostStore(1 << 20)
     with caplog.at_level(logging.INFO), stack(moody, behind) as tiers:
-        assert not tiers.asker.is_up(moody) and tiers.asker.is_up(behind) and not tiers.lasting
+        assert not tiers.caller.is_up(moody) and tiers.caller.is_up(behind) and not tiers.lasting
         put(tiers, 1)
         assert locate(tiers, 1) == ["host"] and get(tiers, 1) == entry(1)
         assert not moody.calls and tiers.counts["failed_moody"] == 1 == len(caplog.records)
@@ -85,7 +85,7 @@ def test_a_store_that_does_not_open_is_not_asked_until_it_does(
         wait_for(lambda: len(caplog.records) > 1)
         assert "(no room)" in caplog.messages[1]
         moody.error = None
-        wait_for(lambda: tiers.asker.is_up(moody))
+        wait_for(lambda: tiers.caller.is_up(moody))
         wait_for(lambda: "is used from now on" in caplog.messages[-1])
         put(tiers, 2)
         assert locate(tiers, 2) == ["moody"] and tiers.lasting
@@ -97,11 +97,11 @@ def test_a_store_that_fails_is_opened_again_without_any_request() -> None:
     with stack(moody) as tiers:
         put(tiers, 1)
         opened, moody.error = moody.num_opened, OSError("gone")
-        assert locate(tiers, 1) == [None] and not tiers.asker.is_up(moody)
+        assert locate(tiers, 1) == [None] and not tiers.caller.is_up(moody)
         calls = moody.calls
         wait_for(lambda: moody.num_opened > opened + 2)
         moody.error = None
-        wait_for(lambda: tiers.asker.is_up(moody))
+        wait_for(lambda: tiers.caller.is_up(moody))
         assert moody.calls == calls and tiers.counts["failed_moody"] == 1
         assert locate(tiers, 1) == ["moody"]
 
@@ -135,7 +135,7 @@ def test_the_start_waits_for_no_store_that_hangs() -> None:
         put(tiers, 1)
         assert locate(tiers, 1) == [None] and tiers.counts["dropped"] == 1
         gate.set()
-        wait_for(lambda: tiers.asker.is_up(late))
+        wait_for(lambda: tiers.caller.is_up(late))
         put(tiers, 2)
         assert locate(tiers, 2) == ["late"] and len(made) == 1
 
@@ -207,9 +207,9 @@ def test_what_lies_on_a_disk_that_comes_late_is_found(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "mounted")
     disk = late_disk(link)
     with stack(disk) as tiers:
-        assert not tiers.asker.is_up(disk) and not tiers.holds(entry(1).id)
+        assert not tiers.caller.is_up(disk) and not tiers.holds(entry(1).id)
         (tmp_path / "real").rename(tmp_path / "mounted")
-        wait_for(lambda: tiers.asker.is_up(disk))
+        wait_for(lambda: tiers.caller.is_up(disk))
         assert tiers.holds(entry(1).id) and get(tiers, 2) == entry(2)
 
 
@@ -221,7 +221,7 @@ def test_a_flush_counts_for_a_disk_that_comes_later(tmp_path: Path) -> None:
     with stack(disk) as tiers:
         tiers.clear().result(60)
         (tmp_path / "real").rename(tmp_path / "mounted")
-        wait_for(lambda: tiers.asker.is_up(disk))
+        wait_for(lambda: tiers.caller.is_up(disk))
         assert not tiers.holds(entry(1).id) and locate(tiers, 1) == [None]
         put(tiers, 3)
         assert locate(tiers, 3) == ["disk"]
@@ -238,9 +238,9 @@ def test_a_database_that_another_one_has_locked_is_used_when_it_is_free(
         monkeypatch.setattr(sqlite3, "connect", impatient)
         disk = late_disk(tmp_path)
         with stack(disk) as tiers:
-            assert not tiers.asker.is_up(disk)
+            assert not tiers.caller.is_up(disk)
             other.execute("ROLLBACK")
-            wait_for(lambda: tiers.asker.is_up(disk))
+            wait_for(lambda: tiers.caller.is_up(disk))
             assert get(tiers, 1) == entry(1)
     other.close()
 
@@ -260,14 +260,14 @@ def test_a_damaged_file_in_a_folder_that_is_gone_is_left_alone_until_it_can_be_r
             if not path.name.endswith("-shm"):
                 with path.open("r+b") as file:
                     file.write(b"\xff" * path.stat().st_size)
-        assert get(tiers, 0) is None and not tiers.asker.is_up(disk)
+        assert get(tiers, 0) is None and not tiers.caller.is_up(disk)
         put(tiers, 60)
         wait_for(lambda: "tries again" in caplog.text)
-        failed = [each for each in caplog.records if "it is left alone" in each.getMessage()]
+        failed = [each for each in caplog.records if "it is paused" in each.getMessage()]
         assert len(failed) == 1 and not any(each.exc_info for each in caplog.records)
         folder.unlink()
         moved.rename(folder)
-        wait_for(lambda: tiers.asker.is_up(disk))
+        wait_for(lambda: tiers.caller.is_up(disk))
         put(tiers, 61)
         assert get(tiers, 61) == entry(61) and get(tiers, 0) is None
 
@@ -282,12 +282,12 @@ def test_a_file_that_another_one_locks_holds_up_one_call(
         other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         put(tiers, 2)
-        assert not tiers.asker.is_up(disk) and tiers.counts["failed_disk"] == 1
+        assert not tiers.caller.is_up(disk) and tiers.counts["failed_disk"] == 1
         for number in range(3, 20):
             put(tiers, number)
         assert tiers.counts["failed_disk"] == 1, "it is asked again by nobody"
         other.close()
-        wait_for(lambda: tiers.asker.is_up(disk))
+        wait_for(lambda: tiers.caller.is_up(disk))
         put(tiers, 20)
         assert get(tiers, 1) == entry(1) and get(tiers, 20) == entry(20)
 
@@ -317,7 +317,7 @@ def test_a_flush_that_the_disk_refuses_counts(
         tiers.clear().result(60)
         assert locate(tiers, 1) == [None] and get(tiers, 1) is None
         monkeypatch.setattr(Refusing, "code", None)
-        wait_for(lambda: tiers.asker.is_up(disk))
+        wait_for(lambda: tiers.caller.is_up(disk))
         assert locate(tiers, 1) == [None] and not tiers.holds(entry(1).id)
         put(tiers, 2)
         assert get(tiers, 2) == entry(2)

@@ -291,7 +291,7 @@ def test_a_frozen_store_costs_its_limit_once_and_comes_back(tmp_path: Path) -> N
         assert side.read(*kv(1)) == 0 and side["failed_shared"] == 1 and side["skipped_shared"]
         server.thaw()
         side.store.time_limit = 20.0
-        side.stack.asker._breakers[side.store]._open_until = 0.0  # it has rested
+        side.stack.caller._breakers[side.store]._open_until = 0.0  # it has rested
         assert side.read(*kv(1)) == 1 and side["failed_shared"] == 1
 
 

@@ -112,7 +112,7 @@ def test_a_slow_store_costs_its_time_limit_and_is_then_left_alone(
     assert tiers.counts["failed_shared"] == 1
     shared.gate.set()
     shared.time_limit = 60.0
-    tiers.asker._breakers[shared]._open_until = 0.0  # it has rested
+    tiers.caller._breakers[shared]._open_until = 0.0  # it has rested
     assert get(tiers, 0) == entry(0)
 
 

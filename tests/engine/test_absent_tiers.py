@@ -63,7 +63,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     assert defaults is not None
     monkeypatch.setitem(defaults, "open_seconds", 0.5)
     monkeypatch.setitem(defaults, "rest_seconds", 0.1)
-    monkeypatch.setattr("vlm_serve.cache.tiers.asking.OPEN_SECONDS", 1.0)
+    monkeypatch.setattr("vlm_serve.cache.tiers.store_calls.OPEN_SECONDS", 1.0)
 
 
 def opened(checkpoint: Path, **options: Any) -> Pipeline:

@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from vlm_serve.cache.tiers.asking import Patience
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Origin
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.stack import TierStack
+from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.engine import embedding_tiers
 from vlm_serve.engine.embedding_tiers import EmbeddingForm, EmbeddingTiers
 
@@ -127,7 +127,7 @@ def test_a_store_s_time_limit_is_for_all_that_a_request_waits(
         return await locate(ids, since)
 
     monkeypatch.setattr(stack, "locate", slow)
-    patience = Patience(0.5)
+    patience = WaitBudget(0.5)
     for number in (1, 2):
         tiers.poll(0, key(number), partial(following, number), patience)
         arrive(tiers, stack)

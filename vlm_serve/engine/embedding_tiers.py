@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vlm_serve.cache.tiers.asking import Patience
 from vlm_serve.cache.tiers.entry import Entry, Kind
 from vlm_serve.cache.tiers.stack import TierStack
+from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.engine.tier_transfer import to_bytes
 
 AHEAD_BYTES = 64 << 20
@@ -62,7 +62,7 @@ class EmbeddingFetch:
 
     wanted: tuple[tuple[bytes, int], ...]
     generation: int
-    patience: Patience
+    patience: WaitBudget
 
 
 class EmbeddingTiers:
@@ -119,7 +119,7 @@ class EmbeddingTiers:
         sequence: int,
         key: bytes,
         following: Callable[[], Sequence[tuple[bytes, int]]],
-        patience: Patience | None = None,
+        patience: WaitBudget | None = None,
     ) -> bool | None:
         """Tell whether an embedding has been fetched; None means that the sequence must wait. The
         first call for a key requests it.
@@ -130,7 +130,7 @@ class EmbeddingTiers:
         """
         requested = self._requested.setdefault(sequence, set())
         if key not in requested:
-            self._request(requested, following(), patience or Patience())
+            self._request(requested, following(), patience or WaitBudget())
         if key in self._arrived:
             return True
         return None if key in self._in_flight else False
@@ -201,7 +201,7 @@ class EmbeddingTiers:
         return {each.key: tier for each, tier in (await self._stack.locate(ids)).items()}
 
     def _request(
-        self, requested: set[bytes], following: Sequence[tuple[bytes, int]], patience: Patience
+        self, requested: set[bytes], following: Sequence[tuple[bytes, int]], patience: WaitBudget
     ) -> None:
         wanted, size = [], 0
         for key, num_tokens in following:

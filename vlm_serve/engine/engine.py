@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from vlm_serve.cache.listing import Entry, NodeInfo, TreePage, describe
+from vlm_serve.cache.listing import ListedNode, NodeInfo, TreePage, describe
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.affinity_map import AffinityMap
 from vlm_serve.engine.auditing import Auditor
@@ -205,14 +205,14 @@ class Engine:
         """Return a page of the cache's trie. Raise InvalidRequestError for an invalid page."""
         return self.page(self.mirror.listing().entries, offset, limit)
 
-    def page(self, entries: Sequence[Entry], offset: int, limit: int) -> TreePage:
+    def page(self, entries: Sequence[ListedNode], offset: int, limit: int) -> TreePage:
         """Return a page of the given nodes in their current state. Raise as `tree` does."""
         check_page(offset, limit)
         return TreePage(
             len(entries), offset, tuple(map(self.describe, entries[offset : offset + limit]))
         )
 
-    def describe(self, entry: Entry) -> NodeInfo:
+    def describe(self, entry: ListedNode) -> NodeInfo:
         """Describe a node in its current state."""
         return describe(self._cache.config, entry)
 

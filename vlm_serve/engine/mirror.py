@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vlm_serve.cache.events import CacheEvents
-from vlm_serve.cache.listing import Entry
+from vlm_serve.cache.listing import ListedNode
 from vlm_serve.cache.records import Hit, Node, Snapshot
 
 ChangeKind = Literal[
@@ -40,7 +40,7 @@ class Change:
     kind: ChangeKind
     key: bytes
     root: bytes
-    entry: Entry | None = None
+    entry: ListedNode | None = None
     snapshot: str | None = None
     hit: Hit | None = None
 
@@ -50,7 +50,7 @@ class TreeListing:
     """All nodes, parents before children, as of a batch of changes."""
 
     sequence: int
-    entries: tuple[Entry, ...]
+    entries: tuple[ListedNode, ...]
 
 
 class TreeMirror:
@@ -71,7 +71,7 @@ class TreeMirror:
         self._events = events
         self._limit = limit
         self._lock = threading.Lock()
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: dict[bytes, ListedNode] = {}
         # Used by the cache's thread only, until it publishes them:
         self._pending: list[tuple[ChangeKind, Node, str | None] | Hit] = []
         self._touched: dict[Node, None] = {}
@@ -98,7 +98,7 @@ class TreeMirror:
         """Return the number of nodes."""
         return len(self._entries)
 
-    def find(self, key: bytes) -> Entry | None:
+    def find(self, key: bytes) -> ListedNode | None:
         """Return the node with this key, if any."""
         return self._entries.get(key)
 
@@ -187,9 +187,9 @@ class TreeMirror:
             return Change(kind, node.key, self._entries.pop(node.key).root)
         if kind == "node_added":
             parent = self._entries.get(node.parent.key)
-            entry = Entry(node, parent.root if parent is not None else node.parent.key)
+            entry = ListedNode(node, parent.root if parent is not None else node.parent.key)
         else:
-            entry = Entry(node, self._entries[node.key].root, snapshot)
+            entry = ListedNode(node, self._entries[node.key].root, snapshot)
         self._entries[node.key] = entry
         return Change(kind, node.key, entry.root, entry, snapshot)
 

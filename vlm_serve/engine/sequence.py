@@ -8,7 +8,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.tiers.asking import Patience
+from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.engine.answer import Answer
 from vlm_serve.engine.expert_log import ExpertLog, Gaps, Rows
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
@@ -137,7 +137,7 @@ class Sequence:
         self.suspect_until = 0
         self.fetching = False
         self.fetched: Fetched | None = None
-        self.patience = Patience(prompt.waited)
+        self.patience = WaitBudget(prompt.waited)
         self.overtakes = True
         self.pending = 0
         self.forced = request.forced[index] if index < len(request.forced) else ()

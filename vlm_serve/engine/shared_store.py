@@ -1,7 +1,7 @@
 """Options of the shared store, which several servers use.
 
 Errors that can be found without contacting the store are reported at start-up. The store itself may
-become reachable later, so the server starts without it and retries (`cache/tiers/asking.py`).
+become reachable later, so the server starts without it and retries (`cache/tiers/store_calls.py`).
 """
 
 from __future__ import annotations

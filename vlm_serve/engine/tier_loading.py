@@ -20,7 +20,7 @@ from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import Kind, Origin
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.late import LateStore
-from vlm_serve.cache.tiers.sharing import POLICIES, Sharer, Sharing
+from vlm_serve.cache.tiers.sharing import POLICIES, Sharer, SharingPolicy
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
@@ -90,7 +90,7 @@ def make_tiers(
     if shared is not None:
         bandwidth = config.shared_store_write_bandwidth
         assert isinstance(bandwidth, int)
-        sharing = Sharing(POLICIES[config.shared_store_write], not promised, bandwidth)
+        sharing = SharingPolicy(POLICIES[config.shared_store_write], not promised, bandwidth)
         has_state = cache.config.has_state
         sharer = Sharer(stack, shared, transfer, sharing, has_state=has_state)
         sharer.listen(cache.events)
@@ -193,7 +193,7 @@ class TierLoading:
         gauges = {
             f"{store.name}_{name}": value
             for store in stack.stores
-            for name, value in (("up", int(stack.asker.is_up(store))), *store.counters.items())
+            for name, value in (("up", int(stack.caller.is_up(store))), *store.counters.items())
         }
         return {"counts": dict(stack.counts), **gauges}
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from vlm_serve.cache.listing import Entry
+from vlm_serve.cache.listing import ListedNode
 from vlm_serve.errors import InvalidRequestError, VlmServeError
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
@@ -144,7 +144,7 @@ async def pin(service: Service, request: Request) -> Response:
         service, request, PinRequest, lambda body: (body, _pin_target(service, request, body))
     )
     with service.admission.admitted():
-        if isinstance(preparation, Entry):
+        if isinstance(preparation, ListedNode):
             length, key = preparation.node.end, preparation.node.key
             pinned = await asyncio.to_thread(service.engine.pin_node, key, body.ttl_seconds)
         else:
@@ -219,12 +219,12 @@ def visible_root(service: Service, request: Request) -> bytes | None:
     return root
 
 
-def entries_below(root: bytes | None, entries: Sequence[Entry]) -> Sequence[Entry]:
+def entries_below(root: bytes | None, entries: Sequence[ListedNode]) -> Sequence[ListedNode]:
     """Return the nodes below a root; None: all nodes."""
     return entries if root is None else [entry for entry in entries if entry.root == root]
 
 
-def _find(service: Service, request: Request, key: str) -> Entry:
+def _find(service: Service, request: Request, key: str) -> ListedNode:
     """Return the node with a hexadecimal key.
 
     Raises:
@@ -244,7 +244,7 @@ def _find(service: Service, request: Request, key: str) -> Entry:
 
 def _pin_target(
     service: Service, request: Request, body: PinRequest
-) -> Entry | Callable[[], Preparation]:
+) -> ListedNode | Callable[[], Preparation]:
     """Return the node named by the body, or a function that makes the prompt it describes."""
     if body.key is None:
         return _preparation(service, request, body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_serve.cache.tiers.asking import Breaker
+from vlm_serve.cache.tiers.store_calls import Breaker
 
 
 def test_it_opens_on_a_failure_and_one_call_decides_when_it_has_rested() -> None:

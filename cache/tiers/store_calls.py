@@ -33,7 +33,7 @@ OPEN_SECONDS = 5.0
 
 
 @dataclass
-class Patience:
+class WaitBudget:
     """The time that one request has waited for lower tiers: a store's time limit covers all of it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Patience:
     spent: float = 0.0
 
 
-Turn = Literal["call", "probe"]
+CallKind = Literal["call", "probe"]
 
 
 class Breaker:
@@ -57,7 +57,7 @@ class Breaker:
         self._probing = False
         self._num_slow = 0
 
-    def admit(self, now: float) -> Turn | None:
+    def admit(self, now: float) -> CallKind | None:
         """Return the kind of call that may start, or None; pass it to `ended`."""
         if self._open_until is None:
             return "call"
@@ -66,9 +66,9 @@ class Breaker:
         self._probing = True
         return "probe"
 
-    def ended(self, turn: Turn, now: float, *, failed: bool, slow: bool = False) -> bool:
+    def ended(self, kind: CallKind, now: float, *, failed: bool, slow: bool = False) -> bool:
         """Record the outcome of a call; return True if the breaker has opened."""
-        probe = turn == "probe"
+        probe = kind == "probe"
         if probe:
             self._probing = False
         elif self._open_until is not None:
@@ -101,7 +101,7 @@ class Breaker:
         return 0.0 if self._open_until is None else max(0.0, self._open_until - now)
 
 
-class Asker:
+class StoreCaller:
     """Calls stores on their thread.
 
     Args:
@@ -168,7 +168,7 @@ class Asker:
                 problem = "it has failed"
             await asyncio.sleep(self._breaker(store).seconds_left(loop.time()))
 
-    async def ask(
+    async def call(
         self,
         store: Store,
         call: Callable[[_A], Awaitable[_T]],
@@ -194,9 +194,9 @@ class Asker:
         loop, limit = asyncio.get_running_loop(), store.time_limit if limit is None else limit
         began, breaker = loop.time(), self._breaker(store)
         deadline = (began if since is None else since) + limit
-        may_ask = began < deadline and store not in self._closed
-        turn = breaker.admit(began) if may_ask else None
-        if turn is None:
+        may_call = began < deadline and store not in self._closed
+        kind = breaker.admit(began) if may_call else None
+        if kind is None:
             self._counts[f"skipped_{store.name}"] += 1
             return None
         failed = slow = False
@@ -209,10 +209,10 @@ class Asker:
             failed = True
             self._counts[f"failed_{store.name}"] += 1
             text = f"the cache tier {store.name!r} failed ({line_of(error)})"
-            _log.warning("%s; it is left alone for a while", text, exc_info=unknown(error))
+            _log.warning("%s; it is paused for a while", text, exc_info=unknown(error))
             return None
         finally:
-            if breaker.ended(turn, loop.time(), failed=failed, slow=slow):
+            if breaker.ended(kind, loop.time(), failed=failed, slow=slow):
                 self._counts[f"opened_{store.name}"] += 1
                 if store in self._failed:
                     self._failed[store].set()
