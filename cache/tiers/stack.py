@@ -56,8 +56,7 @@ class TierStack:
     - "put"; "dropped": the queue was full or no store had space;
     - "bad": damaged or foreign entries; "failed": read or written in vain;
     - by store, "hit_*"; "evicted_*": gone, or moved on to the next store;
-    - by store, "failed_*": it raised or exceeded its time limit; "opened_*": it was dropped;
-      "skipped_*": calls skipped meanwhile.
+    - by store, "failed_*" calls, "opened_*" breakers and "skipped_*" calls.
 
     Args:
         origin: of these entries.
@@ -65,13 +64,11 @@ class TierStack:
         shared: the one shared with other servers.
         queue_bytes: most bytes that wait to be stored; more are dropped.
         rest_seconds: pause after a store's failure.
-        open_seconds: how long the start waits for stores to open. Later they open in the
-            background.
+        open_seconds: how long the start waits for stores; later they open in the background.
         background: False: no thread and no pause, everything happens in the caller (simulations).
 
     Attributes:
-        share: called with entries of media, which every server may need. For prompts this is known
-            before their eviction.
+        share: called with entries of media, which every server may need.
     """
 
     def __init__(
