@@ -12,7 +12,6 @@ from pathlib import Path
 
 from PIL import Image
 
-
 ROWS_BYTES = 78_000_000
 """Unpacked rows of a PNG bomb: far above what a picture may have, and packed within 0.2 s."""
 

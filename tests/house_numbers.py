@@ -150,9 +150,7 @@ def sentences(text: str) -> list[str]:
     found = []
     for paragraph in re.split(r"\n\s*\n", text):
         joined = " ".join(paragraph.split())
-        found += [
-            each for each in re.split(r"(?<=[.!?])\s+(?=[\"'(\[*A-Za-z0-9])", joined) if each
-        ]
+        found += [each for each in re.split(r"(?<=[.!?])\s+(?=[\"'(\[*A-Za-z0-9])", joined) if each]
     return found
 
 
