@@ -1,8 +1,10 @@
 # make serve   sets up .venv from nothing and serves a model on http://127.0.0.1:8000
 # make deploy  sets up .venv and serves the model with two replicas, and with a store that they share
 #              if there is a redis-server
-# make test    sets up .venv with the development dependencies and runs every test, on up to four cores;
-#              the tests of the page need Debian's chromium
+# make test    sets up .venv with the development dependencies and runs the tests that are quick, on up to four
+#              cores, and lists the fifty slowest
+# make test-all         runs every test, those that pyproject.toml's markers name included: other processors, Ray,
+#                       long random traffic, further cases of tables, and the page in Debian's chromium
 # make lint    ruff, clang-format and mypy, as CI runs them
 # make test-sanitized   runs the tests of the compiled kernels with a library that checks its memory
 #                       accesses and arithmetic (GCC; the first start compiles for a minute)
@@ -51,7 +53,7 @@ UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of pac
 MODEL ?= demo
 CPP = $(shell find kernels/native vlm_serve/models/native tests/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve deploy test test-sanitized test-resolution test-install test-graphs test-lmms test-isa native-digest image-steps plots screenshots lint format clean
+.PHONY: serve deploy test test-all test-sanitized test-resolution test-install test-graphs test-lmms test-isa native-digest image-steps plots screenshots lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -68,8 +70,15 @@ deploy: $(VENV)/installed-ray
 	fi; \
 	exec $(BIN)/vlm-serve deploy $(MODEL) --replicas $(REPLICAS) --host $(HOST) --port $(PORT) $$store $(ARGS)
 
+# The markers of pyproject.toml, each of which says what may carry it.
+SLOW := browser or fuzz or interpreter or memory or processes or processors or ray or sweep
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --durations=50
+
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(PYTEST) -m "not ($(SLOW))" $(ARGS)
+
+test-all: $(VENV)/installed-dev
+	$(PYTEST) $(ARGS)
 
 # Python is not built with the sanitizers, so their libraries are loaded before it; what it and torch
 # never free is no news. The first error ends the process: no test that has memory run out, none of

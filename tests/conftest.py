@@ -11,7 +11,29 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # its core. libgomp reads this when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+from collections.abc import Iterator
+
 import pytest
+from sweeps import MARKS
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with slow tests first: at the end no worker is alone with one of them."""
+    slow = {item.path for item in items if any(item.get_closest_marker(name) for name in MARKS)}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: in tiny models a second one costs more in waiting than it saves, and
+    other workers have the other cores. Results do not depend on it, which tests of kernels show."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -27,14 +27,26 @@ from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors, Unit
 
 SPECS = {
-    "dense": CheckpointSpec(num_layers=2, full_attention_interval=2, vision_depth=0),
+    "dense": CheckpointSpec(
+        num_layers=2,
+        full_attention_interval=2,
+        gdn_key_heads=1,
+        gdn_value_heads=2,
+        vision_depth=0,
+    ),
     "moe": CheckpointSpec(
         num_layers=2, full_attention_interval=2, num_experts=4, vision_depth=0, kv_heads=1
     ),
     "attention alone": CheckpointSpec(num_layers=2, full_attention_interval=1, vision_depth=0),
-    "states alone": CheckpointSpec(num_layers=2, full_attention_interval=3, vision_depth=0),
+    "states alone": CheckpointSpec(
+        num_layers=2,
+        full_attention_interval=3,
+        gdn_key_heads=1,
+        gdn_value_heads=2,
+        vision_depth=0,
+    ),
 }
-"""A small model for each layout of the caches."""
+"""A small model for each layout of the caches; the interpreter takes time for every head."""
 SERVED = [name for name in SPECS if name != "states alone"]
 """Of them those that engines take: KV blocks are what they schedule by."""
 

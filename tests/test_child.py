@@ -22,6 +22,7 @@ from planted import FOREIGN, LATER, STANDARD, imported, plant
 from process_tree import processes_below
 from server_process import ServerProcess, server_process
 from serving import wait_for
+from sweeps import quick
 
 from vlm_serve import child
 from vlm_serve.links import LINKS
@@ -96,7 +97,7 @@ def started(
         raise AssertionError(f"{error}\n{log.read_text()[-4000:]}") from error
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", quick([1, 2], 1, pytest.mark.processes))
 def test_serve_imports_nothing_from_the_current_folder(folder: Path, ranks: int) -> None:
     ran = plant(folder, (*FOREIGN, *STANDARD, "vlm_serve"))
     with started(folder, "--tensor-parallel-size", str(ranks)) as server:
@@ -104,6 +105,7 @@ def test_serve_imports_nothing_from_the_current_folder(folder: Path, ranks: int)
     assert imported(ran) == []
 
 
+@pytest.mark.ray
 def test_deploy_imports_nothing_from_the_current_folder(folder: Path) -> None:
     pytest.importorskip("ray")
     ran = plant(folder, (*FOREIGN, *STANDARD, "vlm_serve"))
@@ -127,6 +129,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.processes
 def test_a_batch_imports_nothing_from_the_current_folder(folder: Path) -> None:
     ran = plant(folder, (*FOREIGN, *STANDARD, "vlm_serve"))
     asked, output = folder.parent / "in.jsonl", folder.parent / "out.jsonl"
@@ -140,6 +143,7 @@ def test_a_batch_imports_nothing_from_the_current_folder(folder: Path) -> None:
     assert imported(ran) == []
 
 
+@pytest.mark.processes
 def test_other_commands_import_nothing_from_the_current_folder(folder: Path) -> None:
     ran = plant(folder, (*FOREIGN, *STANDARD, "vlm_serve"))
     report = str(folder.parent / "report.html")
@@ -169,7 +173,7 @@ def tree(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["serve", "deploy"])
+@pytest.mark.parametrize("command", quick(["serve", "deploy"], 1, pytest.mark.ray))
 def test_a_source_tree_is_found_and_nothing_beside_its_package(tree: Path, command: str) -> None:
     if command == "deploy":
         pytest.importorskip("ray")
@@ -208,7 +212,12 @@ def test_a_program_that_uses_the_package_keeps_its_folder(
 
 
 @pytest.mark.parametrize(
-    "option", [("-m", "vlm_serve.cli"), ("-mvlm_serve.cli",), ("-Bm", "vlm_serve.cli")]
+    "option",
+    quick(
+        [("-m", "vlm_serve.cli"), ("-mvlm_serve.cli",), ("-Bm", "vlm_serve.cli")],
+        1,
+        pytest.mark.processes,
+    ),
 )
 def test_the_command_line_leaves_the_current_folder_alone(
     folder: Path, option: tuple[str, ...]
@@ -232,7 +241,7 @@ CONSOLE = (
 )
 
 
-@pytest.mark.parametrize("text", [":{0}", "{0}:", "{0}::", ":"])
+@pytest.mark.parametrize("text", quick([":{0}", "{0}:", "{0}::", ":"], 1, pytest.mark.processes))
 @pytest.mark.parametrize("start", [("-m", "vlm_serve.cli"), ("-P", "-m", "vlm_serve.cli"), ()])
 def test_a_colon_too_many_brings_nothing_of_the_current_folder(
     folder: Path, text: str, start: tuple[str, ...]
@@ -254,6 +263,7 @@ def test_a_colon_too_many_brings_nothing_of_the_current_folder(
         assert (str(named) in done.stdout.splitlines()) == ("{0}" in text), "it is wanted"
 
 
+@pytest.mark.processes
 def test_a_current_folder_that_is_named_stays(folder: Path) -> None:
     for text in (f":{folder}", ".:", "::."):
         done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from cache_texts import END_OF_TURN, Image, Segment, Text
 from cache_world import Run, World
 from hypothesis import HealthCheck, settings
@@ -155,7 +156,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert not world.nodes and not world.snapshots
 
 
-TestPrefixCacheMachine = PrefixCacheMachine.TestCase
+TestPrefixCacheMachine = pytest.mark.fuzz(PrefixCacheMachine.TestCase)
 TestPrefixCacheMachine.settings = settings(
     max_examples=300,
     stateful_step_count=50,

@@ -22,3 +22,8 @@ def model(request: pytest.FixtureRequest) -> str:
 def pipe(model: str) -> Iterator[Pipeline]:
     with Pipeline(model) as opened:
         yield opened
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
+    """All tests of this folder compute on one thread."""

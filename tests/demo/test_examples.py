@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sweeps import quick
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXPECTED = {
@@ -41,7 +42,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", quick(EXPECTED, 1, pytest.mark.processes))
 def test_example_answers_correctly(name: str) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=True

@@ -83,6 +83,7 @@ def test_drafts_are_learned_from_what_was_read_once(
     assert "accepted by position:" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_what_drafts_are_worth_is_printed(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

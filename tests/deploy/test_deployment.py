@@ -23,6 +23,8 @@ from serving import wait_for
 
 from vlm_serve.deploy.ray_folder import LONGEST, PREFIX
 
+pytestmark = pytest.mark.ray
+
 SMALL = ("--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1")
 SECONDS = 120.0
 KEY, TENANTS = "open", {"first-key": "first", "second-key": "second"}

@@ -23,6 +23,7 @@ SECONDS = 300.0
 SMALL = "--device cpu --cache-memory 32MiB --max-model-len 2048 --threads 1 --shutdown-timeout 1"
 
 
+@pytest.mark.ray
 @pytest.mark.skipif(
     not (shutil.which("make") and shutil.which("redis-server") and (BIN / "vlm-serve").exists()),
     reason="needs make, redis-server and an installed vlm-serve",

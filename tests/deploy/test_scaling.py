@@ -19,6 +19,8 @@ from vlm_serve.deploy.replica import ReplicaSetup
 from vlm_serve.deploy.serving import application
 from vlm_serve.server.config import ServerConfig
 
+pytestmark = pytest.mark.ray
+
 SECONDS = 300.0
 RANKS = 2
 OPTIONS = ("--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048")

@@ -24,6 +24,7 @@ from step_graphs import (
     started,
     with_graphs,
 )
+from sweeps import quick
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
@@ -47,7 +48,7 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Triton's interp
 MAX_LEN = 100
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(scope="module", params=quick(SPECS, ["dense"], pytest.mark.interpreter))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("graphs"), SPECS[request.param])
 
@@ -217,6 +218,7 @@ def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
                 )
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("name", SERVED)
 def test_the_engine_answers_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

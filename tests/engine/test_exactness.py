@@ -11,6 +11,7 @@ from checkpoint_spec import CheckpointSpec
 from exactness import next_turn_pairs, picture_pairs, random_pairs
 from families import SPECS as FAMILIES
 from make_checkpoint import make_checkpoint
+from sweeps import quick
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.pipeline import Pipeline
@@ -23,7 +24,7 @@ SPECS = {
 }
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(scope="module", params=quick(SPECS, ["dense", "moe"]))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("exactness"), SPECS[request.param])
 
@@ -95,7 +96,7 @@ def test_hits_behind_pictures_have_the_bits_of_a_cold_run(tmp_path: Path, family
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("quantization", ["int8", "int6", "int4"])
+@pytest.mark.parametrize("quantization", quick(["int8", "int6", "int4"], ["int4"]))
 @pytest.mark.parametrize("activations", ["none", "int8"])
 @pytest.mark.parametrize("spec", ["dense", "moe"])
 def test_hits_in_quantised_models_have_the_bits_of_a_cold_run(

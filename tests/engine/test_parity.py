@@ -12,6 +12,7 @@ from families import SPECS as ALL_SPECS
 from make_checkpoint import make_checkpoint
 from parity import Comparison, Messages, check, greedy
 from parity_cases import SYSTEM, assistant, conversations, photograph, random_ids, user
+from sweeps import quick
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
@@ -37,12 +38,16 @@ SPECS = {
     )
 }
 KINDS = {name: conversations(media=spec.vision_depth > 0) for name, spec in SPECS.items()}
+QUICK = "dense"
+"""The checkpoint that every test of `make test` takes."""
 with_media = pytest.mark.parametrize(
-    "checkpoint", [name for name in SPECS if SPECS[name].vision_depth], indirect=True
+    "checkpoint",
+    quick([name for name in SPECS if SPECS[name].vision_depth], [QUICK]),
+    indirect=True,
 )
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(scope="module", params=quick(SPECS, [QUICK]))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parity")
     return make_checkpoint(folder / request.param.replace(" ", "-"), SPECS[request.param])
@@ -78,7 +83,11 @@ def expect(comparisons: list[Comparison]) -> None:
 
 @pytest.mark.parametrize(
     ("checkpoint", "name"),
-    [(checkpoint, name) for checkpoint, known in KINDS.items() for name in known],
+    quick(
+        [(checkpoint, name) for checkpoint, known in KINDS.items() for name in known],
+        lambda case: case[0] == QUICK or case[1] in ("everything", "turns"),
+        several=True,
+    ),
     indirect=["checkpoint"],
 )
 def test_cold_then_identical(

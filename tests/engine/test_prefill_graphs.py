@@ -13,6 +13,7 @@ from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_, text_sequence
 from parity_cases import random_ids
 from step_graphs import SPECS, HostFree, Repeating, Written, bits, running, started
+from sweeps import quick
 
 from vlm_serve.engine import prefill_graphs
 from vlm_serve.engine.decode_buffers import DecodeLimits
@@ -31,7 +32,7 @@ from vlm_serve.models.parts import feed_forward
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(scope="module", params=quick(SPECS, ["dense"], pytest.mark.interpreter))
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:

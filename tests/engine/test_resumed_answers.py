@@ -16,6 +16,7 @@ from guesses import draft_freely
 from make_checkpoint import make_checkpoint
 from parity import tapped
 from parity_cases import random_ids
+from sweeps import quick
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
@@ -102,7 +103,7 @@ def beginnings(answers: Sequence[Answer], seed: int) -> list[list[tuple[int, ...
     ]
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(scope="module", params=quick(SPECS, 1))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("resumed"), SPECS[request.param])
 

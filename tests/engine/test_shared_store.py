@@ -243,6 +243,7 @@ def test_a_damaged_entry_is_a_counted_miss_of_a_request(dense: Path, store: Stor
         assert counts(second)["bad"] > 0
 
 
+@pytest.mark.processors
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_builds_for_two_processors_exchange_what_their_numerics_allow(
     dense: Path, store: StoreServer, dtype: str

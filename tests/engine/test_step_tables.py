@@ -101,6 +101,7 @@ def test_what_is_not_captured_waits_for_all_that_is(
     assert seen == [0, 1]
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("spec", ["dense", "attention alone"])
 @pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
 def test_a_prompt_in_steps_that_read_nothing_back(

@@ -62,3 +62,8 @@ def evaluated(tmp_path: Path) -> Reports:
         return status, report, Page(output.read_text(encoding="utf-8"))
 
     return run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
+    """All tests of this folder compute on one thread."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sweeps import quick
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
 from vlm_serve.cli import main
@@ -46,7 +47,7 @@ def replies(pipe: Pipeline, items: list[LongBenchItem], **options: Any) -> tuple
     return run_part(pipe, part).replies
 
 
-@pytest.mark.parametrize("model", ["demo", "demo-moe"])
+@pytest.mark.parametrize("model", quick(["demo", "demo-moe"], 1))
 def test_answers_are_the_same_with_and_without_caching(evaluated: Any, model: str) -> None:
     data = ("--data", str(SAMPLE), "--limit", "3")
     status, report, page = evaluated("longbench", model, *data, *SHORT)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from sweeps import quick
 
 from vlm_serve.kernels.triton_support import Target
 
@@ -47,13 +48,16 @@ def compiled(target: str, kernels: Sequence[str], cache: Path) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize(
+    "target", quick(["sm_80", "sm_90", "sm_100", "gfx942"], ["sm_90"], pytest.mark.processors)
+)
 def test_subset_compiles(target: str, tmp_path: Path) -> None:
     hot = [line for line in compiled(target, KERNELS, tmp_path) if "fp32" not in line]
     spilled = {line: int(re.findall(r"spilled=(\d+),", line)[0]) for line in hot}
     assert max(spilled.values()) <= ONE_REGISTER, spilled
 
 
+@pytest.mark.processors
 @pytest.mark.parametrize("target", ["sm_89", "sm_120"])
 def test_largest_tiles_fit_consumer_cards(target: str, tmp_path: Path) -> None:
     """The script fails where a program takes more shared memory than its target has."""

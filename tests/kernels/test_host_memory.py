@@ -33,6 +33,7 @@ thread.join()
 """
 
 
+@pytest.mark.memory
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_large_tensors_of_a_thread_reuse_memory() -> None:
     faults = {}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from quantised_codes import dequantised, float8, integers, rooted
+from sweeps import quick
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_row
 
 from vlm_serve.kernels.checks import KernelArgumentError
@@ -94,7 +95,10 @@ CODED: list[Callable[[int, int], Codes]] = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("draw", CODED, ids=["int8", "int4", "roots", "int6", "float8"])
-@pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (70, 3), (0, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k"),
+    quick([(1, 2), (70, 3), (0, 1)], 1, pytest.mark.interpreter, several=True),
+)
 def test_quantised_experts(
     dtype: torch.dtype, draw: Callable[[int, int], Codes], tokens: int, top_k: int
 ) -> None:

@@ -48,6 +48,7 @@ def test_takes_no_time() -> None:
     assert min(took) < 0.05
 
 
+@pytest.mark.processors
 @pytest.mark.parametrize("arch", ["x86-64-v3", "x86-64-v4"])
 def test_other_registers_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arch: str
@@ -64,6 +65,7 @@ def test_other_registers_give_the_same_bits(
     assert foreseen() == expected  # where it has not been built
 
 
+@pytest.mark.processors
 def test_another_compiler_gives_the_same_bits() -> None:
     clang = shutil.which("clang++")
     if not clang or recipe().compiler == clang:
@@ -77,6 +79,7 @@ def test_another_compiler_gives_the_same_bits() -> None:
     assert done.stdout.strip() == f'FLOAT32 = "{native_self_test.FLOAT32}"', done.stderr
 
 
+@pytest.mark.processors
 def test_a_changed_function_changes_the_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

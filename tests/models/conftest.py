@@ -1,16 +1,10 @@
-"""Tiny models: a second thread costs more in waiting than it saves in work."""
+"""Tiny models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
+    """All tests of this folder compute on one thread."""

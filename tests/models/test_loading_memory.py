@@ -15,6 +15,7 @@ import pytest
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from safetensors import safe_open
+from sweeps import quick
 
 from vlm_serve.models.weight_sizes import WeightBytes
 
@@ -58,7 +59,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 @pytest.mark.parametrize(
     ("weights", "compute"),
-    [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")],
+    quick(
+        [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")],
+        1,
+        pytest.mark.memory,
+        several=True,
+    ),
 )
 def test_peak_of_anonymous_memory(checkpoint: Path, weights: str, compute: str) -> None:
     command = [sys.executable, "-c", CHILD, str(checkpoint), weights, compute]
@@ -78,6 +84,7 @@ def test_peak_of_anonymous_memory(checkpoint: Path, weights: str, compute: str) 
     assert peak - before <= expected.in_memory + largest(checkpoint, weights) + SLACK
 
 
+@pytest.mark.memory
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_quantised_checkpoint_takes_its_files_size(tmp_path: Path, kind: str) -> None:

@@ -13,6 +13,7 @@ def outcomes() -> list[Outcome]:
     return [outcome(processor) for processor in ("native", "x86-64-v3")]
 
 
+@pytest.mark.processors
 def test_results_do_not_depend_on_threads_and_other_rows(outcomes: list[Outcome]) -> None:
     native = outcomes[0]
     if not native.report:
@@ -21,6 +22,7 @@ def test_results_do_not_depend_on_threads_and_other_rows(outcomes: list[Outcome]
     assert {kernel(case) for case in native.report.digests} == set(FUNCTIONS)
 
 
+@pytest.mark.processors
 def test_results_do_not_depend_on_the_processor(outcomes: list[Outcome]) -> None:
     assert not list(differences(outcomes))
     for each in outcomes:

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from sweeps import quick
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "routing.py"
 COLUMNS = 26
 
 
-@pytest.mark.parametrize("words", [[], ["--hot"]])
+@pytest.mark.parametrize("words", quick([[], ["--hot"]], 1, pytest.mark.fuzz))
 def test_four_replicas_reuse_nearly_what_a_large_one_does_and_work_evenly(words: list[str]) -> None:
     """On a seed that the weights were tuned on: it is here to notice what breaks them."""
     command = [sys.executable, str(SCRIPT), "--seed", "103", "--only", "ou", *words]

@@ -40,3 +40,8 @@ def fake(_fake_server: RunningServer) -> Iterator[RunningServer]:
     wait_for(lambda: not _fake_server.engine.requests)
     assert _fake_server.service.admission.open_tokens == 0
     wait_for(lambda: _fake_server.service.admission.memory.held == 0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
+    """All tests of this folder compute on one thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from hostile_cases import MAX_BODY_BYTES, make_case
 from hostile_traffic import came_back, describe, measure, memory_bound
 from server_process import server_process
@@ -25,6 +26,7 @@ def test_cases_are_bounded() -> None:
     assert len(make_case(4017).body) <= MAX_BODY_BYTES
 
 
+@pytest.mark.fuzz
 def test_hostile_requests_harm_nobody(tmp_path: Path) -> None:
     """Times are not compared here, where other tests run beside; benchmarks/hostile.py does."""
     log = tmp_path / "log"

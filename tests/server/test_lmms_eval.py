@@ -5,12 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from clip_server import CLIP, QUESTION, clip_server, clips
 from serving import RunningServer
+
+if TYPE_CHECKING:
+    import openai
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _client_library() -> None:
+    """Import it when tests run: that takes a second, for which no collection waits."""
+    global openai
+    import openai
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import httpx
+import pytest
 from server_process import COMMAND, server_process
 from serving import wait_for
 
@@ -48,6 +49,7 @@ def test_serve_answers_and_ends_on_a_signal(checkpoint: Path) -> None:
         assert process.wait(SECONDS) == 0
 
 
+@pytest.mark.processes
 def test_what_stays_is_out_of_the_collectors_sight(checkpoint: Path, tmp_path: Path) -> None:
     """Else looking through it stops all threads for 0.2 s now and then; and looking through what
     has come since is not done often either."""
@@ -99,6 +101,7 @@ def test_a_signal_waits_for_open_requests_and_a_second_one_does_not(
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.processes
 def test_chat_answers_about_a_photograph(checkpoint: Path) -> None:
     spec = importlib.util.find_spec("skimage")
     assert spec is not None
@@ -118,6 +121,7 @@ def test_chat_answers_about_a_photograph(checkpoint: Path) -> None:
     assert "media_encoded: 1" in done.stderr
 
 
+@pytest.mark.processes
 def test_chat_does_not_wait_for_a_compiler(checkpoint: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [*COMMAND, "chat", "--model", str(checkpoint), "Hello", *SMALL, "--max-tokens", "2"],

@@ -14,6 +14,7 @@ from make_checkpoint import make_checkpoint
 from parity import greedy
 from parity_cases import CONVERSATIONS, conversations, random_ids, user
 from rank_processes import on_ranks_of, rank_processes
+from sweeps import quick
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.ranks.process import RankProcesses
@@ -39,7 +40,7 @@ def processes() -> Iterator[RankProcesses]:
         yield started
 
 
-@pytest.fixture(scope="module", params=SPECS)
+@pytest.fixture(scope="module", params=quick(SPECS, 1))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("ranks"), SPECS[request.param])
 
@@ -62,7 +63,7 @@ def test_answers_are_those_of_one_rank(processes: RankProcesses, checkpoint: Pat
         assert _answers(pipe, media) == expected
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", quick(FAMILIES, ["qwen3_vl"]))
 def test_every_family_answers_as_on_one_rank(
     processes: RankProcesses, tmp_path: Path, kind: str
 ) -> None:
@@ -77,7 +78,7 @@ def test_every_family_answers_as_on_one_rank(
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("quantization", ["int8", "int6", "int4"])
+@pytest.mark.parametrize("quantization", quick(["int8", "int6", "int4"], 1))
 def test_quantised_weights_are_shared_out_too(processes: RankProcesses, quantization: str) -> None:
     config = replace(CONFIG, dtype="auto", quantization=quantization)
     config = replace(config, prefix_cache_decode_state_interval=16)
@@ -166,7 +167,7 @@ def test_without_compiled_kernels_ranks_meet_in_a_process_group(checkpoint: Path
         assert hit.usage.cached_tokens and hit.token_ids == expected
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-moe"])
+@pytest.mark.parametrize("name", quick(["demo", "demo-moe"], 1))
 def test_four_ranks_repeat_the_two_heads_of_keys_and_values(name: str) -> None:
     config = replace(CONFIG, tensor_parallel_size=4, prefix_cache_decode_state_interval=16)
     prompt = random_ids(200, 8)

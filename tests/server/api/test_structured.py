@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from serving import RunningServer, chat_body, running, wait_for
+from sweeps import quick
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
@@ -298,7 +299,7 @@ def test_a_hostile_grammar_is_refused(server: RunningServer, form: dict[str, Any
 SLOW = "((a{1,100}){1,100}){1,100}"
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", quick([False, True], 1))
 def test_a_grammar_that_is_slow_to_follow_ends_its_own_request(
     server: RunningServer, stream: bool
 ) -> None:

@@ -9,6 +9,17 @@ from browser import SMALL_SERVER, Visit, chromium
 from playwright.sync_api import Browser
 from server_process import server_process
 
+QUICK = "test_the_second_question_about_a_picture_encodes_nothing"
+"""The one test with a browser that `make test` runs: a question about a picture, asked twice."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        names = item.fixturenames if isinstance(item, pytest.Function) else ()
+        if "browser" in names and item.name != QUICK:
+            item.add_marker(pytest.mark.browser)
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:

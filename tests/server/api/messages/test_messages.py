@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic.types import Message, ToolUseBlock
 from fake_engine import FakeEngine
 from serving import RunningServer, running
 from tool_texts import CALL, CITY_TOOL
@@ -17,6 +15,19 @@ from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import OverloadedError
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    import anthropic
+    from anthropic.types import Message, ToolUseBlock
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _client_library() -> None:
+    """Import it when tests run: that takes a second, for which no collection waits."""
+    global anthropic, Message, ToolUseBlock
+    import anthropic
+    from anthropic.types import Message, ToolUseBlock
+
 
 TOOL: Any = {
     "name": "get_weather",

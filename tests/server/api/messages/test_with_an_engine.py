@@ -5,9 +5,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import pytest
 from fake_engine import FakeEngine
 from hostile_files import image_of
@@ -19,6 +18,17 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    import anthropic
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _client_library() -> None:
+    """Import it when tests run: that takes a second, for which no collection waits."""
+    global anthropic
+    import anthropic
+
 
 TOOL: Any = {
     "name": "get_weather",

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from fake_engine import FakeEngine
-from openai.types.responses import Response, ResponseCompletedEvent, ResponseFunctionToolCall
 from serving import RunningServer, running
 from tool_texts import CALL, CITY_TOOL
 
 from vlm_serve.errors import ContextLengthError, OverloadedError
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types.responses import Response, ResponseCompletedEvent, ResponseFunctionToolCall
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _client_library() -> None:
+    """Import it when tests run: that takes a second, for which no collection waits."""
+    global openai, Response, ResponseCompletedEvent, ResponseFunctionToolCall
+    import openai
+    from openai.types.responses import Response, ResponseCompletedEvent, ResponseFunctionToolCall
+
 
 IMAGE = "data:image/png;base64,aGk="
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from fake_engine import FakeEngine
 from hostile_files import image_of
@@ -18,6 +17,17 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    import openai
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _client_library() -> None:
+    """Import it when tests run: that takes a second, for which no collection waits."""
+    global openai
+    import openai
+
 
 IMAGE = "data:image/png;base64,aGk="
 PICTURE: Any = {
