@@ -288,10 +288,10 @@ def cases() -> Iterator[Any]:
         yield pytest.param(CHAT, image(url), id=f"url {url[:60]!a}")
     for url in FILES:
         yield pytest.param(CHAT, image(url), id=f"file {url[:60]}")
-    for name, made in DATA.items():
-        yield pytest.param(CHAT, lambda made=made: image(made()), id=f"image {name}")
-    for name, made in VIDEOS.items():
-        yield pytest.param(CHAT, lambda made=made: video(made()), id=f"video {name}")
+    for name, picture in DATA.items():
+        yield pytest.param(CHAT, lambda picture=picture: image(picture()), id=f"image {name}")
+    for name, clip in VIDEOS.items():
+        yield pytest.param(CHAT, lambda clip=clip: video(clip()), id=f"video {name}")
     for name, values in FIELDS.items():
         for number, value in enumerate(values):
             yield pytest.param(CHAT, chat_body() | {name: value}, id=f"{name} {number}")
