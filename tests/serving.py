@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
+from waiting import WAIT_SECONDS as WAIT_SECONDS
+from waiting import wait_for as wait_for
 
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.draining import DrainingServer, listen, url_of
 from vlm_serve.server.run import make_server
 from vlm_serve.server.service import Service
-
-WAIT_SECONDS = 120.0
-"""Nobody waits that long but for what does not come; machines are busy."""
 
 
 class RunningServer:
@@ -91,14 +89,6 @@ def running(
         thread.join(WAIT_SECONDS)
         assert not thread.is_alive(), "the server did not stop"
         bound.close()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
-    """Waits until something that happens in another thread or process has happened."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def connect(

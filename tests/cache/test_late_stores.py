@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import wait_for
 from tier_entries import ORIGIN, entry, get, locate
+from waiting import wait_for
 
 from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.disk_place import FILE_NAME

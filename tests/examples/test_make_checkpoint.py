@@ -16,7 +16,6 @@ from make_checkpoint import main, make_checkpoint
 from random_weights import entries
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 DENSE = CheckpointSpec(num_layers=4, shards=2)
 MOE = CheckpointSpec(num_layers=4, num_experts=4, tied_embeddings=True, dtype="bfloat16")
@@ -48,6 +47,8 @@ def test_transformers_loads_every_weight(
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.family != "qwen3_5"])
 def test_transformers_finds_and_knows_every_weight(tmp_path: Path, name: str) -> None:
     """Of families whose experts it merges or transposes."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
     oracle.prepare_torchvision()
     path = make_checkpoint(tmp_path, SPECS[name])
     multimodal = SPECS[name].vision_depth > 0

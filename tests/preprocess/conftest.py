@@ -5,19 +5,22 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from checkpoint_spec import CheckpointSpec
-from conversation import build
-from make_checkpoint import make_checkpoint
 from PIL import Image
 
-from vlm_serve.preprocess.prepare import Preprocessor
+# Imported by the fixtures that need it, so that most of this folder is collected without torch.
+if TYPE_CHECKING:
+    from vlm_serve.preprocess.prepare import Preprocessor
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random checkpoint; its weights are of no interest here."""
+    from checkpoint_spec import CheckpointSpec
+    from make_checkpoint import make_checkpoint
+
     spec = CheckpointSpec(image_max_pixels=1 << 20)
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), spec)
 
@@ -43,6 +46,8 @@ def videos() -> Path:
 
 @pytest.fixture(scope="session")
 def preprocessor(checkpoint: Path) -> Iterator[Preprocessor]:
+    from conversation import build
+
     made = build(checkpoint)
     yield made
     made.close()
