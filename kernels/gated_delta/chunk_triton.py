@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.checks import MAX_CHUNK
+from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.kernels.triton_support import (
     current_target,
@@ -193,14 +194,7 @@ def _prepare_kernel(
     _times_rows(inverse, strength, v, v_rows, u, places, inside, VALUE_DIM, COLUMN_TILE, PRECISION)
 
 
-def prepare_chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    meta: PrefillMeta,
-) -> dict[str, torch.Tensor]:
+def prepare_chunks(packed: Tokens, meta: PrefillMeta) -> dict[str, torch.Tensor]:
     """Compute the state-independent part of every chunk.
 
     Returns:
@@ -209,6 +203,7 @@ def prepare_chunks(
         The tile is 64 tokens even for short chunks, so that a chunk's bits do not depend on the
         other chunks of the step.
     """
+    q, k, v, g, beta = packed
     tables = prefill_tables(meta, q.device)
     chunks = tables["chunk_sequence"].shape[0]
     tokens, heads, value_dim = v.shape
@@ -226,11 +221,7 @@ def prepare_chunks(
         "chunk_factor": torch.empty(chunks, heads, device=q.device),
     }
     arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "g": g,
-        "beta": beta,
+        **packed._asdict(),
         **made,
         "chunk_bounds": tables["chunk_bounds"],
         "q_token_stride": q.stride(0),
