@@ -54,7 +54,7 @@ def causal_conv_prefill(
             place.
         meta: the slices.
 
-    Resteps:
+    Returns:
         `[N, C]` in the dtype of x, contiguous.
 
     Raises:
@@ -75,7 +75,7 @@ def causal_conv_decode(
         weight, tails: as in `causal_conv_prefill`.
         meta: the sequences' rows.
 
-    Resteps:
+    Returns:
         `[B, C]` in the dtype of x.
 
     Raises:
@@ -103,7 +103,7 @@ def causal_conv_verify(
         inputs: `[entries, C]`, inputs of updates; x is written there.
         meta: the slices.
 
-    Resteps:
+    Returns:
         `[N, C]` in the dtype of x.
 
     Raises:
