@@ -43,7 +43,35 @@ class DecodeMeta:
 
 
 @dataclass(frozen=True)
-class PrefillMeta:
+class PackedSlices:
+    """Packed slices of consecutive tokens.
+
+    Attributes:
+        cu_seqlens: offsets into the packed tokens, one more than slices.
+        starts: absolute position of each slice's first token.
+        block_tables: physical KV block ids of each sequence, covering start + slice.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    starts: tuple[int, ...]
+    block_tables: tuple[Sequence[int], ...]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.cu_seqlens[-1]
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Number of keys that each slice's last token attends to."""
+        slices = zip(self.starts, self.cu_seqlens, self.cu_seqlens[1:], strict=False)
+        return tuple([start + end - begin for start, begin, end in slices])
+
+
+@dataclass(frozen=True)
+class PrefillMeta(PackedSlices):
     """Packed variable-length slices, P sequences, N tokens in all.
 
     Attributes:
@@ -63,9 +91,6 @@ class PrefillMeta:
         checked: host checks passed so far; see `kernels/checks.py`.
     """
 
-    cu_seqlens: tuple[int, ...]
-    starts: tuple[int, ...]
-    block_tables: tuple[Sequence[int], ...]
     src_rows: tuple[int, ...]
     dst_rows: tuple[int, ...]
     chunk_ends: tuple[tuple[int, ...], ...]
@@ -74,21 +99,9 @@ class PrefillMeta:
     plans: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
     checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
 
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.cu_seqlens[-1]
-
-    @property
-    def kv_lens(self) -> tuple[int, ...]:
-        """Number of keys that each slice's last token attends to."""
-        return _kv_lens(self.starts, self.cu_seqlens)
-
 
 @dataclass(frozen=True)
-class VerifyMeta:
+class VerifyMeta(PackedSlices):
     """Packed slices of drafted tokens, S sequences, N tokens in all.
 
     Only after the step is it known how many drafts are accepted. So the step leaves the state rows
@@ -105,36 +118,16 @@ class VerifyMeta:
         checked: host checks passed so far; see `kernels/checks.py`.
     """
 
-    cu_seqlens: tuple[int, ...]
-    starts: tuple[int, ...]
-    block_tables: tuple[Sequence[int], ...]
     rows: tuple[int, ...]
     updates: tuple[int, ...]
     folded: tuple[int, ...]
     plans: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
     checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
 
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.cu_seqlens[-1]
-
-    @property
-    def kv_lens(self) -> tuple[int, ...]:
-        """Number of keys that each sequence's last token attends to."""
-        return _kv_lens(self.starts, self.cu_seqlens)
-
     @property
     def folds(self) -> tuple[tuple[int, int, int], ...]:
         """(row, first update, count) of every fold."""
         return tuple(fold for fold in zip(self.rows, self.updates, self.folded, strict=True))
-
-
-def _kv_lens(starts: Sequence[int], offsets: Sequence[int]) -> tuple[int, ...]:
-    slices = zip(starts, offsets, offsets[1:], strict=False)
-    return tuple([start + end - begin for start, begin, end in slices])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -144,7 +145,7 @@ def process_video(
     frames = iter(video.frames(indices))
     first = next(frames)
     size = _frame_size(first, len(indices), options, config, param)
-    resized = _resize_all(_chain(first, frames), size, config, param)
+    resized = _resize_all(chain([first], frames), size, config, param)
     patch_size = config.temporal_patch_size
     num_patches = -(-len(indices) // patch_size)
     rows, columns = config.grid(*resized.shape[-2:])
@@ -155,11 +156,6 @@ def process_video(
     grid, seconds = (num_patches, rows, columns), tuple(patch_times(times, patch_size))
     record = MediaRecord("video", grid, hashes, seconds, config.merge_size)
     return Processed(record, resized)
-
-
-def _chain(first: Pixels, others: Iterable[Pixels]) -> Iterable[Pixels]:
-    yield first
-    yield from others
 
 
 def grid_frames(

@@ -51,25 +51,17 @@ def process_sliced_video(
     Raises MediaError if it is damaged, too long for the grid, or one side is over 200 times the
     other.
     """
+    total, fps, most = len(video.times), video.fps, options.max_frames
     if options.sampling == "fps_grid":
         assert options.sample_fps is not None
-        indices: Sequence[int] = grid_frames(
-            video.times, options.sample_fps, options.max_frames, param
-        )
+        indices: Sequence[int] = grid_frames(video.times, options.sample_fps, most, param)
     elif options.num_frames is not None:
-        total, fps = len(video.times), video.fps
-        indices = counted_indices(
-            total, fps, options.num_frames, options.sample_fps, options.max_frames, param
-        )
+        count, sample_fps = options.num_frames, options.sample_fps
+        indices = counted_indices(total, fps, count, sample_fps, most, param)
     elif options.sample_fps is not None:
-        indices = second_indices(
-            len(video.times),
-            video.fps,
-            sample_fps=options.sample_fps,
-            max_frames=options.max_frames,
-        )
+        indices = second_indices(total, fps, sample_fps=options.sample_fps, max_frames=most)
     else:
-        indices = counted_indices(len(video.times), video.fps, -1, None, options.max_frames, param)
+        indices = counted_indices(total, fps, -1, None, most, param)
     return _process("video", video.frames(indices), options, config, param)
 
 

@@ -24,6 +24,7 @@ from vlm_serve.kernels.checks import (
 )
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.gated_delta import compiled, torch_cpu, torch_drafts
+from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
 
 _TRITON = "vlm_serve.kernels.gated_delta.triton"
@@ -80,9 +81,9 @@ def chunk_gated_delta(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    _check(q, k, v, g, beta, state)
+    tokens = _checked(q, k, v, g, beta, state)
     check_prefill_meta(meta, q.shape[0], state.shape[0])
-    return _chunk(q.device, q, k, v, g, beta, state, meta)
+    return _chunk(q.device, tokens, state, meta)
 
 
 def recurrent_gated_delta(
@@ -106,9 +107,9 @@ def recurrent_gated_delta(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    _check(q, k, v, g, beta, state)
+    tokens = _checked(q, k, v, g, beta, state)
     check_decode_meta(meta, q.shape[0], state.shape[0])
-    return _recurrent(q.device, q, k, v, g, beta, state, meta)
+    return _recurrent(q.device, tokens, state, meta)
 
 
 def verify_gated_delta(
@@ -137,9 +138,9 @@ def verify_gated_delta(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    _check(q, k, v, g, beta, state)
+    tokens = _checked(q, k, v, g, beta, state)
     check_verify_meta(meta, q.shape[0], state.shape[0], updates.decays.shape[0])
-    return _verify(q.device, q, k, v, g, beta, state, updates, meta)
+    return _verify(q.device, tokens, state, updates, meta)
 
 
 def fold_gated_delta(
@@ -178,14 +179,14 @@ def gates(
     return _gates(raw.device, raw, neg_decay, dt_bias, deterministic=deterministic)
 
 
-def _check(
+def _checked(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
-) -> None:
+) -> Tokens:
     check_tensor("q", q, (None, None, None), FLOAT_DTYPES, q.device)
     check_tensor("k", k, q.shape, (q.dtype,), q.device)
     tokens, key_heads, key_dim = q.shape
@@ -198,3 +199,4 @@ def _check(
     check_tensor("state", state, (None, heads, key_dim, value_dim), FLOAT_DTYPES, q.device)
     if not state[:1].is_contiguous():
         raise KernelArgumentError("state", "a row must be contiguous")
+    return Tokens(q, k, v, g, beta)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.checks import MAX_CHUNK
+from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.kernels.triton_support import (
     current_target,
@@ -71,11 +72,11 @@ def _products(
     inside_rows,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Compute Q K^T and K K^T of raw rows, and the reciprocal lengths of both, in tiles of dims."""
+    CHUNK: tl.constexpr = inside_rows.shape[0]
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
     system = tl.zeros((CHUNK, CHUNK), tl.float32)
     q_squares = tl.zeros((CHUNK,), tl.float32)
@@ -106,7 +107,6 @@ def _times_rows(
     inside_rows,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Store inverse @ diag(factors) source in column tiles, so that few rows of it are live."""
@@ -114,7 +114,7 @@ def _times_rows(
         columns = start + tl.arange(0, TILE)
         inside = inside_rows[:, None] & (columns < SIZE)[None, :]
         rows = tl.load(source + source_places[:, None] + columns[None, :], mask=inside, other=0.0)
-        scaled = (rows.to(tl.float32) * factors[:, None]).to(DOT)
+        scaled = (rows.to(tl.float32) * factors[:, None]).to(inverse.dtype)
         product = tl.dot(inverse, scaled, input_precision=PRECISION)
         places = out_places[:, None] + columns[None, :]
         tl.store(out + places, product.to(out.dtype.element_ty), mask=inside)
@@ -163,17 +163,10 @@ def _prepare_kernel(
     total = tl.cumsum(tl.load(g + tokens * g_stride + head, mask=inside, other=0.0), axis=0)
     strength = tl.load(beta + tokens * beta_stride + head, mask=inside, other=0.0).to(tl.float32)
     k += (head // RATIO) * k_head_stride
+    q += (head // RATIO) * q_head_stride
+    q_rows, k_rows = tokens * q_token_stride, tokens * k_token_stride
     scores, system, query_norm, key_norm = _products(
-        q + (head // RATIO) * q_head_stride,
-        k,
-        tokens * q_token_stride,
-        tokens * k_token_stride,
-        inside,
-        KEY_DIM,
-        KEY_TILE,
-        CHUNK,
-        DOT,
-        PRECISION,
+        q, k, q_rows, k_rows, inside, KEY_DIM, KEY_TILE, DOT, PRECISION
     )
     query_norm *= scale
     # Only j <= i is ever used; above the diagonal the difference may overflow exp.
@@ -194,42 +187,14 @@ def _prepare_kernel(
     tl.store(q_factor + rows, query_norm * growth, mask=inside)
     tl.store(k_factor + rows, key_norm * tl.exp(last - total), mask=inside)
     tl.store(chunk_factor + chunk * HEADS + head, tl.exp(last))
-    _times_rows(
-        inverse,
-        strength * growth * key_norm,
-        k,
-        tokens * k_token_stride,
-        w,
-        rows * KEY_DIM,
-        inside,
-        KEY_DIM,
-        COLUMN_TILE,
-        DOT,
-        PRECISION,
-    )
-    _times_rows(
-        inverse,
-        strength,
-        v + head * v_head_stride,
-        tokens * v_token_stride,
-        u,
-        rows * VALUE_DIM,
-        inside,
-        VALUE_DIM,
-        COLUMN_TILE,
-        DOT,
-        PRECISION,
-    )
+    factors, places = strength * growth * key_norm, rows * KEY_DIM
+    _times_rows(inverse, factors, k, k_rows, w, places, inside, KEY_DIM, COLUMN_TILE, PRECISION)
+    v += head * v_head_stride
+    v_rows, places = tokens * v_token_stride, rows * VALUE_DIM
+    _times_rows(inverse, strength, v, v_rows, u, places, inside, VALUE_DIM, COLUMN_TILE, PRECISION)
 
 
-def prepare_chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    meta: PrefillMeta,
-) -> dict[str, torch.Tensor]:
+def prepare_chunks(packed: Tokens, meta: PrefillMeta) -> dict[str, torch.Tensor]:
     """Compute the state-independent part of every chunk.
 
     Returns:
@@ -238,6 +203,7 @@ def prepare_chunks(
         The tile is 64 tokens even for short chunks, so that a chunk's bits do not depend on the
         other chunks of the step.
     """
+    q, k, v, g, beta = packed
     tables = prefill_tables(meta, q.device)
     chunks = tables["chunk_sequence"].shape[0]
     tokens, heads, value_dim = v.shape
@@ -255,11 +221,7 @@ def prepare_chunks(
         "chunk_factor": torch.empty(chunks, heads, device=q.device),
     }
     arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "g": g,
-        "beta": beta,
+        **packed._asdict(),
         **made,
         "chunk_bounds": tables["chunk_bounds"],
         "q_token_stride": q.stride(0),

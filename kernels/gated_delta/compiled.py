@@ -10,6 +10,7 @@ import ctypes
 
 import torch
 
+from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call
@@ -50,15 +51,10 @@ def gates(
 
 
 def gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    meta: PrefillMeta | DecodeMeta,
+    tokens: Tokens, state: torch.Tensor, meta: PrefillMeta | DecodeMeta
 ) -> torch.Tensor | None:
     """Step through prefill and decode alike: a decode token is a slice of one."""
+    q, k, v, g, beta = tokens
     whole = q.shape[2] % LANES == 0 and v.shape[2] % LANES == 0
     if not whole or q.dtype not in DTYPES or state.dtype not in STATE_TYPES:
         return None

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.gated_delta.step_triton import STEP_COLUMNS, step, step_arguments
+from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import Updates, VerifyMeta
 from vlm_serve.kernels.triton_support import launch
 
@@ -115,24 +116,18 @@ def _verify_kernel(
 
 
 def verify_gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    updates: Updates,
-    meta: VerifyMeta,
+    tokens: Tokens, state: torch.Tensor, updates: Updates, meta: VerifyMeta
 ) -> torch.Tensor:
+    k, v = tokens.k, tokens.v
     if "verify" not in meta.plans:
-        meta.plans["verify"] = _tables(meta, q.device)
+        meta.plans["verify"] = _tables(meta, v.device)
     table, entries = cast("tuple[torch.Tensor, torch.Tensor]", meta.plans["verify"])
     made = [
-        torch.empty(size, device=q.device, dtype=torch.float32)
+        torch.empty(size, device=v.device, dtype=torch.float32)
         for size in (k.shape, v.shape, v.shape[:2])
     ]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    _launch(q, k, v, g, beta, state, out, updates, made, table)
+    _launch(tokens, state, out, updates, made, table)
     for pool, new in zip((updates.keys, updates.changes, updates.decays), made, strict=True):
         pool.index_copy_(0, entries, new)
     return out
@@ -164,13 +159,14 @@ def fold_gated_delta(
     keys, values = updates.keys[:0], updates.changes[:0]
     gates = updates.decays[:0]
     made = [keys, values, gates]
-    _launch(keys, keys, values, gates, gates, state, values, updates, made, table)
+    none = Tokens(keys, keys, values, gates, gates)
+    _launch(none, state, values, updates, made, table)
 
 
-def _launch(q, k, v, g, beta, state, out, updates, made, table) -> None:
-    heads, value_dim = v.shape[1:]
+def _launch(tokens, state, out, updates, made, table) -> None:
+    heads, value_dim = tokens.v.shape[1:]
     arguments = {
-        **step_arguments(q, k, v, g, beta, state, out),
+        **step_arguments(tokens, state, out),
         "old_keys": updates.keys,
         "old_changes": updates.changes,
         "old_decays": updates.decays,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.gated_delta.chunk_triton import EPS
+from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.triton_support import power_of_two
 
 STEP_COLUMNS = 32
@@ -34,24 +35,13 @@ def step(current, query, key, value, gate, strength, scale):
     return current, result, key, change, decay
 
 
-def step_arguments(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    out: torch.Tensor,
-) -> dict[str, Any]:
+def step_arguments(tokens: Tokens, state: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
     """Return the arguments that kernels of single steps share, by parameter name."""
+    q, k, v, g, beta = tokens
     heads, value_dim = v.shape[1:]
     key_dim = q.shape[2]
     return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "g": g,
-        "beta": beta,
+        **tokens._asdict(),
         "state": state,
         "out": out,
         "q_token_stride": q.stride(0),

@@ -18,6 +18,7 @@ from vlm_serve.kernels.gated_delta.chunks_cpu import (
     padded_size,
     piece_factors,
 )
+from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
 # Pieces per batch of factors, times value heads: enough to keep threads busy, few enough to stay
@@ -25,15 +26,8 @@ from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 WINDOW = 128
 
 
-def chunk_gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    meta: PrefillMeta,
-) -> torch.Tensor:
+def chunk_gated_delta(tokens: Tokens, state: torch.Tensor, meta: PrefillMeta) -> torch.Tensor:
+    q, k, v, g, beta = tokens
     q_scale = inverse_norm(q).mul_(q.shape[-1] ** -0.5)
     inputs = Inputs(q, k, g, beta, q_scale, inverse_norm(k))
     out = torch.empty(v.shape, dtype=v.dtype)
@@ -161,15 +155,8 @@ class Scan:
         return self._buffers[size]
 
 
-def recurrent_gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    meta: DecodeMeta,
-) -> torch.Tensor:
+def recurrent_gated_delta(tokens: Tokens, state: torch.Tensor, meta: DecodeMeta) -> torch.Tensor:
+    q, k, v, g, beta = tokens
     # With the decay factored out, k and q read the old state in one product. The output does not
     # need the new state: o = decay S^T q + (k . q) change. Each state crosses the memory bus once
     # each way.

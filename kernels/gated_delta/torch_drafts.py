@@ -7,20 +7,15 @@ from itertools import pairwise
 
 import torch
 
+from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.gated_delta.torch_cpu import unit_keys_and_queries
 from vlm_serve.kernels.metadata import Updates, VerifyMeta
 
 
 def verify_gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    updates: Updates,
-    meta: VerifyMeta,
+    tokens: Tokens, state: torch.Tensor, updates: Updates, meta: VerifyMeta
 ) -> torch.Tensor:
+    q, k, v, g, beta = tokens
     fold_gated_delta(state, updates, [fold for fold in meta.folds if fold[2]])
     # The same statements as in recurrent_gated_delta, so that every token gets the same bits.
     kq = unit_keys_and_queries(q, k, v.shape[1])

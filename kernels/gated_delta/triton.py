@@ -17,6 +17,7 @@ import triton.language as tl
 from vlm_serve.kernels.checks import MAX_CHUNK
 from vlm_serve.kernels.gated_delta.chunk_triton import prepare_chunks
 from vlm_serve.kernels.gated_delta.step_triton import STEP_COLUMNS, step, step_arguments
+from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.triton_support import (
     current_target,
@@ -123,19 +124,12 @@ def _scan_kernel(
     tl.store(state + places, current.to(state.dtype.element_ty), mask=tile_inside)
 
 
-def chunk_gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    meta: PrefillMeta,
-) -> torch.Tensor:
+def chunk_gated_delta(tokens: Tokens, state: torch.Tensor, meta: PrefillMeta) -> torch.Tensor:
+    q, k, v = tokens.q, tokens.k, tokens.v
     tables = prefill_tables(meta, q.device)
     heads, value_dim = v.shape[1:]
     key_dim = q.shape[2]
-    made = prepare_chunks(q, k, v, g, beta, meta)
+    made = prepare_chunks(tokens, meta)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     target = current_target()
     # float32 operands take three times the registers (see `Target.dot_precision`). The tile's shape
@@ -241,20 +235,13 @@ def _step_kernel(
         tl.store(state + snapshot * state_row_stride + tile, rounded, mask=tile_inside)
 
 
-def recurrent_gated_delta(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    meta: DecodeMeta,
-) -> torch.Tensor:
-    tables = decode_tables(meta, q.device)
+def recurrent_gated_delta(tokens: Tokens, state: torch.Tensor, meta: DecodeMeta) -> torch.Tensor:
+    v = tokens.v
+    tables = decode_tables(meta, v.device)
     batch, heads, value_dim = v.shape
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     arguments = {
-        **step_arguments(q, k, v, g, beta, state, out),
+        **step_arguments(tokens, state, out),
         "src_rows": tables["src_rows"],
         "dst_rows": tables["dst_rows"],
         "snapshot_rows": tables["snapshot_rows"],

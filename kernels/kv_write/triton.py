@@ -27,17 +27,10 @@ COPY_TILE = 4096
 
 @triton.jit
 def _store_rows(
-    x,
-    places,
-    inside,
-    pages,
-    page_places,
-    scales,
-    zeros,
-    scale_places,
-    heads_inside,
-    FORM: tl.constexpr,
+    x, places, inside, stored, page_places, scale_places, heads_inside, FORM: tl.constexpr
 ):
+    """Store rows of keys or values; `stored`: pointers to pages, scales and zero points."""
+    pages, scales, zeros = stored
     values = tl.load(x + places, mask=inside, other=0.0)
     if FORM == INT8:
         codes, scale, zero = quantise_rows(values.to(tl.float32))
@@ -92,30 +85,10 @@ def _write_kernel(
         scale_places = scale + heads * scale_head_stride
         k_places = token * k_token_stride + heads[:, None] * k_head_stride + dims[None, :]
         v_places = token * v_token_stride + heads[:, None] * v_head_stride + dims[None, :]
-        _store_rows(
-            k,
-            k_places,
-            inside,
-            k_pages,
-            page_places,
-            k_scales,
-            k_zeros,
-            scale_places,
-            heads_inside,
-            FORM,
-        )
-        _store_rows(
-            v,
-            v_places,
-            inside,
-            v_pages,
-            page_places,
-            v_scales,
-            v_zeros,
-            scale_places,
-            heads_inside,
-            FORM,
-        )
+        stored = (k_pages, k_scales, k_zeros)
+        _store_rows(k, k_places, inside, stored, page_places, scale_places, heads_inside, FORM)
+        stored = (v_pages, v_scales, v_zeros)
+        _store_rows(v, v_places, inside, stored, page_places, scale_places, heads_inside, FORM)
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, kv: KVLayer, slots: torch.Tensor) -> None:

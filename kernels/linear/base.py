@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -148,6 +148,25 @@ def _share(ranges: Sequence[range], wanted: range) -> Iterator[range]:
 WeightRecord = struct("Weight")
 
 
+class Epilogue(NamedTuple):
+    """What follows a product: at most one of them.
+
+    Attributes:
+        activation: applied to the result.
+        times, plus: `[T, N]`, multiplied with or added to the result.
+    """
+
+    activation: Activation | None = None
+    times: torch.Tensor | None = None
+    plus: torch.Tensor | None = None
+
+    def of(self, part: Callable[[torch.Tensor], torch.Tensor]) -> Epilogue:
+        """Return the epilogue of a part of the product: `part` cuts or pads the tensors."""
+        times = None if self.times is None else part(self.times)
+        plus = None if self.plus is None else part(self.plus)
+        return Epilogue(self.activation, times, plus)
+
+
 class Linear(ABC):
     """A projection.
 
@@ -160,7 +179,6 @@ class Linear(ABC):
     depth: int
     dtype: torch.dtype
 
-    @abstractmethod
     def __call__(
         self,
         x: torch.Tensor,
@@ -185,6 +203,15 @@ class Linear(ABC):
             KernelArgumentError: more than one of activation, times and plus; an x that does not
                 fit.
         """
+        if (activation is not None) + (times is not None) + (plus is not None) > 1:
+            raise KernelArgumentError("activation", "at most one of activation, times and plus")
+        if x.ndim != 2 or x.shape[1] != self.depth:
+            raise KernelArgumentError("x", f"{list(x.shape)}, expected [T, {self.depth}]")
+        return self._multiply(x, Epilogue(activation, times, plus), deterministic)
+
+    @abstractmethod
+    def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
+        """Compute a call with checked arguments."""
 
     @abstractmethod
     def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
@@ -198,9 +225,9 @@ class Linear(ABC):
         """
         return self(x.float(), deterministic=deterministic)
 
-    @abstractmethod
     def record(self) -> ctypes.Structure | None:
         """Return the weight's record for compiled steps, owned by self; None if unsupported."""
+        return None
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Return True if compiled code multiplies this weight with activations of that dtype."""
@@ -210,15 +237,3 @@ class Linear(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes in memory."""
-
-    def _check(
-        self,
-        x: torch.Tensor,
-        activation: Activation | None,
-        times: torch.Tensor | None,
-        plus: torch.Tensor | None,
-    ) -> None:
-        if (activation is not None) + (times is not None) + (plus is not None) > 1:
-            raise KernelArgumentError("activation", "at most one of activation, times and plus")
-        if x.ndim != 2 or x.shape[1] != self.depth:
-            raise KernelArgumentError("x", f"{list(x.shape)}, expected [T, {self.depth}]")

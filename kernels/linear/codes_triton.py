@@ -72,19 +72,12 @@ def scale_value(stored, SCALES: tl.constexpr):
 
 @triton.jit
 def grouped_product(
-    x,
     x_rows,
-    real,
     weight,
     columns,
     inside,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    FORM: tl.constexpr,
-    ZEROS: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    layout,
     STEP: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -92,15 +85,22 @@ def grouped_product(
     """Multiply rows of x by columns of a quantised weight.
 
     Args:
-        x: pointer to the activations.
-        x_rows: `[ROWS]`, offsets of the rows; rows count where `real`.
+        x_rows: pointer to the activations, offsets of the rows `[ROWS]`, and where they count.
         weight: (codes, scales, zeros, factors, code_stride, scale_stride) of `code_arguments`.
         columns: int64 `[COLUMNS]`; columns count where `inside`.
+        layout: constants (GROUP, FORM, ZEROS, SCALES) of `code_arguments`.
 
     Returns:
         float32 `[ROWS, COLUMNS]`.
     """
+    x, x_places, real = x_rows
     codes, scales, zeros, factors, code_stride, scale_stride = weight
+    GROUP: tl.constexpr = layout[0]
+    FORM: tl.constexpr = layout[1]
+    ZEROS: tl.constexpr = layout[2]
+    SCALES: tl.constexpr = layout[3]
+    ROWS: tl.constexpr = real.shape[0]
+    COLUMNS: tl.constexpr = columns.shape[0]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     own = tl.arange(0, STEP)
     # Byte j of a group has four bits of the codes of j and of j + GROUP / 2. Behind those bytes of
@@ -124,7 +124,7 @@ def grouped_product(
             both = known[:, None] & inside[None, :]
             stored = tl.load(codes + places, mask=both, other=0)
             wanted = real[:, None] & known[None, :]
-            rows = tl.load(x + x_rows[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
+            rows = tl.load(x + x_places[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
             if HALVES:
                 low, high = stored & 15, stored >> 4
                 if FORM == INT6:
@@ -136,7 +136,7 @@ def grouped_product(
                 low = half_value(low, zero[None, :], FORM).to(DOT)
                 part = tl.dot(rows, low, part, input_precision=PRECISION)
                 k = k + SPAN
-                rows = tl.load(x + x_rows[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
+                rows = tl.load(x + x_places[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
                 high = half_value(high, zero[None, :], FORM).to(DOT)
                 part = tl.dot(rows, high, part, input_precision=PRECISION)
             elif FORM == INT8:
@@ -183,23 +183,10 @@ def _linear_kernel(
     real = row < tokens
     columns = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     inside = columns < WIDE
+    rows = (x, row.to(tl.int64) * x_stride, real)
+    weight = (codes, scales, zeros, factors, code_stride, scale_stride)
     total = grouped_product(
-        x,
-        row.to(tl.int64) * x_stride,
-        real,
-        (codes, scales, zeros, factors, code_stride, scale_stride),
-        columns,
-        inside,
-        DEPTH,
-        GROUP,
-        FORM,
-        ZEROS,
-        SCALES,
-        ROWS,
-        COLUMNS,
-        STEP,
-        DOT,
-        PRECISION,
+        rows, weight, columns, inside, DEPTH, (GROUP, FORM, ZEROS, SCALES), STEP, DOT, PRECISION
     )
     if BIAS:
         total += tl.load(bias + columns, mask=inside, other=0.0)[None, :]

@@ -6,12 +6,12 @@ holds for every part.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 
-from vlm_serve.kernels.linear.base import Activation, Linear
+from vlm_serve.kernels.linear.base import Epilogue, Linear
 
 
 class Joined(Linear):
@@ -26,36 +26,19 @@ class Joined(Linear):
         self.columns = sum(part.columns for part in parts)
         self.depth, self.dtype = parts[0].depth, parts[0].dtype
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        *,
-        activation: Activation | None = None,
-        times: torch.Tensor | None = None,
-        plus: torch.Tensor | None = None,
-        deterministic: bool = False,
-    ) -> torch.Tensor:
-        self._check(x, activation, times, plus)
+    def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self.columns)
         first = 0
         for part in self.parts:
             own = slice(first, first + part.columns)
-            out[:, own] = part(
-                x,
-                activation=activation,
-                times=None if times is None else times[:, own],
-                plus=None if plus is None else plus[:, own],
-                deterministic=deterministic,
-            )
+            epilogue = after.of(itemgetter((slice(None), own)))
+            out[:, own] = part._multiply(x, epilogue, deterministic)
             first = own.stop
         return out
 
     def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
         gate = self(x, activation="silu", deterministic=deterministic)
         return up(x, times=gate, deterministic=deterministic)
-
-    def record(self) -> ctypes.Structure | None:
-        return None
 
     @property
     def nbytes(self) -> int:

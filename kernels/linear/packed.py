@@ -12,7 +12,7 @@ import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.elementwise import compiled, torch_cpu
-from vlm_serve.kernels.linear.base import Activation, Linear
+from vlm_serve.kernels.linear.base import Activation, Epilogue, Linear
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import DTYPES, bits
@@ -45,16 +45,8 @@ class Packed(Linear):
         self._record = record
         self._tensors = [tensor for tensor in tensors if tensor is not None]
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        *,
-        activation: Activation | None = None,
-        times: torch.Tensor | None = None,
-        plus: torch.Tensor | None = None,
-        deterministic: bool = False,
-    ) -> torch.Tensor:
-        self._check(x, activation, times, plus)
+    def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
+        activation, times, plus = after
         if x.dtype not in DTYPES or not self.takes(x.dtype):
             raise KernelArgumentError("x", f"{x.dtype} beside a weight in {self.dtype}")
         x = x if x.stride(1) == 1 else x.contiguous()

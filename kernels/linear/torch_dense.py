@@ -8,14 +8,14 @@ would not: they compute the last elements of each thread's share on a scalar pat
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise import silu_times
-from vlm_serve.kernels.linear.base import Activation, Linear
+from vlm_serve.kernels.linear.base import Activation, Epilogue, Linear
 
 MIN_ROWS = 16
 MIN_COLUMNS = 16
@@ -65,15 +65,7 @@ class TorchDense(Linear):
             first += piece.shape[0]
         return cls(weight, None if bias is None else bias.to(device, dtype))
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        *,
-        activation: Activation | None = None,
-        times: torch.Tensor | None = None,
-        plus: torch.Tensor | None = None,
-        deterministic: bool = False,
-    ) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
         """Multiply; `deterministic` pads rows and columns to whole tiles.
 
         A GEMM library picks another algorithm for a handful of rows. A row's last bits then depend
@@ -83,9 +75,8 @@ class TorchDense(Linear):
         GPU, algorithms depend on the number of rows at every size, so products always have the same
         number.
         """
-        self._check(x, activation, times, plus)
         if not deterministic:
-            return self._product(x, self._weight, self._bias, activation, times, plus)
+            return self._product(x, self._weight, self._bias, after)
         rows, weight, bias = x.shape[0], self._weight, self._bias
         if self.columns == 1 and not weight.is_mkldnn:
             weight = with_rows(weight, MIN_COLUMNS)
@@ -95,11 +86,10 @@ class TorchDense(Linear):
         padded = max(1, -(-rows // least)) * least
         if rows != padded:
             x = with_rows(x, padded)
-            times = None if times is None else with_rows(times, padded)
-            plus = None if plus is None else with_rows(plus, padded)
+            after = after.of(lambda part: with_rows(part, padded))
         step = padded if on_cpu else ROWS_AT_ONCE
         tiles = [
-            self._product(x[own], weight, bias, activation, _of(times, own), _of(plus, own))
+            self._product(x[own], weight, bias, after.of(itemgetter(own)))
             for own in (slice(first, first + step) for first in range(0, padded, step))
         ]
         out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
@@ -122,22 +112,14 @@ class TorchDense(Linear):
             out = torch.mm(x, weight.T, out_dtype=torch.float32)
         return out if self._bias is None else out + self._bias.float()
 
-    def record(self) -> ctypes.Structure | None:
-        return None
-
     @property
     def nbytes(self) -> int:
         return self._bytes + (0 if self._bias is None else self._bias.nbytes)
 
     def _product(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation | None,
-        times: torch.Tensor | None,
-        plus: torch.Tensor | None,
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, after: Epilogue
     ) -> torch.Tensor:
+        activation, times, plus = after
         out: torch.Tensor
         if not weight.is_mkldnn:
             if plus is not None and bias is None and x.device.type != "cpu":
@@ -156,10 +138,6 @@ class TorchDense(Linear):
             post_op, algorithm = ("none", "") if activation is None else _POST_OPS[activation]
             out = _packed_unary(x, weight, bias, post_op, [], algorithm)
         return out
-
-
-def _of(part: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    return None if part is None else part[rows]
 
 
 def with_rows(part: torch.Tensor, rows: int) -> torch.Tensor:

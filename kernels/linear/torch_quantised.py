@@ -7,7 +7,6 @@ float32, whatever the dtype of the activations, so only sums are rounded.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterable
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.elementwise import silu, silu_times
-from vlm_serve.kernels.linear.base import CHUNK_BYTES, Activation, Linear
+from vlm_serve.kernels.linear.base import CHUNK_BYTES, Activation, Epilogue, Linear
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, MIN_ROWS, with_rows
@@ -70,34 +69,22 @@ class TorchQuantised(Linear):
         bias = None if bias is None else bias.to(device, torch.float32)
         return cls(stored(pieces, columns, depth, device), columns, depth, bias)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        *,
-        activation: Activation | None = None,
-        times: torch.Tensor | None = None,
-        plus: torch.Tensor | None = None,
-        deterministic: bool = False,
-    ) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
         """Multiply; on a CPU `deterministic` pads as in TorchDense, for the same reasons."""
-        self._check(x, activation, times, plus)
-        follows = activation is not None or times is not None or plus is not None
+        follows = any(each is not None for each in after)
         kind = torch.float32 if follows else x.dtype
         out = _product(x.device, x, self._weight, self._bias, kind, deterministic=deterministic)
-        if activation is not None:
-            out = _ACTIVATIONS[activation](out)
-        if times is not None:
-            out = out * times
-        if plus is not None:
-            out = out + plus
+        if after.activation is not None:
+            out = _ACTIVATIONS[after.activation](out)
+        if after.times is not None:
+            out = out * after.times
+        if after.plus is not None:
+            out = out + after.plus
         return out.to(x.dtype)
 
     def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
         gate = self(x, deterministic=deterministic)
         return silu_times(gate, up(x, deterministic=deterministic))
-
-    def record(self) -> ctypes.Structure | None:
-        return None
 
     @property
     def nbytes(self) -> int:

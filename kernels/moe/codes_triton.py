@@ -48,44 +48,15 @@ def gate_up_codes_kernel(
         token = origin // TOP_K
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < WIDTH
-        x_rows = token.to(tl.int64) * x_stride
+        rows = (x, token.to(tl.int64) * x_stride, real)
         first = expert * (2 * WIDTH) + columns
         weight = (codes, scales, zeros, factors, code_stride, scale_stride)
         gate = grouped_product(
-            x,
-            x_rows,
-            real,
-            weight,
-            first,
-            inside,
-            HIDDEN,
-            GROUP,
-            FORM,
-            ZEROS,
-            SCALES,
-            ROWS,
-            COLUMNS,
-            STEP,
-            DOT,
-            PRECISION,
+            rows, weight, first, inside, HIDDEN, (GROUP, FORM, ZEROS, SCALES), STEP, DOT, PRECISION
         )
+        first += WIDTH
         up = grouped_product(
-            x,
-            x_rows,
-            real,
-            weight,
-            first + WIDTH,
-            inside,
-            HIDDEN,
-            GROUP,
-            FORM,
-            ZEROS,
-            SCALES,
-            ROWS,
-            COLUMNS,
-            STEP,
-            DOT,
-            PRECISION,
+            rows, weight, first, inside, HIDDEN, (GROUP, FORM, ZEROS, SCALES), STEP, DOT, PRECISION
         )
         store_gated(out, gate, up, pairs, real, columns, WIDTH)
 
@@ -126,22 +97,9 @@ def down_codes_kernel(
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         inside = columns < HIDDEN
         weight = (codes, scales, zeros, factors, code_stride, scale_stride)
+        rows = (x, pairs.to(tl.int64) * WIDTH, real)
+        first = expert * HIDDEN + columns
         total = grouped_product(
-            x,
-            pairs.to(tl.int64) * WIDTH,
-            real,
-            weight,
-            expert * HIDDEN + columns,
-            inside,
-            WIDTH,
-            GROUP,
-            FORM,
-            ZEROS,
-            SCALES,
-            ROWS,
-            COLUMNS,
-            STEP,
-            DOT,
-            PRECISION,
+            rows, weight, first, inside, WIDTH, (GROUP, FORM, ZEROS, SCALES), STEP, DOT, PRECISION
         )
         store_weighted(out, weights, total, pair, real, columns, HIDDEN)

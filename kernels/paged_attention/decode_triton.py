@@ -95,12 +95,9 @@ def _decode_kernel(
         block_size,
         score_scale,
         DIM,
-        BLOCK_DIM,
-        ROWS,
         KEY_TILE,
         ONE_BLOCK,
         FORM,
-        DOT,
         PRECISION,
     )
     if SPLITS == 1:

@@ -101,12 +101,9 @@ def attend(
     block_size,
     score_scale,
     DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
     KEY_TILE: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     FORM: tl.constexpr,
-    DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend with one tile of queries to a range of keys of one key head.
@@ -119,7 +116,7 @@ def attend(
     per key and thread, which would take half of a prefill program's registers.
 
     Args:
-        queries: `[ROWS, BLOCK_DIM]` in DOT.
+        queries: `[ROWS, BLOCK_DIM]` in the dtype of products.
         positions: `[ROWS]`, the last key that each row sees.
         keys_of_program: (first, whole, last): every row sees all keys in [first, whole); keys in
             [whole, last) are masked.
@@ -133,6 +130,9 @@ def attend(
         best, norm: float32 `[ROWS]`, largest score and sum of weights.
         total: float32 `[ROWS, BLOCK_DIM]`, weighted values.
     """
+    ROWS: tl.constexpr = queries.shape[0]
+    BLOCK_DIM: tl.constexpr = queries.shape[1]
+    DOT: tl.constexpr = queries.dtype
     first_key, whole, last_key = keys_of_program
     k_pages, v_pages, k_scales, k_zeros, v_scales, v_zeros = pages
     page_block_stride, page_slot_stride, page_head_stride = page_strides

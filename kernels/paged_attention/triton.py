@@ -104,12 +104,9 @@ def _prefill_kernel(
         block_size,
         score_scale,
         DIM,
-        BLOCK_DIM,
-        ROWS,
         KEY_TILE,
         ONE_BLOCK,
         FORM,
-        DOT,
         PRECISION,
     )
     result = total / norm[:, None]

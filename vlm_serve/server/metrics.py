@@ -87,24 +87,12 @@ class Metrics:
         self.check_failures = self._counter(
             "idle_check_failures", "Idle checks that found a violated invariant"
         )
-        self._finished = Counter(
-            PREFIX + "request_success",
-            "Finished requests by the reason of their end",
-            ("model_name", "finished_reason"),
-            registry=self._registry,
-        )
-        self._misses = Counter(
-            PREFIX + "prefix_cache_reasons",
-            "Requests by the reason why not more of their prompt was cached",
-            ("model_name", "reason"),
-            registry=self._registry,
-        )
-        self._hits_by_tier = Counter(
-            PREFIX + "prefix_cache_hits_by_tier",
-            "Prompt tokens found in the prefix cache, by where they were",
-            ("model_name", "tier"),
-            registry=self._registry,
-        )
+        text = "Finished requests by the reason of their end"
+        self._finished = self._counters("request_success", text, "finished_reason")
+        text = "Requests by the reason why not more of their prompt was cached"
+        self._misses = self._counters("prefix_cache_reasons", text, "reason")
+        text = "Prompt tokens found in the prefix cache, by where they were"
+        self._hits_by_tier = self._counters("prefix_cache_hits_by_tier", text, "tier")
         self._gauge("num_requests_running", "Sequences that run", lambda: engine.num_running)
         self._gauge("num_requests_waiting", "Sequences that wait", lambda: engine.num_waiting)
         self._gauge("request_memory_bytes", "What requests hold", lambda: memory.held)
@@ -120,6 +108,10 @@ class Metrics:
     def _counter(self, name: str, text: str) -> Counter:
         metric = Counter(PREFIX + name, text, ("model_name",), registry=self._registry)
         return metric.labels(self._model_name)
+
+    def _counters(self, name: str, text: str, label: str) -> Counter:
+        """Return counters, one for each value of `label`."""
+        return Counter(PREFIX + name, text, ("model_name", label), registry=self._registry)
 
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         metric = Gauge(PREFIX + name, text, ("model_name",), registry=self._registry)
@@ -184,67 +176,39 @@ class EngineStats(Collector):
     def collect(self) -> Iterator[Metric]:
         if not self._stats:
             return
-        yield self._counter("num_preemptions", "Preempted sequences", "num_preemptions")
-        yield self._counter("num_steps", "Steps of the engine", "num_steps")
-        yield self._step_times(self._stats["step_times"])
-        if self._stats["drafts"] is not None:
-            yield from self._drafts(self._stats["drafts"])
-        yield from self._replays(self._stats["replays"])
-        cache, usage = self._stats["cache"], self._stats["usage"]
+        stats, cache, usage = self._stats, self._stats["cache"], self._stats["usage"]
+        yield self._counter("num_preemptions", "Preempted sequences", stats["num_preemptions"])
+        yield self._counter("num_steps", "Steps of the engine", stats["num_steps"])
+        yield self._step_times(stats["step_times"])
+        if stats["drafts"] is not None:
+            yield from self._drafts(stats["drafts"])
+        yield from self._replays(stats["replays"])
         evictions = dict.fromkeys(EVICTED_KINDS, 0) | cache["evictions"]
-        yield self._by_kind("state_snapshots_saved", "Snapshots published", cache["saves"])
-        yield self._by_kind("state_snapshots_skipped", "Snapshots without a row", cache["skips"])
-        yield self._by_kind("cache_evictions", "What was evicted", evictions)
+        yield self._counters("state_snapshots_saved", "Snapshots published", cache["saves"])
+        yield self._counters("state_snapshots_skipped", "Snapshots without a row", cache["skips"])
+        yield self._counters("cache_evictions", "What was evicted", evictions)
         used = usage["blocks"] - usage["free_blocks"] - usage["cached_blocks"]
         total = usage["blocks"]
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 is all", used, total)
         filled = usage["blocks"] - usage["free_blocks"]
         yield self._gauge("kv_cache_fill_perc", "KV blocks that hold anything", filled, total)
-        rows = GaugeMetricFamily(
-            PREFIX + "state_rows", "State rows by what they hold", labels=["model_name", "state"]
-        )
-        for state, count in usage["rows"].items():
-            rows.add_metric([self._model_name, state], count)
-        yield rows
-        held = GaugeMetricFamily(
-            PREFIX + "held_bytes", "Memory by what keeps it", labels=["model_name", "kind"]
-        )
-        for kind, size in self._stats["held_bytes"].items():
-            held.add_metric([self._model_name, kind], size)
-        yield held
-        for name, text, key, sources in (
-            (
-                "vision_embeddings",
-                "Spans of media by where their embeddings came from",
-                "embeddings",
-                ("device", "encoded"),
-            ),
-            (
-                "media_uploads",
-                "Media by what was known of them, or had to be done",
-                "uploads",
-                ("index", "decoded", "unconfirmed"),
-            ),
-        ):
-            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", "source"])
-            for source, count in (dict.fromkeys(sources, 0) | self._stats[key]).items():
-                family.add_metric([self._model_name, source], count)
-            yield family
-        yield from self._tiers_up(self._stats["tiers"])
-        yield from self._shared_store(self._stats["tiers"])
-        yield from self._audits(self._stats["audit"])
+        yield self._gauges("state_rows", "State rows by what they hold", usage["rows"], "state")
+        yield self._gauges("held_bytes", "Memory by what keeps it", stats["held_bytes"], "kind")
+        text = "Spans of media by where their embeddings came from"
+        sources = dict.fromkeys(("device", "encoded"), 0) | stats["embeddings"]
+        yield self._counters("vision_embeddings", text, sources, "source")
+        text = "Media by what was known of them, or had to be done"
+        sources = dict.fromkeys(("index", "decoded", "unconfirmed"), 0) | stats["uploads"]
+        yield self._counters("media_uploads", text, sources, "source")
+        yield from self._tiers_up(stats["tiers"])
+        yield from self._shared_store(stats["tiers"])
+        yield from self._audits(stats["audit"])
 
     def _tiers_up(self, tiers: Mapping[str, Any]) -> Iterator[Metric]:
-        family = GaugeMetricFamily(
-            PREFIX + "cache_tier_up",
-            "Lower cache tiers: 1 is used, 0 does not answer and is tried again",
-            labels=["model_name", "tier"],
-        )
-        for name, value in tiers.items():
-            if name.endswith("_up"):
-                family.add_metric([self._model_name, name.removesuffix("_up")], value)
-        if family.samples:
-            yield family
+        text = "Lower cache tiers: 1 is used, 0 does not answer and is tried again"
+        up = {name.removesuffix("_up"): tiers[name] for name in tiers if name.endswith("_up")}
+        if up:
+            yield self._gauges("cache_tier_up", text, up, "tier")
 
     def _shared_store(self, tiers: Mapping[str, Any]) -> Iterator[Metric]:
         if "shared_hits" not in tiers:
@@ -254,9 +218,9 @@ class EngineStats(Collector):
             "failed": tiers["counts"].get("failed_shared", 0),
             "unshared": tiers["counts"].get("unshared", 0),
         }
-        yield self._by_kind("shared_store_events", "What the shared store has seen", entries)
+        yield self._counters("shared_store_events", "What the shared store has seen", entries)
         sizes = {"read": tiers["shared_read_bytes"], "written": tiers["shared_written_bytes"]}
-        yield self._by_kind("shared_store_bytes", "Payload moved", sizes)
+        yield self._counters("shared_store_bytes", "Payload moved", sizes)
 
     def _drafts(self, drafts: Mapping[str, Any]) -> Iterator[Metric]:
         for name, text, key in (
@@ -264,19 +228,11 @@ class EngineStats(Collector):
             ("num_draft_tokens", "Drafted tokens", "draft_tokens"),
             ("num_accepted_tokens", "Drafted tokens that held", "accepted_tokens"),
         ):
-            family = CounterMetricFamily(
-                PREFIX + "spec_decode_" + name, text, labels=["model_name"]
-            )
-            family.add_metric([self._model_name], drafts[key])
-            yield family
-        places = CounterMetricFamily(
-            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that held, by their place in the slice",
-            labels=["model_name", "position"],
-        )
-        for place, count in enumerate(drafts["accepted_per_position"]):
-            places.add_metric([self._model_name, str(place)], count)
-        yield places
+            yield self._counter(f"spec_decode_{name}", text, drafts[key])
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        text = "Drafted tokens that held, by their place in the slice"
+        places = {str(place): held for place, held in enumerate(drafts["accepted_per_position"])}
+        yield self._counters(name, text, places, "position")
         tokens = drafts["drafts"] + drafts["accepted_tokens"]
         text = "Tokens that a verified slice gave, on average"
         yield self._gauge("spec_decode_mean_accepted_length", text, tokens, drafts["drafts"])
@@ -287,9 +243,7 @@ class EngineStats(Collector):
             ("replayed_tokens", "Of those, tokens that came again", "tokens"),
             ("replay_disagreements", "Of those, where another token was drawn", "disagreements"),
         ):
-            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            family.add_metric([self._model_name], replays[key])
-            yield family
+            yield self._counter(name, text, replays[key])
 
     def _audits(self, audit: Mapping[str, int]) -> Iterator[Metric]:
         for name, text in (
@@ -298,11 +252,7 @@ class EngineStats(Collector):
             ("near_ties", "Audits that found another answer of about the same likelihood"),
             ("dropped", "Audits given up before they had a result"),
         ):
-            family = CounterMetricFamily(
-                PREFIX + "cache_audit_" + name, text, labels=["model_name"]
-            )
-            family.add_metric([self._model_name], audit[name])
-            yield family
+            yield self._counter(f"cache_audit_{name}", text, audit[name])
 
     def _step_times(self, times: Mapping[str, Any]) -> Metric:
         family = HistogramMetricFamily(
@@ -317,18 +267,31 @@ class EngineStats(Collector):
         family.add_metric([self._model_name], buckets, times["host_seconds"])
         return family
 
-    def _counter(self, name: str, text: str, key: str) -> Metric:
+    def _counter(self, name: str, text: str, count: int) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model_name], self._stats[key])
+        family.add_metric([self._model_name], count)
         return family
 
-    def _by_kind(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", "kind"])
-        for kind, count in counts.items():
-            family.add_metric([self._model_name, kind], count)
-        return family
+    def _counters(
+        self, name: str, text: str, counts: Mapping[str, int], label: str = "kind"
+    ) -> Metric:
+        """Return a family of counters, one for each value of `label`."""
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        return self._filled(family, counts)
 
     def _gauge(self, name: str, text: str, part: int, whole: int) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
         family.add_metric([self._model_name], part / whole if whole else 0.0)
+        return family
+
+    def _gauges(self, name: str, text: str, values: Mapping[str, int], label: str) -> Metric:
+        """Return a family of gauges, one for each value of `label`."""
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        return self._filled(family, values)
+
+    def _filled(
+        self, family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, int]
+    ) -> Metric:
+        for each, value in values.items():
+            family.add_metric([self._model_name, each], value)
         return family

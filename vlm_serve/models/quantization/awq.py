@@ -55,8 +55,7 @@ class Awq(Format):
         return OpenedAwq(packed, factors.T, _ordered(zeros).T, group)
 
     def nbytes(self, columns: int, depth: int) -> int:
-        group = depth if self.group == -1 else self.group
-        return integer_bytes(columns, depth, _BITS, group, zeros=True)
+        return integer_bytes(columns, depth, _BITS, self.group, zeros=True)
 
 
 class OpenedAwq(OpenedIntegers):

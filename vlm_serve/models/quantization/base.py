@@ -155,8 +155,8 @@ class OpenedIntegers(Opened):
 
 
 def integer_bytes(columns: int, depth: int, bits: int, group: int, *, zeros: bool) -> int:
-    """Return the bytes of integer codes with two-byte scales."""
-    groups = -(-depth // group)
+    """Return the bytes of integer codes with two-byte scales; a group of -1 is a whole row."""
+    groups = 1 if group == -1 else -(-depth // group)
     return columns * (-(-depth * bits // 8) + groups * (3 if zeros else 2))
 
 
@@ -172,6 +172,20 @@ def group_of(group: int, part: Part, tensor: str) -> int:
     if depth % group:
         raise CheckpointError(f"groups of {group} do not fit the {depth} columns of {tensor}")
     return group
+
+
+def check_order(tensors: Tensors, name: str, depth: int, group: int, option: str) -> None:
+    """Check that the group of each column, where a checkpoint stores it, is the plain one.
+
+    Raises:
+        CheckpointError: columns are ordered by activation, by the quantiser's `option`.
+    """
+    if name not in tensors:
+        return
+    if not torch.equal(shaped(tensors, name, (depth,)).long(), torch.arange(depth) // group):
+        raise CheckpointError(
+            f"{name} orders columns by activation ({option}), which is not supported"
+        )
 
 
 def integers(

@@ -18,12 +18,12 @@ from vlm_serve.models.quantization.base import (
     Names,
     OpenedIntegers,
     Tensors,
+    check_order,
     group_of,
     halves,
     integer_bytes,
     integers,
     scales,
-    shaped,
     words,
 )
 
@@ -61,18 +61,11 @@ class Gptq(Format):
                 f"{names.beside('qzeros')} are not those of symmetric weights; sym or "
                 "checkpoint_format in quantization_config is wrong"
             )
-        order = names.beside("g_idx")
-        if order in tensors:
-            expected = torch.arange(depth) // group
-            if not torch.equal(shaped(tensors, order, (depth,)).long(), expected):
-                raise CheckpointError(
-                    f"{order} orders columns by activation (desc_act), which is not supported"
-                )
+        check_order(tensors, names.beside("g_idx"), depth, group, "desc_act")
         return OpenedGptq(packed, factors.T, zeros.T, self.bits, group)
 
     def nbytes(self, columns: int, depth: int) -> int:
-        group = depth if self.group == -1 else self.group
-        return integer_bytes(columns, depth, self.bits, group, zeros=not self.symmetric)
+        return integer_bytes(columns, depth, self.bits, self.group, zeros=not self.symmetric)
 
 
 class OpenedGptq(OpenedIntegers):

@@ -18,12 +18,12 @@ from vlm_serve.models.quantization.base import (
     Names,
     OpenedIntegers,
     Tensors,
+    check_order,
     group_of,
     halves,
     integer_bytes,
     integers,
     scales,
-    shaped,
     words,
 )
 from vlm_serve.models.quantization.gptq import integer_label, whole_weight
@@ -62,19 +62,12 @@ class Packed(Format):
         whole: tuple[tuple[int, ...], ...] = ((rows,), (1,), ()) if group == depth else ()
         factors = scales(tensors, name, (rows, depth // group), *whole)
         factors = factors.reshape(-1, depth // group).expand(rows, -1)
-        order = names.of_weight("g_idx")
-        if order in tensors:
-            expected = torch.arange(depth) // group
-            if not torch.equal(shaped(tensors, order, (depth,)).long(), expected):
-                raise CheckpointError(
-                    f"{order} orders columns by activation (actorder), which is not supported"
-                )
+        check_order(tensors, names.of_weight("g_idx"), depth, group, "actorder")
         zeros = self._zeros(tensors, names, rows, depth // group)
         return OpenedPacked(packed, factors, zeros, self.bits, group)
 
     def nbytes(self, columns: int, depth: int) -> int:
-        group = depth if self.group == -1 else self.group
-        return integer_bytes(columns, depth, self.bits, group, zeros=not self.symmetric)
+        return integer_bytes(columns, depth, self.bits, self.group, zeros=not self.symmetric)
 
     def _check_shape(self, tensors: Tensors, names: Names, shape: tuple[int, int]) -> None:
         name = names.of_weight("shape")
