@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from vlm_serve.kernels import native_build, native_kept, native_layout, native_self_test
 from vlm_serve.kernels.native_build import BuildError
-from vlm_serve.kernels.native_self_test import FLOAT32, Digests
+from vlm_serve.kernels.native_self_test import FLOAT32, SelfTestDigests
 
 Argument: TypeAlias = "ctypes._CArgObject | ctypes.c_int64 | int | float | None"
 """A record by reference, an address, a number."""
@@ -88,7 +88,7 @@ def built() -> bool:
         return False
 
 
-def digests() -> Digests:
+def digests() -> SelfTestDigests:
     """Run the library's self-test and return its digests.
 
     Raises:
@@ -97,7 +97,7 @@ def digests() -> Digests:
     return native_self_test.run(load())
 
 
-def foreseen() -> Digests:
+def foreseen() -> SelfTestDigests:
     """Predict the result of `digests` without building, from the compiler's predefined macros.
 
     Raises:
@@ -110,7 +110,7 @@ def foreseen() -> Digests:
     macros = native_build.instructions(how, time.monotonic() + native_build.TIME_LIMIT_S)
     pairs = UNMEASURED if "__AVX512BF16__" in macros else None
     sums = {"__AVX2__", "__ARM_FEATURE_DOTPROD", "__ARM_FEATURE_MATMUL_INT8"} & macros
-    return Digests(FLOAT32, pairs, bool(sums))
+    return SelfTestDigests(FLOAT32, pairs, bool(sums))
 
 
 def call(name: str, *arguments: Argument) -> None:

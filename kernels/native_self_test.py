@@ -22,7 +22,7 @@ FLOAT32 = "4aff477e050ad890"
 
 
 @dataclass(frozen=True, slots=True)
-class Digests:
+class SelfTestDigests:
     """Results of the self-test; digests are 16 hexadecimal digits.
 
     Attributes:
@@ -39,7 +39,7 @@ class Digests:
     tiles: bool = False
 
 
-def run(library: ctypes.CDLL) -> Digests:
+def run(library: ctypes.CDLL) -> SelfTestDigests:
     """Run the self-test, in about a millisecond.
 
     Raises:
@@ -51,7 +51,7 @@ def run(library: ctypes.CDLL) -> Digests:
     if library.vlm_self_test(digests):
         raise BuildError("the library's self-test did not complete")
     float32, pairs = (f"{digest:016x}" for digest in digests[:2])
-    return Digests(float32, pairs if digests[1] else None, *map(bool, digests[2:]))
+    return SelfTestDigests(float32, pairs if digests[1] else None, *map(bool, digests[2:]))
 
 
 def check(library: ctypes.CDLL) -> None:

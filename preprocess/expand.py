@@ -41,23 +41,23 @@ class HasRecord(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PromptPiece:
     """A piece of rendered text in hidden form: a special token, or the text between two of them."""
 
     text: str
     is_special: bool
 
 
-def split_pieces(text: str, pattern: re.Pattern[str]) -> Iterator[Piece]:
+def split_pieces(text: str, pattern: re.Pattern[str]) -> Iterator[PromptPiece]:
     """Split a rendered prompt at the template's special tokens; user text is still hidden."""
     at = 0
     for match in pattern.finditer(text):
         if match.start() > at:
-            yield Piece(text[at : match.start()], False)
-        yield Piece(match.group(), True)
+            yield PromptPiece(text[at : match.start()], False)
+        yield PromptPiece(match.group(), True)
         at = match.end()
     if at < len(text):
-        yield Piece(text[at:], False)
+        yield PromptPiece(text[at:], False)
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Expander:
         return mrope_positions(len(expansion.token_ids), expansion.spans)
 
     def expand(
-        self, pieces: Sequence[Piece], typed: TypedText, media: Sequence[HasRecord]
+        self, pieces: Sequence[PromptPiece], typed: TypedText, media: Sequence[HasRecord]
     ) -> Expansion:
         """Expand a prompt's placeholders and tokenise its text.
 
@@ -189,9 +189,9 @@ def _misplaced() -> InvalidRequestError:
 def shared_tokens(
     tokenizer: Tokenizer,
     typed: TypedText,
-    pieces: Sequence[Piece],
+    pieces: Sequence[PromptPiece],
     expansion: Expansion,
-    other: Sequence[Piece],
+    other: Sequence[PromptPiece],
 ) -> int:
     """Count the leading tokens that a prompt shares with a second rendering.
 

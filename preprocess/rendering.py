@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlm_serve.preprocess.chat_request import ChatRequest
-from vlm_serve.preprocess.expand import Expansion, Piece
+from vlm_serve.preprocess.expand import Expansion, PromptPiece
 from vlm_serve.preprocess.messages import MediaPart
 from vlm_serve.preprocess.typed_text import TypedText
 
@@ -31,7 +31,7 @@ class Rendering:
     media: list[MediaPart]
     typed: TypedText
     text: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptPiece, ...]
 
     def system_end(self, expansion: Expansion) -> int:
         """Return the position after a leading system message, 0 if there is none."""

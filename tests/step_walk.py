@@ -28,7 +28,7 @@ CONDITIONS = {
 LABELLED = {"add", "gated", "logits", "norm", "product"}
 """Methods of `Program` whose rows name the weights that they are called with."""
 SUM = ", plus the residual"
-"""Ends the row of an `Output`."""
+"""Ends the row of an `OutputProjection`."""
 
 
 class Function(NamedTuple):

@@ -198,6 +198,43 @@ def test_no_module_takes_part_in_an_import_cycle() -> None:
     assert {"vlm_serve", "vlm_serve.pipeline"} <= in_or_above_cycles(imported)
 
 
+NATIVE = ("kernels/native", "vlm_serve/models/native", "tests/native")
+
+
+def native_includes() -> dict[str, set[str]]:
+    """Return the headers that each native source includes, by paths from the root."""
+    paths = [
+        path
+        for folder in NATIVE
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".h", ".cpp")
+    ]
+    found = {}
+    for path in paths:
+        names = re.findall(r'^#include "(.+)"$', path.read_text(encoding="utf-8"), re.MULTILINE)
+        places = [ROOT / folder / name for name in names for folder in NATIVE]
+        own = str(path.relative_to(ROOT))
+        found[own] = {str(each.relative_to(ROOT)) for each in places if each.is_file()}
+        assert len(found[own]) == len(set(names)), f"{own} includes something else"
+    assert len(found) > 40
+    return found
+
+
+def test_native_headers_include_in_one_direction() -> None:
+    included = native_includes()
+    assert not in_or_above_cycles(included)
+    for path, headers in included.items():
+        if path.startswith("kernels/"):
+            assert all(header.startswith("kernels/") for header in headers), path
+
+
+def test_native_sources_fit_in_a_few_looks() -> None:
+    lines = {
+        path: (ROOT / path).read_text(encoding="utf-8").count("\n") for path in native_includes()
+    }
+    assert not {path: count for path, count in lines.items() if count > MAX_LINES["kernels"]}
+
+
 def imported_at_once(path: Path) -> list[str]:
     """Return the modules that a file imports when it is imported, outside of functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

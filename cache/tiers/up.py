@@ -47,7 +47,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TierReading:
     """The result of a read. `deeper`: what the tiers have; None: nothing useful. `content`: None
     if it is gone or bad."""
 
@@ -70,7 +70,7 @@ class TierFetcher:
         self._transfer = transfer
         self._num_waiting = 0
         self._generation = 0
-        self._under_way: dict[EntryId, asyncio.Task[Reading]] = {}
+        self._under_way: dict[EntryId, asyncio.Task[TierReading]] = {}
 
     @property
     def busy(self) -> bool:
@@ -101,7 +101,7 @@ class TierFetcher:
         query = self._query(keys, match, limit)
         return self._stack.submit(self._choose(query)) if query is not None else None
 
-    def finish(self, fetch: Fetch, reading: Reading | None) -> None:
+    def finish(self, fetch: Fetch, reading: TierReading | None) -> None:
         """Publish what was read (None: reading raised) and let the waiting sequence continue."""
         self._num_waiting -= 1
         deeper, content = (reading.deeper, reading.content) if reading is not None else (None, None)
@@ -120,7 +120,7 @@ class TierFetcher:
         """Discard pending reads after a flush."""
         self._generation += 1
 
-    async def read(self, fetch: Fetch) -> Reading:
+    async def read(self, fetch: Fetch) -> TierReading:
         """Look up, choose and read. Sequences that wait for the same entries share one read."""
         loop, patience = asyncio.get_running_loop(), fetch.patience
         since = loop.time() - patience.spent
@@ -129,10 +129,10 @@ class TierFetcher:
         finally:
             patience.spent = loop.time() - since
 
-    async def _look_and_read(self, query: TierQuery, since: float) -> Reading:
+    async def _look_and_read(self, query: TierQuery, since: float) -> TierReading:
         deeper = await self._choose(query, since)
         if deeper is None:
-            return Reading()
+            return TierReading()
         last = deeper.needed[-1]
         task = self._under_way.get(last)
         if task is None:
@@ -148,19 +148,19 @@ class TierFetcher:
     async def _choose(self, query: TierQuery, since: float | None = None) -> Deeper | None:
         return query.choose(await self._stack.locate(query.ids(), since))
 
-    async def _read(self, deeper: Deeper, since: float) -> Reading:
+    async def _read(self, deeper: Deeper, since: float) -> TierReading:
         needed = deeper.needed
         entries = await self._stack.get((*needed, *deeper.experts), since)
         if any(entry_id not in entries for entry_id in needed):
-            return Reading(deeper)
+            return TierReading(deeper)
         staged = {entry_id: self._transfer.stage(entries[entry_id]) for entry_id in needed}
         foreign = [entry_id for entry_id, each in staged.items() if each is None]
         if foreign:
             await self._stack.discard_bad(foreign)
-            return Reading(deeper)
+            return TierReading(deeper)
         rows = {each.key: expert_rows(entries[each]) for each in deeper.experts if each in entries}
         experts = {key: each for key, each in rows.items() if each is not None}
-        return Reading(deeper, Content(entries, staged, experts))
+        return TierReading(deeper, Content(entries, staged, experts))
 
     def _adopt(self, keys: PromptKeys, deeper: Deeper, content: Content) -> bool:
         kv = {each.key: content.staged[each] for each in deeper.needed if each.kind is Kind.KV}

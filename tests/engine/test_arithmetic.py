@@ -14,14 +14,14 @@ from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.step_paths import find_backend
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.native_build import BuildError
-from vlm_serve.kernels.native_self_test import Digests
+from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.models.quantization.scheme import QuantScheme
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TORCH = Backend(CPU)
-PLAIN = Backend(CPU, Digests("aaaa", None))
-PAIRS = Backend(CPU, Digests("aaaa", "bbbb"))
-TILES = Backend(CPU, Digests("aaaa", "bbbb", tiles=True))
+PLAIN = Backend(CPU, SelfTestDigests("aaaa", None))
+PAIRS = Backend(CPU, SelfTestDigests("aaaa", "bbbb"))
+TILES = Backend(CPU, SelfTestDigests("aaaa", "bbbb", tiles=True))
 
 
 def types_of(checkpoint: str, backend: Backend, **options: Any) -> dict[str, str]:
@@ -196,7 +196,7 @@ def test_float32_beside_any_weights_is_one_arithmetic() -> None:
 
 
 def test_a_library_that_may_not_be_used_leaves_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> Digests:
+    def fail() -> SelfTestDigests:
         raise BuildError("the library failed its self-test: digest 1, expected 2")
 
     monkeypatch.setattr(step_paths, "digests", fail)
@@ -211,7 +211,7 @@ def test_a_library_that_may_not_be_used_leaves_torch(monkeypatch: pytest.MonkeyP
     assert find_backend(EngineConfig(compiled_kernels=False), CPU) == TORCH
 
 
-DOTS = Backend(CPU, Digests("aaaa", "bbbb", integer_dots=True))
+DOTS = Backend(CPU, SelfTestDigests("aaaa", "bbbb", integer_dots=True))
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 from vlm_serve.eval.comparing import compare
 from vlm_serve.eval.page import page
 from vlm_serve.eval.plots import Bars, draw, shown
-from vlm_serve.eval.replies import Completion, Reply, Run, Tokens
+from vlm_serve.eval.replies import AnswerRun, Completion, Reply, TokenCounts
 from vlm_serve.eval.report import Subject, make_report, status_of
 
 
-def run(texts: list[str], cached: int, seconds: float) -> Run:
+def run(texts: list[str], cached: int, seconds: float) -> AnswerRun:
     replies = tuple(
         Reply(
             f"item {number}",
@@ -24,11 +24,11 @@ def run(texts: list[str], cached: int, seconds: float) -> Run:
             expected="yes",
             right=text == "yes",
             groups=("even" if number % 2 == 0 else "odd",),
-            tokens=Tokens(1000, cached, 5),
+            tokens=TokenCounts(1000, cached, 5),
         )
         for number, text in enumerate(texts)
     )
-    return Run(replies, seconds, Tokens.sum(reply.tokens for reply in replies))
+    return AnswerRun(replies, seconds, TokenCounts.sum(reply.tokens for reply in replies))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from vlm_serve import EngineConfig, Pipeline
 from vlm_serve.cli import main
 from vlm_serve.eval.sides import run_part
-from vlm_serve.eval.video import VideoOptions, judged, video_parts
+from vlm_serve.eval.video import VideoBenchmarkOptions, judged, video_parts
 from vlm_serve.eval.video_data import VideoItem, read_videos
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,7 +48,7 @@ def test_questions_of_a_video_are_asked_beside_each_other(tmp_path: Path) -> Non
         VideoItem("four", CLIP, START, "b", ("blue", "red")),
         VideoItem("five", CLIP, START, "B", ("blue", "red")),
     ]
-    (part,) = video_parts(items, VideoOptions(decoding=("greedy",), max_tokens=12))
+    (part,) = video_parts(items, VideoBenchmarkOptions(decoding=("greedy",), max_tokens=12))
     with Pipeline("demo", EngineConfig(cache_memory="64MiB")) as pipe:
         one_by_one = {reply.item: reply for reply in run_part(pipe, part).replies}
         together = {reply.item: reply for reply in run_part(pipe, part, concurrency=2).replies}

@@ -16,7 +16,7 @@ import pytest
 from vlm_serve.kernels import native_build, native_kept, native_self_test
 from vlm_serve.kernels.native_build import BuildError, recipe
 from vlm_serve.kernels.native_library import foreseen, load
-from vlm_serve.kernels.native_self_test import Digests, run
+from vlm_serve.kernels.native_self_test import SelfTestDigests, run
 
 NEEDED = (
     "amx_bytes",
@@ -59,7 +59,7 @@ def test_other_registers_give_the_same_bits(
         path = native_kept.kept(recipe())
     except BuildError as error:
         pytest.skip(str(error))
-    expected = Digests(native_self_test.FLOAT32, None, integer_dots=True)
+    expected = SelfTestDigests(native_self_test.FLOAT32, None, integer_dots=True)
     assert run(ctypes.CDLL(str(path))) == expected
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert foreseen() == expected  # where it has not been built

@@ -18,7 +18,7 @@ from vlm_serve.preprocess.affinity import AffinityDigest, affinity_keys_of_body,
 from vlm_serve.routing import holdings, loads
 from vlm_serve.routing.holdings import Digests, SentPrefixes
 from vlm_serve.routing.loads import Loads
-from vlm_serve.routing.rendezvous import Rendezvous
+from vlm_serve.routing.rendezvous import RendezvousHash
 from vlm_serve.routing.router import Policy, Router
 from vlm_serve.routing.view import ReplicaView, RequestUsage
 
@@ -186,7 +186,7 @@ def test_routers_agree_without_talking() -> None:
 @given(st.integers(2, 40), st.integers(0, 1000))
 def test_a_replica_that_comes_or_goes_moves_its_share(count: int, seed: int) -> None:
     names = [f"replica-{seed}-{number}" for number in range(count)]
-    rendezvous = Rendezvous()
+    rendezvous = RendezvousHash()
     keys = [number.to_bytes(16, "little") for number in range(600)]
     before = {key: rendezvous.first(key, names, 1)[0] for key in keys}
     after = {key: rendezvous.first(key, [*names, "new"], 1)[0] for key in keys}

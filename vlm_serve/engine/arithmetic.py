@@ -17,7 +17,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
-from vlm_serve.kernels.native_self_test import Digests
+from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.models.quantization.scheme import QuantScheme
 
 DTYPES = {
@@ -47,7 +47,7 @@ class Backend:
     """
 
     device: torch.device
-    digests: Digests | None = None
+    digests: SelfTestDigests | None = None
     problem: str = ""
 
     @property

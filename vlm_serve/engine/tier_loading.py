@@ -24,7 +24,7 @@ from vlm_serve.cache.tiers.sharing import POLICIES, Sharer, SharingPolicy
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
-from vlm_serve.cache.tiers.up import Fetch, Reading, TierFetcher
+from vlm_serve.cache.tiers.up import Fetch, TierFetcher, TierReading
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.embedding_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers, Found
 from vlm_serve.engine.memory import check_host_cache
@@ -217,7 +217,7 @@ class TierLoading:
             _log.exception("the lower cache tiers could not be closed properly")
 
     async def _load(self, fetcher: TierFetcher, fetch: Fetch) -> None:
-        reading: Reading | None = None
+        reading: TierReading | None = None
         try:
             reading = await fetcher.read(fetch)
         except Exception:

@@ -19,7 +19,7 @@ from vlm_serve.eval.longbench_data import find_data, read_items
 from vlm_serve.eval.replies import BenchmarkPart
 from vlm_serve.eval.report import Subject, check_output, make_report, status_of, write_report
 from vlm_serve.eval.sides import opener_of, run_sides
-from vlm_serve.eval.video import VideoOptions, video_parts
+from vlm_serve.eval.video import VideoBenchmarkOptions, video_parts
 from vlm_serve.eval.video_data import read_videos
 from vlm_serve.options import format_size, options_of
 
@@ -99,7 +99,9 @@ def _longbench(options: argparse.Namespace) -> tuple[str, Path, list[BenchmarkPa
 def _video(options: argparse.Namespace) -> tuple[str, Path, list[BenchmarkPart]]:
     data = Path(options.data)
     items = read_videos(data, options.limit)
-    how = VideoOptions(_decoding(options), options.max_tokens, options.temperature, options.seed)
+    how = VideoBenchmarkOptions(
+        _decoding(options), options.max_tokens, options.temperature, options.seed
+    )
     return "Video QA", data, list(video_parts(items, how))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from vlm_serve.eval.replies import Reply, Run
+from vlm_serve.eval.replies import AnswerRun, Reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Comparison:
 
     part: str
     note: str
-    cached: Run
-    uncached: Run
+    cached: AnswerRun
+    uncached: AnswerRun
     differences: tuple[Difference, ...]
     failed: tuple[tuple[str, str, str], ...]
 
@@ -69,7 +69,7 @@ class Comparison:
         return {group: (right[group], known[group]) for group in known}
 
 
-def compare(part: str, note: str, cached: Run, uncached: Run) -> Comparison:
+def compare(part: str, note: str, cached: AnswerRun, uncached: AnswerRun) -> Comparison:
     """Compare the replies of both sides, which have the same items in the same order."""
     differences: list[Difference] = []
     failed: list[tuple[str, str, str]] = []

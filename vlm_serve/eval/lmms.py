@@ -19,7 +19,7 @@ from vlm_serve.errors import EvaluationError
 from vlm_serve.eval.choices import THROUGH
 from vlm_serve.eval.comparing import Comparison, compare
 from vlm_serve.eval.lmms_samples import read_samples, with_log
-from vlm_serve.eval.replies import Reply, Run, Tokens
+from vlm_serve.eval.replies import AnswerRun, Reply, TokenCounts
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.draining import listen, url_of
 from vlm_serve.server.run import make_server
@@ -82,7 +82,7 @@ def compare_lmms(
         yield compare(f"lmms-eval, {through}", _NOTES[through], *runs)
 
 
-def _through_server(model: str, config: EngineConfig, options: LmmsOptions) -> Run:
+def _through_server(model: str, config: EngineConfig, options: LmmsOptions) -> AnswerRun:
     engine = Engine.from_checkpoint(model, config)
     with _serving(engine) as url, tempfile.TemporaryDirectory() as folder:
         arguments = {
@@ -98,8 +98,8 @@ def _through_server(model: str, config: EngineConfig, options: LmmsOptions) -> R
         }
         replies, seconds = _run("openai", arguments, options, Path(folder))
         hits = int(engine.stats()["cache"]["hit_tokens"])
-    tokens = Tokens.sum(reply.tokens for reply in replies)
-    return Run(tuple(replies), seconds, replace(tokens, cached=hits))
+    tokens = TokenCounts.sum(reply.tokens for reply in replies)
+    return AnswerRun(tuple(replies), seconds, replace(tokens, cached=hits))
 
 
 @contextmanager
@@ -124,14 +124,14 @@ def _serving(engine: Engine) -> Iterator[str]:
         engine.close()
 
 
-def _through_pipeline(file: Mapping[str, Any], options: LmmsOptions) -> Run:
+def _through_pipeline(file: Mapping[str, Any], options: LmmsOptions) -> AnswerRun:
     with tempfile.TemporaryDirectory() as folder:
         config, log = Path(folder, "config.json"), Path(folder, "replies.jsonl")
         config.write_text(json.dumps(file), encoding="utf-8")
         arguments = {"config": config, "log": log, "max_frames_num": options.max_frames}
         replies, seconds = _run("vlm_serve", arguments, options, Path(folder))
         replies = with_log(replies, log)
-    return Run(tuple(replies), seconds, Tokens.sum(reply.tokens for reply in replies))
+    return AnswerRun(tuple(replies), seconds, TokenCounts.sum(reply.tokens for reply in replies))
 
 
 def _run(

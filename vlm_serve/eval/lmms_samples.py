@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.errors import EvaluationError
-from vlm_serve.eval.replies import Completion, Reply, Tokens
+from vlm_serve.eval.replies import Completion, Reply, TokenCounts
 
 FAILED = "[LMMS_EVAL_REQUEST_FAILED"
 """Begins the answer of lmms-eval's clients to a failed request. lmms-eval scores it like any other
@@ -55,7 +55,7 @@ def _with_note(reply: Reply, note: Mapping[str, Any]) -> Reply:
         Completion(each["text"], each["finish_reason"], tuple(each["token_ids"]))
         for each in note["answers"]
     )
-    return replace(reply, answers=answers, tokens=Tokens(**note["tokens"]))
+    return replace(reply, answers=answers, tokens=TokenCounts(**note["tokens"]))
 
 
 def _reply(task: str, sample: Mapping[str, Any]) -> Reply:
@@ -74,7 +74,7 @@ def _reply(task: str, sample: Mapping[str, Any]) -> Reply:
         expected=str(sample["target"]),
         right=known[0] if known else None,
         groups=(task,),
-        tokens=Tokens(
+        tokens=TokenCounts(
             prompt=sum(each.get("input_tokens") or 0 for each in counts),
             generated=sum(each.get("output_tokens") or 0 for each in counts),
         ),

@@ -19,7 +19,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenCounts:
     """Token counts of some requests."""
 
     prompt: int = 0
@@ -36,7 +36,7 @@ class Tokens:
         return self.cached / self.prompt if self.prompt else 0.0
 
     @classmethod
-    def sum(cls, counts: Iterable[Tokens]) -> Tokens:
+    def sum(cls, counts: Iterable[TokenCounts]) -> TokenCounts:
         listed = list(counts)
         return cls(
             sum(each.prompt for each in listed),
@@ -68,7 +68,7 @@ class Reply:
     expected: str | None = None
     right: bool | None = None
     groups: tuple[str, ...] = ()
-    tokens: Tokens = Tokens()
+    tokens: TokenCounts = TokenCounts()
     error: str | None = None
 
 
@@ -96,22 +96,23 @@ class BenchmarkPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AnswerRun:
     """A part, answered by one side."""
 
     replies: tuple[Reply, ...]
     seconds: float
-    tokens: Tokens
+    tokens: TokenCounts
 
 
 def completion_of(output: Output) -> Completion:
     return Completion(output.text, output.finish_reason, tuple(output.token_ids))
 
 
-def tokens_of(outputs: Iterable[Output]) -> Tokens:
+def tokens_of(outputs: Iterable[Output]) -> TokenCounts:
     usages = [output.usage for output in outputs]
-    return Tokens.sum(
-        Tokens(each.prompt_tokens, each.cached_tokens, each.completion_tokens) for each in usages
+    return TokenCounts.sum(
+        TokenCounts(each.prompt_tokens, each.cached_tokens, each.completion_tokens)
+        for each in usages
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from vlm_serve.errors import ConfigError
 from vlm_serve.eval.comparing import Comparison
 from vlm_serve.eval.page import page
-from vlm_serve.eval.replies import Reply, Run
+from vlm_serve.eval.replies import AnswerRun, Reply
 from vlm_serve.kernels.native_processor import processor_name
 
 SOME_FAILED, SOME_DIFFER = 3, 4
@@ -133,7 +133,7 @@ def _part(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _side(run: Run) -> dict[str, Any]:
+def _side(run: AnswerRun) -> dict[str, Any]:
     return {
         "seconds": round(run.seconds, 3),
         "prompt_tokens": run.tokens.prompt,

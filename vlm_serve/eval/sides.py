@@ -12,7 +12,7 @@ from dataclasses import replace
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import EngineClosedError, VlmServeError
 from vlm_serve.eval.comparing import Comparison, compare
-from vlm_serve.eval.replies import BenchmarkPart, Case, Reply, Run, Tokens
+from vlm_serve.eval.replies import AnswerRun, BenchmarkPart, Case, Reply, TokenCounts
 from vlm_serve.pipeline import Pipeline
 
 Opener = Callable[[bool], AbstractContextManager[Pipeline]]
@@ -36,7 +36,7 @@ def run_sides(
         CheckpointError, ConfigError: an engine cannot be built.
         EngineClosedError: an engine has stopped.
     """
-    sides: list[list[Run]] = []
+    sides: list[list[AnswerRun]] = []
     for caching in (True, False):
         with open_side(caching) as pipe:
             how = "with caching" if caching else "without"
@@ -49,7 +49,7 @@ def run_sides(
     return [compare(part.name, part.note, *runs) for part, *runs in zip(parts, *sides, strict=True)]
 
 
-def run_part(pipe: Pipeline, part: BenchmarkPart, concurrency: int = 1) -> Run:
+def run_part(pipe: Pipeline, part: BenchmarkPart, concurrency: int = 1) -> AnswerRun:
     """Ask all questions of a part, starting with an empty cache. Raises like `run_sides`."""
     pipe.engine.flush()
     begin = time.perf_counter()
@@ -57,7 +57,7 @@ def run_part(pipe: Pipeline, part: BenchmarkPart, concurrency: int = 1) -> Run:
         groups = pool.map(lambda group: [_ask(pipe, each) for each in group], part.groups)
         replies = tuple(reply for group in groups for reply in group)
     seconds = time.perf_counter() - begin
-    return Run(replies, seconds, Tokens.sum(reply.tokens for reply in replies))
+    return AnswerRun(replies, seconds, TokenCounts.sum(reply.tokens for reply in replies))
 
 
 def _ask(pipe: Pipeline, case: Case) -> Reply:

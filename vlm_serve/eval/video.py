@@ -29,7 +29,7 @@ _LETTER = re.compile(r"\W*([A-Z])(?:\W|$)")
 
 
 @dataclass(frozen=True, slots=True)
-class VideoOptions:
+class VideoBenchmarkOptions:
     """Options of the questions, as in `LongBenchOptions`."""
 
     decoding: tuple[str, ...] = DECODING
@@ -38,7 +38,9 @@ class VideoOptions:
     seed: int = 0
 
 
-def video_parts(items: Sequence[VideoItem], options: VideoOptions) -> Iterator[BenchmarkPart]:
+def video_parts(
+    items: Sequence[VideoItem], options: VideoBenchmarkOptions
+) -> Iterator[BenchmarkPart]:
     """Yield the parts of the benchmark; questions about one video form a group.
 
     Raises FieldError for a number out of bounds.

@@ -14,7 +14,7 @@ _MIX = 0x9E3779B97F4A7C15
 MAX_REPLICAS_REMEMBERED = 4096
 
 
-class Rendezvous:
+class RendezvousHash:
     """Ranks replicas for a key. Caches the hashes of at most MAX_REPLICAS_REMEMBERED ids."""
 
     def __init__(self) -> None:

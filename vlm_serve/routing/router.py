@@ -18,7 +18,7 @@ from typing import Any
 from vlm_serve.preprocess.affinity import KEY_BYTES, MAX_KEYS, AffinityDigest, place_of
 from vlm_serve.routing.holdings import Digests, SentPrefixes
 from vlm_serve.routing.loads import Loads
-from vlm_serve.routing.rendezvous import Rendezvous
+from vlm_serve.routing.rendezvous import RendezvousHash
 from vlm_serve.routing.sizes import SizeEstimator
 from vlm_serve.routing.view import ReplicaView, RequestUsage
 
@@ -76,7 +76,7 @@ class Router:
         self.failures = 0
         self._policy = policy or Policy()
         self._clock = clock
-        self._rendezvous = Rendezvous()
+        self._rendezvous = RendezvousHash()
         self._digests = Digests()
         self._sent = SentPrefixes()
         self._loads = Loads(self._policy.memory_seconds)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
 
 
-class Admission:
+class AdmissionControl:
     """Admits requests up to the server's limits. It is used on the event loop only.
 
     Args:

@@ -18,7 +18,7 @@ from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.admission import Admission
+from vlm_serve.server.admission import AdmissionControl
 from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.cache_status import cache_status
 from vlm_serve.server.config import ServerConfig
@@ -62,7 +62,7 @@ class Service:
         self.engine = engine
         self.config = config
         self.trimmer = Trimmer()
-        self.admission = Admission(engine, config, self.trimmer.freed)
+        self.admission = AdmissionControl(engine, config, self.trimmer.freed)
         self.workers = Workers(config.preprocess_threads)
         self.state = ServerState(engine, config, model_names, self.admission.memory)
         self.grammars = GrammarQueue(engine, self.workers.grammar)

@@ -30,7 +30,7 @@ from vlm_serve.models.parts.base import (
     Loader,
     Mixer,
     Norm,
-    Output,
+    OutputProjection,
     Step,
     load_norm,
     rows_of,
@@ -89,7 +89,7 @@ class Attention(Mixer):
             ),
             q_norm=load_norm(source, f"{name}.q_norm", dim, norm),
             k_norm=load_norm(source, f"{name}.k_norm", dim, norm),
-            out_proj=Output.load(
+            out_proj=OutputProjection.load(
                 source,
                 Part(f"{name}.o_proj.weight", (hidden, self.queries), least_bits=4),
                 Part(f"{name}.o_proj.bias", (hidden,)) if self.bias else None,
@@ -122,7 +122,7 @@ class LoadedAttention(LoadedMixer):
     in_proj: Linear
     q_norm: torch.Tensor
     k_norm: torch.Tensor
-    out_proj: Output
+    out_proj: OutputProjection
     eps: float
 
     def bind(self, pools: Mapping[str, torch.Tensor]) -> KVLayer:

@@ -116,7 +116,7 @@ def shard_of_inputs(source: Loader) -> Shard | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputProjection:
     """The projection at the end of a mixer or a feed-forward. Each rank holds a part of the inputs;
     the ranks' results are summed before the residual is added."""
 
@@ -124,7 +124,7 @@ class Output:
     ranks: Ranks
 
     @classmethod
-    def load(cls, source: Loader, part: Part, bias: Part | None = None) -> Output:
+    def load(cls, source: Loader, part: Part, bias: Part | None = None) -> OutputProjection:
         """Load the projection. The first rank adds the bias."""
         biases = [] if bias is None or source.ranks.rank else [bias]
         shard = shard_of_inputs(source)

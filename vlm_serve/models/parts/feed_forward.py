@@ -19,7 +19,7 @@ from vlm_serve.models.parts.base import (
     FeedForward,
     LoadedFeedForward,
     Loader,
-    Output,
+    OutputProjection,
     Routing,
     Step,
     added,
@@ -51,14 +51,14 @@ class Mlp(FeedForward):
             for part in ("gate", "up")
         )
         down = Part(f"{name}.down_proj.weight", (hidden, self.size), least_bits=4)
-        return LoadedMlp(gate, up, Output.load(source, down))
+        return LoadedMlp(gate, up, OutputProjection.load(source, down))
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedMlp(LoadedFeedForward):
     gate: Linear
     up: Linear
-    down: Output
+    down: OutputProjection
 
     def apply(
         self, x: torch.Tensor, residual: torch.Tensor, step: Step

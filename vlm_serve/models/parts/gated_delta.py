@@ -37,7 +37,7 @@ from vlm_serve.models.parts.base import (
     Loader,
     Mixer,
     Norm,
-    Output,
+    OutputProjection,
     Step,
     rows_of,
 )
@@ -97,7 +97,7 @@ class GatedDelta(Mixer):
             neg_decay=-source.tensor(f"{name}.A_log", (heads,), (own,)).float().exp(),
             dt_bias=source.tensor(f"{name}.dt_bias", (heads,), (own,)).float(),
             norm=source.tensor(f"{name}.norm.weight", (self.value_dim,)),
-            out_proj=Output.load(source, out),
+            out_proj=OutputProjection.load(source, out),
             eps=norm.eps,
         )
 
@@ -158,7 +158,7 @@ class LoadedGatedDelta(LoadedMixer):
     neg_decay: torch.Tensor
     dt_bias: torch.Tensor
     norm: torch.Tensor
-    out_proj: Output
+    out_proj: OutputProjection
     eps: float
 
     def bind(self, pools: Mapping[str, torch.Tensor]) -> StateLayer:
