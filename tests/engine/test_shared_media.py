@@ -100,7 +100,7 @@ def test_what_one_has_seen_the_other_neither_decodes_nor_encodes(
         answer(first, MOVED)
         settle(first)
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-            "vlm_serve.cache.prefix_cache.PrefixCache.question", lambda *_, **__: None
+            "vlm_serve.cache.prefix_cache.PrefixCache.tier_query", lambda *_, **__: None
         )
         found = answer(third, MOVED)
         assert same(found, moved) and worked(third) == (0, 0)
