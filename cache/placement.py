@@ -1,4 +1,4 @@
-"""Where a prompt gets state snapshots (docs/architecture.md#state): policy only."""
+"""Positions of a prompt's state snapshots (docs/architecture.md#state): policy only."""
 
 from __future__ import annotations
 

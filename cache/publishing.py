@@ -1,4 +1,4 @@
-"""What a successful step adds to the trie."""
+"""Publication of a successful step in the trie."""
 
 from __future__ import annotations
 

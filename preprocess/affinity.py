@@ -68,7 +68,7 @@ _END_OF_TEXT = b"\xff"
 
 
 class Place(NamedTuple):
-    """Where a key's prefix ends.
+    """End of a key's prefix.
 
     Attributes:
         text_bytes: text before this place, in UTF-8 bytes; a token id counts as four.

@@ -25,6 +25,6 @@ def processes_below(pid: int) -> dict[int, str]:
 
 
 def replica_pids(pid: int) -> list[int]:
-    """Of the replicas of the deployment that this process is the gateway of."""
+    """Return the replicas of the deployment whose gateway is process `pid`."""
     below = processes_below(pid)
     return [each for each, line in below.items() if line.startswith("ray::ServeReplica:")]

@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 from house_numbers import (
     BANNED,
+    LINKS,
     LONGEST,
+    PRODUCT,
+    ROOT,
     Docstring,
     begins_with_a_verb,
     docstrings_of,
@@ -24,22 +27,16 @@ from house_numbers import (
     relative_words,
     sentences,
 )
+from house_numbers import python_files as files_below
 
-ROOT = Path(__file__).resolve().parent.parent
-LINKS = ("cache", "kernels", "preprocess")
 CODE = ("vlm_serve", "cache", "kernels", "preprocess", "tests", "examples", "benchmarks")
 MAX_LINES = {"vlm_serve": 400, "cache": 400, "kernels": 400, "preprocess": 400}
 MAX_LINES_ELSEWHERE = 750
 
 
 def python_files(*folders: str) -> list[Path]:
-    """The source files below the folders; links are not followed, so each appears once."""
-    found = [
-        path
-        for folder in folders
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if not any((ROOT / "vlm_serve" / link) in path.parents for link in LINKS)
-    ]
+    """Return the source files below the folders."""
+    found = [path for folder in folders for path in files_below(ROOT / folder)]
     assert found
     return found
 
@@ -116,7 +113,6 @@ def test_one_place_asks_transformers() -> None:
     assert users == [Path("vlm_serve/models/registry.py")]
 
 
-PRODUCT = ("vlm_serve", "cache", "kernels", "preprocess")
 STARTING = {
     Path("kernels/native_build.py"),  # The compiler.
     Path("vlm_serve/eval/lmms.py"),  # What a user names, by itself a command of `child`.

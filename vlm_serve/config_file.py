@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.options import DeployConfig
-from vlm_serve.errors import ConfigError
 from vlm_serve.options import from_mapping, options_of
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.yaml_file import read_mapping
 
 DEMO_MODEL = "demo"
 """The model unless a flag, a variable or a config file names one."""
@@ -28,15 +27,8 @@ def read_config_file(path: str | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not valid YAML"
-        raise ConfigError(f"config file {path}: {reason}", param="config") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"config file {path}: it must map options to values", param="config")
+    expected = "it must map options to values"
+    content = read_mapping(path, f"config file {path}", "config", expected)
     model = content.pop("model", None)
     found = from_mapping(ALL_OPTIONS, content)
     return found | ({} if model is None else {"model": model})

@@ -53,7 +53,7 @@ class Deeper:
 
 @dataclass(frozen=True)
 class TierQuery:
-    """What lower tiers could add to a match. It holds no reference to the cache, so any thread
+    """A look-up for a match in the lower tiers. It holds no reference to the cache, so any thread
     may use it while the sequence waits.
 
     Attributes:

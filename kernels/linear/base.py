@@ -149,7 +149,7 @@ WeightRecord = struct("Weight")
 
 
 class Epilogue(NamedTuple):
-    """What follows a product: at most one of them.
+    """Operations after a product: at most one of them.
 
     Attributes:
         activation: applied to the result.

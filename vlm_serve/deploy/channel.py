@@ -25,7 +25,7 @@ _SIZE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a gateway reads its messages.
+    """Address at which a gateway reads its messages.
 
     Attributes:
         gateway_key: authenticates the gateway.

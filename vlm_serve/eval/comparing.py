@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def accuracy(self) -> dict[str, tuple[int, int]]:
-        """By group, "all" first: right answers with caching, and items with a known answer."""
+        """Scores by group, "all" first: right answers with caching, and known answers."""
         right, known = Counter[str](), Counter[str]()
         for reply in self.cached.replies:
             if reply.right is not None:

@@ -88,7 +88,7 @@ class Format(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """Its name in tables: the same for weights of equal memory."""
+        """Name in tables: the same for weights of equal memory."""
 
     @abstractmethod
     def mark(self, names: Names) -> str:

@@ -18,7 +18,7 @@ class OnLoad:
 
     @property
     def label(self) -> str:
-        """Its name in tables."""
+        """Name in tables."""
         return f"int{self.bits}"
 
     def nbytes(self, columns: int, depth: int) -> int:

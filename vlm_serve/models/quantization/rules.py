@@ -1,4 +1,4 @@
-"""Which modules an entry of a configuration matches."""
+"""Matching of modules by an entry of a configuration."""
 
 from __future__ import annotations
 

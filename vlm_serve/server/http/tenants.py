@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vlm_serve.errors import ConfigError, InvalidRequestError, VlmServeError
+from vlm_serve.yaml_file import read_mapping
 
 RESERVED_PREFIX = "tenant:"
 """Prefix of bound salts. Clients' own salts must not have it, so none can name a tenant's salt."""
@@ -45,15 +45,10 @@ def read_tenant_keys(path: str | None) -> dict[str, str]:
     """
     if path is None:
         return {}
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not valid YAML"
-        raise ConfigError(f"tenant_keys {path}: {reason}", param="tenant_keys") from None
-    if not isinstance(content, dict) or not content:
-        raise ConfigError(f"tenant_keys {path}: it must map keys to salts", param="tenant_keys")
+    place, expected = f"tenant_keys {path}", "it must map keys to salts"
+    content = read_mapping(path, place, "tenant_keys", expected)
+    if not content:
+        raise ConfigError(f"{place}: {expected}", param="tenant_keys")
     for number, (key, salt) in enumerate(content.items(), start=1):
         if not (isinstance(key, str) and key and isinstance(salt, str) and _SALT.fullmatch(salt)):
             raise ConfigError(
