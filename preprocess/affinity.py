@@ -19,25 +19,19 @@ Guarantees for equal prefixes:
 
 from __future__ import annotations
 
+import json
 import logging
 import struct
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from blake3 import blake3
 
-from vlm_serve.preprocess.affinity_turns import (
-    Call,
-    Medium,
-    Part,
-    Reasoning,
-    Said,
-    Turn,
-    read_body,
-)
 from vlm_serve.preprocess.keys import tagged
+from vlm_serve.preprocess.reading.conversation import REASONING_KEYS, Conversation, MediaPart
+from vlm_serve.preprocess.reading.reader import read_conversation
 
 _log = logging.getLogger(__name__)
 
@@ -110,33 +104,98 @@ def affinity_keys_of_body(
 ) -> tuple[AffinityKey, ...]:
     """Return the keys of a parsed request body, longest prefix first.
 
-    Never raises: a malformed body has the keys of the content before the fault, perhaps none.
+    Never raises: a body that cannot be read has no keys.
 
     Args:
-        api: "chat", "completions", "responses", "messages" or "generate"; any other has no keys.
+        api: see `read_conversation`.
         salt: the tenant's; the same content under another salt has other keys.
         model: the name of the model that answers, whatever the client called it.
     """
     try:
-        said = read_body(api, body)
-    except Exception:
+        conversation = read_conversation(api, body)
+    except Exception:  # a malformed body may raise anything; its route reports the error
         _log.debug("a body without affinity keys", exc_info=True)
         return ()
-    return affinity_keys(said, salt=salt, model=model)
+    return affinity_keys(conversation, salt=salt, model=model)
 
 
-def affinity_keys(said: Said, *, salt: str, model: str) -> tuple[AffinityKey, ...]:
-    """Return the keys of a prompt, longest prefix first, at most MAX_KEYS. Never raises."""
+def affinity_keys(conversation: Conversation, *, salt: str, model: str) -> tuple[AffinityKey, ...]:
+    """Return the keys of a conversation, longest prefix first, at most MAX_KEYS. Never raises."""
     chain = _Chain(salt, model)
     try:
-        chain.add_front(said.front)
-        if said.tokens is not None:
-            chain.add_tokens(said.tokens)
-        for turn in said.turns:
-            chain.add_turn(turn)
+        chain.addfront_of(front_of(conversation))
+        for prompt in (conversation.prompts or ())[:1]:
+            if isinstance(prompt, str):
+                chain.add_turn("prompt", [prompt])
+            else:
+                chain.add_tokens(prompt)
+        for role, parts in turns_of(conversation):
+            chain.add_turn(role, parts)
     except Exception:
         _log.debug("affinity keys end at a fault", exc_info=True)
     return chain.keys()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call: a function's name and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The reasoning before an answer."""
+
+    text: str
+
+
+Part = str | MediaPart | Call | Reasoning
+
+
+def turns_of(conversation: Conversation) -> Iterator[tuple[str, list[Part]]]:
+    """Yield the role and the content of each message, in the order in which they are rendered."""
+    media = iter(conversation.media)
+    for message in conversation.messages:
+        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
+        parts: list[Part] = [Reasoning(reasoning)] if reasoning else []
+        content = message["content"]
+        for part in [content] if isinstance(content, str) else content or ():
+            text = part if isinstance(part, str) else part.get("text")
+            parts.append(next(media) if text is None else text)
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            parts.append(Call(function["name"], _json(function["arguments"])))
+        yield message["role"], parts
+
+
+def front_of(conversation: Conversation) -> dict[str, str]:
+    """Return the fields that come before all turns or change all of them, by name."""
+    front = {}
+    if conversation.tools:
+        functions = [tool.get("function", tool) for tool in conversation.tools]
+        front["tools"] = _json(
+            [
+                [each["name"], each.get("description"), each.get("parameters") or {}]
+                for each in functions
+            ]
+        )
+    # Templates read this switch at a prompt's end: everything before is the same either way.
+    kwargs = {k: v for k, v in conversation.template_kwargs.items() if k != "enable_thinking"}
+    given = (conversation.media_io_kwargs, conversation.mm_processor_kwargs, kwargs)
+    options = [
+        {name: value for name, value in (each or {}).items() if value is not None} for each in given
+    ]
+    if any(options):
+        front["options"] = _json(options)
+    if conversation.previous:
+        front["after"] = conversation.previous
+    return front
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 class _Chain:
@@ -159,7 +218,7 @@ class _Chain:
             kept = kept[:_FIRST_KEPT] + kept[_FIRST_KEPT - MAX_KEYS :]
         return tuple(reversed(kept))
 
-    def add_front(self, front: Mapping[str, str]) -> None:
+    def addfront_of(self, front: Mapping[str, str]) -> None:
         for name, text in front.items():
             raw = _utf8(text)
             self._hasher.update(tagged(name, raw))
@@ -173,8 +232,7 @@ class _Chain:
         self._end_text()
         self._cut()
 
-    def add_turn(self, turn: Turn) -> None:
-        role, parts = turn
+    def add_turn(self, role: str, parts: Iterable[Part]) -> None:
         self._hasher.update(tagged("role", role))
         for part in parts:
             self._add(part)
@@ -187,7 +245,7 @@ class _Chain:
             self._add_text(memoryview(_utf8(part)))
             return
         self._end_text()
-        if isinstance(part, Medium):
+        if isinstance(part, MediaPart):
             self._add_medium(part)
         elif isinstance(part, Reasoning):
             self._hasher.update(tagged("reasoning", ""))
@@ -219,10 +277,11 @@ class _Chain:
             self._hasher.update(_END_OF_TEXT)
             self._in_text = False
 
-    def _add_medium(self, medium: Medium) -> None:
-        pieces = [_utf8(piece) for piece in medium.source]
+    def _add_medium(self, medium: MediaPart) -> None:
+        pieces = [_utf8(piece) for piece in (medium.head, medium.source) if piece]
         length = sum(map(len, pieces))
-        self._hasher.update(tagged(medium.kind, medium.options) + tagged("bytes", length))
+        options = json.dumps(medium.options, sort_keys=True) if medium.options else ""
+        self._hasher.update(tagged(medium.modality, options) + tagged("bytes", length))
         for piece in pieces:
             self._hasher.update(piece)
         self._media += 1
@@ -244,10 +303,10 @@ class _Chain:
         self._cuts.append(self._hasher.digest(length=_DIGEST_BYTES) + place)
 
 
-def _units(medium: Medium, num_bytes: int) -> int:
+def _units(medium: MediaPart, num_bytes: int) -> int:
     """Estimate the tokens of a medium, in units."""
-    tokens = URL_TOKENS[medium.kind]
-    if medium.kind == "image" and medium.source[0].startswith("data:"):
+    tokens = URL_TOKENS[medium.modality]
+    if medium.modality == "image" and (medium.head or medium.source).startswith("data:"):
         guess = num_bytes // BYTES_PER_IMAGE_TOKEN
         tokens = min(max(guess, MIN_IMAGE_TOKENS), MAX_IMAGE_TOKENS)
     return tokens // _UNIT

@@ -1,4 +1,4 @@
-"""A conversation and its rendering options, as plain data."""
+"""Renders a conversation with a checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -6,55 +6,32 @@ import json
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.messages import Conversation, read_tools
+from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.template import ChatTemplate
-from vlm_serve.preprocess.typed_text import TypedText, plain_data
-
-_MAX_TEMPLATE_KWARGS = 64
+from vlm_serve.preprocess.typed_text import TypedText
 
 
 class ChatRequest:
     """Messages, tools and template variables of a request.
 
-    Raises InvalidRequestError if tools or variables are malformed, flags are mutually exclusive, or
-    the template does not accept these messages.
+    Raises InvalidRequestError if the template does not accept these messages, or if the last one
+    has nothing to continue.
 
     Attributes:
         messages: the conversation's, fitted to the template.
-        media: see `Conversation`.
         tools: function definitions; None if there are none.
         kwargs: further variables of the template.
     """
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        template: ChatTemplate,
-        tools: Any,
-        kwargs: Any,
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-    ) -> None:
-        if continue_final_message and add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt are mutually exclusive",
-                param="continue_final_message",
-            )
-        if continue_final_message and conversation.messages[-1]["content"] is None:
+    def __init__(self, conversation: Conversation, template: ChatTemplate) -> None:
+        self._continues = conversation.continue_final_message
+        if self._continues and conversation.messages[-1]["content"] is None:
             raise _nothing_to_continue()
         self._template = template
         self.messages = template.traits.fit(conversation)
-        self.media = conversation.media
-        self.tools = read_tools(tools)
-        self.kwargs = plain_data({} if kwargs is None else kwargs, "chat_template_kwargs")
-        if not isinstance(self.kwargs, dict) or len(self.kwargs) > _MAX_TEMPLATE_KWARGS:
-            raise InvalidRequestError(
-                f"chat_template_kwargs must be an object of at most {_MAX_TEMPLATE_KWARGS} keys",
-                param="chat_template_kwargs",
-            )
-        self._add_generation_prompt = add_generation_prompt
-        self._continues = continue_final_message
+        self.tools = conversation.tools or None
+        self.kwargs = conversation.template_kwargs
+        self._add_generation_prompt = conversation.add_generation_prompt
 
     def tools_text(self) -> str:
         """Return the tools as JSON, about as long as their rendering."""

@@ -12,7 +12,8 @@ import torch
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.media_process import MediaRecord, Slices
-from vlm_serve.preprocess.prompt import MediaSpan, Modality
+from vlm_serve.preprocess.prompt import MediaSpan
+from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.preprocess.typed_text import TypedText
 

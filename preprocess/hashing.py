@@ -6,7 +6,7 @@ import torch
 from blake3 import blake3
 
 from vlm_serve.preprocess.keys import tagged
-from vlm_serve.preprocess.prompt import Modality
+from vlm_serve.preprocess.reading.conversation import Modality
 
 _DOMAIN = b"vlm-serve content 1"
 

@@ -29,9 +29,9 @@ from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
 from vlm_serve.preprocess.media_options import options_key
 from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
-from vlm_serve.preprocess.messages import MediaPart
 from vlm_serve.preprocess.processors import fingerprint
 from vlm_serve.preprocess.raw_index import RawIndex, raw_key
+from vlm_serve.preprocess.reading.conversation import MediaPart
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.upload_records import UploadRecords, upload_key
 

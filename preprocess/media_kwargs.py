@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.messages import MediaPart
-from vlm_serve.preprocess.prompt import Modality
+from vlm_serve.preprocess.reading.conversation import MediaPart, Modality
 
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
 _IO, _PROCESSOR = "media_io_kwargs", "mm_processor_kwargs"
@@ -51,7 +50,7 @@ class MediaDefaults:
         """Return the parts with these options filled in; a part's own options take precedence."""
         return [
             replace(
-                part,
+                part.joined(),
                 options={**self._options[part.modality], **part.options},
                 named={**self._named[part.modality], **dict.fromkeys(part.options, part.param)},
             )

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.messages import MediaPart
 from vlm_serve.preprocess.processors import PixelConfig, VideoConfig
+from vlm_serve.preprocess.reading.conversation import MediaPart
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

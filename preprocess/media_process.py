@@ -14,7 +14,7 @@ from vlm_serve.preprocess.media_frames import Video
 from vlm_serve.preprocess.media_image import Pixels
 from vlm_serve.preprocess.media_options import ImageOptions, VideoOptions
 from vlm_serve.preprocess.processors import PixelConfig, VideoConfig, resize
-from vlm_serve.preprocess.prompt import Modality
+from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.sizes import (
     capped_budget,
     grid_indices,

@@ -37,10 +37,11 @@ from vlm_serve.preprocess.media_items import MediaLoader, is_remote
 from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media_processors import find_processors
 from vlm_serve.preprocess.media_tokens import find_expander, find_vision_tokens
-from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.preprocess.processors import fingerprint
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.rendering import Rendering, texts_of
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.template import ChatTemplate, find_chat_template
@@ -221,7 +222,7 @@ class Preprocessor:
         messages: Sequence[Mapping[str, Any]] | Conversation,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         media_io_kwargs: Mapping[str, Any] | None = None,
@@ -235,9 +236,10 @@ class Preprocessor:
             messages: OpenAI's form; Python callers may also use `{"type": "image", "image": X}` and
                 `{"type": "video", "video": X, "fps": f}` with X a PIL image, uint8 frames, a path,
                 a URL or bytes. A server must not pass such parts on from its clients.
-                Alternatively, the result of `read_messages`.
+                Alternatively, a `Conversation`, which has the next six options itself.
             tools: function definitions for the template.
-            add_generation_prompt: end with the beginning of an assistant's turn.
+            add_generation_prompt: end with the beginning of an assistant's turn; None: unless the
+                last message is continued.
             continue_final_message: leave the last message open for the model to continue.
             chat_template_kwargs: further variables of the template, such as enable_thinking.
             media_io_kwargs, mm_processor_kwargs: options of all media, as vLLM names them (see
@@ -248,16 +250,20 @@ class Preprocessor:
         Raises InvalidRequestError (and its subclasses MediaError and MediaFetchError) with the
         field at fault in `param`.
         """
-        rendering = self.begin(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-            media_io_kwargs=media_io_kwargs,
-            mm_processor_kwargs=mm_processor_kwargs,
-            cache_salt=cache_salt,
-        )
+        conversation = messages
+        if not isinstance(messages, Conversation):
+            body = {
+                "messages": () if messages is None else messages,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                "chat_template_kwargs": chat_template_kwargs,
+                "media_io_kwargs": media_io_kwargs,
+                "mm_processor_kwargs": mm_processor_kwargs,
+            }
+            conversation = read_conversation("chat", body)
+        assert isinstance(conversation, Conversation)
+        rendering = self.begin(conversation, cache_salt=cache_salt)
         mine = Stop()
         with stop.calling(mine.set) if stop is not None else contextlib.nullcontext():
             loading = self.start_loading(rendering, mine)
@@ -266,35 +272,16 @@ class Preprocessor:
             finally:
                 mine.set()
 
-    def begin(
-        self,
-        messages: Sequence[Mapping[str, Any]] | Conversation,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        media_io_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-        cache_salt: str = "",
-    ) -> Rendering:
+    def begin(self, conversation: Conversation, *, cache_salt: str = "") -> Rendering:
         """Run the first of the three steps of `prepare`: everything possible without the media.
 
-        For callers that do not block while media are loaded. Arguments and errors as in `prepare`.
+        For callers that do not block while media are loaded. Errors as in `prepare`.
         """
         root = self.root_key(cache_salt)
-        conversation = messages if isinstance(messages, Conversation) else read_messages(messages)
         self._loader.check_count(conversation.media)
-        request = ChatRequest(
-            conversation,
-            self._template,
-            tools,
-            chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        defaults = MediaDefaults(media_io_kwargs, mm_processor_kwargs)
-        media = defaults.apply(request.media)
+        request = ChatRequest(conversation, self._template)
+        defaults = MediaDefaults(conversation.media_io_kwargs, conversation.mm_processor_kwargs)
+        media = defaults.apply(conversation.media)
         self._loader.check_options([*defaults.apply(ONE_OF_EACH), *media])
         self._template.check_kwargs(request.kwargs)
         self.tokenizer.check_length(texts_of(request.messages))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.stopping import Stop
-
-Modality = Literal["image", "video"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from vlm_serve.preprocess.chat_request import ChatRequest
 from vlm_serve.preprocess.expand import Expansion, PromptPiece
-from vlm_serve.preprocess.messages import MediaPart
+from vlm_serve.preprocess.reading.conversation import MediaPart
 from vlm_serve.preprocess.typed_text import TypedText
 
 
@@ -42,7 +42,7 @@ class Rendering:
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the texts in the messages' contents; messages as `read_messages` returns them."""
+    """Return the texts in the messages' contents; messages in the form of `Conversation`."""
     found = []
     for message in messages:
         content = message.get("content")

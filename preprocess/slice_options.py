@@ -14,7 +14,7 @@ from vlm_serve.preprocess.media_options import (
     number,
     sampling_of,
 )
-from vlm_serve.preprocess.messages import MediaPart
+from vlm_serve.preprocess.reading.conversation import MediaPart
 from vlm_serve.preprocess.slice_config import MERGES, SliceConfig, SliceVideoConfig
 
 _IMAGE_OPTIONS = ("detail", "downsample_mode", "max_slice_nums")

@@ -23,7 +23,7 @@ from vlm_serve.preprocess.media_process import (
     grid_frames,
 )
 from vlm_serve.preprocess.processors import resize
-from vlm_serve.preprocess.prompt import Modality
+from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.sizes import check_ratio
 from vlm_serve.preprocess.slice_config import SliceConfig, SliceVideoConfig
 from vlm_serve.preprocess.slice_options import SliceOptions, SliceVideoOptions

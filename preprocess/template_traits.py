@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jinja2.nodes
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.messages import Conversation, MediaPart
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 Message = dict[str, Any]

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from vlm_serve.preprocess.keys import KEY_BYTES, tagged
 from vlm_serve.preprocess.media_process import MediaRecord, Slices
-from vlm_serve.preprocess.prompt import Modality
+from vlm_serve.preprocess.reading.conversation import Modality
 
 _DOMAIN = b"vlm-serve upload 1"
 _VERSION = 1

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,8 @@ from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.errors import EngineClosedError, VlmServeError
-from vlm_serve.preprocess.messages import Conversation
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs
@@ -45,8 +45,11 @@ class FakePreprocessor:
 
     def begin(self, conversation: Conversation, **options: Any) -> Any:
         """A draft whose media, if there were any, count as loaded."""
-        messages, media = conversation.messages, conversation.media
-        self.calls.append({"messages": messages, "media": media, **options})
+        messages, media = conversation.messages, [part.joined() for part in conversation.media]
+        given = {each.name: getattr(conversation, each.name) for each in fields(conversation)}
+        given |= {"media": media, "tools": conversation.tools or None}
+        given["chat_template_kwargs"] = conversation.template_kwargs or None
+        self.calls.append({**given, **options})
         assert self.gate.wait(30)
         if self.error is not None:
             raise self.error

@@ -28,7 +28,8 @@ from vlm_serve.cache.records import LogprobRows
 from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo, Slice, StepOutput, StepPlan
 from vlm_serve.preprocess.keys import PromptKeys
-from vlm_serve.preprocess.prompt import MediaSpan, Modality, Prompt
+from vlm_serve.preprocess.prompt import MediaSpan, Prompt
+from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.stopping import Stop
 
 NOTHING = b""

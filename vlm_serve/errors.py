@@ -51,6 +51,10 @@ class FieldError(InvalidRequestError):
         return FieldError(place, self.problem, code=self.code)
 
 
+class UnsupportedFieldError(InvalidRequestError):
+    """A known field that would change the answer is not implemented."""
+
+
 class ContextLengthError(InvalidRequestError):
     """Prompt plus requested tokens exceed the model's context: HTTP 400."""
 

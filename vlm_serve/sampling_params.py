@@ -1,172 +1,234 @@
-"""Sampling options of a request, validated on construction."""
+"""Sampling options of a request, validated on construction.
+
+A field is the whole description of an option: bounds, help, and names in each API. Request fields,
+checks, errors and the table in docs/http-api.md follow from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_BIASES = 1024
-MAX_ALLOWED_TOKENS = 1 << 16
-MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
-MAX_CHOICES = 128
-MAX_PREDICTION_LENGTH = 1 << 16
+_VLLM = ("chat", "completions", "generate")
+_ALL = (*_VLLM, "responses", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOption:
+    """One option: how it is written and checked.
+
+    Attributes:
+        name: the field's name.
+        kind: the field's annotation without `| None`.
+        default: its value if nobody sets it.
+        help: one phrase for the documentation.
+        low, high: bounds of a number, or of each number in a list or mapping.
+        above_low: the lower bound itself is excluded.
+        size: smallest and largest number of entries.
+        length: most characters of a text, or of each text in a list.
+        names: API -> its names for the option; the first one with a value counts.
+        neutral: values without effect, which a client may send to an API without the option.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    help: str
+    low: float | None = None
+    high: float | None = None
+    above_low: bool = False
+    size: tuple[int, int] | None = None
+    length: int | None = None
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    neutral: tuple[Any, ...] = ()
+
+
+def option(
+    default: Any,
+    text: str,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    apis: Sequence[str] = _VLLM,
+    names: Mapping[str, tuple[str, ...]] | None = None,
+    **others: Any,
+) -> Any:
+    """Declare an option as a field of a dataclass.
+
+    Args:
+        text: the help.
+        apis: APIs with a body field of the option's own name.
+        names: APIs with other names for it. An API in neither has no field that maps to it alone.
+        others: further fields of `SamplingOption`.
+    """
+    described = {"help": text, "low": low, "high": high, "apis": apis, "names": names or {}}
+    return field(default=default, metadata=described | others)
+
+
+@cache
+def sampling_options(params: Any) -> tuple[SamplingOption, ...]:
+    """Return the options that a dataclass declares."""
+    found: list[SamplingOption] = []
+    for each in fields(params):
+        described = dict(each.metadata)
+        names = dict.fromkeys(described.pop("apis"), (each.name,)) | described.pop("names")
+        kind = str(each.type).removesuffix(" | None")
+        found.append(SamplingOption(each.name, kind, each.default, names=names, **described))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling options of one request. None takes the checkpoint's generation config, else neutral.
 
-    Attributes:
-        max_tokens: most tokens to generate; None: up to the model's context.
-        min_tokens: the answer does not stop before this many tokens.
-        temperature: 0 is greedy.
-        top_p: nucleus mass in (0, 1].
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
-        seed: makes sampling repeatable.
-        stop: strings that end generation; the returned text leaves them out.
-        stop_token_ids: tokens that end generation, in addition to the checkpoint's own.
-        ignore_eos: do not stop at the checkpoint's end-of-sequence tokens.
-        presence_penalty, frequency_penalty: in [-2, 2], over generated tokens.
-        repetition_penalty: > 0, over prompt and generated tokens; 1 is neutral.
-        logprobs: how many of the most likely tokens to report per generated token (the sampled one
-            is always included); None reports none.
-        prompt_logprobs: how many of the most likely tokens to report per prompt token (the prompt's
-            own is always included). No sampling option changes them.
-        prompt_logprobs_start: the first prompt token to report; less than the prompt's length, and
-            only with prompt_logprobs. Earlier tokens are reused from the cache as usual.
-        logit_bias: token id -> number to add to its logit, in [-100, 100].
-        allowed_token_ids: the only tokens to sample.
-        bad_words: texts that must not be generated.
-        structured_outputs: the required form of the answer.
-        n: number of choices from one prompt.
-        return_routed_experts: also return the routed experts of each token (mixture-of-experts
-            models only).
-        prediction: text that the answer probably repeats. With drafts on, correct parts of it
-            come faster; the answer does not depend on it.
-        routed_experts_prompt_start: leave out the rows of the prompt's first tokens; less than the
-            prompt's length, and only with return_routed_experts.
+    Every field's help is its documentation. Raises InvalidRequestError, naming the option.
     """
 
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_logprobs_start: int = 0
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
-    structured_outputs: StructuredOutputs | None = None
-    n: int = 1
-    return_routed_experts: bool = False
-    routed_experts_prompt_start: int = 0
-    prediction: str = ""
+    max_tokens: int | None = option(
+        None,
+        "longest answer in tokens. Default: up to the context; /v1/completions: 16",
+        1,
+        apis=("completions", "generate", "messages"),
+        names={
+            "chat": ("max_completion_tokens", "max_tokens"),
+            "responses": ("max_output_tokens",),
+        },
+    )
+    min_tokens: int = option(0, "nothing ends the answer before; at most the longest answer", 0)
+    temperature: float | None = option(
+        None,
+        "0 is greedy. Default of this and the next two: the checkpoint's generation config",
+        0,
+        100,
+        apis=_ALL,
+    )
+    top_p: float | None = option(
+        None, "sample from the likeliest tokens with this mass", 0, 1, above_low=True, apis=_ALL
+    )
+    top_k: int | None = option(
+        None, "sample from this many of the likeliest tokens; 0 and -1: from all", -1, apis=_ALL
+    )
+    min_p: float = option(
+        0.0,
+        "drop tokens less likely than this share of the likeliest one",
+        0,
+        1,
+        apis=(*_VLLM, "responses"),
+        neutral=(0, 0.0),
+    )
+    seed: int | None = option(None, "makes sampling repeatable", -(2**63), 2**63 - 1, apis=_ALL)
+    stop: tuple[str, ...] = option(
+        (),
+        "a text or texts that end the answer and are not part of it",
+        size=(0, 16),
+        length=1024,
+        apis=(*_VLLM, "responses"),
+        names={"messages": ("stop_sequences",)},
+        neutral=([],),
+    )
+    stop_token_ids: tuple[int, ...] = option((), "tokens that end the answer", 0, neutral=([],))
+    ignore_eos: bool = option(
+        False,
+        "the checkpoint's end tokens, as its tokenizer, `generation_config.json` and `config.json` "
+        "name them, do not end the answer",
+        neutral=(False,),
+    )
+    presence_penalty: float = option(
+        0.0, "subtracted from the logit of each token generated before", -2, 2, neutral=(0, 0.0)
+    )
+    frequency_penalty: float = option(
+        0.0, "likewise, times how often it was generated", -2, 2, neutral=(0, 0.0)
+    )
+    repetition_penalty: float | None = option(
+        None,
+        "divides the logits of tokens in prompt and answer, as in transformers; 1 is neutral",
+        0,
+        100,
+        above_low=True,
+        neutral=(1, 1.0),
+    )
+    logprobs: int | None = option(
+        None,
+        "how many alternatives to report per token; null reports none",
+        0,
+        MAX_LOGPROBS,
+        apis=("completions", "generate"),
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        "how many alternatives to report per prompt token; not in a stream",
+        0,
+        MAX_LOGPROBS,
+    )
+    prompt_logprobs_start: int = option(
+        0,
+        "the first prompt token whose logprobs are reported (also by `echo`), null before it; less "
+        "than the prompt's length, only with `prompt_logprobs` or `echo` and `logprobs`",
+        0,
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None,
+        "token id -> number that is added to its logit",
+        -100,
+        100,
+        size=(0, 1024),
+        neutral=({},),
+    )
+    allowed_token_ids: tuple[int, ...] | None = option(
+        None, "nothing else is sampled", 0, size=(1, 1 << 16)
+    )
+    bad_words: tuple[str, ...] = option(
+        (),
+        "texts that are not generated: the last token of each is banned after the others",
+        size=(0, 256),
+        length=MAX_BAD_WORD_LENGTH,
+    )
+    structured_outputs: StructuredOutputs | None = option(
+        None,
+        "one of `json`, `json_object`, `regex`, `choice`, `grammar` (xgrammar's EBNF) and "
+        "`structural_tag`, see below",
+    )
+    n: int = option(1, "number of answers", 1, 128, neutral=(1,))
+    return_routed_experts: bool = option(
+        False,
+        "mixture-of-experts models: adds `routed_experts` to every choice, see below; refused for "
+        "dense models",
+        neutral=(False,),
+    )
+    routed_experts_prompt_start: int = option(
+        0,
+        "leaves out the rows of the prompt's first tokens; less than the prompt's length, only "
+        "with `return_routed_experts`",
+        0,
+    )
+    prediction: str = option("", "text that the answer probably repeats", length=1 << 16, apis=())
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        _check("max_tokens", self.max_tokens, int, 1)
-        _check("min_tokens", self.min_tokens, int, 0)
-        _check("temperature", self.temperature, float, 0.0, 100.0)
-        _check("top_p", self.top_p, float, 0.0, 1.0, open_low=True)
-        _check("top_k", self.top_k, int, -1)
-        _check("min_p", self.min_p, float, 0.0, 1.0)
-        _check("seed", self.seed, int, -(2**63), 2**63 - 1)
-        _check("presence_penalty", self.presence_penalty, float, -2.0, 2.0)
-        _check("frequency_penalty", self.frequency_penalty, float, -2.0, 2.0)
-        _check("repetition_penalty", self.repetition_penalty, float, 0.0, 100.0, open_low=True)
-        _check("logprobs", self.logprobs, int, 0, MAX_LOGPROBS)
-        _check("prompt_logprobs", self.prompt_logprobs, int, 0, MAX_LOGPROBS)
-        _check("prompt_logprobs_start", self.prompt_logprobs_start, int, 0)
+        for each in sampling_options(_class_of(self)):
+            value = getattr(self, each.name)
+            if each.kind.startswith("tuple"):
+                value = _entries(value, each.default)
+                object.__setattr__(self, each.name, value)
+            if value is not None:
+                _check(each, value)
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
-            raise InvalidRequestError(
-                "prompt_logprobs_start needs prompt_logprobs", param="prompt_logprobs_start"
-            )
-        _check("n", self.n, int, 1, MAX_CHOICES)
-        self._check_logit_rules()
-        self._check_experts()
+            raise FieldError("prompt_logprobs_start", "needs prompt_logprobs")
+        if self.routed_experts_prompt_start and not self.return_routed_experts:
+            raise FieldError("routed_experts_prompt_start", "needs return_routed_experts")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})",
                 param="min_tokens",
             )
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings", param="stop")
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise InvalidRequestError("stop strings must be non-empty strings", param="stop")
-        for token in self.stop_token_ids:
-            _check("stop_token_ids", token, int, 0)
-        if not isinstance(self.prediction, str) or len(self.prediction) > MAX_PREDICTION_LENGTH:
-            raise InvalidRequestError(
-                f"prediction must be a text of at most {MAX_PREDICTION_LENGTH} characters",
-                param="prediction",
-            )
-
-    def _check_logit_rules(self) -> None:
-        bias = self.logit_bias or {}
-        if not isinstance(bias, Mapping) or len(bias) > MAX_BIASES:
-            raise InvalidRequestError(
-                f"logit_bias must map at most {MAX_BIASES} token ids to numbers", param="logit_bias"
-            )
-        for token, value in bias.items():
-            _check("logit_bias", token, int, 0)
-            _check("logit_bias", value, float, -100.0, 100.0)
-            if value is None:
-                raise InvalidRequestError("logit_bias must be numbers", param="logit_bias")
-        allowed = self.allowed_token_ids
-        if allowed is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(allowed))
-            if not 1 <= len(allowed) <= MAX_ALLOWED_TOKENS:
-                raise InvalidRequestError(
-                    f"allowed_token_ids must have at least 1 and at most {MAX_ALLOWED_TOKENS} ids",
-                    param="allowed_token_ids",
-                )
-            for token in allowed:
-                _check("allowed_token_ids", token, int, 0)
-        words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
-        object.__setattr__(self, "bad_words", tuple(words or ()))
-        if len(self.bad_words) > MAX_BAD_WORDS:
-            raise InvalidRequestError(f"at most {MAX_BAD_WORDS} bad words", param="bad_words")
-        for word in self.bad_words:
-            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_LENGTH:
-                raise InvalidRequestError(
-                    "bad_words must be texts that are not blank and have at most "
-                    f"{MAX_BAD_WORD_LENGTH} characters",
-                    param="bad_words",
-                )
-
-    def _check_experts(self) -> None:
-        if not isinstance(self.return_routed_experts, bool):
-            raise InvalidRequestError(
-                "return_routed_experts must be true or false", param="return_routed_experts"
-            )
-        start = self.routed_experts_prompt_start
-        _check("routed_experts_prompt_start", start, int, 0)
-        if start and not self.return_routed_experts:
-            raise InvalidRequestError(
-                "routed_experts_prompt_start needs return_routed_experts",
-                param="routed_experts_prompt_start",
-            )
+        if not all(word.strip() for word in self.bad_words):
+            raise FieldError("bad_words", "must be texts that are not blank")
 
     def with_defaults(self, generation_config: Mapping[str, Any]) -> SamplingParams:
         """Fill every None from the checkpoint's generation config; explicit values win."""
@@ -186,25 +248,65 @@ class SamplingParams:
         return replace(self, **{k: v for k, v in filled.items() if v is not None})
 
 
-def _check(
-    name: str,
-    value: object,
-    kind: type,
-    low: float,
-    high: float | None = None,
-    *,
-    open_low: bool = False,
-) -> None:
+def _class_of(params: Any) -> Any:
+    return type(params)
+
+
+def _entries(value: Any, default: Any) -> Any:
+    """Return a list's entries as a tuple; a text is the only entry of its list."""
     if value is None:
+        return default
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _check(option: SamplingOption, value: Any) -> None:
+    """Check a value's type and bounds. Raises FieldError."""
+    name = option.name
+    if option.kind == "bool" and not isinstance(value, bool):
+        raise FieldError(name, "must be true or false")
+    if option.kind.startswith("Mapping") and not isinstance(value, Mapping):
+        raise FieldError(name, "must map token ids to numbers")
+    if option.size is not None and not option.size[0] <= len(value) <= option.size[1]:
+        least = f"at least {option.size[0]} and " * bool(option.size[0])
+        raise FieldError(name, f"must have {least}at most {option.size[1]} entries")
+    if option.kind in ("int", "float"):
+        _check_number(option, value)
+    elif option.kind.startswith("tuple[int"):
+        for token in value:
+            _check_number(option, token)
+    elif option.kind.startswith("Mapping"):
+        for token, bias in value.items():
+            if not _is_number(token, whole=True) or token < 0:
+                raise FieldError(name, f"must have token ids as keys, got {token!r}")
+            _check_number(option, bias)
+    elif "str" in option.kind:
+        for text in value if option.kind.startswith("tuple") else (value,):
+            _check_text(option, text)
+
+
+def _check_text(option: SamplingOption, text: object) -> None:
+    is_list = option.kind.startswith("tuple")
+    if not isinstance(text, str) or (is_list and not text):
+        raise FieldError(
+            option.name, f"must be {'texts that are not empty' if is_list else 'text'}"
+        )
+    if option.length is not None and len(text) > option.length:
+        raise FieldError(option.name, f"must have at most {option.length} characters")
+
+
+def _is_number(value: object, *, whole: bool) -> bool:
+    return isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+
+
+def _check_number(option: SamplingOption, value: Any) -> None:
+    whole = option.kind == "int" or option.kind.startswith("tuple[int")
+    if not _is_number(value, whole=whole):
+        raise FieldError(option.name, f"must be a number, got {value!r}")
+    low, high = option.low, option.high
+    above = low is None or (value > low if option.above_low else value >= low)
+    if above and (high is None or value <= high):
         return
-    number = isinstance(value, int) and not isinstance(value, bool)
-    if kind is float:
-        number = number or isinstance(value, float)
-    if not number:
-        raise FieldError(name, f"must be a number, got {value!r}")
-    assert isinstance(value, int | float)
-    inside = (value > low if open_low else value >= low) and (high is None or value <= high)
-    if not inside:  # Also catches NaN.
-        bound = f"{'more than' if open_low else 'at least'} {low:g}"
-        bound += "" if high is None else f" and at most {high:g}"
-        raise FieldError(name, f"must be {bound}, got {value}")
+    # NaN compares as false, so it ends up here.
+    bound = f"{'more than' if option.above_low else 'at least'} {low:g}"
+    bound += "" if high is None else f" and at most {high:g}"
+    raise FieldError(option.name, f"must be {bound}, got {value}")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vlm_serve.batch.order import ReuseKey, ReuseQueue, ordered, reuse_key_of
-from vlm_serve.server.api.request_affinity import APIS
+from vlm_serve.preprocess.reading.reader import APIS
 
 CHAT = "/v1/chat/completions"
 

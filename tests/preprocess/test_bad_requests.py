@@ -99,7 +99,10 @@ def test_bad_messages_name_the_field(
         ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {str(i): i for i in range(99)}}, "chat_template_kwargs"),
-        ({"continue_final_message": True}, "continue_final_message"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
     ],
 )
 def test_bad_options_name_the_option(

@@ -18,7 +18,8 @@ from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.preprocess.fetch import fetch
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.loaded_media import LoadedMedia
-from vlm_serve.preprocess.messages import MediaPart
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.stopping import Stop, StoppedError
 
 LIMITS = MediaLimits(allow_private_networks=True)
@@ -93,6 +94,10 @@ def test_a_look_up_is_left_when_the_client_leaves(monkeypatch: pytest.MonkeyPatc
     ended.set()
 
 
+def read(messages: Any) -> Conversation:
+    return read_conversation("chat", {"messages": messages})
+
+
 def ask(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
 
@@ -104,7 +109,7 @@ def test_slow_fetches_hold_up_nobody(checkpoint: Path, photographs: Path) -> Non
     with socket.create_server(("127.0.0.1", 0), backlog=200) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
         remote = {"type": "image_url", "image_url": {"url": url}}
-        loading = preprocessor.start_loading(preprocessor.begin(ask(*[remote] * 100)), stop)
+        loading = preprocessor.start_loading(preprocessor.begin(read(ask(*[remote] * 100))), stop)
         assert preprocessor.prepare(ask(picture)).media
         assert not any(each.done() for each in loading)
         stop.set()
@@ -129,7 +134,7 @@ def test_many_pictures_of_one_request_hold_up_nobody(
         return load(part, cache_salt, stop)
 
     monkeypatch.setattr(preprocessor._loader, "load", slowly)
-    loading = preprocessor.start_loading(preprocessor.begin(ask(*[slow] * 100)), stop)
+    loading = preprocessor.start_loading(preprocessor.begin(read(ask(*[slow] * 100))), stop)
     assert preprocessor.prepare(ask(other)).media
     assert not any(each.done() for each in loading)
     waited.set()
@@ -144,7 +149,7 @@ def test_what_all_fetches_hold_is_bounded(checkpoint: Path, photographs: Path) -
     preprocessor, stop = build(checkpoint, limits=limits), Stop()
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
-        rendering = preprocessor.begin(ask({"type": "image_url", "image_url": {"url": url}}))
+        rendering = preprocessor.begin(read(ask({"type": "image_url", "image_url": {"url": url}})))
         head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
 
         def fetch_one(sent: bytes) -> tuple[socket.socket, Future[Any]]:
@@ -180,7 +185,7 @@ def test_the_three_steps_are_what_prepare_does(checkpoint: Path, photographs: Pa
         {"type": "image", "image": photographs / "chelsea.png"},
         {"type": "image", "image": photographs / "rocket.jpg"},
     )
-    rendering = preprocessor.begin(messages, cache_salt="a")
+    rendering = preprocessor.begin(read(messages), cache_salt="a")
     media = [each.result() for each in preprocessor.start_loading(rendering, Stop())]
     prompt, expected = (
         preprocessor.finish(rendering, media),

@@ -12,8 +12,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_serve.preprocess.affinity_turns import Medium, Said, read_body
-from vlm_serve.server.api.request_affinity import APIS
+from vlm_serve.preprocess.affinity import front_of, turns_of
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.reading.reader import APIS, read_conversation
 
 PREFIX_CHARACTERS = 512
 KEY_CHARACTERS = 4096
@@ -42,33 +43,34 @@ class ReuseKey:
 def reuse_key_of(path: str, body: Any) -> ReuseKey:
     """Compute the key of a request from its route and parsed body.
 
-    A malformed body has the key of its valid beginning.
+    A body that cannot be read shares nothing; its route reports the error.
     """
-    salt = body.get("cache_salt") if isinstance(body, dict) else None
     media: list[str] = []
     texts: list[str] = []
     try:
-        for part in _parts(read_body(APIS[path], body)):
-            if isinstance(part, Medium):
-                source = "".join(part.source).encode("utf-8", "replace")
+        conversation = read_conversation(APIS[path], body)
+        for part in _parts(conversation):
+            if isinstance(part, MediaPart):
+                source = (part.head + part.source).encode("utf-8", "replace")
                 media.append(hashlib.blake2b(source, digest_size=12).hexdigest())
                 texts.append(media[-1])
             else:
                 texts.append(part)
-    except Exception:  # a malformed body may raise anything; its route reports the error
-        pass
+    except Exception:  # a malformed body may raise anything
+        return ReuseKey()
+    salt = conversation.cache_salt
     text = "\n".join(texts)[:KEY_CHARACTERS]
     return ReuseKey(salt if isinstance(salt, str) else "", tuple(media), text)
 
 
-def _parts(prompt: Said) -> Iterator[str | Medium]:
-    yield from prompt.front.values()
-    if prompt.tokens is not None:
-        yield " ".join(map(str, prompt.tokens))
-    for role, parts in prompt.turns:
+def _parts(conversation: Conversation) -> Iterator[str | MediaPart]:
+    yield from front_of(conversation).values()
+    for prompt in conversation.prompts or ():
+        yield prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+    for role, parts in turns_of(conversation):
         yield role
         for part in parts:
-            yield part if isinstance(part, str | Medium) else str(part)
+            yield part if isinstance(part, str | MediaPart) else str(part)
 
 
 def ordered(keys: Sequence[ReuseKey]) -> list[int]:

@@ -13,23 +13,13 @@ from starlette.types import Scope
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.affinity import affinity_keys_of_body
+from vlm_serve.preprocess.reading.reader import APIS
 from vlm_serve.server.http.json_body import count_json, parse_counted
 from vlm_serve.server.http.request_memory import current_share
 from vlm_serve.server.http.tenants import salt_of
 
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
-
-APIS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/cache/probe": "chat",
-    "/v1/cache/pin": "chat",
-}
-"""Routes with cache affinity: their requests go where their prefix may be cached."""
-
 
 SMALL_BYTES = 1 << 14
 """Parsing a body of this size takes less time than waking a thread."""

@@ -10,7 +10,6 @@ from vlm_serve.models import ModelSpec
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
-MAX_STOP_CHARACTERS = 1024
 MAX_TREE_NODES = 1000
 MAX_PIN_SECONDS = 30 * 24 * 3600.0
 
@@ -36,10 +35,6 @@ def check_request(
         raise InvalidRequestError(
             f"min_tokens must be at most {max_model_len - length} after this prompt",
             param="min_tokens",
-        )
-    if any(len(text) > MAX_STOP_CHARACTERS for text in params.stop):
-        raise InvalidRequestError(
-            f"stop strings may have at most {MAX_STOP_CHARACTERS} characters", param="stop"
         )
     if params.prompt_logprobs_start >= length:
         raise InvalidRequestError(

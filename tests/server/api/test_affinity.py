@@ -8,6 +8,7 @@ import pytest
 from serving import RunningServer, chat_body, ok
 
 from vlm_serve.preprocess.affinity import affinity_keys_of_body
+from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.api.request_affinity import AFFINITY, affinity_of, note_affinity
 
 TEXT = "Which of all these conversations began like this one? " * 8
@@ -67,15 +68,14 @@ def test_every_api_has_its_keys_noted(
 
 def test_keys_that_a_front_has_set_are_taken(server: RunningServer) -> None:
     scope: Any = {"path": "/v1/chat/completions", AFFINITY: (b"x" * 16,), "state": {}}
-    note_affinity(scope, chat_body(TEXT), "test-model")
+    note_affinity(scope, read_conversation("chat", chat_body(TEXT)), "test-model")
     assert affinity_of(scope) == (b"x" * 16,)
     scope = {"path": "/v1/chat/completions", "state": {"tenant_salt": "a"}}
-    note_affinity(scope, chat_body(TEXT, cache_salt="b"), "test-model")
+    note_affinity(scope, read_conversation("chat", chat_body(TEXT, cache_salt="b")), "test-model")
     assert affinity_of(scope) == keys_of(chat_body(TEXT), salt="tenant:a")
-    for path in ("/tokenize", "/v1/cache/probe"):
-        other: Any = {"path": path}
-        note_affinity(other, chat_body(TEXT), "test-model")
-        assert affinity_of(other) == ()
+    other: Any = {"path": "/tokenize"}
+    note_affinity(other, read_conversation("chat", chat_body(TEXT)), "test-model")
+    assert affinity_of(other) == ()
 
 
 def test_it_takes_no_query(server: RunningServer) -> None:

@@ -9,12 +9,19 @@ from typing import Any
 import chat_templates
 import pytest
 from conversation import build
+from pydantic import BaseModel
 
 from vlm_serve.preprocess.prepare import Preprocessor
+from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.messages.request import MessagesRequest
-from vlm_serve.server.api.responses.items import read_input
 from vlm_serve.server.api.responses.request import ResponsesRequest
+
+MODELS: dict[str, type[BaseModel]] = {
+    "chat": ChatCompletionRequest,
+    "messages": MessagesRequest,
+    "responses": ResponsesRequest,
+}
 
 OWN = {
     "skips lists": chat_templates.SKIPS_LISTS,
@@ -87,51 +94,48 @@ def parts(kind: str) -> Form:
     return lambda text: [{"type": kind, "text": text}]
 
 
-def ids(made: Preprocessor, request: Any) -> tuple[int, ...]:
-    return made.prepare(request.parsed().input.read()).token_ids
+def ids(made: Preprocessor, api: str, body: dict[str, Any]) -> tuple[int, ...]:
+    MODELS[api].model_validate(body)
+    return made.prepare(read_conversation(api, body)).token_ids
 
 
 def test_text_and_parts_are_one_prompt_in_every_api(made: Preprocessor) -> None:
-    expected = ids(made, ChatCompletionRequest.model_validate(chat(plain, "")))
+    expected = ids(made, "chat", chat(plain, ""))
     text = made.tokenizer.decode(expected)
     assert all(text.count(f"{said}") for said in ("S", "U", "A", "V", "T", "look"))
     for form in (plain, parts("text")):
         nothings: tuple[Any, ...] = (None, "", [])
         for nothing in nothings:
             body = chat(form, nothing)
-            assert ids(made, ChatCompletionRequest.model_validate(body)) == expected
+            assert ids(made, "chat", body) == expected
         for output in ("T", [{"type": "text", "text": "T"}]):
             body = messages(form, output)
-            assert ids(made, MessagesRequest.model_validate(body)) == expected
+            assert ids(made, "messages", body) == expected
     for form, answer in (
         (plain, plain),
         (parts("input_text"), parts("output_text")),
         (parts("text"), parts("text")),
     ):
-        items = responses(form, answer)["input"]
-        ResponsesRequest.model_validate({"input": items})
-        assert made.prepare(read_input(None, [], items)).token_ids == expected
+        assert ids(made, "responses", responses(form, answer)) == expected
 
 
 def test_several_parts_are_one_prompt_in_every_api(made: Preprocessor) -> None:
     def two(kind: str) -> Form:
         return lambda text: [{"type": kind, "text": each} for each in (text, "more")]
 
-    expected = ids(made, ChatCompletionRequest.model_validate(chat(two("text"), None)))
+    expected = ids(made, "chat", chat(two("text"), None))
     assert made.tokenizer.decode(expected).count("more") == 5
     body = messages(two("text"), two("text")("T"))
-    assert ids(made, MessagesRequest.model_validate(body)) == expected
-    items = responses(two("input_text"), two("output_text"))["input"]
-    assert made.prepare(read_input(None, [], items)).token_ids == expected
+    assert ids(made, "messages", body) == expected
+    assert ids(made, "responses", responses(two("input_text"), two("output_text"))) == expected
 
 
 def test_null_is_empty_text(made: Preprocessor) -> None:
-    expected = ids(made, ChatCompletionRequest.model_validate(chat(lambda _: "", "")))
+    expected = ids(made, "chat", chat(lambda _: "", ""))
     body = chat(lambda _: None, None)
-    assert ids(made, ChatCompletionRequest.model_validate(body)) == expected
-    items = responses(lambda _: None, lambda _: None)["input"]
-    assert made.prepare(read_input(None, [], items)).token_ids == expected
+    assert ids(made, "chat", body) == expected
+    assert ids(made, "responses", responses(lambda _: None, lambda _: None)) == expected
     body = messages(lambda _: None, None)
     without = chat(lambda _: "", "")["messages"][1:]
-    expected = ids(made, ChatCompletionRequest.model_validate({"messages": without}))
-    assert ids(made, MessagesRequest.model_validate(body)) == expected
+    expected = ids(made, "chat", {"messages": without})
+    assert ids(made, "messages", body) == expected

@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 from serving import RunningServer
 
 from vlm_serve.errors import ContextLengthError
-from vlm_serve.preprocess.messages import Conversation
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.api.truncation import prepare_truncated
 
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,aGk="}
 
 
 def talk(turns: int, *, words: int = 1, images: bool = False) -> Conversation:
-    made = Conversation()
-    made.add({"role": "system", "content": "s"}, "")
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "s"}]
     for turn in range(turns):
         text = {"type": "text", "text": f"{turn} " * words}
-        made.add({"role": "user", "content": [IMAGE, text] if images else [text]}, "")
-        made.add({"role": "assistant", "content": "a"}, "")
-        made.add({"role": "tool", "content": "t"}, "")
-    made.add({"role": "user", "content": "last"}, "")
-    return made
+        messages.append({"role": "user", "content": [IMAGE, text] if images else [text]})
+        messages.append({"role": "assistant", "content": "a"})
+        messages.append({"role": "tool", "content": "t"})
+    messages.append({"role": "user", "content": "last"})
+    return read_conversation("chat", {"messages": messages})
 
 
 class Maker:

@@ -7,7 +7,7 @@ import dataclasses
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -16,11 +16,14 @@ from starlette.responses import Response
 
 from vlm_serve.cache.listing import ListedNode
 from vlm_serve.errors import InvalidRequestError, VlmServeError
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
 from vlm_serve.server.api.prompts import PromptOrMessages, prepare_tokens
 from vlm_serve.server.api.reports import cache_report_body
-from vlm_serve.server.api.request_body import read_json, read_request
+from vlm_serve.server.api.request_body import read_json, read_prompt, read_value
+from vlm_serve.server.http.json_body import validate
 from vlm_serve.server.http.tenants import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.service import Preparation, Service
 
@@ -123,8 +126,8 @@ async def probe(service: Service, request: Request) -> Response:
     Raises:
         VlmServeError: the request is invalid, or the server does not admit it.
     """
-    preparation = await read_request(
-        service, request, ProbeRequest, partial(_preparation, service, request)
+    preparation = await read_prompt(
+        service, request, "chat", ProbeRequest, partial(_preparation, service, request)
     )
     with service.admission.admitted():
         prompt = await service.prepare(preparation)
@@ -140,9 +143,7 @@ async def pin(service: Service, request: Request) -> Response:
         NodeNotFoundError: the cache has no node with this key that the client may see.
         VlmServeError: the request is invalid, or the server does not admit it.
     """
-    body, preparation = await read_request(
-        service, request, PinRequest, lambda body: (body, _pin_target(service, request, body))
-    )
+    body, preparation = await read_value(service, request, partial(_pin_target, service, request))
     with service.admission.admitted():
         if isinstance(preparation, ListedNode):
             length, key = preparation.node.end, preparation.node.key
@@ -243,20 +244,21 @@ def _find(service: Service, request: Request, key: str) -> ListedNode:
 
 
 def _pin_target(
-    service: Service, request: Request, body: PinRequest
-) -> ListedNode | Callable[[], Preparation]:
-    """Return the node named by the body, or a function that makes the prompt it describes."""
+    service: Service, request: Request, value: Mapping[str, Any]
+) -> tuple[PinRequest, ListedNode | Callable[[], Preparation]]:
+    """Return the body with the node that it names, or with a function that makes its prompt."""
+    body = validate(value, PinRequest)
     if body.key is None:
-        return _preparation(service, request, body)
-    given = body.model_dump(exclude_unset=True, exclude_none=True).keys()
+        return body, _preparation(service, request, body, read_conversation("chat", value))
+    given = {name for name, each in value.items() if each is not None}
     if given - {"key", "ttl_seconds", "model"}:
         raise InvalidRequestError("key must come without a prompt", param="key")
     service.state.resolve_model(body.model)
-    return _find(service, request, body.key)
+    return body, _find(service, request, body.key)
 
 
 def _preparation(
-    service: Service, request: Request, body: CachePrompt
+    service: Service, request: Request, body: CachePrompt, conversation: Conversation
 ) -> Callable[[], Preparation]:
     """Return a function that makes the body's prompt; call it on a preparation thread.
 
@@ -265,9 +267,9 @@ def _preparation(
     """
     service.state.resolve_model(body.model)
     salt = salt_of(request.scope, body.cache_salt)
-    chat = body.chat_or_none(body.prompt)
-    if chat is not None:
-        return partial(prepare, service, chat, salt)
+    body.check_alternatives(body.prompt)
+    if body.prompt is None:
+        return partial(prepare, service, conversation, salt)
     if not body.prompt:
         raise InvalidRequestError("prompt must not be empty", param="prompt")
     return partial(prepare_tokens, service, body.prompt, salt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 from starlette.types import Scope
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.messages import Conversation
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.sampling_params import SamplingParams
@@ -31,95 +31,47 @@ from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Preparation, Service
 
 
-@dataclass(frozen=True, slots=True)
-class ChatInput:
-    """The input of a chat prompt.
-
-    Attributes:
-        read: reads the conversation. It may be long, so preparation threads call it.
-        tools: as templates see them, `{"type": "function", "function": {...}}`.
-        add_generation_prompt, continue_final_message, template_kwargs, media_io_kwargs,
-            mm_processor_kwargs: see `Preprocessor.prepare`.
-        answer_tokens: tokens reserved for the answer. If the conversation is too long, its oldest
-            turns are dropped. None: a conversation that is too long is refused.
-    """
-
-    read: Callable[[], Conversation]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_kwargs: dict[str, Any] | None = None
-    media_io_kwargs: dict[str, Any] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
-    answer_tokens: int | None = None
-
-    @property
-    def function_names(self) -> list[str]:
-        return [tool["function"]["name"] for tool in self.tools]
-
-    @property
-    def schemas(self) -> dict[str, Any]:
-        """Schemas of the parameters, by function name."""
-        functions = [tool["function"] for tool in self.tools]
-        return {function["name"]: function.get("parameters") for function in functions}
-
-
-def with_thinking(given: ChatInput, effort: str | None) -> ChatInput:
-    """Return the input with thinking on or off, the only levels in Qwen's templates.
-
-    Args:
-        effort: "none" turns thinking off, any other value turns it on; None changes nothing.
-    """
-    if effort is None:
-        return given
-    kwargs = {"enable_thinking": effort != "none"} | (given.template_kwargs or {})
-    return dataclasses.replace(given, template_kwargs=kwargs)
-
-
-def with_variable(given: ChatInput, name: str, value: str | None) -> ChatInput:
-    """Return the input with a template variable set; None changes nothing."""
-    if value is None:
-        return given
-    return dataclasses.replace(given, template_kwargs={name: value} | (given.template_kwargs or {}))
-
-
 def template_ignores(service: Service, name: str, value: str | None) -> bool:
     """Return True if a setting has no effect, since the chat template has no such variable."""
     known = service.engine.preprocessor.template_variables
     return value not in (None, "medium") and name not in known
 
 
-def prepare(service: Service, given: ChatInput, cache_salt: str) -> Preparation:
+def prepare(
+    service: Service,
+    conversation: Conversation,
+    cache_salt: str,
+    answer_tokens: int | None = None,
+) -> Preparation:
     """Return the prompt, or the work left if there are media; call it on a preparation thread.
+
+    Args:
+        answer_tokens: tokens reserved for the answer. If the conversation is too long, its oldest
+            turns are dropped. None: a conversation that is too long is refused.
 
     Raises:
         InvalidRequestError: the conversation makes no prompt, or a client may not name its media.
     """
-    conversation = given.read()
     check_media_sources(conversation)
     preprocessor = service.engine.preprocessor
-    options: dict[str, Any] = {
-        "tools": given.tools or None,
-        "add_generation_prompt": given.add_generation_prompt,
-        "continue_final_message": given.continue_final_message,
-        "chat_template_kwargs": given.template_kwargs,
-        "media_io_kwargs": given.media_io_kwargs,
-        "mm_processor_kwargs": given.mm_processor_kwargs,
-        "cache_salt": cache_salt,
-    }
-    if given.answer_tokens is not None:
-        max_tokens = service.engine.max_model_len - max(given.answer_tokens, 1)
+    if answer_tokens is not None:
+        max_tokens = service.engine.max_model_len - max(answer_tokens, 1)
 
         def truncated(stop: Stop) -> Prompt:
-            prompt_of = partial(preprocessor.prepare, **options, stop=stop)
+            prompt_of = partial(preprocessor.prepare, cache_salt=cache_salt, stop=stop)
             return prepare_truncated(conversation, prompt_of, max_tokens)
 
         return truncated if conversation.media else truncated(Stop())
-    rendering: Rendering = preprocessor.begin(conversation, **options)
+    rendering: Rendering = preprocessor.begin(conversation, cache_salt=cache_salt)
     if rendering.media:
         return rendering
     prompt: Prompt = preprocessor.finish(rendering, [])
     return prompt
+
+
+def thinks(effort: str | None) -> bool | None:
+    """Return the switch of templates that know no other levels: "none" turns thinking off."""
+    return None if effort is None else effort != "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +83,19 @@ class ParsedRequest:
         choice: functions that may or must be called.
         form_field: the request's field with that constraint, if any.
         names: internal field name -> the API's name for it, for errors.
+        answer_tokens: see `prepare`.
     """
 
-    input: ChatInput
+    conversation: Conversation
     params: SamplingParams
     choice: ToolChoice
     form_field: str = "structured_outputs"
     names: Mapping[str, str] = field(default_factory=dict)
+    answer_tokens: int | None = None
+
+    def prepare(self, service: Service, cache_salt: str) -> Preparation:
+        """Return the prompt or the work left; it raises as `prepare` does."""
+        return prepare(service, self.conversation, cache_salt, self.answer_tokens)
 
 
 async def count_tokens(service: Service, parsed: ParsedRequest, cache_salt: str) -> int:
@@ -147,7 +105,7 @@ async def count_tokens(service: Service, parsed: ParsedRequest, cache_salt: str)
         VlmServeError: see `Admission.admitted` and `Service.prepare`.
     """
     with service.admission.admitted(), renamed_params(parsed.names):
-        return len(await service.prepare(partial(prepare, service, parsed.input, cache_salt)))
+        return len(await service.prepare(partial(parsed.prepare, service, cache_salt)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,20 +150,20 @@ def conversation_task(
         VlmServeError: the server refuses the request before any work is done.
     """
     choice = _enforceable(service, parsed.choice)
-    schemas = parsed.input.schemas
+    schemas = parsed.conversation.functions
     plain = parsed.params.structured_outputs
     form = with_tools(plain, choice, schemas, parsed.form_field, _tool_form(service))
     form_field = parsed.form_field if form is plain else "tools"
     salt = salt_of(scope, body.cache_salt)
     return ConversationTask(
         task=Task(
-            prepare=partial(prepare, service, parsed.input, salt),
+            prepare=partial(parsed.prepare, service, salt),
             params=dataclasses.replace(parsed.params, structured_outputs=form),
             request_id=body.request_id or request_id_of(scope),
             arrival=arrival,
             priority=body.priority or 0,
             reasoning=service.config.reasoning_parser != "none",
-            continued=parsed.input.continue_final_message,
+            continued=parsed.conversation.continue_final_message,
             trace=trace_context_of(scope),
             names={**parsed.names, "structured_outputs": form_field},
             affinity=affinity_of(scope),

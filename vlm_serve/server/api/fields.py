@@ -12,8 +12,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.api.structured import structured_outputs_of
 
 MAX_SALT_LENGTH = 128
 SALT_PATTERN = r"^[A-Za-z0-9._:=+/@-]*$"
@@ -77,69 +75,10 @@ class AnswerRequest(RequestModel):
 
     model: str | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
     cache_report: bool | None = None
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
-
-    def sampling(self, **others: Any) -> SamplingParams:
-        """Return the sampling parameters, with others added.
-
-        Raises:
-            InvalidRequestError: a field is out of range; the error names it.
-        """
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-            **others,
-        )
-
-
-def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def token_biases(bias: dict[str, float] | None) -> dict[int, float] | None:
-    """Return `logit_bias` by token id; in JSON, all keys are strings.
-
-    Raises:
-        InvalidRequestError: a key is not a token id.
-    """
-    for token in bias or {}:
-        if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise InvalidRequestError(
-                f"logit_bias: {token[:32]!r} is not a token id", param="logit_bias"
-            )
-    return {int(token): value for token, value in (bias or {}).items()} or None
-
-
-class SamplingFields(RequestModel):
-    """Fields with the names of `SamplingParams`, in every API that follows vLLM."""
-
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    min_p: float | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    n: int | None = None
-    logit_bias: Table[float] | None = None
-    allowed_token_ids: Items[int] | None = None
-    bad_words: Items[str] | None = None
-    prompt_logprobs: int | None = None
-    prompt_logprobs_start: int | None = None
-    structured_outputs: Table[Any] | None = None
-    return_routed_experts: bool | None = None
-    routed_experts_prompt_start: int | None = None
 
 
 def check_stream(
@@ -160,12 +99,14 @@ def check_stream(
         )
 
 
-class GenerationRequest(AnswerRequest, SamplingFields):
+class GenerationRequest(AnswerRequest):
     """Fields that chat and plain completions share."""
 
     stream_options: StreamOptions | None = None
     response_format: Table[Any] | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: Table[Any] | None = None
 
     @property
     def form_field(self) -> str:
@@ -174,37 +115,5 @@ class GenerationRequest(AnswerRequest, SamplingFields):
         constrained = given is not None and given.get("type") != "text"
         return "response_format" if constrained else "structured_outputs"
 
-    @property
-    def wanted_prompt_logprobs(self) -> int | None:
-        """Number of alternatives per prompt token; None: no prompt logprobs."""
-        return self.prompt_logprobs
-
     def stream_option(self, name: str) -> bool:
         return self.stream_options is not None and bool(getattr(self.stream_options, name))
-
-    def all_sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Return the sampling parameters from all fields. It raises as `sampling` does."""
-        check_stream(self.stream, self.stream_options, self.prompt_logprobs)
-        return self.sampling(
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens or 0,
-            min_p=self.min_p or 0.0,
-            stop=stop_texts(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=self.repetition_penalty,
-            logprobs=logprobs,
-            prompt_logprobs=self.wanted_prompt_logprobs,
-            prompt_logprobs_start=self.prompt_logprobs_start or 0,
-            logit_bias=token_biases(self.logit_bias),
-            allowed_token_ids=None
-            if self.allowed_token_ids is None
-            else tuple(self.allowed_token_ids),
-            bad_words=tuple(self.bad_words or ()),
-            structured_outputs=structured_outputs_of(self.response_format, self.structured_outputs),
-            n=1 if self.n is None else self.n,
-            return_routed_experts=bool(self.return_routed_experts),
-            routed_experts_prompt_start=self.routed_experts_prompt_start or 0,
-        )

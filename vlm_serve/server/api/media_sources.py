@@ -7,7 +7,7 @@ where the URL may point.
 from __future__ import annotations
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.messages import Conversation
+from vlm_serve.preprocess.reading.conversation import Conversation
 
 SCHEMES = ("data:", "http://", "https://", "file://")
 
@@ -19,7 +19,7 @@ def check_media_sources(conversation: Conversation) -> None:
         InvalidRequestError: one is not; the error names its part.
     """
     for part in conversation.media:
-        url = part.source
+        url = part.head or part.source
         if not isinstance(url, str) or not url[:8].lower().startswith(SCHEMES):
             raise InvalidRequestError(
                 f"{part.param} must be a URL that begins with {', '.join(SCHEMES)}",

@@ -9,7 +9,6 @@ from pydantic import Field
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.server.api.chat.request import ChatMessage, TemplateFields
-from vlm_serve.server.api.conversation import ChatInput
 from vlm_serve.server.api.fields import MAX_MESSAGES, Items
 
 if TYPE_CHECKING:
@@ -22,15 +21,10 @@ class PromptOrMessages(TemplateFields):
     model: str | None = None
     messages: Items[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
 
-    def chat_or_none(self, prompt: object) -> ChatInput | None:
-        """Return the chat prompt's input, or None if `prompt` was given.
-
-        Raises:
-            InvalidRequestError: both or neither were given.
-        """
-        if (prompt is None) == (self.messages is None):
+    def check_alternatives(self, prompt: object) -> None:
+        """Raise InvalidRequestError if both messages and a prompt were given."""
+        if prompt is not None and self.messages is not None:
             raise InvalidRequestError("give either prompt or messages", param="prompt")
-        return None if self.messages is None else self.chat_input(self.messages)
 
 
 def prepare_tokens(service: Service, prompt: str | list[int], cache_salt: str) -> Prompt:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.api.request_affinity import note_affinity
 from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.errors import MediaTypeError
@@ -39,7 +41,37 @@ async def read_json(service: Service, request: Request, model: type[M]) -> M:
 async def read_request(
     service: Service, request: Request, model: type[M], use: Callable[[M], T]
 ) -> T:
-    """Validate the request's body and return the result of `use` for the model.
+    """Return the result of `use` for the request's body; it raises as `read_value` does."""
+    return await read_value(service, request, lambda value: use(validate(value, model)))
+
+
+async def read_prompt(
+    service: Service,
+    request: Request,
+    api: str,
+    model: type[M],
+    use: Callable[[M, Conversation], T],
+) -> T:
+    """Return the result of `use` for the request's body and the conversation in it.
+
+    Args:
+        api: see `read_conversation`.
+
+    Raises:
+        InvalidRequestError: see `read_value`, `read_conversation`.
+    """
+
+    def read(value: Any) -> T:
+        body = validate(value, model)
+        conversation = read_conversation(api, value)
+        note_affinity(request.scope, conversation, service.state.model_names[0])
+        return use(body, conversation)
+
+    return await read_value(service, request, read)
+
+
+async def read_value(service: Service, request: Request, use: Callable[[Any], T]) -> T:
+    """Parse the request's body and return the result of `use` for it.
 
     Args:
         use: may take time in proportion to the body. Like parsing, it runs on the event loop only
@@ -72,8 +104,7 @@ async def read_request(
 
     def read() -> tuple[T, int]:
         value = parse_counted(body)
-        note_affinity(request.scope, value, service.state.model_names[0])
-        return use(validate(value, model)), cost.when_parsed(value)
+        return use(value), cost.when_parsed(value)
 
     if small:
         made, kept = read()

@@ -11,6 +11,7 @@ from typing import Any
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.grammar.schema import check_schema
+from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
 from vlm_serve.server.answers.pieces import ToolForm
 from vlm_serve.structured_outputs import StructuredOutputs
 
@@ -161,6 +162,40 @@ class ToolChoice:
                 param="tool_choice",
             )
         return cls("required", (name,), parallel=False)
+
+
+def tool_choice_of(choice: Any, names: Sequence[str], parallel: bool | None) -> ToolChoice:
+    """Return the choice in the form of chat or of responses.
+
+    Args:
+        choice: a mode, or an object that names a function or the tools allowed.
+
+    Raises:
+        InvalidRequestError: see `ToolChoice`, or an object is malformed.
+    """
+    if not isinstance(choice, dict):
+        return ToolChoice.of(choice, names, parallel)
+    try:
+        if choice.get("type") != "allowed_tools":
+            return ToolChoice.function(_function_name(choice, "tool_choice"), names)
+        where = "tool_choice.allowed_tools" if "allowed_tools" in choice else "tool_choice"
+        allowed = object_of(choice.get("allowed_tools", choice), where)
+        tools = enumerate(list_of(allowed.get("tools"), f"{where}.tools"))
+        only = [_function_name(tool, f"{where}.tools[{at}]") for at, tool in tools]
+        return ToolChoice.allowed(allowed.get("mode"), only, names, parallel)
+    except InvalidRequestError as error:
+        error.param = "tool_choice"
+        raise
+
+
+def _function_name(tool: Any, where: str) -> str:
+    if object_of(tool, where).get("type") != "function":
+        raise unsupported(f"{where}.type", tool.get("type"))
+    if "function" in tool:
+        return text_of(
+            object_of(tool["function"], f"{where}.function"), "name", f"{where}.function"
+        )
+    return text_of(tool, "name", where)
 
 
 def with_tools(

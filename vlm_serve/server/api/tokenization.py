@@ -12,13 +12,14 @@ from starlette.responses import Response
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.server.api.bodies import Optional
-from vlm_serve.server.api.conversation import ChatInput, prepare
+from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import RequestModel
 from vlm_serve.server.api.fields import Tokens as TokenIds
 from vlm_serve.server.api.logprobs import token_text
 from vlm_serve.server.api.prompts import PromptOrMessages
-from vlm_serve.server.api.request_body import read_request
+from vlm_serve.server.api.request_body import read_prompt, read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.service import Service
 
@@ -52,8 +53,8 @@ async def tokenize(service: Service, request: Request) -> Response:
     Raises:
         InvalidRequestError: the request is invalid.
     """
-    chat, answer = await read_request(
-        service, request, TokenizeRequest, partial(_tokenizing, service)
+    chat, answer = await read_prompt(
+        service, request, "chat", TokenizeRequest, partial(_tokenizing, service)
     )
     with service.admission.admitted():
         if chat is None:
@@ -63,12 +64,12 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 def _tokenizing(
-    service: Service, body: TokenizeRequest
-) -> tuple[ChatInput | None, Callable[..., Response]]:
+    service: Service, body: TokenizeRequest, conversation: Conversation
+) -> tuple[Conversation | None, Callable[..., Response]]:
     """Return the conversation, if there is one, and a function from its prompt to the response."""
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     service.state.resolve_model(body.model)
-    chat = body.chat_or_none(body.prompt)
+    body.check_alternatives(body.prompt)
 
     def answer(prompt: Prompt | None = None) -> Response:
         if prompt is None:
@@ -86,7 +87,7 @@ def _tokenizing(
         )
         return JSONResponse(found.model_dump(), headers=headers)
 
-    return chat, answer
+    return (None if body.messages is None else conversation), answer
 
 
 async def detokenize(service: Service, request: Request) -> Response:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from vlm_serve.errors import ContextLengthError
-from vlm_serve.preprocess.messages import Conversation
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.reading.conversation import Conversation
 
 
 def prepare_truncated(
@@ -66,9 +67,10 @@ def drop_turns(conversation: Conversation, starts: list[int], dropped: int) -> C
     before, num_dropped = (
         sum(map(_num_media, part)) for part in (messages[:first], messages[first:end])
     )
-    return Conversation(
-        messages[:first] + messages[end:],
-        conversation.media[:before] + conversation.media[before + num_dropped :],
+    return replace(
+        conversation,
+        messages=messages[:first] + messages[end:],
+        media=conversation.media[:before] + conversation.media[before + num_dropped :],
     )
 
 

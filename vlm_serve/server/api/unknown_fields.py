@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from vlm_serve.errors import UnsupportedFieldError
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
-from vlm_serve.server.http.errors import UnsupportedFieldError
+from vlm_serve.server.api.sampling import options_elsewhere
 
 IGNORED_HEADER = "x-vlm-serve-ignored-fields"
 MAX_IGNORED_NAMED = 32
@@ -55,27 +56,21 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# Chat fields that another chat-like API may not declare. As chat fields they would change the
-# answer, so such an API refuses them instead of ignoring them.
-CHAT_ONLY: dict[str, tuple[Any, ...]] = {
-    name: () for name in ChatCompletionRequest.model_fields if name != "stream_options"
-} | {
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "min_p": (0, 0.0),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "return_token_ids": (False,),
-    "return_routed_experts": (False,),
-    "stop": ([],),
-    "stop_token_ids": ([],),
-    "verbosity": ("medium",),
-}
+
+def unimplemented_in(api: str) -> dict[str, tuple[Any, ...]]:
+    """Return the fields that a chat-like API refuses, with their neutral values.
+
+    Chat fields that it does not declare would change the answer, so it does not ignore them.
+    """
+    chat = dict.fromkeys(ChatCompletionRequest.model_fields.keys() - {"stream_options"}, ())
+    aids: dict[str, tuple[Any, ...]] = {
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "return_token_ids": (False,),
+        "verbosity": ("medium",),
+    }
+    return UNIMPLEMENTED | chat | options_elsewhere(api) | aids
+
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 

@@ -39,10 +39,6 @@ class MediaTypeError(InvalidRequestError):
     status = 415
 
 
-class UnsupportedFieldError(InvalidRequestError):
-    """A known field that would change the answer is not implemented."""
-
-
 class RequestTimeoutError(VlmServeError):
     """The request took longer than the operator permits: HTTP 504."""
 

@@ -10,12 +10,13 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.chat.stream import ChatStream
 from vlm_serve.server.api.conversation import conversation_task, template_ignores
-from vlm_serve.server.api.request_body import read_request
+from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.service import Service
 
@@ -24,16 +25,22 @@ async def chat_completions(service: Service, request: Request) -> Response:
     """Answer a conversation. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
-        service, request, await read_request(service, request, ChatCompletionRequest, make_spec)
+        service,
+        request,
+        await read_prompt(service, request, "chat", ChatCompletionRequest, make_spec),
     )
 
 
 def _spec(
-    service: Service, scope: Scope, arrival: float, body: ChatCompletionRequest
+    service: Service,
+    scope: Scope,
+    arrival: float,
+    body: ChatCompletionRequest,
+    conversation: Conversation,
 ) -> ResponseSpec:
     ignored = ignored_fields(body.model_extra or {})
     ignored += ["verbosity"] * template_ignores(service, "verbosity", body.verbosity)
-    chat = conversation_task(service, scope, body, body.parsed(), arrival)
+    chat = conversation_task(service, scope, body, body.parsed(conversation), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ChatStream:
         return ChatStream(body, chat, service.tokenizer, generations[0])

@@ -11,13 +11,14 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.server.answers.generation import Generation, Task
 from vlm_serve.server.api.answer import ResponseSpec, respond
-from vlm_serve.server.api.completions.request import CompletionRequest
+from vlm_serve.server.api.completions.request import CompletionRequest, checked_prompts
 from vlm_serve.server.api.completions.stream import CompletionStream
 from vlm_serve.server.api.prompts import prepare_tokens
 from vlm_serve.server.api.request_affinity import affinity_of
-from vlm_serve.server.api.request_body import read_request
+from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
@@ -29,11 +30,19 @@ async def completions(service: Service, request: Request) -> Response:
     """Continue one or several prompts. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
-        service, request, await read_request(service, request, CompletionRequest, make_spec)
+        service,
+        request,
+        await read_prompt(service, request, "completions", CompletionRequest, make_spec),
     )
 
 
-def _spec(service: Service, scope: Scope, arrival: float, body: CompletionRequest) -> ResponseSpec:
+def _spec(
+    service: Service,
+    scope: Scope,
+    arrival: float,
+    body: CompletionRequest,
+    conversation: Conversation,
+) -> ResponseSpec:
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     params = body.sampling_params()
     request_id = body.request_id or request_id_of(scope)
@@ -51,7 +60,7 @@ def _spec(service: Service, scope: Scope, arrival: float, body: CompletionReques
             created=created,
         )
 
-    prompts: Iterable[tuple[int, str | list[int]]] = enumerate(body.prompts())
+    prompts: Iterable[tuple[int, str | list[int]]] = enumerate(checked_prompts(conversation))
     tasks = [
         Task(
             partial(prepare_tokens, service, prompt, salt),

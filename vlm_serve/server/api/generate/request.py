@@ -8,18 +8,13 @@ from pydantic import Field
 
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.api.fields import (
-    MAX_PRIORITY,
-    MAX_SALT_LENGTH,
-    SALT_PATTERN,
+    AnswerRequest,
     RequestModel,
-    SamplingFields,
     StreamOptions,
     Tokens,
     check_stream,
-    stop_texts,
-    token_biases,
 )
-from vlm_serve.server.api.structured import structured_outputs_of
+from vlm_serve.server.api.sampling import sampling_of, with_sampling
 from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED
 from vlm_serve.server.http.errors import renamed_params
 
@@ -46,35 +41,11 @@ SAMPLING_UNIMPLEMENTED = SAMPLING_REFUSED | {
 }
 
 
-class TokenSampling(SamplingFields):
+@with_sampling("generate")
+class TokenSampling(RequestModel):
     """`sampling_params`, with the field names of `SamplingParams`."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    logprobs: int | None = None
-
-    def params(self) -> SamplingParams:
-        """Return the sampling parameters.
-
-        Raises:
-            InvalidRequestError: a field is out of range; the error names it.
-        """
-        given = {
-            name: value
-            for name in type(self).model_fields
-            if (value := getattr(self, name)) is not None
-        }
-        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        return SamplingParams(
-            **given
-            | {
-                "stop": stop_texts(self.stop),
-                "logit_bias": token_biases(self.logit_bias),
-                "structured_outputs": structured_outputs_of(None, self.structured_outputs),
-            }
-        )
+    prompt_logprobs: int | None = None
 
 
 # Internal field name -> this API's name for it, for errors.
@@ -84,16 +55,10 @@ NAMES = {name: f"sampling_params.{name}" for name in TokenSampling.model_fields}
 }
 
 
-class GenerateRequest(RequestModel):
+class GenerateRequest(AnswerRequest):
     token_ids: Tokens = Field(min_length=1)
     sampling_params: TokenSampling
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
-    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
-    cache_report: bool | None = None
 
     def params(self) -> SamplingParams:
         """Return the sampling parameters.
@@ -103,4 +68,4 @@ class GenerateRequest(RequestModel):
         """
         with renamed_params(NAMES):
             check_stream(self.stream, self.stream_options, self.sampling_params.prompt_logprobs)
-            return self.sampling_params.params()
+            return sampling_of("generate", self.sampling_params)

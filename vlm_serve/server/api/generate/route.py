@@ -10,6 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.server.answers.generation import Generation, Task
 from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.generate.request import (
@@ -21,7 +22,7 @@ from vlm_serve.server.api.generate.request import (
 from vlm_serve.server.api.generate.stream import GenerateStream
 from vlm_serve.server.api.prompts import prepare_tokens
 from vlm_serve.server.api.request_affinity import affinity_of
-from vlm_serve.server.api.request_body import read_request
+from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.errors import renamed_params
@@ -34,11 +35,15 @@ async def generate(service: Service, request: Request) -> Response:
     """Continue a prompt of token ids. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
-        service, request, await read_request(service, request, GenerateRequest, make_spec)
+        service,
+        request,
+        await read_prompt(service, request, "generate", GenerateRequest, make_spec),
     )
 
 
-def _spec(service: Service, scope: Scope, arrival: float, body: GenerateRequest) -> ResponseSpec:
+def _spec(
+    service: Service, scope: Scope, arrival: float, body: GenerateRequest, _: Conversation
+) -> ResponseSpec:
     headers = ignored_header(_ignored(body))
     salt = salt_of(scope, body.cache_salt)
     model, created = service.state.resolve_model(body.model), created_of(scope)

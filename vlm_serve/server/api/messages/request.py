@@ -7,8 +7,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from vlm_serve.errors import FieldError
-from vlm_serve.server.api.conversation import ChatInput, ParsedRequest, with_thinking, with_variable
-from vlm_serve.server.api.field_checks import text_of, unsupported
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.values import text_of, unsupported
+from vlm_serve.server.api.conversation import ParsedRequest
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -17,9 +18,9 @@ from vlm_serve.server.api.fields import (
     RequestModel,
     Table,
 )
-from vlm_serve.server.api.messages.input_blocks import InputMessage, read_blocks
+from vlm_serve.server.api.sampling import sampling_names, sampling_of, with_sampling
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form
-from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
+from vlm_serve.server.api.unknown_fields import unimplemented_in
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.structured_outputs import StructuredOutputs
 
@@ -31,7 +32,7 @@ MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_NAMES = {"stop": "stop_sequences"}
+_NAMES = sampling_names("messages")
 
 
 class MessageParam(RequestModel):
@@ -64,40 +65,24 @@ class MessagesPrompt(AnswerRequest):
     chat_template_kwargs: Table[Any] | None = None
     output_config: OutputConfig | None = None
 
-    def parsed(self) -> ParsedRequest:
+    @property
+    def effort(self) -> str | None:
+        return None if self.output_config is None else self.output_config.effort
+
+    def parsed(self, conversation: Conversation) -> ParsedRequest:
         """Parse the request.
 
         Raises:
             InvalidRequestError: a field is invalid; the error names it.
         """
-        return self._parsed()
-
-    @property
-    def effort(self) -> str | None:
-        return None if self.output_config is None else self.output_config.effort
-
-    def _parsed(self, **limits: Any) -> ParsedRequest:
-        continues = bool(self.messages) and self.messages[-1].role == "assistant"
-        messages = [InputMessage(message.role, message.content or "") for message in self.messages]
-        given = ChatInput(
-            read=lambda: read_blocks(self.system, messages),
-            tools=[_function(tool) for tool in self.tools or []],
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            template_kwargs=self.chat_template_kwargs,
-        )
-        with renamed_params(_NAMES):
-            params = self.sampling(structured_outputs=self._form(), **limits)
-        thinks = None
+        thinking = None
         if self.thinking is not None:
-            thinks = "none" if self.thinking.get("type") == "disabled" else "medium"
-        return ParsedRequest(
-            input=with_variable(with_thinking(given, thinks), "reasoning_effort", self.effort),
-            params=params,
-            choice=self._tool_choice(given.function_names),
-            form_field="output_config",
-            names=_NAMES,
-        )
+            thinking = self.thinking.get("type") != "disabled"
+        conversation.default_kwargs(enable_thinking=thinking, reasoning_effort=self.effort)
+        with renamed_params(_NAMES):
+            params = sampling_of("messages", self, structured_outputs=self._form())
+        choice = self._tool_choice(list(conversation.functions))
+        return ParsedRequest(conversation, params, choice, "output_config", _NAMES)
 
     def _form(self) -> StructuredOutputs | None:
         form = self.output_config.format if self.output_config is not None else None
@@ -120,27 +105,14 @@ class MessagesPrompt(AnswerRequest):
         return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
 
 
+@with_sampling("messages")
 class MessagesRequest(MessagesPrompt):
     max_tokens: int
-    stop_sequences: Items[str] | None = None
-
-    def parsed(self) -> ParsedRequest:
-        return self._parsed(max_tokens=self.max_tokens, stop=tuple(self.stop_sequences or ()))
 
 
 # Counting ignores the fields that only the answer needs, so the same body serves both endpoints.
 MESSAGES_UNIMPLEMENTED = {
     name: neutral
-    for name, neutral in (UNIMPLEMENTED | CHAT_ONLY | MESSAGES_REFUSED).items()
+    for name, neutral in (unimplemented_in("messages") | MESSAGES_REFUSED).items()
     if name not in MessagesRequest.model_fields
 }
-
-
-def _function(tool: MessagesTool) -> dict[str, Any]:
-    # Keep the field order of the chat API: templates print it, and equal tools should give equal
-    # prompts.
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    function["parameters"] = tool.input_schema or {}
-    return {"type": "function", "function": function}

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.conversation import (
@@ -26,7 +27,7 @@ from vlm_serve.server.api.messages.request import (
     MessagesRequest,
 )
 from vlm_serve.server.api.messages.stream import MessageStream
-from vlm_serve.server.api.request_body import read_request
+from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Service
@@ -45,11 +46,14 @@ async def count_message_tokens(service: Service, request: Request) -> Response:
         VlmServeError: the request is invalid, or the server does not admit it.
     """
 
-    def parse(body: MessagesPrompt) -> tuple[dict[str, str], ParsedRequest, str]:
+    def parse(
+        body: MessagesPrompt, conversation: Conversation
+    ) -> tuple[dict[str, str], ParsedRequest, str]:
         service.state.resolve_model(body.model)
-        return _headers(service, body), body.parsed(), salt_of(request.scope, body.cache_salt)
+        salt = salt_of(request.scope, body.cache_salt)
+        return _headers(service, body), body.parsed(conversation), salt
 
-    headers, parsed, salt = await read_request(service, request, MessagesPrompt, parse)
+    headers, parsed, salt = await read_prompt(service, request, "messages", MessagesPrompt, parse)
     answer = CountedTokens(input_tokens=await count_tokens(service, parsed, salt))
     return JSONResponse(answer.model_dump(), headers=headers)
 
@@ -64,13 +68,21 @@ async def create_message(service: Service, request: Request) -> Response:
     """Answer a conversation. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
-        service, request, await read_request(service, request, MessagesRequest, make_spec)
+        service,
+        request,
+        await read_prompt(service, request, "messages", MessagesRequest, make_spec),
     )
 
 
-def _spec(service: Service, scope: Scope, arrival: float, body: MessagesRequest) -> ResponseSpec:
+def _spec(
+    service: Service,
+    scope: Scope,
+    arrival: float,
+    body: MessagesRequest,
+    conversation: Conversation,
+) -> ResponseSpec:
     headers = _headers(service, body)
-    chat = conversation_task(service, scope, body, body.parsed(), arrival)
+    chat = conversation_task(service, scope, body, body.parsed(conversation), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> MessageStream:
         return MessageStream(body, chat, generations[0])

@@ -8,10 +8,9 @@ from typing import Any
 
 from starlette.types import Scope
 
-from vlm_serve.errors import FieldError, InvalidRequestError
+from vlm_serve.errors import FieldError, InvalidRequestError, UnsupportedFieldError
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.failover.attempt import Attempt, attempt_of, new_token
-from vlm_serve.server.http.errors import UnsupportedFieldError
 from vlm_serve.server.http.tenants import Owner, owner_of
 from vlm_serve.server.response_store import (
     ResponseStore,

@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from vlm_serve.errors import FieldError, InvalidRequestError
-from vlm_serve.server.api.conversation import ChatInput, ParsedRequest, with_thinking, with_variable
-from vlm_serve.server.api.field_checks import allowed_tools, text_of, unsupported
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.values import unsupported
+from vlm_serve.server.api.conversation import ParsedRequest, thinks
 from vlm_serve.server.api.fields import (
     MAX_TOOLS,
     AnswerRequest,
@@ -17,11 +18,10 @@ from vlm_serve.server.api.fields import (
     RequestModel,
     Table,
     Verbosity,
-    stop_texts,
 )
-from vlm_serve.server.api.responses.items import read_input
-from vlm_serve.server.api.structured import ToolChoice, json_schema_form, simple_form
-from vlm_serve.server.api.unknown_fields import CHAT_ONLY, UNIMPLEMENTED
+from vlm_serve.server.api.sampling import sampling_names, sampling_of, with_sampling
+from vlm_serve.server.api.structured import json_schema_form, simple_form, tool_choice_of
+from vlm_serve.server.api.unknown_fields import unimplemented_in
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.structured_outputs import StructuredOutputs
 
@@ -32,13 +32,9 @@ RESPONSES_REFUSED: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "prompt": (),
 }
-RESPONSES_UNIMPLEMENTED = UNIMPLEMENTED | CHAT_ONLY | RESPONSES_REFUSED
+RESPONSES_UNIMPLEMENTED = unimplemented_in("responses") | RESPONSES_REFUSED
 
-_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "logprobs": "top_logprobs",
-}
+_NAMES = sampling_names("responses") | {"messages": "input", "logprobs": "top_logprobs"}
 _LOGPROBS = "message.output_text.logprobs"
 _NOTHING_TO_INCLUDE = ("reasoning.encrypted_content",)
 
@@ -51,14 +47,13 @@ class ResponsesTool(RequestModel):
     strict: bool | None = None
 
 
+@with_sampling("responses")
 class ResponsesRequest(AnswerRequest):
     input: str | Items[Table[Any]]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
     store: bool | None = None
     max_output_tokens: int | None = None
-    min_p: float | None = None
-    stop: str | Items[str] | None = None
     tools: Items[ResponsesTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -76,42 +71,35 @@ class ResponsesRequest(AnswerRequest):
             return [{"type": "message", "role": "user", "content": self.input}]
         return self.input
 
-    def parsed(self, past: list[dict[str, Any]]) -> ParsedRequest:
+    def parsed(self, conversation: Conversation) -> ParsedRequest:
         """Parse the request.
-
-        Args:
-            past: the items of the turns before it.
 
         Raises:
             InvalidRequestError: a field is invalid; the error names it.
         """
-        self._check_numbers()
-        given = ChatInput(
-            read=lambda: read_input(self.instructions, past, self.input),
-            tools=[_function(tool) for tool in self.tools or []],
-            template_kwargs=self.chat_template_kwargs,
-            answer_tokens=(self.max_output_tokens or 0) if self.truncation == "auto" else None,
+        self._check_numbers(conversation)
+        conversation.default_kwargs(
+            enable_thinking=thinks(self._effort()), verbosity=self.verbosity
         )
         with renamed_params(_NAMES):
-            params = self.sampling(
-                max_tokens=self.max_output_tokens,
-                min_p=self.min_p or 0.0,
-                stop=stop_texts(self.stop),
-                logprobs=self.logprobs,
-                structured_outputs=self._form(),
+            params = sampling_of(
+                "responses", self, logprobs=self.logprobs, structured_outputs=self._form()
             )
         return ParsedRequest(
-            input=with_variable(with_thinking(given, self._effort()), "verbosity", self.verbosity),
-            params=params,
-            choice=self._tool_choice(given.function_names),
-            form_field="text",
-            names=_NAMES,
+            conversation,
+            params,
+            tool_choice_of(
+                self.tool_choice, list(conversation.functions), self.parallel_tool_calls
+            ),
+            "text",
+            _NAMES,
+            (self.max_output_tokens or 0) if self.truncation == "auto" else None,
         )
 
-    def _check_numbers(self) -> None:
+    def _check_numbers(self, conversation: Conversation) -> None:
         """Refuse infinite numbers: the response repeats these fields, and JSON has no infinity."""
-        for name in ("tools", "tool_choice", "text"):
-            value = self.model_dump(include={name}, exclude_unset=True)
+        given = {"tools": conversation.tools, "tool_choice": self.tool_choice, "text": self.text}
+        for name, value in given.items():
             try:
                 json.dumps(value, allow_nan=False)
             except ValueError:
@@ -141,21 +129,6 @@ class ResponsesRequest(AnswerRequest):
             raise FieldError("reasoning.effort", "must be text")
         return effort
 
-    def _tool_choice(self, names: list[str]) -> ToolChoice:
-        choice = self.tool_choice
-        if not isinstance(choice, dict):
-            return ToolChoice.of(choice, names, self.parallel_tool_calls)
-        if choice.get("type") == "allowed_tools":
-            tools = allowed_tools(choice, "tool_choice.tools")
-            for index, tool in enumerate(tools):
-                if tool.get("type") != "function":
-                    raise unsupported(f"tool_choice.tools[{index}].type", tool.get("type"))
-            only = [tool.get("name") for tool in tools]
-            return ToolChoice.allowed(choice.get("mode"), only, names, self.parallel_tool_calls)
-        if choice.get("type") != "function":
-            raise unsupported("tool_choice.type", choice.get("type"))
-        return ToolChoice.function(text_of(choice, "name", "tool_choice"), names)
-
     def _form(self) -> StructuredOutputs | None:
         """Return the constraint that `text` puts on the answer; None if it puts none."""
         form = (self.text or {}).get("format")
@@ -166,7 +139,3 @@ class ResponsesRequest(AnswerRequest):
         if form.get("type") == "json_schema":
             return json_schema_form(form, "text.format")
         return simple_form(form, "text.format")
-
-
-def _function(tool: ResponsesTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Scope
 
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.items import read_past
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.conversation import (
@@ -21,7 +23,7 @@ from vlm_serve.server.api.conversation import (
     count_tokens,
     template_ignores,
 )
-from vlm_serve.server.api.request_body import read_request
+from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.responses.new_turn import items_until, new_turn, parent_of
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
 from vlm_serve.server.api.responses.stream import ResponseStream
@@ -44,14 +46,19 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
         VlmServeError: the request is invalid, or the server does not admit it.
     """
 
-    def parse(body: ResponsesRequest) -> tuple[dict[str, str], ParsedRequest, str]:
+    def parse(
+        body: ResponsesRequest, conversation: Conversation
+    ) -> tuple[dict[str, str], ParsedRequest, str]:
         ignored = ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
         service.state.resolve_model(body.model)
         owner = owner_of(request.scope, body.cache_salt)
         parent = parent_of(service, owner, body.previous_response_id)
-        return ignored_header(ignored), body.parsed(items_until(parent)), owner.salt
+        read_past(items_until(parent), conversation)
+        return ignored_header(ignored), body.parsed(conversation), owner.salt
 
-    headers, parsed, salt = await read_request(service, request, ResponsesRequest, parse)
+    headers, parsed, salt = await read_prompt(
+        service, request, "responses", ResponsesRequest, parse
+    )
     answer = InputTokens(input_tokens=await count_tokens(service, parsed, salt))
     return JSONResponse(answer.model_dump(), headers=headers)
 
@@ -60,16 +67,25 @@ async def create_response(service: Service, request: Request) -> Response:
     """Answer a conversation. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     return await respond(
-        service, request, await read_request(service, request, ResponsesRequest, make_spec)
+        service,
+        request,
+        await read_prompt(service, request, "responses", ResponsesRequest, make_spec),
     )
 
 
-def _spec(service: Service, scope: Scope, arrival: float, body: ResponsesRequest) -> ResponseSpec:
+def _spec(
+    service: Service,
+    scope: Scope,
+    arrival: float,
+    body: ResponsesRequest,
+    conversation: Conversation,
+) -> ResponseSpec:
     ignored = ["store"] if body.store and service.state.responses is None else []
     ignored += ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
     ignored += ["text.verbosity"] * template_ignores(service, "verbosity", body.verbosity)
     turn = new_turn(service, scope, body)
-    chat = conversation_task(service, scope, body, body.parsed(turn.past), arrival)
+    read_past(turn.past, conversation)
+    chat = conversation_task(service, scope, body, body.parsed(conversation), arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ResponseStream:
         return ResponseStream(body, chat, service.tokenizer, generations[0], turn)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.api.field_checks import unsupported
+from vlm_serve.preprocess.reading.values import unsupported
 from vlm_serve.server.api.responses.new_turn import find_response
 from vlm_serve.server.http.tenants import Owner, owner_of
 from vlm_serve.server.response_store import Turn

@@ -136,7 +136,7 @@ class ResponseStream(BlockStream):
         return body
 
     def _body(self, status: Status) -> ResponseBody:
-        request = self._request
+        request, params = self._request, self._chat.task.params
         return ResponseBody(
             id=self._turn.response_id or f"resp_{self._chat.task.request_id}",
             created_at=self._chat.created,
@@ -149,7 +149,7 @@ class ResponseStream(BlockStream):
             previous_response_id=request.previous_response_id,
             store=self._turn.response_id is not None,
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            temperature=request.temperature,
+            temperature=params.temperature,
             top_logprobs=request.top_logprobs or 0,
             text={
                 "format": (request.text or {}).get("format") or {"type": "text"},
@@ -160,7 +160,7 @@ class ResponseStream(BlockStream):
                 {"parameters": None, "strict": None} | tool.model_dump(exclude_unset=True)
                 for tool in request.tools or []
             ],
-            top_p=request.top_p,
+            top_p=params.top_p,
             truncation=request.truncation or "disabled",
         )
 

@@ -1,0 +1,106 @@
+"""A conversation: what a request's prompt consists of, in one form for all APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Modality = Literal["image", "video"]
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message under which clients send an answer's reasoning and templates read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """One image or video as given in the request.
+
+    Attributes:
+        modality: "image" or "video".
+        source: a URL or path (str), a `pathlib.Path`, bytes, a PIL image, or uint8 frames.
+        options: the part's options, still unchecked.
+        param: its place in the request, for errors.
+        named: places in the request of options set for all media, by option name.
+        url_only: the part has OpenAI's form, and only a URL is a valid source.
+        head: the beginning of a data: URL whose rest is `source`. Joining them copies an upload.
+    """
+
+    modality: Modality
+    source: Any
+    options: Mapping[str, Any]
+    param: str
+    url_only: bool = False
+    named: Mapping[str, str] = field(default_factory=dict)
+    head: str = ""
+
+    def joined(self) -> MediaPart:
+        """Return the part with a source in one piece."""
+        return replace(self, source=self.head + self.source, head="") if self.head else self
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The content of a request's prompt, still without a template.
+
+    Attributes:
+        messages: the messages as templates see them, with arguments of tool calls as objects.
+        media: the media of all messages, in order of appearance.
+        tools: function definitions as templates see them.
+        template_kwargs: further variables of the template.
+        media_io_kwargs, mm_processor_kwargs: options of all media, as vLLM names them.
+        add_generation_prompt: end with the beginning of an assistant's turn.
+        continue_final_message: leave the last message open for the model to continue.
+        prompts: texts or token ids without a template, in place of messages.
+        previous: id of the response that this conversation continues.
+        past_at: index of the message before which the turns of `previous` belong.
+        cache_salt: the salt that the client chose, if any.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    media: list[MediaPart] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    media_io_kwargs: Mapping[str, Any] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    prompts: list[str] | list[list[int]] | None = None
+    previous: str | None = None
+    past_at: int = 0
+    cache_salt: str | None = None
+
+    def add_answer(
+        self, texts: Sequence[str], reasoning: str | None, calls: list[dict[str, Any]]
+    ) -> None:
+        """Append an earlier answer, with its calls as `read_tool_call` returns them."""
+        parts = [{"type": "text", "text": text} for text in texts]
+        content = parts if len(parts) > 1 else parts[0]["text"] if parts else None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning is not None:
+            message |= dict.fromkeys(REASONING_KEYS, reasoning)
+        if calls:
+            message["tool_calls"] = calls
+        self.messages.append(message)
+
+    def medium(self, medium: MediaPart) -> dict[str, Any]:
+        """Collect a medium and return the part that represents it."""
+        self.media.append(medium)
+        # Templates check the type or a key of that name, never the value.
+        return {"type": medium.modality, medium.modality: medium.modality}
+
+    def put_past(self, past: Conversation) -> None:
+        """Put earlier turns before the first turn; instructions stay in front."""
+        self.messages[self.past_at : self.past_at] = past.messages
+        self.media[:0] = past.media
+
+    def default_kwargs(self, **kwargs: Any) -> None:
+        """Set template variables that the client has not set; None sets nothing."""
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        self.template_kwargs = given | self.template_kwargs
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """Schemas of the tools' parameters, by function name."""
+        functions = [tool.get("function", tool) for tool in self.tools]
+        return {function["name"]: function.get("parameters") for function in functions}

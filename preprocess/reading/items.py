@@ -1,0 +1,156 @@
+"""Reads the items of OpenAI's Responses form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.reading.chat import read_role
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.parts import read_content
+from vlm_serve.preprocess.reading.tools import read_tool_call, read_tools
+from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
+
+
+def read_response(body: Mapping[str, Any], conversation: Conversation) -> None:
+    """Read a Responses body's instructions, items and tools.
+
+    Raises InvalidRequestError, naming the item and field at fault.
+    """
+    conversation.previous = body.get("previous_response_id")
+    conversation.tools = [
+        {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}}
+        for tool in read_tools(_without_nulls(body.get("tools")))
+    ]
+    if body.get("instructions"):
+        message = {"role": "system", "content": text_of(body, "instructions", "body")}
+        conversation.messages.append(message)
+    conversation.past_at = len(conversation.messages)
+    given = body.get("input")
+    if isinstance(given, str):
+        conversation.messages.append({"role": "user", "content": given})
+        return
+    items = list_of(given, "input", "text or a list of items")
+    _read_items(items, "input", conversation, _answered(items))
+    if not conversation.messages and not conversation.previous:
+        raise InvalidRequestError("input must not be empty", param="input")
+
+
+def read_past(items: Sequence[Mapping[str, Any]], conversation: Conversation) -> None:
+    """Read the items of stored turns and put them where the conversation continues them."""
+    past = Conversation()
+    answers = {message.get("tool_call_id") for message in conversation.messages}
+    _read_items(items, "previous_response_id", past, _answered(items) | answers)
+    conversation.put_past(past)
+
+
+def _without_nulls(tools: Any) -> Any:
+    if not isinstance(tools, list):
+        return tools
+    return [
+        {key: value for key, value in tool.items() if value is not None}
+        if isinstance(tool, dict)
+        else tool
+        for tool in tools
+    ]
+
+
+def _answered(items: Sequence[Any]) -> set[Any]:
+    """Return the ids of the calls that have an output."""
+    outputs = [item for item in items if isinstance(item, dict) and "output" in item]
+    return {item["call_id"] for item in outputs if isinstance(item.get("call_id"), str)}
+
+
+class _Answer:
+    """Gathers the items of one answer (reasoning, text, calls) into one message."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self.texts: list[str] | None = None
+        self.reasoning: str | None = None
+        self.calls: list[dict[str, Any]] = []
+
+    def end(self) -> None:
+        if self.texts is not None or self.reasoning is not None or self.calls:
+            self.conversation.add_answer(self.texts or (), self.reasoning, self.calls)
+        self.texts, self.reasoning, self.calls = None, None, []
+
+
+def _read_items(
+    items: Sequence[Any], name: str, conversation: Conversation, answered: set[Any]
+) -> None:
+    answer = _Answer(conversation)
+    for index, item in enumerate(items):
+        where = f"{name}[{index}]"
+        _read_item(answer, object_of(item, where), where, answered)
+    answer.end()
+
+
+def _read_item(answer: _Answer, item: Mapping[str, Any], where: str, answered: set[Any]) -> None:
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        function = {name: text_of(item, name, where) for name in ("name", "arguments")}
+        if item.get("status") == "incomplete" and not _is_complete(function["arguments"]):
+            # The token limit has cut the call. No client can have run it, unless it has an output.
+            if item.get("call_id") not in answered:
+                return
+            function["arguments"] = "{}"
+        call = {"id": text_of(item, "call_id", where), "type": "function"}
+        answer.calls.append(call | {"function": read_tool_call(function, where)})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        answer.reasoning = "".join(_texts(parts, f"{where}.content"))
+    elif kind == "function_call_output":
+        answer.end()
+        content = _content(item, "output", where, answer.conversation)
+        message = {"role": "tool", "content": content}
+        message["tool_call_id"] = text_of(item, "call_id", where)
+        answer.conversation.messages.append(message)
+    elif kind != "message":
+        raise unsupported(f"{where}.type", kind)
+    elif item.get("role") == "assistant":
+        if answer.texts is not None:
+            answer.end()
+        answer.texts = _texts(_present(item, "content", where), f"{where}.content")
+    else:
+        answer.end()
+        role = read_role(item.get("role"), where)
+        content = _content(item, "content", where, answer.conversation)
+        answer.conversation.messages.append({"role": role, "content": content})
+
+
+def _present(item: Mapping[str, Any], name: str, where: str) -> Any:
+    """Return a field's value; null becomes empty text. Raises if the field is missing.
+
+    Clients send null as the content of an answer with only calls.
+    """
+    if name not in item:
+        raise InvalidRequestError(
+            f"{where}.{name} must be text or a list of parts", param=f"{where}.{name}"
+        )
+    return "" if item[name] is None else item[name]
+
+
+def _content(item: Mapping[str, Any], name: str, where: str, conversation: Conversation) -> Any:
+    return read_content(_present(item, name, where), f"{where}.{name}", conversation)
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    """Return the texts of content with only text parts, whatever their types are called."""
+    if isinstance(content, str):
+        return [content]
+    texts = []
+    for index, part in enumerate(list_of(content, where, "text or a list of parts")):
+        place = f"{where}[{index}]"
+        name = "refusal" if object_of(part, place).get("type") == "refusal" else "text"
+        texts.append(text_of(part, name, place))
+    return texts
+
+
+def _is_complete(arguments: str) -> bool:
+    try:
+        read_tool_call({"name": "", "arguments": arguments}, "")
+    except InvalidRequestError:
+        return False
+    return True

@@ -1,0 +1,45 @@
+"""Checks of values in a request's JSON; each error names the value's place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError, UnsupportedFieldError
+
+
+def text_of(item: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a field's text. Raises InvalidRequestError if the field is not text."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{where}.{name} must be text", param=f"{where}.{name}")
+    return value
+
+
+def object_of(value: Any, where: str) -> Mapping[str, Any]:
+    """Return a value after checking that it is an object. Raises InvalidRequestError."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{where} must be an object", param=where)
+    return value
+
+
+def list_of(value: Any, where: str, what: str = "a list") -> Sequence[Any]:
+    """Return a value after checking that it is a list. Raises InvalidRequestError."""
+    if not isinstance(value, list | tuple):
+        raise InvalidRequestError(f"{where} must be {what}", param=where)
+    return value
+
+
+def unsupported(where: str, value: Any) -> UnsupportedFieldError:
+    """Return the error for a value that the server does not implement."""
+    return UnsupportedFieldError(
+        f"{where}: {short_repr(value)} is not implemented by this server",
+        param=where,
+        code="unsupported_field",
+    )
+
+
+def short_repr(value: Any) -> str:
+    """Format a client's value for an error message, shortened."""
+    text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    return text if len(text) <= 40 else text[:37] + "..."
