@@ -6,6 +6,7 @@ Results do not depend on earlier calls: the raw index saves work but changes not
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.media_items import MediaLoader, is_remote
 from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
-from vlm_serve.preprocess.media_processors import find_processors
+from vlm_serve.preprocess.media_processors import find_processors, missing_files
 from vlm_serve.preprocess.media_tokens import find_expander, find_vision_tokens
 from vlm_serve.preprocess.messages import Conversation, read_messages
 from vlm_serve.preprocess.processors import fingerprint
@@ -49,6 +50,7 @@ from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
 from vlm_serve.preprocess.typed_text import TypedText
 from vlm_serve.preprocess.upload_records import UploadRecords
 
+_log = logging.getLogger(__name__)
 _SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{0,128}")
 _THREADS = 64
 # Per request: enough to keep all decoding processes busy, and to overlap slow downloads.
@@ -112,15 +114,19 @@ class Preprocessor:
         images, videos = (None, None)
         self._expander = Expander(self.tokenizer, None)
         self.media_token_ids: frozenset[int] = frozenset()
+        missing: dict[Literal["image", "video"], str] = {}
         if config is not None:
             images, videos = find_processors(directory, config, self.tokenizer.family)
+            missing = missing_files(images, videos)
+            for modality, file in missing.items():
+                _log.warning("the checkpoint has no %s: the model takes no %ss", file, modality)
             vision = find_vision_tokens(self.tokenizer, config)
             self.media_token_ids = frozenset({vision.image_pad, vision.video_pad})
             self._expander = find_expander(self.tokenizer, config, vision, images, videos)
         self.raw_index = RawIndex(raw_index_bytes)
         self._decoders = Decoders()
         self._loader = MediaLoader(
-            images, videos, limits or MediaLimits(), self.raw_index, self._decoders
+            images, videos, limits or MediaLimits(), self.raw_index, self._decoders, missing
         )
         self._vocab_size = max(self.tokenizer.vocab_size, _vocab_size(directory))
         # Both pools mostly wait: one for remote hosts of any slowness, the other for the decoders.

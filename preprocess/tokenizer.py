@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from vlm_serve.errors import CheckpointError, ContextLengthError
+from vlm_serve.foreign_files import foreign
 from vlm_serve.preprocess.end_tokens import find_ends, special_names
 from vlm_serve.preprocess.family import Family, family_of
 
@@ -39,7 +40,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name} of the checkpoint cannot be read: {error}") from None
+        what = foreign(path) or f"of the checkpoint cannot be read: {error}"
+        raise CheckpointError(f"{path.name} {what}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} of the checkpoint is not a JSON object")
     return value
@@ -251,7 +253,8 @@ def _load_backend(
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises no narrower type
-        raise CheckpointError(f"tokenizer.json of the checkpoint is unusable: {error}") from None
+        what = foreign(path) or f"of the checkpoint is unusable: {error}"
+        raise CheckpointError(f"tokenizer.json {what}") from None
     if split is not None:
         _split_by(backend, split, add_prefix_space=bool(config.get("add_prefix_space")))
     # A cached word takes up to 8 KiB, so the default of 10 000 would hold 70 MiB of client data. A

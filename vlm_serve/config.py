@@ -73,6 +73,11 @@ class EngineConfig:
         low=1,
         default_text="the checkpoint's context",
     )
+    allow_long_max_model_len: bool = _model(
+        False,
+        "accept a max_model_len beyond the checkpoint's context (with YaRN, the extended one); "
+        "answers may get worse there",
+    )
     deterministic: bool = _model(
         False,
         "make prefill logits bit-identical between a cache hit and a cold run; costs some speed",

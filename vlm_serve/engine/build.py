@@ -21,8 +21,10 @@ from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
     LOGPROB_CACHE_BYTES,
     MemoryPlan,
+    check_pools,
     default_cache_memory,
     embedding_bytes,
+    named_shortage,
     plan_memory,
 )
 from vlm_serve.engine.parts import EngineParts
@@ -132,11 +134,13 @@ def _assemble(
     size = config.tensor_parallel_size
     cache_memory = config.cache_memory_bytes or default_cache_memory(source.device, size)
     memory = plan_memory(loaded.layout, config, types, cache_memory)
+    check_pools(memory, size, source.device)
     max_model_len = longest_context(config, spec, memory)
     preprocessor = _preprocessor(source, config, model, max_model_len)
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
     pools = Pools.of(types, memory, rows, deterministic=config.deterministic)
-    caches = pools.allocate(model)
+    with named_shortage(memory):
+        caches = pools.allocate(model)
     graphs = step_graphs(model, caches, config, max_model_len) if with_graphs else ()
     if source.compiled:
         compile_steps(model, caches)
@@ -249,8 +253,19 @@ def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
 
 
 def longest_context(config: EngineConfig, model: ModelSpec, memory: MemoryPlan) -> int:
-    """Return the maximum number of tokens of a prompt with its answer."""
-    context = config.max_model_len or model.max_position_embeddings
+    """Return the maximum number of tokens of a prompt with its answer.
+
+    Raises:
+        ConfigError: `max_model_len` exceeds the model's context, and that is not allowed.
+    """
+    context, most = config.max_model_len, model.max_position_embeddings
+    if context is not None and context > most and not config.allow_long_max_model_len:
+        raise ConfigError(
+            f"max_model_len is {context}, but this checkpoint is made for {most} tokens: lower it, "
+            "extend the checkpoint's rope_scaling with YaRN, or pass --allow-long-max-model-len",
+            param="max_model_len",
+        )
+    context = context or most
     return min(context, (memory.num_blocks - 1) * memory.block_size)
 
 
