@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from make_checkpoint import make_checkpoint
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build, longest_context
 from vlm_serve.engine.memory import MemoryPlan, check_pools, host_memory, named_shortage
+from vlm_serve.engine.ranks.start import _rendezvous
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.models.registry import read_spec
 from vlm_serve.plan_command import make
@@ -135,3 +137,12 @@ def test_a_missing_processor_is_named_at_start_and_to_clients(
                 preprocessor.prepare(text_and_picture(modality))
             assert error.value.code == "no_media"
     preprocessor.close()
+
+
+@pytest.mark.parametrize("tokens", [10**12, 10**18, 10**30])
+def test_shared_memory_that_the_machine_lacks(tokens: int) -> None:
+    config = EngineConfig(device="cpu", tensor_parallel_size=2, max_num_batched_tokens=tokens)
+    source = SimpleNamespace(compiled=True, spec=read_spec(DEMO))
+    rendezvous = _rendezvous(source, config)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lower max_num_batched_tokens"), rendezvous:
+        pass
