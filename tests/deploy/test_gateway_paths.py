@@ -27,7 +27,8 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.connections import Connections
-from vlm_serve.server.http.draining import DrainingServer, listen, url_of, uvicorn_config
+from vlm_serve.server.http.draining import DrainingServer, uvicorn_config
+from vlm_serve.server.http.listening import listen, url_of
 from vlm_serve.server.service import Service
 
 

@@ -34,7 +34,8 @@ def for_browsers(app: ASGIApp, config: ServerConfig) -> ASGIApp:
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
         )
-    if is_loopback(config.host) or config.allowed_hosts:
+    # No browser reaches a Unix socket; a proxy before it knows its own names.
+    if config.allowed_hosts or (config.uds is None and is_loopback(config.host)):
         app = HostCheck(app, config.allowed_hosts)
     return app
 
