@@ -86,11 +86,12 @@ class Preprocessor:
         family: the model's; None: the one named by its config.json.
         limits: limits on media.
         raw_index_bytes: memory for recognising repeated uploads; 0 turns that off.
-        max_tokens: see `Tokenizer`.
+        max_tokens, generation: see `Tokenizer`.
 
     Attributes:
         tokenizer: the checkpoint's.
         raw_index: the memory of uploads.
+        takes_media: whether prompts may have pictures or videos.
 
     Raises CheckpointError if the checkpoint's files are missing or not supported.
     """
@@ -105,8 +106,9 @@ class Preprocessor:
         limits: MediaLimits | None = None,
         raw_index_bytes: int = DEFAULT_RAW_INDEX_BYTES,
         max_tokens: int | None = None,
+        generation: Path | None = None,
     ) -> None:
-        self.tokenizer = Tokenizer(directory, family, max_tokens)
+        self.tokenizer = Tokenizer(directory, family, max_tokens, generation)
         self.block_size = block_size
         self._root_key = root_key
         self._template = ChatTemplate(find_chat_template(directory), self.tokenizer.special_names)
@@ -128,6 +130,7 @@ class Preprocessor:
         self._loader = MediaLoader(
             images, videos, limits or MediaLimits(), self.raw_index, self._decoders, missing
         )
+        self.takes_media = images is not None or videos is not None
         self._vocab_size = max(self.tokenizer.vocab_size, _vocab_size(directory))
         # Both pools mostly wait: one for remote hosts of any slowness, the other for the decoders.
         # Separate pools keep slow hosts from blocking decodes.

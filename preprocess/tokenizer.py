@@ -56,6 +56,7 @@ class Tokenizer:
         family: the model's; None: the one named by its config.json.
         max_tokens: the context length; `encode` and `check_length` refuse far longer texts without
             encoding all of them.
+        generation: folder of another generation_config.json, which may name end tokens.
 
     Attributes:
         family: as given or found.
@@ -74,6 +75,7 @@ class Tokenizer:
         directory: Path | str,
         family: Family | None = None,
         max_tokens: int | None = None,
+        generation: Path | None = None,
     ) -> None:
         directory = Path(directory)
         config = read_json(directory / "tokenizer_config.json")
@@ -101,7 +103,7 @@ class Tokenizer:
         self.eos_ids = find_ends(
             own,
             self.family.end_of_turn,
-            read_json(directory / "generation_config.json"),
+            read_json((generation or directory) / "generation_config.json"),
             model_config,
             id_of=self.token_to_id,
             known=lambda token_id: self.id_to_token(token_id) is not None,

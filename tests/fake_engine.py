@@ -64,6 +64,8 @@ class FakePreprocessor:
         prompt: Prompt = draft.prompt
         return prompt
 
+    takes_media = True
+
     def prepare_tokens(self, token_ids: Sequence[int], *, cache_salt: str = "") -> Prompt:
         return self._prompt(self.tokenizer.decode(token_ids))
 

@@ -9,7 +9,8 @@ from typing import Any
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.structured_outputs import StructuredOutputs
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 1000
+"""Bound of `max_logprobs`, which an engine's options set."""
 MAX_STOP_STRINGS = 16
 MAX_BIASES = 1024
 MAX_ALLOWED_TOKENS = 1 << 16

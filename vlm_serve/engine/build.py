@@ -50,11 +50,14 @@ from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.triton_support import keep_private
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
+from vlm_serve.models.config import read_json
+from vlm_serve.models.files import check_no_revision
 from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
 
+GENERATION = "generation_config.json"
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 REPORTED_LOGITS_BYTES = 256 << 20
@@ -82,8 +85,8 @@ def build(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     address = find_store(config)
-    path = find_checkpoint(model)
-    spec, size = read_spec(path), config.tensor_parallel_size
+    path = find_checkpoint(model, revision=config.revision)
+    spec, size = with_generation(read_spec(path), config), config.tensor_parallel_size
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(size, mtp=mtp)
     device = _device(config.device)
@@ -269,11 +272,44 @@ def longest_context(config: EngineConfig, model: ModelSpec, memory: MemoryPlan) 
     return min(context, (memory.num_blocks - 1) * memory.block_size)
 
 
-def find_checkpoint(model: str, *, configs_only: bool = False) -> Path:
+def find_checkpoint(model: str, *, configs_only: bool = False, revision: str | None = None) -> Path:
     """Return the directory of a built-in or a named checkpoint; see `resolve_checkpoint`."""
     if model in DEMO_DIRECTORIES:
+        check_no_revision(revision)
         return _DEMO_FOLDER / DEMO_DIRECTORIES[model]
-    return resolve_checkpoint(model, configs_only=configs_only)
+    return resolve_checkpoint(model, configs_only=configs_only, revision=revision)
+
+
+def with_generation(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """Return the model with the configured defaults of sampling.
+
+    Raises:
+        ConfigError: there is no generation_config.json in the named folder.
+        CheckpointError: the file cannot be read.
+    """
+    chosen = config.generation_config
+    if chosen == "vllm":
+        return replace(spec, generation={})
+    folder = generation_folder(config)
+    return spec if folder is None else replace(spec, generation=read_json(folder / GENERATION))
+
+
+def generation_folder(config: EngineConfig) -> Path | None:
+    """Return the folder of another generation_config.json; None: the checkpoint's own is used.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if config.generation_config in ("auto", "vllm"):
+        return None
+    folder = Path(config.generation_config)
+    if not (folder / GENERATION).is_file():
+        raise ConfigError(
+            f"generation_config must be auto, vllm or a folder with {GENERATION}, got "
+            f"{config.generation_config!r}",
+            param="generation_config",
+        )
+    return folder
 
 
 def _device(name: str) -> torch.device:
@@ -309,6 +345,7 @@ def _preprocessor(
         family=model.spec.family,
         limits=_media_limits(config),
         max_tokens=max_tokens,
+        generation=generation_folder(config),
     )
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from vlm_serve.errors import CheckpointError, ModelNotFoundError
+from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
 from vlm_serve.foreign_files import foreign
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -18,19 +18,24 @@ _OTHER_WEIGHTS = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.ckpt")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
 
-def resolve_checkpoint(model: str | Path, *, configs_only: bool = False) -> Path:
+def resolve_checkpoint(
+    model: str | Path, *, configs_only: bool = False, revision: str | None = None
+) -> Path:
     """Return the local directory of a checkpoint; a hub id is downloaded, or found in the hub's
     cache.
 
     Args:
         model: directory or hub id.
         configs_only: download only the files that determine the model's size.
+        revision: branch, tag or commit of a hub id.
 
     Raises:
         ModelNotFoundError: neither a directory nor a hub id that can be fetched.
+        ConfigError: a directory has no revisions.
     """
     path = Path(model)
     if path.is_dir():
+        check_no_revision(revision)
         return path
     name = str(model)
     if path.is_file():
@@ -43,7 +48,7 @@ def resolve_checkpoint(model: str | Path, *, configs_only: bool = False) -> Path
 
     files = _CONFIG_FILES if configs_only else _HUB_FILES
     try:
-        folder = Path(snapshot_download(name, allow_patterns=list(files)))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:
         raise ModelNotFoundError(f"{name!r} is no directory, and {_complaint(error)}") from error
     if "gguf" in name.lower() and not (configs_only or any(folder.glob("*.safetensors"))):
@@ -53,13 +58,24 @@ def resolve_checkpoint(model: str | Path, *, configs_only: bool = False) -> Path
     return folder
 
 
+def check_no_revision(revision: str | None) -> None:
+    """Raise ConfigError if a revision is named of what has none."""
+    if revision is not None:
+        raise ConfigError(
+            f"revision {revision!r} has no effect: the model is a folder, not a hub id",
+            param="revision",
+        )
+
+
 def _complaint(error: Exception) -> str:
     """Translate an error of the hub's client, which raises errors of many libraries."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
         return "the hub gives that model to those only who have accepted its terms (HF_TOKEN)"
-    if isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the hub has that model, but not this revision of it"
+    if isinstance(error, errors.RepositoryNotFoundError):
         return "the hub has no such model, or a private one (HF_TOKEN)"
     if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
         return f"the hub answered with status {error.response.status_code}"

@@ -11,6 +11,7 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -34,7 +35,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     made, key = tmp_path / "made.pem", tmp_path / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-        + ["-nodes", "-keyout", key, "-out", made, "-days", "2", "-subj", "/CN=localhost"]
+        + ["-nodes", "-keyout", str(key), "-out", str(made), "-days", "2", "-subj", "/CN=localhost"]
         + ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
         check=True, capture_output=True,
     )  # fmt: skip
@@ -159,9 +160,10 @@ def test_an_encrypted_key(certificate: tuple[Path, Path], tmp_path: Path) -> Non
         ["openssl", "pkey", "-in", key, "-out", locked, "-aes256", "-passout", "pass:word"],
         check=True, capture_output=True,
     )  # fmt: skip
-    files = {"ssl_certfile": str(made), "ssl_keyfile": str(locked)}
+    files: dict[str, Any] = {"ssl_certfile": str(made), "ssl_keyfile": str(locked)}
     assert tls_context(ServerConfig(**files, ssl_keyfile_password="word"))
-    for wrong in ({}, {"ssl_keyfile_password": "wrong"}):
+    passwords: list[dict[str, Any]] = [{}, {"ssl_keyfile_password": "wrong"}]
+    for wrong in passwords:
         with pytest.raises(ConfigError, match="with the right ssl_keyfile_password") as caught:
             tls_context(ServerConfig(**files, **wrong))
         assert "wrong" not in caught.value.message
@@ -171,18 +173,20 @@ def test_bad_files_for_tls_are_named(certificate: tuple[Path, Path], tmp_path: P
     made, key = map(str, certificate)
     text = tmp_path / "text"
     text.write_text("no certificate")
-    for options, named in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"ssl_certfile": "/none"}, "ssl_certfile: there is no file /none"),
         ({"ssl_certfile": made, "ssl_keyfile": "/none"}, "ssl_keyfile: there is no file"),
         ({"ssl_certfile": made}, "must be a certificate and its private key"),
         ({"ssl_certfile": str(text), "ssl_keyfile": key}, "must be a certificate"),
         ({"ssl_certfile": made, "ssl_keyfile": key, "ssl_ca_certs": str(text)}, "ssl_ca_certs"),
-    ):
+    ]
+    for options, named in cases:
         with pytest.raises(ConfigError, match=named):
             tls_context(ServerConfig(**options))
     for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+        lonely: dict[str, Any] = {name: key}
         with pytest.raises(ConfigError, match=f"{name} needs ssl_certfile"):
-            ServerConfig(**{name: key})
+            ServerConfig(**lonely)
 
 
 @pytest.fixture

@@ -135,6 +135,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
             params=params,
             choice=self._tool_choice(given.function_names),
             form_field=self.form_field,
+            names={"logprobs": "top_logprobs"},
         )
 
     def _top_logprobs(self) -> int | None:
