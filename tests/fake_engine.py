@@ -109,7 +109,7 @@ class FakeEngine:
         self.grammars = FakeGrammars()
         self.max_model_len = 4096
         self.gate, self.check_gate = threading.Event(), threading.Event()
-        self.num_checks = 0
+        self.num_checks = self.num_flushes = 0
         self.mirror = TreeMirror(CacheEvents())
         self.step_times = StepTimes()
         self.alive = True
@@ -166,6 +166,9 @@ class FakeEngine:
         request = self.requests.pop(request_id, None)
         if request is not None:
             request.aborted.set()
+
+    def flush(self) -> None:
+        self.num_flushes += 1
 
     def check(self, wanted: Callable[[], bool] = lambda: False) -> bool:
         self.num_checks += 1

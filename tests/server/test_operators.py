@@ -18,13 +18,6 @@ RESETS = ("/reset_prefix_cache", "/flush_cache")
 OPERATOR, TENANT = ({"Authorization": f"Bearer {key}"} for key in ("operator", "tenant"))
 
 
-class Flushed(FakeEngine):
-    num_flushes = 0
-
-    def flush(self) -> None:
-        self.num_flushes += 1
-
-
 @pytest.fixture
 def server(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[RunningServer]:
     keys = tmp_path / "keys.yaml"
@@ -33,7 +26,7 @@ def server(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[RunningServer]:
     options = ServerConfig(
         port=0, api_key=("operator",), tenant_keys=str(keys), allowed_origins=("https://ours",)
     )
-    with running(Flushed(tokenizer, config), options) as server:
+    with running(FakeEngine(tokenizer, config), options) as server:
         yield server
 
 
