@@ -39,7 +39,12 @@ FUNCTIONS: dict[str, tuple[str | type, ...]] = {
     "vlm_ranks_give_up": ("Ranks", _INTEGER),
     "vlm_ranks_barrier": ("Ranks",),
     "vlm_rms_norm": ("Rows", _ADDRESS, _NUMBER, _INTEGER),
-    "vlm_rotations": (_INTEGER, _INTEGER, _INTEGER, *5 * (_ADDRESS,)),
+    "vlm_rotations": (
+        *3 * (_INTEGER,),
+        *3 * (_ADDRESS,),
+        _NUMBER,
+        *2 * (_ADDRESS,),
+    ),
     "vlm_self_test": (_ADDRESS,),
     "vlm_silu_times": ("Rows", "Rows", _INTEGER),
     "vlm_step": ("Program", "Step", _INTEGER),

@@ -7,12 +7,13 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 import PIL.Image
@@ -36,6 +37,7 @@ from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.upload_records import UploadRecords, upload_key
 
 _CONVERSIONS = 2
+_NOTHING: Mapping[Literal["image", "video"], str] = MappingProxyType({})
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
@@ -47,6 +49,7 @@ class MediaLoader:
         limits: limits on fetching and decoding.
         raw_index: keeps records of earlier uploads.
         decoders: decode media that come as files.
+        missing: files that the checkpoint lacks, by the kind of media that it takes with them.
 
     Attributes:
         shared_budget: a second budget for fetched bytes, besides the loader's own; None: there is
@@ -63,7 +66,9 @@ class MediaLoader:
         limits: MediaLimits,
         raw_index: RawIndex,
         decoders: Decoders,
+        missing: Mapping[Literal["image", "video"], str] = _NOTHING,
     ) -> None:
+        self._missing = missing
         self._images, self._videos, self._limits = images, videos, limits
         self._raw_index, self._decoders = raw_index, decoders
         self._records: UploadRecords | None = None
@@ -88,14 +93,17 @@ class MediaLoader:
 
     def check_count(self, parts: list[MediaPart]) -> None:
         """Check the number and kinds of a prompt's media. Raises InvalidRequestError."""
-        for modality, config, limit in (
+        kinds: tuple[tuple[Literal["image", "video"], Processor | None, int | None], ...] = (
             ("image", self._images, self._limits.max_images),
             ("video", self._videos, self._limits.max_videos),
-        ):
+        )
+        for modality, config, limit in kinds:
             found = [part for part in parts if part.modality == modality]
             if found and config is None:
+                file = self._missing.get(modality)
+                why = f": the checkpoint has no {file}" if file else ""
                 raise InvalidRequestError(
-                    f"this model takes no {modality}s", param=found[0].param, code="no_media"
+                    f"this model takes no {modality}s{why}", param=found[0].param, code="no_media"
                 )
             if limit is not None and len(found) > limit:
                 raise InvalidRequestError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vlm_serve.preprocess.family import Family
 from vlm_serve.preprocess.media_options import image_options, video_options
@@ -40,6 +40,18 @@ class Processor:
     def process(self, decoded: Any, options: Any, param: str | None) -> Processed:
         """See `run`."""
         return self.run(decoded, options, self.config, param)
+
+
+def missing_files(
+    images: Processor | None, videos: Processor | None
+) -> dict[Literal["image", "video"], str]:
+    """Return the kinds of media without a processor, each with the file that it lacks."""
+    missing: dict[Literal["image", "video"], str] = {}
+    if images is None:
+        missing["image"] = "preprocessor_config.json"
+    if videos is None:
+        missing["video"] = "video_preprocessor_config.json"
+    return missing
 
 
 def find_processors(

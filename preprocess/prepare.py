@@ -6,6 +6,7 @@ Results do not depend on earlier calls: the raw index saves work but changes not
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.media_items import MediaLoader, is_remote
 from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
-from vlm_serve.preprocess.media_processors import find_processors
+from vlm_serve.preprocess.media_processors import find_processors, missing_files
 from vlm_serve.preprocess.media_tokens import find_expander, find_vision_tokens
 from vlm_serve.preprocess.processors import fingerprint
 from vlm_serve.preprocess.prompt import Prompt
@@ -50,6 +51,7 @@ from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
 from vlm_serve.preprocess.typed_text import TypedText
 from vlm_serve.preprocess.upload_records import UploadRecords
 
+_log = logging.getLogger(__name__)
 _SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{0,128}")
 _THREADS = 64
 # Per request: enough to keep all decoding processes busy, and to overlap slow downloads.
@@ -85,11 +87,12 @@ class Preprocessor:
         family: the model's; None: the one named by its config.json.
         limits: limits on media.
         raw_index_bytes: memory for recognising repeated uploads; 0 turns that off.
-        max_tokens: see `Tokenizer`.
+        max_tokens, generation: see `Tokenizer`.
 
     Attributes:
         tokenizer: the checkpoint's.
         raw_index: the memory of uploads.
+        takes_media: whether prompts may have pictures or videos.
 
     Raises CheckpointError if the checkpoint's files are missing or not supported.
     """
@@ -104,8 +107,9 @@ class Preprocessor:
         limits: MediaLimits | None = None,
         raw_index_bytes: int = DEFAULT_RAW_INDEX_BYTES,
         max_tokens: int | None = None,
+        generation: Path | None = None,
     ) -> None:
-        self.tokenizer = Tokenizer(directory, family, max_tokens)
+        self.tokenizer = Tokenizer(directory, family, max_tokens, generation)
         self.block_size = block_size
         self._root_key = root_key
         self._template = ChatTemplate(find_chat_template(directory), self.tokenizer.special_names)
@@ -113,16 +117,21 @@ class Preprocessor:
         images, videos = (None, None)
         self._expander = Expander(self.tokenizer, None)
         self.media_token_ids: frozenset[int] = frozenset()
+        missing: dict[Literal["image", "video"], str] = {}
         if config is not None:
             images, videos = find_processors(directory, config, self.tokenizer.family)
+            missing = missing_files(images, videos)
+            for modality, file in missing.items():
+                _log.warning("the checkpoint has no %s: the model takes no %ss", file, modality)
             vision = find_vision_tokens(self.tokenizer, config)
             self.media_token_ids = frozenset({vision.image_pad, vision.video_pad})
             self._expander = find_expander(self.tokenizer, config, vision, images, videos)
         self.raw_index = RawIndex(raw_index_bytes)
         self._decoders = Decoders()
         self._loader = MediaLoader(
-            images, videos, limits or MediaLimits(), self.raw_index, self._decoders
+            images, videos, limits or MediaLimits(), self.raw_index, self._decoders, missing
         )
+        self.takes_media = images is not None or videos is not None
         self._vocab_size = max(self.tokenizer.vocab_size, _vocab_size(directory))
         # Both pools mostly wait: one for remote hosts of any slowness, the other for the decoders.
         # Separate pools keep slow hosts from blocking decodes.

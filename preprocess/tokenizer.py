@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from vlm_serve.errors import CheckpointError, ContextLengthError
+from vlm_serve.foreign_files import foreign
 from vlm_serve.preprocess.end_tokens import find_ends, special_names
 from vlm_serve.preprocess.family import Family, family_of
 
@@ -39,7 +40,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name} of the checkpoint cannot be read: {error}") from None
+        what = foreign(path) or f"of the checkpoint cannot be read: {error}"
+        raise CheckpointError(f"{path.name} {what}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} of the checkpoint is not a JSON object")
     return value
@@ -54,6 +56,7 @@ class Tokenizer:
         family: the model's; None: the one named by its config.json.
         max_tokens: the context length; `encode` and `check_length` refuse far longer texts without
             encoding all of them.
+        generation: folder of another generation_config.json, which may name end tokens.
 
     Attributes:
         family: as given or found.
@@ -72,6 +75,7 @@ class Tokenizer:
         directory: Path | str,
         family: Family | None = None,
         max_tokens: int | None = None,
+        generation: Path | None = None,
     ) -> None:
         directory = Path(directory)
         config = read_json(directory / "tokenizer_config.json")
@@ -99,7 +103,7 @@ class Tokenizer:
         self.eos_ids = find_ends(
             own,
             self.family.end_of_turn,
-            read_json(directory / "generation_config.json"),
+            read_json((generation or directory) / "generation_config.json"),
             model_config,
             id_of=self.token_to_id,
             known=lambda token_id: self.id_to_token(token_id) is not None,
@@ -251,7 +255,8 @@ def _load_backend(
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises no narrower type
-        raise CheckpointError(f"tokenizer.json of the checkpoint is unusable: {error}") from None
+        what = foreign(path) or f"of the checkpoint is unusable: {error}"
+        raise CheckpointError(f"tokenizer.json {what}") from None
     if split is not None:
         _split_by(backend, split, add_prefix_space=bool(config.get("add_prefix_space")))
     # A cached word takes up to 8 KiB, so the default of 10 000 would hold 70 MiB of client data. A

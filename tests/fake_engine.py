@@ -67,6 +67,8 @@ class FakePreprocessor:
         prompt: Prompt = draft.prompt
         return prompt
 
+    takes_media = True
+
     def prepare_tokens(self, token_ids: Sequence[int], *, cache_salt: str = "") -> Prompt:
         return self._prompt(self.tokenizer.decode(token_ids))
 
@@ -110,7 +112,7 @@ class FakeEngine:
         self.grammars = FakeGrammars()
         self.max_model_len = 4096
         self.gate, self.check_gate = threading.Event(), threading.Event()
-        self.num_checks = 0
+        self.num_checks = self.num_flushes = 0
         self.mirror = TreeMirror(CacheEvents())
         self.step_times = StepTimes()
         self.alive = True
@@ -167,6 +169,9 @@ class FakeEngine:
         request = self.requests.pop(request_id, None)
         if request is not None:
             request.aborted.set()
+
+    def flush(self) -> None:
+        self.num_flushes += 1
 
     def check(self, wanted: Callable[[], bool] = lambda: False) -> bool:
         self.num_checks += 1

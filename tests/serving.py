@@ -14,7 +14,8 @@ from waiting import WAIT_SECONDS as WAIT_SECONDS
 from waiting import wait_for as wait_for
 
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.draining import DrainingServer, listen, url_of
+from vlm_serve.server.http.draining import DrainingServer
+from vlm_serve.server.http.listening import listen, url_of
 from vlm_serve.server.run import make_server
 from vlm_serve.server.service import Service
 

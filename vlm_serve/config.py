@@ -67,11 +67,30 @@ class EngineConfig:
         "compiled kernels on processors with byte dot products, else none",
         choices=("auto", "none", "int8"),
     )
+    revision: str | None = _model(
+        None,
+        "branch, tag or commit of a model that is named by its hub id",
+        default_text="the hub's main branch",
+    )
+    generation_config: str = _model(
+        "auto",
+        "defaults of sampling: auto takes the checkpoint's generation_config.json, vllm takes "
+        "neutral ones, and a folder holds another such file",
+        metavar="auto|vllm|DIR",
+    )
+    max_logprobs: int = _model(
+        20, "maximum log-probabilities that a request may ask for per token", low=0, high=1000
+    )
     max_model_len: int | None = _model(
         None,
         "maximum length of prompt plus answer, in tokens",
         low=1,
         default_text="the checkpoint's context",
+    )
+    allow_long_max_model_len: bool = _model(
+        False,
+        "accept a max_model_len beyond the checkpoint's context (with YaRN, the extended one); "
+        "answers may get worse there",
     )
     deterministic: bool = _model(
         False,

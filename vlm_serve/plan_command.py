@@ -72,7 +72,9 @@ def make(model: str, config: EngineConfig) -> Plan:
     """Compute the plan without loading weights or compiling kernels. Raises as `run`."""
     config, ranks = with_block_size(config, model), config.tensor_parallel_size
     named = Path(model).suffix == ".json"
-    spec = read_spec(model if named else find_checkpoint(model, configs_only=True))
+    spec = read_spec(
+        model if named else find_checkpoint(model, configs_only=True, revision=config.revision)
+    )
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(ranks, mtp=mtp)
     device = _device(config.device)

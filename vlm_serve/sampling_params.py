@@ -14,7 +14,8 @@ from typing import Any
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.structured_outputs import StructuredOutputs
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 1000
+"""Bound of `max_logprobs`, which an engine's options set."""
 MAX_BAD_WORD_LENGTH = 256
 _VLLM = ("chat", "completions", "generate")
 _ALL = (*_VLLM, "responses", "messages")
@@ -156,14 +157,14 @@ class SamplingParams:
     )
     logprobs: int | None = option(
         None,
-        "how many alternatives to report per token; null reports none",
+        "how many alternatives to report per token, at most `--max-logprobs` (20); null reports none",
         0,
         MAX_LOGPROBS,
         apis=("completions", "generate"),
     )
     prompt_logprobs: int | None = option(
         None,
-        "how many alternatives to report per prompt token; not in a stream",
+        "how many alternatives to report per prompt token, at most `--max-logprobs` (20); not in a stream",
         0,
         MAX_LOGPROBS,
     )

@@ -88,7 +88,8 @@ int64_t vlm_silu_times(const vlm::Rows* gates, const vlm::Rows* rows, int64_t bi
 int64_t vlm_norm_rope(const vlm::Rows* rows, const float* factors, const float* cos,
                       const float* sin, int64_t half, double eps, int64_t bits);
 int64_t vlm_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
-                      const float* inv_freq, const int32_t* axis, float* cos, float* sin);
+                      const float* inv_freq, const int32_t* axis, double scale, float* cos,
+                      float* sin);
 
 // begin: start a step, after all ranks have finished the step before. barrier: wait for the other
 // ranks. give_up: abandon a step that other ranks are in.

@@ -25,7 +25,10 @@ _norm_rope = Op(
 
 
 def mrope_cos_sin(
-    positions: torch.Tensor, inv_freq: torch.Tensor, sections: Sequence[int]
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    sections: Sequence[int],
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute cosine and sine of every token's angles, once per step for all layers.
 
@@ -33,6 +36,7 @@ def mrope_cos_sin(
         positions: int64 `[3, T]`: temporal, height and width position.
         inv_freq: float32 `[rot / 2]`.
         sections: number of frequencies of (temporal, height, width); interleaved.
+        scale: factor of cosines and sines.
 
     Returns:
         (cos, sin), float32 `[T, rot / 2]` each.
@@ -44,7 +48,7 @@ def mrope_cos_sin(
     check_tensor("inv_freq", inv_freq, (None,), (torch.float32,), inv_freq.device)
     if len(sections) != 3:
         raise KernelArgumentError("sections", "expected three sizes")
-    return _cos_sin(inv_freq.device, positions, inv_freq, sections)
+    return _cos_sin(inv_freq.device, positions, inv_freq, sections, scale)
 
 
 def qk_norm_rope(

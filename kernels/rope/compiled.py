@@ -27,7 +27,7 @@ def axes(half: int, sections: tuple[int, ...]) -> torch.Tensor:
 
 
 def mrope_cos_sin(
-    positions: torch.Tensor, inv_freq: torch.Tensor, sections: Sequence[int]
+    positions: torch.Tensor, inv_freq: torch.Tensor, sections: Sequence[int], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, half = positions.shape[1], inv_freq.shape[0]
     cos, sin = torch.empty(tokens, half), torch.empty(tokens, half)
@@ -40,6 +40,7 @@ def mrope_cos_sin(
         positions.data_ptr(),
         inv_freq.data_ptr(),
         axes(half, tuple(sections)).data_ptr(),
+        scale,
         cos.data_ptr(),
         sin.data_ptr(),
     )

@@ -10,13 +10,15 @@ from vlm_serve.kernels.norms.torch_cpu import BLOCK, blocks, centred_factor, uni
 
 
 def mrope_cos_sin(
-    positions: torch.Tensor, inv_freq: torch.Tensor, sections: Sequence[int]
+    positions: torch.Tensor, inv_freq: torch.Tensor, sections: Sequence[int], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     angles = positions[0].float().unsqueeze(1) * inv_freq
     for axis in (1, 2):
         which = slice(axis, 3 * sections[axis], 3)
         angles[:, which] = positions[axis].float().unsqueeze(1) * inv_freq[which]
-    return angles.cos(), angles.sin()
+    if scale == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def qk_norm_rope(

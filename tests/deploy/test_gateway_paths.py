@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+import httpx
 import pytest
 from fake_engine import FakeEngine
 from make_checkpoint import make_checkpoint
@@ -27,7 +28,9 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.connections import Connections
-from vlm_serve.server.http.draining import DrainingServer, listen, url_of, uvicorn_config
+from vlm_serve.server.http.draining import DrainingServer, uvicorn_config
+from vlm_serve.server.http.listening import listen, url_of
+from vlm_serve.server.http.root_path import below_root
 from vlm_serve.server.service import Service
 
 
@@ -57,7 +60,7 @@ class PoolOfOne:
 def serving(gateway: Gateway, config: ServerConfig) -> Iterator[str]:
     """Serves a gateway as `deploy` does; yields its URL."""
     bound, connections = listen(config), Connections(config)
-    app = for_browsers(guarded(gateway, config), config)
+    app = below_root(for_browsers(guarded(gateway, config), config), config.root_path)
     server = DrainingServer(uvicorn_config(app, connections), gateway, connections)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
@@ -68,6 +71,24 @@ def serving(gateway: Gateway, config: ServerConfig) -> Iterator[str]:
         server.should_exit = True
         thread.join(WAIT_SECONDS)
         bound.close()
+
+
+def test_a_gateway_on_a_unix_socket_below_a_path(service: Service, tmp_path: Path) -> None:
+    config = ServerConfig(uds=str(tmp_path / "s"), root_path="/vlm", page=False)
+    gateway = Gateway(cast(ReplicaPool, PoolOfOne(create_routes(service))), config, "test-model", 9)
+    with serving(gateway, config) as url:
+        assert url == f"http://unix:{config.uds}:"
+        transport = httpx.HTTPTransport(uds=config.uds)
+        with httpx.Client(transport=transport, base_url="http://vlm.example") as client:
+            for prefix in ("", "/vlm"):
+                for route in ("/ping", "/v1/models", "/get_model_info", "/server_info"):
+                    assert client.get(prefix + route).status_code == 200, route
+                assert client.post(prefix + "/reset_prefix_cache").status_code == 200
+                assert client.post(prefix + "/ping").status_code == 200
+            answer = client.post("/flush_cache", params={"reset_running_requests": "true"})
+            assert answer.status_code == 400
+            answer = client.post("/flush_cache", headers={"Origin": "https://evil.example"})
+            assert answer.status_code == 403
 
 
 @pytest.fixture

@@ -101,3 +101,10 @@ def test_bad_arguments_are_named() -> None:
         mrope_cos_sin(torch.zeros(2, 4, dtype=torch.int64), torch.ones(8), (4, 2, 2))
     with pytest.raises(KernelArgumentError, match="sections"):
         mrope_cos_sin(torch.zeros(3, 4, dtype=torch.int64), torch.ones(8), (4, 4))
+
+
+def test_cosines_and_sines_are_scaled() -> None:
+    positions, inv_freq = torch.arange(50).expand(3, -1), 1e4 ** -torch.linspace(0, 1, 20)
+    plain = mrope_cos_sin(positions, inv_freq, (8, 6, 6))
+    scaled = mrope_cos_sin(positions, inv_freq, (8, 6, 6), 1.25)
+    assert all(torch.equal(a, 1.25 * b) for a, b in zip(scaled, plain, strict=True))

@@ -108,22 +108,13 @@ def test_rotation_in_the_newer_form() -> None:
     assert spec_of(made | {"rope_parameters": rotation}).rope.rotary_dim == 16
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_vl", "qwen3_next"])
-def test_what_is_added_for_longer_contexts_is_not_passed_over(kind: str) -> None:
-    """As model cards tell to do it, in a file that transformers has saved."""
-    saved = {"rope_type": "default", "rope_theta": 77.0, "mrope_section": [6, 5, 5]}
-    added = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
-    with pytest.raises(CheckpointError, match="rope_type 'yarn' is not supported"):
-        spec_of(config(kind, rope_parameters=saved, rope_scaling=added))
-
-
 def test_untied_where_neither_section_says_so() -> None:
     made = config("qwen3_vl_moe")
     del made["tie_word_embeddings"], made["text_config"]["tie_word_embeddings"]
     assert not spec_of(made).tied_embeddings
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 SPLIT = {"mrope_interleaved": False, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 ALL = tuple(FAMILIES)
 GATED = tuple(kind for kind in FAMILIES if not kind.startswith("qwen3_vl"))
@@ -133,10 +124,12 @@ REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (ALL, "use_sliding_window", True, "use_sliding_window True is not supported"),
     (ALL, "layer_types", ["sliding_attention"] * 8, "layer_types 'sliding_attention'"),
     (ALL, "layer_types", ["mamba"] * 8, "layer_types 'mamba' is not supported"),
-    (ALL, "rope_parameters", YARN, "rope_type 'yarn' is not supported, only 'default'"),
+    (GATED, "rope_parameters", LINEAR, "rope_type 'linear' is not supported, only 'default'"),
+    (ALL, "rope_scaling", LINEAR, "rope_type 'linear' is not supported, only 'default'"),
+    (VL, "rope_parameters", LINEAR, "whose rope_type 'linear' would be lost"),
     (ALL, "hidden_act", "gelu", "hidden_act 'gelu' is not supported, only 'silu'"),
     (ALL, "num_attention_heads", 3, "num_attention_heads 3 is no multiple of its"),
-    (VL, "rope_parameters", SPLIT, "mrope_interleaved False is not supported, only True"),
+    (VL, "rope_scaling", SPLIT, "mrope_interleaved False is not supported, only True"),
     (VL, "attn_output_gate", True, "attn_output_gate True is not supported, only False"),
     (VL, "partial_rotary_factor", 0.5, "partial_rotary_factor 0.5 is not supported, only 1"),
     (SPARSE, "norm_topk_prob", False, "norm_topk_prob False is not supported, only True"),

@@ -128,8 +128,8 @@ def test_defaults_of_sampling_come_with_the_checkpoint(tmp_path: Path) -> None:
         (dense(linear_num_value_heads=3), "linear_num_value_heads 3"),
         (dense(num_key_value_heads=3), "num_attention_heads 4"),
         (
-            dense(rope_parameters=ROPE | {"rope_type": "yarn", "factor": 2.0}),
-            "'yarn' is not supported",
+            dense(rope_parameters=ROPE | {"rope_type": "linear", "factor": 2.0}),
+            "'linear' is not supported, only 'default' and 'yarn'",
         ),
         (dense(rope_parameters=ROPE | {"mrope_section": [1, 2]}), "mrope_section"),
         (dense(rope_parameters=ROPE | {"mrope_interleaved": False}), "mrope_interleaved"),

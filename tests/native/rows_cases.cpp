@@ -111,7 +111,7 @@ static void rotations(int64_t tokens, int64_t half, int64_t most) {
     report(32, name, [&](int64_t threads) {
         std::vector<float> cos(tokens * half), sin(tokens * half);
         must(vlm_rotations(tokens, half, threads, positions.data(), inv_freq.data(), axis.data(),
-                           cos.data(), sin.data()),
+                           1.25, cos.data(), sin.data()),
              "vlm_rotations");
         return Digest().add(cos).add(sin);
     });

@@ -20,7 +20,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.draining import listen
+from vlm_serve.server.http.listening import listen
 from vlm_serve.server.idle_check import IDLE_CHECK_DELAY_SECONDS
 from vlm_serve.server.run import make_server
 

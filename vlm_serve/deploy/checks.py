@@ -12,7 +12,8 @@ from vlm_serve.server.http.browsers import is_loopback
 def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> None:
     """Raise ConfigError if options are incompatible."""
     has_keys = bool(server.api_key) or server.tenant_keys is not None
-    if not has_keys and not is_loopback(server.host) and not deploy.without_keys:
+    local = server.uds is not None or is_loopback(server.host)
+    if not has_keys and not local and not deploy.without_keys:
         raise ConfigError(
             f"host {server.host} is not loopback and no API key is set: set api_key or "
             "tenant_keys, or pass --without-keys",

@@ -104,7 +104,8 @@ async def stats(gateway: GatewayState, request: Request) -> Response:
 
 
 async def flush(gateway: GatewayState, request: Request) -> Response:
-    """Serve POST /v1/cache/flush on all replicas. Raise OverloadedError if one did not answer."""
+    """Serve POST /v1/cache/flush, or a route like it, on all replicas. Raise OverloadedError if one
+    did not answer."""
     replies = await ask_all(gateway, request, seconds=None)
     refusal = _refusal(replies)
     if refusal is not None:
@@ -151,10 +152,14 @@ def response_of(messages: list[Message]) -> Response:
 
 ROUTES: Mapping[tuple[str, str], Callable[[GatewayState, Request], Awaitable[Response]]] = {
     ("GET", "/health"): health,
+    ("GET", "/ping"): health,
+    ("POST", "/ping"): health,
     ("GET", "/ready"): ready,
     ("GET", "/version"): show_version,
     ("GET", "/load"): load,
     ("GET", "/metrics"): metrics,
     ("GET", "/v1/cache/stats"): stats,
     ("POST", "/v1/cache/flush"): flush,
+    ("POST", "/reset_prefix_cache"): flush,
+    ("POST", "/flush_cache"): flush,
 }

@@ -27,6 +27,7 @@ from vlm_serve.options import from_mapping, options_of
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.browsers import for_browsers
+from vlm_serve.server.http.root_path import below_root
 from vlm_serve.server.http.tenants import read_tenant_keys
 
 CONFIGS = (DeployConfig, ServerConfig, EngineConfig)
@@ -47,6 +48,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     model, fronts = str(given.pop("model", "demo")), given.pop("fronts", 1)
     if not isinstance(fronts, int) or fronts < 1:
         raise ConfigError(f"fronts must be a positive integer, got {fronts!r}", param="fronts")
+    for name in ("uds", "ssl_certfile"):
+        if given.get(name) or given.get(name.replace("_", "-")):
+            raise ConfigError(f"{name} has no effect here: Serve's proxy listens", param=name)
     given["host"] = PROXY_HOST
     found = from_mapping([item for config in CONFIGS for item in options_of(config)], given)
     deploy, server, engine = (
@@ -82,7 +86,8 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         tenants = read_tenant_keys(self._config.tenant_keys)
-        return for_browsers(guarded(self._gateway, self._config, tenants), self._config)
+        app = for_browsers(guarded(self._gateway, self._config, tenants), self._config)
+        return below_root(app, self._config.root_path)
 
 
 def _now() -> int:

@@ -26,11 +26,11 @@ from vlm_serve.server.http.connections import Connections
 from vlm_serve.server.http.draining import (
     SWITCH_SECONDS,
     DrainingServer,
-    listen,
     print_notice,
-    url_of,
     uvicorn_config,
 )
+from vlm_serve.server.http.listening import close_listener, listen, tls_context, url_of
+from vlm_serve.server.http.root_path import below_root
 from vlm_serve.server.http.tenants import read_tenant_keys
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def deploy(
     """
     sys.setswitchinterval(SWITCH_SECONDS)  # Serve's router and affinity keys run on threads
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     check(options, config, engine_config)
@@ -56,12 +56,13 @@ def deploy(
         raise ConfigError(
             "deploy needs the extra `ray`: pip install 'vlm-serve[ray]'", param="replicas"
         )
+    tls_context(config)
     bound = listen(config)
     end_on_signals()
     try:
         return _run(model, engine_config, config, options, bound)
     finally:
-        bound.close()
+        close_listener(bound)
 
 
 def _run(
@@ -107,10 +108,14 @@ def _run(
         gateway = Gateway(pool, config, setup.names[0], max_open_requests(setup))
         connections = Connections(config)
         app = guarded(gateway, config, read_tenant_keys(config.tenant_keys))
-        rows = list(startup_rows(setup.names, options, config, url_of(bound)))
+        rows = list(
+            startup_rows(
+                setup.names, options, config, url_of(bound, tls=config.ssl_certfile is not None)
+            )
+        )
         rows.append(("started in", f"{time.monotonic() - begun:.0f} s"))
         server = DrainingServer(
-            uvicorn_config(for_browsers(app, config), connections),
+            uvicorn_config(below_root(for_browsers(app, config), config.root_path), connections),
             gateway,
             connections,
             lambda: print_notice(table(rows)),

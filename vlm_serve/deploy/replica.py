@@ -70,7 +70,8 @@ class EngineReplica:
         if setup.loopback:
             bind_replica()
         logging.basicConfig(
-            level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+            level=setup.server.log_level.upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
         sys.setswitchinterval(SWITCH_SECONDS)
         self.name = replica_name()

@@ -15,7 +15,7 @@ from typing import Literal
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.request import Request
 from vlm_serve.engine.sequence import SequenceGroup
-from vlm_serve.sampling_params import MAX_LOGPROBS, SamplingParams
+from vlm_serve.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +27,9 @@ AUDIT_PRIORITY = 1 << 40
 MAX_PENDING = 16
 
 Verdict = Literal["equal", "near_tie", "mismatch"]
+
+COMPARED_LOGPROBS = 20
+"""Alternatives per token that an audit compares."""
 
 
 @dataclass(slots=True)
@@ -166,7 +169,7 @@ def _cold_params(params: SamplingParams, num_tokens: int) -> SamplingParams:
         n=1,
         max_tokens=num_tokens,
         min_tokens=min(params.min_tokens, num_tokens),
-        logprobs=MAX_LOGPROBS,
+        logprobs=COMPARED_LOGPROBS,
         return_routed_experts=False,
         routed_experts_prompt_start=0,
     )

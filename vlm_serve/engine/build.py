@@ -21,8 +21,10 @@ from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
     LOGPROB_CACHE_BYTES,
     MemoryPlan,
+    check_pools,
     default_cache_memory,
     embedding_bytes,
+    named_shortage,
     plan_memory,
 )
 from vlm_serve.engine.parts import EngineParts
@@ -48,11 +50,14 @@ from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.triton_support import keep_private
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
+from vlm_serve.models.config import read_json
+from vlm_serve.models.files import check_no_revision
 from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
 
+GENERATION = "generation_config.json"
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 REPORTED_LOGITS_BYTES = 256 << 20
@@ -80,8 +85,8 @@ def build(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     address = find_store(config)
-    path = find_checkpoint(model)
-    spec, size = read_spec(path), config.tensor_parallel_size
+    path = find_checkpoint(model, revision=config.revision)
+    spec, size = with_generation(read_spec(path), config), config.tensor_parallel_size
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(size, mtp=mtp)
     device = _device(config.device)
@@ -132,11 +137,13 @@ def _assemble(
     size = config.tensor_parallel_size
     cache_memory = config.cache_memory_bytes or default_cache_memory(source.device, size)
     memory = plan_memory(loaded.layout, config, types, cache_memory)
+    check_pools(memory, size, source.device)
     max_model_len = longest_context(config, spec, memory)
     preprocessor = _preprocessor(source, config, model, max_model_len)
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
     pools = Pools.of(types, memory, rows, deterministic=config.deterministic)
-    caches = pools.allocate(model)
+    with named_shortage(memory):
+        caches = pools.allocate(model)
     graphs = step_graphs(model, caches, config, max_model_len) if with_graphs else ()
     if source.compiled:
         compile_steps(model, caches)
@@ -249,16 +256,60 @@ def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
 
 
 def longest_context(config: EngineConfig, model: ModelSpec, memory: MemoryPlan) -> int:
-    """Return the maximum number of tokens of a prompt with its answer."""
-    context = config.max_model_len or model.max_position_embeddings
+    """Return the maximum number of tokens of a prompt with its answer.
+
+    Raises:
+        ConfigError: `max_model_len` exceeds the model's context, and that is not allowed.
+    """
+    context, most = config.max_model_len, model.max_position_embeddings
+    if context is not None and context > most and not config.allow_long_max_model_len:
+        raise ConfigError(
+            f"max_model_len is {context}, but this checkpoint is made for {most} tokens: lower it, "
+            "extend the checkpoint's rope_scaling with YaRN, or pass --allow-long-max-model-len",
+            param="max_model_len",
+        )
+    context = context or most
     return min(context, (memory.num_blocks - 1) * memory.block_size)
 
 
-def find_checkpoint(model: str, *, configs_only: bool = False) -> Path:
+def find_checkpoint(model: str, *, configs_only: bool = False, revision: str | None = None) -> Path:
     """Return the directory of a built-in or a named checkpoint; see `resolve_checkpoint`."""
     if model in DEMO_DIRECTORIES:
+        check_no_revision(revision)
         return _DEMO_FOLDER / DEMO_DIRECTORIES[model]
-    return resolve_checkpoint(model, configs_only=configs_only)
+    return resolve_checkpoint(model, configs_only=configs_only, revision=revision)
+
+
+def with_generation(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """Return the model with the configured defaults of sampling.
+
+    Raises:
+        ConfigError: there is no generation_config.json in the named folder.
+        CheckpointError: the file cannot be read.
+    """
+    chosen = config.generation_config
+    if chosen == "vllm":
+        return replace(spec, generation={})
+    folder = generation_folder(config)
+    return spec if folder is None else replace(spec, generation=read_json(folder / GENERATION))
+
+
+def generation_folder(config: EngineConfig) -> Path | None:
+    """Return the folder of another generation_config.json; None: the checkpoint's own is used.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if config.generation_config in ("auto", "vllm"):
+        return None
+    folder = Path(config.generation_config)
+    if not (folder / GENERATION).is_file():
+        raise ConfigError(
+            f"generation_config must be auto, vllm or a folder with {GENERATION}, got "
+            f"{config.generation_config!r}",
+            param="generation_config",
+        )
+    return folder
 
 
 def _device(name: str) -> torch.device:
@@ -294,6 +345,7 @@ def _preprocessor(
         family=model.spec.family,
         limits=_media_limits(config),
         max_tokens=max_tokens,
+        generation=generation_folder(config),
     )
 
 

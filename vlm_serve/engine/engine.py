@@ -25,10 +25,12 @@ from vlm_serve.engine.request import Request, find_bad_words
 from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.engine.validation import (
     check_forced,
+    check_logprobs,
     check_page,
     check_prompt,
     check_request,
     check_ttl,
+    with_token_limit,
 )
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.compiler import GrammarCompiler
@@ -127,6 +129,8 @@ class Engine:
             EngineClosedError: the engine no longer runs.
         """
         params = params.with_defaults(self.spec.generation)
+        params = with_token_limit(params, self.spec.generation, self.max_model_len - len(prompt))
+        check_logprobs(params, self.config.max_logprobs)
         check_request(prompt, params, self.spec, self.max_model_len)
         check_forced(forced, params.n, self.spec.vocab_size)
         if grammar is None and params.structured_outputs is not None:

@@ -6,6 +6,8 @@ Sizes are bytes per rank.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +54,12 @@ class MemoryPlan:
     @property
     def live_state_bytes(self) -> int:
         return self.num_live_rows * self.snapshot_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools: the cache memory, live rows and update slots."""
+        updates = self.num_updates * self.update_bytes
+        return self.cache_memory + self.live_state_bytes + updates
 
 
 def split_by_interval(
@@ -130,6 +138,40 @@ def default_cache_memory(device: torch.device, ranks: int = 1) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * GPU_SHARE)
     return min(CPU_CEILING, free_host_memory() // CPU_SHARE) // ranks
+
+
+def check_pools(memory: MemoryPlan, ranks: int, device: torch.device) -> None:
+    """Check the size of the pools; raise ConfigError if this machine can never provide it."""
+    on_host = device.type == "cpu"
+    most = host_memory() if on_host else torch.cuda.get_device_properties(device).total_memory
+    total = memory.pool_bytes * (ranks if on_host else 1)
+    if total > most:
+        raise ConfigError(
+            f"the cache of {_pools(memory)} needs {format_size(total)}, but this "
+            f"{'process may use' if on_host else 'GPU has'} at most {format_size(most)}: lower "
+            "cache_memory or max_num_seqs",
+            param="cache_memory",
+        )
+
+
+@contextmanager
+def named_shortage(memory: MemoryPlan) -> Iterator[None]:
+    """Raise ConfigError, which names the sizes, if memory runs out in the block."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise ConfigError(
+            f"there is not enough free memory for the cache of {_pools(memory)}: lower "
+            "cache_memory or max_num_seqs",
+            param="cache_memory",
+        ) from None
+
+
+def _pools(memory: MemoryPlan) -> str:
+    """Name the sizes of the pools."""
+    text = f"cache_memory = {format_size(memory.cache_memory)}"
+    besides = memory.pool_bytes - memory.cache_memory
+    return f"{text} and {format_size(besides)} of live states" if besides else text
 
 
 def check_host_cache(num_bytes: int) -> None:

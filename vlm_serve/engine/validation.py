@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from vlm_serve.errors import ContextLengthError, InvalidRequestError
+from vlm_serve.errors import ContextLengthError, FieldError, InvalidRequestError
 from vlm_serve.models import ModelSpec
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
@@ -49,6 +51,29 @@ def check_request(
                 raise InvalidRequestError(
                     f"{name}: {token} is outside the vocabulary of {vocabulary}", param=name
                 )
+
+
+def with_token_limit(
+    params: SamplingParams, generation: Mapping[str, Any], room: int
+) -> SamplingParams:
+    """Return the parameters within the generation config's `max_new_tokens`. As in vLLM, it
+    bounds every answer.
+
+    Args:
+        room: tokens that the context leaves for the answer.
+    """
+    most, wanted = generation.get("max_new_tokens"), params.max_tokens
+    if not isinstance(most, int) or most < 1 or (room if wanted is None else wanted) <= most:
+        return params
+    return replace(params, max_tokens=most)
+
+
+def check_logprobs(params: SamplingParams, most: int) -> None:
+    """Check the numbers of log-probabilities per token against the configured maximum."""
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and count > most:
+            raise FieldError(name, f"must be at most {most} here (--max-logprobs), got {count}")
 
 
 def check_forced(forced: Sequence[Sequence[int]], choices: int, vocabulary: int) -> None:

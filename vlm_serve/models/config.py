@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.foreign_files import foreign
 
 _DTYPES = {
     "float32": torch.float32,
@@ -190,7 +191,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"the checkpoint has no {path.name}") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name} cannot be read as JSON") from error
+        what = foreign(path) or "cannot be read as JSON"
+        raise CheckpointError(f"{path.name} {what}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} must hold a JSON object")
     return value

@@ -6,31 +6,41 @@ import json
 import re
 from pathlib import Path
 
-from vlm_serve.errors import CheckpointError, ModelNotFoundError
+from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
+from vlm_serve.foreign_files import foreign
 
 INDEX_FILE = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 SIDECAR = "hf_quant_config.json"
 """ModelOpt's older exports have this file instead of a quantization_config."""
 _CONFIG_FILES = ("config.json", "generation_config.json", SIDECAR)
+_OTHER_WEIGHTS = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.ckpt")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
 
-def resolve_checkpoint(model: str | Path, *, configs_only: bool = False) -> Path:
+def resolve_checkpoint(
+    model: str | Path, *, configs_only: bool = False, revision: str | None = None
+) -> Path:
     """Return the local directory of a checkpoint; a hub id is downloaded, or found in the hub's
     cache.
 
     Args:
         model: directory or hub id.
         configs_only: download only the files that determine the model's size.
+        revision: branch, tag or commit of a hub id.
 
     Raises:
         ModelNotFoundError: neither a directory nor a hub id that can be fetched.
+        ConfigError: a directory has no revisions.
     """
     path = Path(model)
     if path.is_dir():
+        check_no_revision(revision)
         return path
     name = str(model)
+    if path.is_file():
+        what = foreign(path) or "is a file: name the folder of the checkpoint"
+        raise ModelNotFoundError(f"{name!r} {what}")
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"{name!r} is neither a directory nor a Hugging Face hub id")
     # Imported late, because local checkpoints do not need it and it slows the start.
@@ -38,9 +48,23 @@ def resolve_checkpoint(model: str | Path, *, configs_only: bool = False) -> Path
 
     files = _CONFIG_FILES if configs_only else _HUB_FILES
     try:
-        return Path(snapshot_download(name, allow_patterns=list(files)))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:
         raise ModelNotFoundError(f"{name!r} is no directory, and {_complaint(error)}") from error
+    if "gguf" in name.lower() and not (configs_only or any(folder.glob("*.safetensors"))):
+        raise ModelNotFoundError(
+            f"{name!r} has GGUF files, which are not supported: take the one with safetensors"
+        )
+    return folder
+
+
+def check_no_revision(revision: str | None) -> None:
+    """Raise ConfigError if a revision is named of what has none."""
+    if revision is not None:
+        raise ConfigError(
+            f"revision {revision!r} has no effect: the model is a folder, not a hub id",
+            param="revision",
+        )
 
 
 def _complaint(error: Exception) -> str:
@@ -49,7 +73,9 @@ def _complaint(error: Exception) -> str:
 
     if isinstance(error, errors.GatedRepoError):
         return "the hub gives that model to those only who have accepted its terms (HF_TOKEN)"
-    if isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the hub has that model, but not this revision of it"
+    if isinstance(error, errors.RepositoryNotFoundError):
         return "the hub has no such model, or a private one (HF_TOKEN)"
     if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
         return f"the hub answered with status {error.response.status_code}"
@@ -71,11 +97,17 @@ def weight_files(path: Path) -> tuple[Path, ...]:
     else:
         names = sorted(file.name for file in path.glob("*.safetensors"))
     if not names:
-        raise CheckpointError("the checkpoint has no safetensors files")
+        raise CheckpointError(f"the checkpoint has no safetensors files{other_weights(path)}")
     for name in names:
         if not (path / name).is_file():
             raise CheckpointError(f"{INDEX_FILE} names {name}, which is missing")
     return tuple(path / name for name in names)
+
+
+def other_weights(path: Path) -> str:
+    """Return the end of a sentence that names weights of an unsupported kind; "" without any."""
+    others = [file for end in _OTHER_WEIGHTS for file in sorted(path.glob(end))]
+    return f"; {others[0].name} is of a kind that is not supported" if others else ""
 
 
 def _indexed(index: Path) -> list[str]:

@@ -62,9 +62,7 @@ class Model:
         self.ranks = weights.ranks
         head = None if spec.tied_embeddings else weights.head_name()
         self._decoder = Decoder(spec, weights, weights.text_prefix, head)
-        exponents = torch.arange(0, spec.rope.rotary_dim, 2, dtype=torch.float)
-        inv_freq = 1.0 / (spec.rope.theta ** (exponents / spec.rope.rotary_dim))
-        self._inv_freq = inv_freq.to(self.device)
+        self._inv_freq = spec.rope.frequencies().to(self.device)
         self._predictor = Predictor(spec, weights) if drafts else None
         self.drafts = drafts
         self._vision = None
@@ -87,7 +85,8 @@ class Model:
         eps, table = spec.norm.eps, self._decoder.embedding
         if table.dtype == self.dtype and len(table) == spec.vocab_size and table.is_contiguous():
             program.look_up(table)
-        program.rotate(self._inv_freq, axes(len(self._inv_freq), spec.rope.sections))
+        rope, frequencies = spec.rope, self._inv_freq
+        program.rotate(frequencies, axes(len(frequencies), rope.sections), rope.scale)
         layers = zip(self._decoder.layers, self._bind(caches), strict=True)
         last = None if self.drafts else self._decoder.layers[-1]
         for index, (layer, cache) in enumerate(layers):
@@ -187,7 +186,8 @@ class Model:
     @torch.inference_mode()
     def _by_ops(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
         x, layers, eps = self._embed(batch), self._decoder.layers, self.spec.norm.eps
-        cos, sin = mrope_cos_sin(batch.positions, self._inv_freq, self.spec.rope.sections)
+        rope = self.spec.rope
+        cos, sin = mrope_cos_sin(batch.positions, self._inv_freq, rope.sections, rope.scale)
         step = Step(
             decode=batch.decode,
             prefill=batch.prefill,

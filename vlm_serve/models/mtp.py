@@ -52,7 +52,8 @@ class Predictor:
         `Model.compile_steps`."""
         eps, layer = self._spec.norm.eps, self._layer
         program = Program(self._norm.dtype, self._spec.hidden_size, first_key=FIRST_KEY)
-        program.rotate(inv_freq, axes(len(inv_freq), self._spec.rope.sections))
+        rope = self._spec.rope
+        program.rotate(inv_freq, axes(len(inv_freq), rope.sections), rope.scale)
         program.norm(layer.input_norm, eps)
         layer.mixer.lower(program, self._bind(caches), last=True)
         program.norm(layer.post_norm, eps)
@@ -84,7 +85,8 @@ class Predictor:
             assert hidden is not None
             return ForwardOutput(logits, hidden=hidden[: logits.shape[0]])
         layer = self._layer
-        cos, sin = mrope_cos_sin(batch.positions, inv_freq, self._spec.rope.sections)
+        rope = self._spec.rope
+        cos, sin = mrope_cos_sin(batch.positions, inv_freq, rope.sections, rope.scale)
         step = Step(
             decode=None,
             prefill=batch.prefill,

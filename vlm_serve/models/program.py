@@ -106,15 +106,15 @@ class Program:
         assert embeddings.dtype == self.dtype and embeddings.is_contiguous()
         self._embeddings, self.looks_up = embeddings, True
 
-    def rotate(self, inv_freq: torch.Tensor, axis: torch.Tensor) -> None:
+    def rotate(self, inv_freq: torch.Tensor, axis: torch.Tensor, scale: float = 1.0) -> None:
         """Append the angles of every token: frequencies float32 `[half]`, and int32 `[half]`,
-        the row of positions for each."""
+        the row of positions for each. `scale`: factor of cosines and sines."""
         half = len(inv_freq)
         self.cos = self.view("cos", half, torch.float32)
         self.sin = self.view("sin", half, torch.float32)
         self._alive += inv_freq, axis
         tables = {"inv_freq": inv_freq.data_ptr(), "axis": axis.data_ptr()}
-        self.emit("Rotations", cos=self.cos, sin=self.sin, half=half, **tables)
+        self.emit("Rotations", cos=self.cos, sin=self.sin, half=half, scale=scale, **tables)
 
     def norm(self, weight: torch.Tensor, eps: float) -> None:
         """Append the residual's norm, to `normed`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, read_json
-from vlm_serve.models.files import SIDECAR
+from vlm_serve.models.files import SIDECAR, other_weights
 from vlm_serve.models.quantization.scheme import METHODS, QuantScheme
 from vlm_serve.models.spec import ModelSpec
 
@@ -66,6 +66,8 @@ def read_spec(path: Path | str) -> ModelSpec:
     path = Path(path)
     if path.suffix == ".json":
         return spec_of(_with_sidecar(path))
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"the checkpoint has no config.json{other_weights(path)}")
     spec = spec_of(_with_sidecar(path / "config.json"))
     file = path / "generation_config.json"
     return replace(spec, generation=read_json(file) if file.is_file() else {})

@@ -14,17 +14,8 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.models.cache_layout import CacheLayout, Pool
 from vlm_serve.models.parts.base import FeedForward, Loader, Mixer, Norm, Routing
 from vlm_serve.models.quantization.scheme import QuantScheme
+from vlm_serve.models.rope import Rope
 from vlm_serve.preprocess.family import Family
-
-
-@dataclass(frozen=True)
-class Rope:
-    """`rotary_dim` of each head's dims are rotated; `sections` gives the number of the
-    `rotary_dim / 2` frequencies for temporal, height and width position."""
-
-    theta: float
-    rotary_dim: int
-    sections: tuple[int, int, int]
 
 
 class Tower(Protocol):

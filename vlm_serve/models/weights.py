@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.foreign_files import foreign
 from vlm_serve.kernels.host_memory import release_freed_memory
 from vlm_serve.kernels.linear import Linear, Part, Shard, load
 from vlm_serve.kernels.linear.base import shape
@@ -89,7 +90,8 @@ class Weights:
             try:
                 handle = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file.name} is not a readable safetensors file") from error
+                what = foreign(file) or "is not a readable safetensors file"
+                raise CheckpointError(f"{file.name} {what}") from error
             names = handle.keys()  # type: ignore[no-untyped-call]
             self._files.update(dict.fromkeys(names, handle))
             self._total += file.stat().st_size

@@ -13,7 +13,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlm_serve.own_version import own_version
-from vlm_serve.server import status
+from vlm_serve.server import operators, status
 from vlm_serve.server.api import cache
 from vlm_serve.server.api.bodies import CacheReportBody, ErrorBody
 from vlm_serve.server.api.cache_events import cache_events
@@ -131,6 +131,7 @@ def routed(service: Service, **settings: Any) -> DescribedApp:
     _add_posts(app, service)
     _add_cache(app, service)
     _add_gets(app, service)
+    _add_for_operators(app, service)
     _add_stored_responses(app, service)
     return app
 
@@ -284,3 +285,21 @@ def _add_gets(app: DescribedApp, service: Service) -> None:
     ]
     for path, handler, responses, settings in gets:
         _add(app, service, path, handler, responses, **settings)
+
+
+def _add_for_operators(app: DescribedApp, service: Service) -> None:
+    """Add routes that vLLM and SGLang have."""
+    errors: Responses = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+    routes: list[tuple[str, str, Handler]] = [
+        ("GET", "/ping", operators.ping),
+        ("POST", "/ping", operators.ping),
+        ("GET", "/get_model_info", operators.model_info),
+        ("GET", "/model_info", operators.model_info),
+        ("GET", "/server_info", operators.server_info),
+        ("GET", "/get_server_info", operators.server_info),
+        ("POST", "/reset_prefix_cache", operators.reset_prefix_cache),
+        ("POST", "/flush_cache", operators.reset_prefix_cache),
+    ]
+    for method, path, handler in routes:
+        name = f"{method.lower()}_{path[1:]}"
+        _add(app, service, path, handler, errors, method=method, name=name)

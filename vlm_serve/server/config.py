@@ -13,6 +13,7 @@ _limits = section("limits")
 _life = section("life cycle")
 
 _COLLECTOR = "http://127.0.0.1:4318/v1/traces"
+_ROOT = re.compile(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
@@ -26,6 +27,41 @@ class ServerConfig:
 
     host: str = _server("127.0.0.1", "address to listen on")
     port: int = _server(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
+    uds: str | None = _server(
+        None,
+        "Unix socket to listen on, instead of host and port; umask decides who may connect",
+        metavar="PATH",
+    )
+    ssl_certfile: str | None = _server(
+        None, "certificate chain in PEM: the server speaks HTTPS", metavar="FILE"
+    )
+    ssl_keyfile: str | None = _server(
+        None,
+        "private key of ssl_certfile, in PEM",
+        metavar="FILE",
+        default_text="in ssl_certfile",
+    )
+    ssl_keyfile_password: str | None = _server(
+        None, "password of an encrypted private key", metavar="TEXT"
+    )
+    ssl_ca_certs: str | None = _server(
+        None,
+        "certificates in PEM, one of which must have signed the certificate of every client",
+        metavar="FILE",
+        default_text="none: clients need no certificate",
+    )
+    root_path: str = _server(
+        "",
+        "path prefix, such as /vlm, that a proxy in front does not remove from requests",
+        metavar="PATH",
+        default_text="none",
+    )
+    log_level: str = _server(
+        "info",
+        "least severe messages to log",
+        choices=("debug", "info", "warning", "error", "critical"),
+    )
+    access_log: bool = _server(True, "log a line for each finished request")
     served_model_name: tuple[str, ...] = _server(
         (),
         "name or names of the model in requests (comma-separated)",
@@ -146,6 +182,16 @@ class ServerConfig:
                 f"otlp_traces_endpoint must be a URL such as {_COLLECTOR}, got {endpoint!r}"
                 for endpoint in [self.otlp_traces_endpoint]
                 if endpoint is not None and not _is_http_url(endpoint)
+            ]
+            or [
+                f"{name} needs ssl_certfile"
+                for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
+                if getattr(self, name) is not None and self.ssl_certfile is None
+            ]
+            or [
+                f"root_path must be a path such as /vlm, got {path!r}"
+                for path in [self.root_path]
+                if path and not _ROOT.fullmatch(path)
             ]
         )
 

@@ -26,7 +26,8 @@ from vlm_serve.server.answers.pieces import form_of
 from vlm_serve.server.bounds import total
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.browsers import is_loopback
-from vlm_serve.server.http.draining import SWITCH_SECONDS, listen, print_notice, url_of
+from vlm_serve.server.http.draining import SWITCH_SECONDS, print_notice
+from vlm_serve.server.http.listening import close_listener, listen, tls_context, url_of
 from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.run import make_server
 
@@ -48,29 +49,31 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     # asyncio would warn of every chunk for a client that has disconnected.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     read_tenant_keys(config.tenant_keys)  # fail before the model is loaded
+    tls = tls_context(config) is not None
     bound = listen(config)  # fail before the model is loaded
     _log.info("loading %s", model)
     try:
         engine = Engine.from_checkpoint(model, engine_config)
     except BaseException:
-        bound.close()
+        close_listener(bound)
         raise
     names = config.served_model_name or (model,)
     if is_open_to_all(config):
         _log.warning("%s", OPEN_TO_ALL)
     try:
-        rows = list(startup_rows(engine, config, names, url_of(bound)))
+        rows = list(startup_rows(engine, config, names, url_of(bound, tls=tls)))
         announce = partial(print_notice, format_table(rows))
         server = make_server(engine, config, names, announce, _leave_at_once)
         server.service.grammars.warm_up()
         freeze_startup_objects()
         server.run(sockets=[bound])
     finally:
+        close_listener(bound)
         engine.close()
     return 0
 
@@ -78,7 +81,8 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
 def is_open_to_all(config: ServerConfig) -> bool:
     """Return True if the page, and so the cache, is open to anybody with access to the address."""
     has_keys = bool(config.api_key) or config.tenant_keys is not None
-    return config.page and not has_keys and not is_loopback(config.host)
+    local = config.uds is not None or is_loopback(config.host)
+    return config.page and not has_keys and not local
 
 
 def freeze_startup_objects() -> None:

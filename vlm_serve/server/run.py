@@ -11,6 +11,7 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.connections import Connections
 from vlm_serve.server.http.draining import DrainingServer, uvicorn_config
+from vlm_serve.server.http.root_path import below_root
 from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.service import Service
 
@@ -55,5 +56,5 @@ def make_server(
         service.state.tracer = _tracer(config.otlp_traces_endpoint, model_names[0])
     connections = Connections(config)
     app = for_browsers(create_app(service, read_tenant_keys(config.tenant_keys)), config)
-    settings = uvicorn_config(app, connections)
+    settings = uvicorn_config(below_root(app, config.root_path), connections)
     return DrainingServer(settings, service, connections, on_listening, on_second_signal)

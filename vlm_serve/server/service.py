@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.validation import check_logprobs
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.loaded_media import LoadedMedia
@@ -106,6 +107,7 @@ class Service:
         Raises:
             VlmServeError: see `Engine.submit`.
         """
+        check_logprobs(params, self.engine.config.max_logprobs)
         if not self.engine.num_running + self.engine.num_waiting:
             self.state.busy_since = time.monotonic()
         options: dict[str, Any] = {"priority": priority, "affinity": affinity}

@@ -68,6 +68,7 @@ class ServerState:
         self.num_generated_tokens = 0
         self.busy_since = time.monotonic()
         self._engine = engine
+        self._logs_requests = config.access_log
         self._reading: asyncio.Future[dict[str, Any]] | None = None
 
     def resolve_model(self, name: str | None) -> str:
@@ -103,7 +104,8 @@ class ServerState:
     def record_finished(self, finished: FinishedRequest) -> None:
         """Record a finished request in metrics, access log and traces."""
         self.metrics.finished(finished)
-        finished.log()
+        if self._logs_requests:
+            finished.log()
         if self.tracer is not None:
             self.tracer.record(finished)
 

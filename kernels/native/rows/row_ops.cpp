@@ -62,11 +62,13 @@ void norm_rope(const Rows& rows, const float* factors, const float* cos, const f
 }
 
 void all_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
-                   const float* inv_freq, const int32_t* axis, float* cos, float* sin) {
+                   const float* inv_freq, const int32_t* axis, float scale, float* cos,
+                   float* sin) {
     const int shared = tokens * half < MIN_PARALLEL / 16 ? 1 : (int)threads;
 #pragma omp parallel for schedule(static) num_threads(shared)
     for (int64_t t = 0; t < tokens; ++t)
-        rotations(positions + t, tokens, inv_freq, axis, half, cos + t * half, sin + t * half);
+        rotations(positions + t, tokens, inv_freq, axis, half, scale, cos + t * half,
+                  sin + t * half);
 }
 
 }  // namespace vlm
@@ -106,9 +108,12 @@ int64_t vlm_silu_times(const Rows* gates, const Rows* rows, int64_t bits) {
 }
 
 int64_t vlm_rotations(int64_t tokens, int64_t half, int64_t threads, const int64_t* positions,
-                      const float* inv_freq, const int32_t* axis, float* cos, float* sin) {
-    return guarded(
-        [=] { vlm::all_rotations(tokens, half, threads, positions, inv_freq, axis, cos, sin); });
+                      const float* inv_freq, const int32_t* axis, double scale, float* cos,
+                      float* sin) {
+    return guarded([=] {
+        vlm::all_rotations(tokens, half, threads, positions, inv_freq, axis, (float)scale, cos,
+                           sin);
+    });
 }
 
 int64_t vlm_norm_rope(const Rows* rows, const float* factors, const float* cos, const float* sin,

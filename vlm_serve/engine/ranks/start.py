@@ -17,6 +17,7 @@ from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, ModelSpec, load_model
+from vlm_serve.options import format_size
 from vlm_serve.temporary_folder import TemporaryFolder
 
 
@@ -114,7 +115,15 @@ def _rendezvous(source: ModelSource, config: EngineConfig) -> Iterator[Rendezvou
     joined."""
     size, limit = config.tensor_parallel_size, config.stall_timeout
     if source.compiled:
-        memory = SharedMemory.create(size, slot_bytes(source.spec, config))
+        needed = slot_bytes(source.spec, config)
+        try:
+            memory = SharedMemory.create(size, needed)
+        except (OSError, OverflowError, ValueError, MemoryError) as error:
+            raise ConfigError(
+                f"there is no shared memory of {size} x {format_size(needed)} for what ranks tell "
+                "each other: lower max_num_batched_tokens",
+                param="max_num_batched_tokens",
+            ) from error
         try:
             yield Rendezvous(memory.path, memory.slot_bytes, limit)
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from vlm_serve.models.config import Config, Defaults
-from vlm_serve.models.families import shared
+from vlm_serve.models.families import rotation, shared
 from vlm_serve.models.parts.base import Mixer, Norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec
 from vlm_serve.preprocess.family import QWEN2
@@ -56,15 +56,16 @@ def spec(config: Config) -> ModelSpec:
     kinds = shared.layer_types(config, _MIXERS)
     mixers = {each: _MIXERS[each](config) for each in set(kinds)}
     feed_forwards = shared.sparse_layers(config, shared.experts(config, shared=True))
+    rope = rotation.rope(config, partial=True, sections=False)
     return ModelSpec(
         hidden_size=config.size("hidden_size"),
         vocab_size=config.size("vocab_size"),
-        max_position_embeddings=config.size("max_position_embeddings"),
+        max_position_embeddings=rotation.context(config, rope),
         layers=tuple(
             LayerSpec(mixers[kind], each) for kind, each in zip(kinds, feed_forwards, strict=True)
         ),
         norm=Norm(config.positive("rms_norm_eps")),
-        rope=shared.rope(config, partial=True, sections=False),
+        rope=rope,
         tied_embeddings=shared.tied_embeddings(config, config),
         vision=None,
         dtype=config.dtype(),

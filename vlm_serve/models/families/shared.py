@@ -12,7 +12,6 @@ from vlm_serve.models.parts.attention import Attention
 from vlm_serve.models.parts.base import FeedForward, Routing
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
-from vlm_serve.models.spec import Rope
 from vlm_serve.models.vision import VisionSpec
 
 VISION_DEFAULTS: dict[str, Any] = {
@@ -125,31 +124,6 @@ def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:
     count = text.size("num_hidden_layers")
     routed = [index not in dense and (index + 1) % step == 0 for index in range(count)]
     return [sparse if chosen else mlp(text) for chosen in routed]
-
-
-def rope(text: Config, *, partial: bool, sections: bool) -> Rope:
-    """Return the rotation of all or part of each head, by positions on three axes or on one."""
-    fields = text.inlined("rope_parameters", "rope_scaling")
-    # Settings added by hand for longer contexts stand beside those saved by transformers.
-    for given in (fields, text.inlined("rope_scaling")):
-        kind = given.raw.get("rope_type", given.raw.get("type"))
-        if kind not in ("default", None):
-            raise CheckpointError(f"rope_type {kind!r} is not supported, only 'default'")
-    if not partial:
-        fields.allow("partial_rotary_factor", 1)
-    share = fields.positive("partial_rotary_factor") if partial else 1
-    whole, theta = text.size("head_dim"), fields.positive("rope_theta")
-    dims = int(whole * share)
-    fits = 0 < dims <= whole and dims % 2 == 0
-    if not sections:
-        if not fits:
-            raise CheckpointError(f"partial_rotary_factor {share} does not fit head_dim {whole}")
-        return Rope(theta, dims, (dims // 2, 0, 0))
-    fields.allow("mrope_interleaved", True)
-    axes = tuple(fields.given("mrope_section"))
-    if len(axes) != 3 or not fits:
-        raise CheckpointError(f"mrope_section {list(axes)} does not fit {dims} dims")
-    return Rope(theta, dims, (axes[0], axes[1], axes[2]))
 
 
 def vision(outer: Config, *, deepstack: bool) -> VisionSpec:

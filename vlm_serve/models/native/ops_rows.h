@@ -59,7 +59,8 @@ void perform(const Run& run, const Rotations& op) {
     const Step& step = run.step;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < run.tokens; ++t)
-        rotations(step.positions + t, step.tokens, op.inv_freq, op.axis, op.half, cos(t), sin(t));
+        rotations(step.positions + t, step.tokens, op.inv_freq, op.axis, op.half, (float)op.scale,
+                  cos(t), sin(t));
 }
 
 template <typename T>

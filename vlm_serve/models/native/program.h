@@ -63,6 +63,7 @@ struct Rotations {
     int64_t half;
     const float* inv_freq;
     const int32_t* axis;  // the row of `positions` for each frequency
+    double scale;         // factor of cosines and sines
 };
 
 // Destinations of a product.

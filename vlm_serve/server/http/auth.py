@@ -17,7 +17,7 @@ from vlm_serve.server.http.request_id import request_id_of
 from vlm_serve.server.http.static_page import StaticPage
 from vlm_serve.server.http.tenants import bind
 
-OPEN_PATHS = frozenset({b"/health", b"/ready", b"/metrics"})
+OPEN_PATHS = frozenset({b"/health", b"/ready", b"/metrics", b"/ping"})
 """Paths for probes and scrapers without a key; they show no client's data."""
 
 

@@ -24,6 +24,33 @@ class HostNotAllowedError(VlmServeError):
     type = "permission_error"
 
 
+class ForeignOriginError(VlmServeError):
+    """A script of another site has sent the request: HTTP 403."""
+
+    status = 403
+    type = "permission_error"
+
+
+def refuse_foreign_scripts(scope: Scope, config: ServerConfig) -> None:
+    """Refuse a request that a script of another site has sent.
+
+    Routes that change something and read no JSON need this: browsers send such requests without
+    asking for permission.
+
+    Raises:
+        ForeignOriginError: the request's origin is neither this server nor an allowed one.
+    """
+    headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+    origin = headers.get(b"origin")
+    if origin is None or {"*", origin} & {*config.allowed_origins}:
+        return
+    if origin.partition("://")[2] != headers.get(b"host"):
+        raise ForeignOriginError(
+            "scripts of that origin may not do that; --allowed-origins names those that may",
+            code="origin_not_allowed",
+        )
+
+
 def for_browsers(app: ASGIApp, config: ServerConfig) -> ASGIApp:
     """Return the application behind the configured checks of hosts and origins."""
     if config.allowed_origins:
@@ -34,7 +61,8 @@ def for_browsers(app: ASGIApp, config: ServerConfig) -> ASGIApp:
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
         )
-    if is_loopback(config.host) or config.allowed_hosts:
+    # No browser reaches a Unix socket; a proxy before it knows its own names.
+    if config.allowed_hosts or (config.uds is None and is_loopback(config.host)):
         app = HostCheck(app, config.allowed_hosts)
     return app
 

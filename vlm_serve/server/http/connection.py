@@ -141,7 +141,8 @@ class Connection(H11Protocol):
         """
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
             self._discarding = True
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # TLS cannot
+                self.transport.write_eof()
             self.flow.resume_reading()
         else:
             self.transport.close()

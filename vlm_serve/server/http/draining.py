@@ -1,20 +1,23 @@
-"""Listening and orderly shutdown, for every kind of server process."""
+"""Serving and orderly shutdown, for every kind of server process."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Generic, Protocol, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from vlm_serve.errors import ConfigError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.connections import Connections
+from vlm_serve.server.http.listening import tls_context
 from vlm_serve.server.http.open_requests import OpenRequests
 
 SWITCH_SECONDS = 0.0005
@@ -81,14 +84,23 @@ class DrainingServer(uvicorn.Server, Generic[S]):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
+        if self.config.is_ssl:
+            # uvicorn sets no limit on handshakes; asyncio's own is a minute.
+            limit = self.service.config.header_timeout
+            create = partial(loop.create_server, ssl_handshake_timeout=limit)
+            loop.create_server = create  # type: ignore[method-assign]
         self._watching = asyncio.ensure_future(self.connections.watch())
         await super().startup(sockets)
         self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.end_streams()
+        paths = [each.getsockname() for each in sockets or () if each.family == socket.AF_UNIX]
         await super().shutdown(sockets)
+        for path in paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
         if self._watching is not None:
             self._watching.cancel()
 
@@ -113,32 +125,6 @@ class DrainingServer(uvicorn.Server, Generic[S]):
         self.should_exit = True
 
 
-def listen(config: ServerConfig) -> socket.socket:
-    """Return a socket bound to the configured address.
-
-    Raises:
-        ConfigError: it cannot be bound.
-    """
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets whose protocol is given.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((config.host, config.port))
-    except OSError as error:
-        bound.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}", param="port"
-        ) from None
-    return bound
-
-
-def url_of(bound: socket.socket) -> str:
-    """Return the URL of a bound socket."""
-    host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 def print_notice(text: str) -> None:
     """Print a notice for the operator; a closed output is no reason to stop."""
     try:
@@ -148,7 +134,12 @@ def print_notice(text: str) -> None:
 
 
 def uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
-    """Return the settings for serving an application over these connections."""
+    """Return the settings for serving an application over these connections.
+
+    Raises:
+        ConfigError: the files for TLS cannot be used.
+    """
+    tls = tls_context(connections.config)
     return uvicorn.Config(
         app,
         http=connections.protocol,  # type: ignore[arg-type]
@@ -161,4 +152,6 @@ def uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
         timeout_graceful_shutdown=GRACE_SECONDS,
         lifespan="on",
         ws="none",
+        ssl_certfile=connections.config.ssl_certfile,
+        ssl_context_factory=None if tls is None else lambda *_: tls,
     )

@@ -103,6 +103,10 @@ async def stream_response(
     return EventStream(first, events, headers, extra)
 
 
+STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""Headers of every stream; the second one tells nginx to pass events on at once."""
+
+
 class EventStream(Response):
     """Sends events until they end or the client disconnects, then closes their generator.
 
@@ -115,7 +119,7 @@ class EventStream(Response):
     def __init__(
         self, first: bytes, rest: Events, headers: Mapping[str, str], extra: Extra = nothing
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-store", **headers})
+        super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest

@@ -109,6 +109,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
                 self.tool_choice, list(conversation.functions), self.parallel_tool_calls
             ),
             self.form_field,
+            {"logprobs": "top_logprobs"},
         )
 
     def _top_logprobs(self) -> int | None:

@@ -1,6 +1,6 @@
 // The view "Chat": the list of conversations, the one that is open, and the composer.
 
-import { requestJson, server } from "../shared/api.js";
+import { here, requestJson, server } from "../shared/api.js";
 import { copy, save } from "../shared/clipboard.js";
 import { confirmed } from "../shared/dialogs.js";
 import { button, h, replace } from "../shared/dom.js";
@@ -236,7 +236,7 @@ export class ChatView {
     await copy(
       await curlCommand(
         this.current.get(),
-        location.origin,
+        here("/").slice(0, -1),
         server.get() === "key" || storedKey() !== "",
       ),
     );

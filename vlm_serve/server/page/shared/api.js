@@ -40,7 +40,7 @@ export async function request(path, { body, signal, method } = {}) {
   }
   let response;
   try {
-    response = await fetch(path, init);
+    response = await fetch(here(path), init);
   } catch (error) {
     throw failure(error);
   }
@@ -79,6 +79,11 @@ async function told(response) {
   }
 }
 
+/** A route's address beside the page, which a proxy may serve below a path of its own. */
+export function here(path) {
+  return new URL(`.${path}`, document.baseURI).href;
+}
+
 /** Asks for a sign of life until there is one. */
 async function lost() {
   if (server.get() === "gone") return;
@@ -87,7 +92,7 @@ async function lost() {
     await new Promise((resolve) => setTimeout(resolve, PATIENCE_MS));
     if (document.hidden) continue;
     try {
-      await fetch("/ready", { cache: "no-store" });
+      await fetch(here("/ready"), { cache: "no-store" });
       server.set("ok");
     } catch {
       // Still nobody there.
