@@ -142,12 +142,12 @@ def parsing_bytes(content: bytes) -> int:
         return 0
 
 
-def read_request(path: Path, offset: int, size: int) -> tuple[str, bytes]:
-    """Read a valid line of a file again: its `custom_id`, and its `body` as JSON."""
+def read_request(path: Path, offset: int, size: int) -> bytes:
+    """Read the `body` of a valid line again."""
     with path.open("rb") as file:
         file.seek(offset)
         value = json.loads(file.read(size).decode("utf-8-sig"))
-    return value["custom_id"], json.dumps(value["body"], ensure_ascii=False).encode()
+    return json.dumps(value["body"], ensure_ascii=False).encode()
 
 
 def answer_row(name: str, custom_id: str | None, request_id: str, reply: Reply) -> Row:

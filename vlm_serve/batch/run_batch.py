@@ -51,11 +51,6 @@ def read_lines(path: Path, max_bytes: int) -> list[Line]:
     return lines
 
 
-def _body(path: Path, line: Line) -> bytes:
-    """Read the bytes of a line's `body` again."""
-    return read_request(path, line.offset, line.size)[1]
-
-
 def _row(line: Line, reply: Reply) -> Row:
     request_id = reply.headers.get("x-request-id", "")
     return answer_row(line.id, line.custom_id, request_id, reply)
@@ -125,7 +120,12 @@ def run(
             )
 
         jobs = [
-            BatchJob(line.id, line.path, partial(_body, source, line), line.reuse_key)
+            BatchJob(
+                line.id,
+                line.path,
+                partial(read_request, source, line.offset, line.size),
+                line.reuse_key,
+            )
             for line in left.values()
             if line.problem is None
         ]

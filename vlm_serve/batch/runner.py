@@ -58,7 +58,9 @@ def run_jobs(
     # The server's queue must hold all concurrent jobs.
     width = concurrency or 2 * engine_config.max_num_seqs
     server_config = replace(
-        server_config, max_queued_requests=max(server_config.max_queued_requests, width)
+        server_config,
+        max_queued_requests=max(server_config.max_queued_requests, width),
+        batch_store=None,  # no route for files is asked
     )
     engine = Engine.from_checkpoint(model, engine_config)
     try:
