@@ -288,7 +288,7 @@ def test_an_upload_needs_little_memory(server: RunningServer) -> None:
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(head.encode())
         connection.sendall(body[: 3 * len(body) // 4])
-        wait_for(lambda: held(server) > len(body) // 2)  # the share is no larger by then
+        wait_for(lambda: held(server) > len(body) // 2)
         assert 0 < memory.held <= 3 << 18
         connection.sendall(body[3 * len(body) // 4 :])
         answer = connection.recv(1 << 16)
