@@ -92,15 +92,16 @@ class BatchRun:
         self._unanswered = dict(enumerate(plan.places))
         batch.total = len(plan.places)
         batch.enter("in_progress")
-        await answer_all(plan.queue, around.width, self._answer, self._count)
+        await answer_all(plan.queue, around.width, self._answer, lambda index, _: None)
 
-    def _count(self, index: int, answered: tuple[bool, TokenUsage]) -> None:
-        failed, usage = answered
+    async def _write(self, index: int, row: bytes, usage: TokenUsage, *, failed: bool) -> None:
+        """Write a row and count its request."""
+        await self._drafts[failed].write(row)
         del self._unanswered[index]
         self._batch.count(usage, failed=failed)
 
-    async def _answer(self, index: int) -> tuple[bool, TokenUsage]:
-        """Answer a request and write its row; return whether it failed, and its tokens."""
+    async def _answer(self, index: int) -> None:
+        """Answer a request and write its row."""
         batch, place, around = self._batch, self._unanswered[index], self._around
         name = f"{batch.id}-{place.number}"
         headers = [(b"x-request-id", name.encode())]
@@ -122,9 +123,8 @@ class BatchRun:
             row, usage = await in_thread(write) if large else write()
         finally:
             share.leave()
-        failed = reply.status >= 400
-        await self._drafts[failed].write(row)
-        return failed, usage
+        # A row that is being written is counted even if the batch is cancelled meanwhile.
+        await settled(self._write(index, row, usage, failed=reply.status >= 400))
 
     async def expire(self) -> None:
         """Write an error for each request without an answer.
@@ -136,8 +136,7 @@ class BatchRun:
         for index, place in list(self._unanswered.items()):
             name = _row_id(batch, place)
             row = error_row(name, place.custom_id, "batch_expired", EXPIRED)
-            await self._drafts[True].write(encode_row(row))
-            self._count(index, (True, TokenUsage()))
+            await self._write(index, encode_row(row), TokenUsage(), failed=True)
 
     def publish(self) -> None:
         """Make files of the rows that were written; empty files are left out."""

@@ -367,7 +367,12 @@ def test_rows_run_behind_requests_and_in_a_bounded_number(
 
     monkeypatch.setattr(server.engine, "submit", noted)
     lines = [line(str(n), f"{n} question", body={"priority": -(n % 3)}) for n in range(9)]
-    batch = client.ended(client.start(*lines))
+    server.engine.gate.clear()
+    batch = client.start(*lines)
+    wait_for(lambda: len(server.engine.requests) == 3)
+    time.sleep(0.2)
+    server.engine.gate.set()
+    batch = client.ended(batch)
     assert batch.request_counts.completed == 9
     assert sorted(seen) == [BEHIND - 2] * 3 + [BEHIND - 1] * 3 + [BEHIND] * 3
     assert most == 3
