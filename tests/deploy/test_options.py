@@ -47,6 +47,10 @@ def test_what_one_process_keeps_needs_one_replica(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="response_store needs one replica"):
         check(DeployConfig(replicas=1, max_replicas=2), stored, EngineConfig())
     check(DeployConfig(replicas=1), stored, EngineConfig())
+    files = ServerConfig(batch_store="1MiB")
+    with pytest.raises(ConfigError, match="batch_store needs one replica"):
+        check(DeployConfig(replicas=2), files, EngineConfig())
+    check(DeployConfig(replicas=1), files, EngineConfig())
     with pytest.raises(ConfigError, match="disk_cache_path needs one replica"):
         check(DeployConfig(), ServerConfig(), EngineConfig(disk_cache_path=str(tmp_path)))
 

@@ -19,7 +19,11 @@ from vlm_serve.server.config import ServerConfig
 @pytest.fixture(scope="module", params=["bare", "everything"])
 def server(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Iterator[RunningServer]:
     bare = request.param == "bare"
-    options = {"page": False} if bare else {"response_store": "1MiB", "allowed_origins": ("*",)}
+    options = (
+        {"page": False}
+        if bare
+        else {"response_store": "1MiB", "batch_store": "1MiB", "allowed_origins": ("*",)}
+    )
     with running(FakeEngine(tokenizer), ServerConfig(port=0, **options)) as server:
         yield server
 

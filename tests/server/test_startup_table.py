@@ -94,6 +94,12 @@ def test_memory_for_stored_responses_is_said() -> None:
     assert "stored responses" not in rows(device="cpu", threads=2)
 
 
+def test_space_for_files_is_said() -> None:
+    found = rows(ServerConfig(batch_store="2GiB"), device="cpu", threads=2)
+    assert found["files and batches"] == "2 GiB on disk per API key"
+    assert "files and batches" not in rows(device="cpu", threads=2)
+
+
 def test_the_form_of_tool_calls_is_said() -> None:
     assert rows(device="cpu")["tool calls"] == "hermes"
     for form in ("qwen3_xml", "none"):

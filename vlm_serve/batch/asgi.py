@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import ASGIApp, Message
 
@@ -19,11 +20,18 @@ class Reply:
 
 
 async def post(
-    app: ASGIApp, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+    app: ASGIApp,
+    path: str,
+    body: bytes,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    state: Mapping[str, Any] | None = None,
 ) -> Reply:
     """Send JSON to a route and return the complete response.
 
     Cancelling it ends the request, as a disconnecting client does.
+
+    Args:
+        state: of the request's scope, as authentication leaves it.
     """
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     status = 500
@@ -61,6 +69,7 @@ async def post(
         ],
         "client": None,
         "server": None,
+        "state": dict(state or {}),
     }
     await app(scope, receive, send)
     return Reply(status, head, b"".join(parts))

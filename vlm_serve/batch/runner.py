@@ -1,26 +1,20 @@
-"""Runs jobs on the server's routes: bounded in number, in the order of a `ReuseQueue`."""
+"""Loads a model and runs jobs on the server's routes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from starlette.types import ASGIApp
-
-from vlm_serve.batch.asgi import Reply, post
+from vlm_serve.batch.asgi import Reply
 from vlm_serve.batch.order import ReuseKey, ReuseQueue
+from vlm_serve.batch.pool import answer_all, post_patiently
 from vlm_serve.config import EngineConfig
-from vlm_serve.errors import EngineClosedError
 from vlm_serve.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
-
-RETRY_SECONDS = 0.2
-_STOPPED = ("engine_stopped", "shutting_down", "aborted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,9 @@ def run_jobs(
     # The server's queue must hold all concurrent jobs.
     width = concurrency or 2 * engine_config.max_num_seqs
     server_config = replace(
-        server_config, max_queued_requests=max(server_config.max_queued_requests, width)
+        server_config,
+        max_queued_requests=max(server_config.max_queued_requests, width),
+        batch_store=None,  # no route for files is asked
     )
     engine = Engine.from_checkpoint(model, engine_config)
     try:
@@ -89,67 +85,11 @@ async def serve_jobs(
     app = create_app(service)
     headers = [(b"authorization", b"Bearer " + key.encode()) for key in config.api_key[:1]]
     queue = ReuseQueue([job.reuse_key for job in jobs])
-    running: dict[asyncio.Task[Reply], int] = {}
+
+    async def answer(index: int) -> Reply:
+        return await post_patiently(app, jobs[index].path, jobs[index].body(), headers)
+
     try:
-        while True:
-            while len(running) < width and (index := queue.take()) is not None:
-                job = jobs[index]
-                running[asyncio.ensure_future(_answer(app, job, headers))] = index
-            if not running:
-                return
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index = running.pop(task)
-                on_reply(jobs[index], task.result())
-                queue.ended(index)
+        await answer_all(queue, width, answer, lambda index, reply: on_reply(jobs[index], reply))
     finally:
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)
         await service.close()
-
-
-async def _answer(app: ASGIApp, job: BatchJob, headers: Sequence[tuple[bytes, bytes]]) -> Reply:
-    """Answer a job, retrying while the server's queue is full.
-
-    Raises EngineClosedError if the engine has stopped.
-    """
-    body = job.body()
-    while True:
-        reply = await post(app, job.path, body, headers)
-        code = error_code(reply)
-        if code in _STOPPED:
-            raise EngineClosedError("the engine has stopped; run again to continue", code=code)
-        if code != "queue_full":
-            return reply
-        await asyncio.sleep(RETRY_SECONDS)
-
-
-def reply_json(reply: Reply) -> Any:
-    """Parse the reply's body as JSON; None if it is not JSON."""
-    try:
-        return json.loads(reply.body)
-    except ValueError:
-        return None
-
-
-def error_code(reply: Reply) -> str | None:
-    """Return the code of an error reply, None for an answer."""
-    if reply.status < 400:
-        return None
-    body = reply_json(reply)
-    error = body.get("error") if isinstance(body, dict) else None
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, str) else "error"
-
-
-def usage_of(body: Any) -> tuple[int, int]:
-    """Return the prompt tokens of an answer, and how many of them were cached."""
-    usage = body.get("usage") if isinstance(body, dict) else None
-    if not isinstance(usage, dict):
-        return 0, 0
-    prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0))
-    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details")) or {}
-    cached = details.get("cached_tokens", usage.get("cache_read_input_tokens", 0))
-    return prompt or 0, cached or 0

@@ -16,7 +16,8 @@ from vlm_serve.batch.asgi import Reply
 from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
 from vlm_serve.batch.order import reuse_key_of
 from vlm_serve.batch.progress import Progress, percent, verdict
-from vlm_serve.batch.runner import BatchJob, reply_json, run_jobs, usage_of
+from vlm_serve.batch.replies import reply_json, usage_of
+from vlm_serve.batch.runner import BatchJob, run_jobs
 from vlm_serve.batch.video_questions import VideoQuestion, read_questions
 from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
@@ -97,7 +98,7 @@ def row_of(question: VideoQuestion, reply: Reply) -> Row:
     """Build the output row of a question: its answer, or the error's message."""
     body = reply_json(reply)
     row: Row = {"id": question.id, "video": question.video, "question": question.text}
-    prompt, cached = usage_of(body)
+    prompt, cached, *_ = usage_of(body)
     answered = reply.status == 200
     return row | {
         "answer": body["choices"][0]["message"]["content"] if answered else None,

@@ -24,6 +24,11 @@ def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> N
             "response_store needs one replica: responses are kept in the memory of one process",
             param="response_store",
         )
+    if server.batch_store is not None and deploy.most > 1:
+        raise ConfigError(
+            "batch_store needs one replica: files and batches belong to one process",
+            param="batch_store",
+        )
     if engine.disk_cache_path is not None and deploy.most > 1:
         raise ConfigError(
             "disk_cache_path needs one replica: a folder belongs to one process",

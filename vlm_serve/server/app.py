@@ -15,6 +15,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vlm_serve.own_version import own_version
 from vlm_serve.server import operators, status
 from vlm_serve.server.api import cache
+from vlm_serve.server.api.batches.bodies import BatchBody, BatchList, BatchRequest
+from vlm_serve.server.api.batches.route import (
+    BATCHES_PATH,
+    cancel_batch,
+    create_batch,
+    get_batch,
+    list_batches,
+)
 from vlm_serve.server.api.bodies import CacheReportBody, ErrorBody
 from vlm_serve.server.api.cache_events import cache_events
 from vlm_serve.server.api.chat.bodies import ChatCompletion
@@ -24,6 +32,16 @@ from vlm_serve.server.api.completions.bodies import Completion
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.route import completions
 from vlm_serve.server.api.fields import RequestModel
+from vlm_serve.server.api.files.bodies import FileBody, FileDeleted, FileList
+from vlm_serve.server.api.files.route import (
+    FILE_CONTENT,
+    FILES_PATH,
+    delete_file,
+    get_file,
+    get_file_content,
+    list_files,
+)
+from vlm_serve.server.api.files.upload import UPLOAD_CONTENT, create_file
 from vlm_serve.server.api.generate.bodies import Generated
 from vlm_serve.server.api.generate.request import GenerateRequest
 from vlm_serve.server.api.generate.route import generate
@@ -105,11 +123,15 @@ def create_routes(service: Service) -> ASGIApp:
             await service.close()
 
     app = routed(service, lifespan=lifespan)
-    return Intake(
+    routes = Intake(
         Resuming(_head_as_get(app), error_for),
         service.admission.memory,
         service.config.max_body_bytes,
+        streamed=(FILES_PATH,),
     )
+    if service.batches is not None:
+        service.batches.app = routes
+    return routes
 
 
 def routed(service: Service, **settings: Any) -> DescribedApp:
@@ -133,6 +155,7 @@ def routed(service: Service, **settings: Any) -> DescribedApp:
     _add_gets(app, service)
     _add_for_operators(app, service)
     _add_stored_responses(app, service)
+    _add_files(app, service)
     return app
 
 
@@ -247,6 +270,34 @@ def _add_stored_responses(app: DescribedApp, service: Service) -> None:
             handler,
             {200: {"model": answer}, "4XX": {"model": ErrorBody}},
             method=method,
+            operation_id=handler.__name__,
+        )
+
+
+def _add_files(app: DescribedApp, service: Service) -> None:
+    """Add routes for files and batches."""
+    described = {"requestBody": {"required": True, "content": UPLOAD_CONTENT}}
+    one_file, one_batch = FILES_PATH + "/{file_id}", BATCHES_PATH + "/{batch_id}"
+    routes: list[tuple[str, str, Handler, dict[str, Any], dict[str, Any]]] = [
+        ("POST", FILES_PATH, create_file, {"model": FileBody}, described),
+        ("GET", FILES_PATH, list_files, {"model": FileList}, {}),
+        ("GET", one_file, get_file, {"model": FileBody}, {}),
+        ("DELETE", one_file, delete_file, {"model": FileDeleted}, {}),
+        ("GET", f"{one_file}/content", get_file_content, {"content": FILE_CONTENT}, {}),
+        ("POST", BATCHES_PATH, create_batch, {"model": BatchBody}, app.body_of(BatchRequest)),
+        ("GET", BATCHES_PATH, list_batches, {"model": BatchList}, {}),
+        ("GET", one_batch, get_batch, {"model": BatchBody}, {}),
+        ("POST", f"{one_batch}/cancel", cancel_batch, {"model": BatchBody}, {}),
+    ]
+    for method, path, handler, answer, settings in routes:
+        _add(
+            app,
+            service,
+            path,
+            handler,
+            {200: answer, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+            method=method,
+            described=settings,
             operation_id=handler.__name__,
         )
 

@@ -125,6 +125,12 @@ class ServerConfig:
     response_store_ttl: float = _limits(
         86_400.0, "seconds that /v1/responses keeps an answer", low=0.001, metavar="SECONDS"
     )
+    batch_store: int | str | None = _limits(
+        None,
+        "disk space per API key for /v1/files and the results of /v1/batches",
+        low=1,
+        default_text="none: no files, no batches",
+    )
     max_request_memory: int | str = _limits(
         1 << 30,
         "maximum memory for the parsed bodies of all open requests; further bodies wait unread",

@@ -157,6 +157,9 @@ def startup_rows(
         assert isinstance(config.response_store, int)
         kept = f"{format_size(config.response_store)} per API key"
         yield "stored responses", f"{kept}, {config.response_store_ttl:g} s, on top"
+    if config.batch_store is not None:
+        assert isinstance(config.batch_store, int)
+        yield "files and batches", f"{format_size(config.batch_store)} on disk per API key"
     yield "API keys", str(len(config.api_key)) if config.api_key else "none: everybody may ask"
     yield "URL", f"{url}/v1"
 

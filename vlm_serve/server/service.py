@@ -9,6 +9,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vlm_serve.batch.batches import Batches
+from vlm_serve.batch.file_store import FileStore
+from vlm_serve.batch.run import Surroundings
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.validation import check_logprobs
 from vlm_serve.grammar.state import Grammar
@@ -29,12 +32,16 @@ from vlm_serve.server.http.fetched_memory import FetchedMemory
 from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.idle_check import IdleCheck
 from vlm_serve.server.mailbox import Mailbox
+from vlm_serve.server.priority import effective_priority
 from vlm_serve.server.state import ServerState
 from vlm_serve.server.trimming import Trimmer
 from vlm_serve.server.workers import Workers
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
+
+BATCH_SHARE = 0.75
+"""Largest part of the places and prompt tokens of a step's sequences that batches may take."""
 
 Preparation = Prompt | Rendering | Callable[[Stop], Prompt]
 """A prompt, a rendering whose media are still to be loaded, or work that loads media itself until
@@ -57,6 +64,7 @@ class Service:
         idle_check: check of the cache's invariants.
         cache_feed: feed of the cache's changes.
         trimmer: returns freed memory to the system.
+        batches: files and batches of clients; None: there are none.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig, model_names: tuple[str, ...]) -> None:
@@ -72,7 +80,26 @@ class Service:
         if config.idle_check:
             self.admission.on_idle = self.idle_check.start
         self.cache_feed = CacheFeed(engine, self._cache_status)
+        self.batches = self._make_batches()
         self._mailbox: Mailbox | None = None
+
+    def _make_batches(self) -> Batches | None:
+        size = self.config.batch_store
+        assert not isinstance(size, str)
+        if size is None:
+            return None
+        admission, config = self.admission, self.config
+        around = Surroundings(
+            FileStore(size),
+            admission.memory,
+            self.workers.parse,
+            lambda: admission.open_tokens < BATCH_SHARE * config.max_queued_tokens,
+            max(1, int(BATCH_SHARE * self.engine.config.max_num_seqs)),
+            config.max_body_bytes,
+        )
+        batches = Batches(around)
+        self.requests.on_drain = batches.stop
+        return batches
 
     @property
     def requests(self) -> OpenRequests:
@@ -110,7 +137,7 @@ class Service:
         check_logprobs(params, self.engine.config.max_logprobs)
         if not self.engine.num_running + self.engine.num_waiting:
             self.state.busy_since = time.monotonic()
-        options: dict[str, Any] = {"priority": priority, "affinity": affinity}
+        options: dict[str, Any] = {"priority": effective_priority(priority), "affinity": affinity}
         if grammar is not None:
             options["grammar"] = grammar
         if part is not None:
@@ -176,6 +203,8 @@ class Service:
         self.trimmer.close()
         self.engine.preprocessor.count_fetched(None)
         self.idle_check.close()
+        if self.batches is not None:
+            await self.batches.close()
         self.workers.shutdown()
         await asyncio.to_thread(self.engine.close)
         if self.state.tracer is not None:

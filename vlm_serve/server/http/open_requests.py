@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class OpenRequests:
@@ -14,11 +14,13 @@ class OpenRequests:
     Attributes:
         draining: the server takes no new work.
         num_open: requests that were admitted and have not ended.
+        on_drain: called when the server begins to wait for them.
     """
 
     def __init__(self) -> None:
         self.draining = False
         self.num_open = 0
+        self.on_drain: Callable[[], None] = lambda: None
         self._all_done = asyncio.Event()
 
     @contextlib.contextmanager
@@ -35,6 +37,7 @@ class OpenRequests:
     async def drain(self, timeout: float) -> bool:
         """Stop taking new work and wait for open requests; return True if all ended in time."""
         self.draining = True
+        self.on_drain()
         deadline = time.monotonic() + timeout
         while self.num_open and (left := deadline - time.monotonic()) > 0:
             self._all_done.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -170,12 +170,20 @@ class Intake:
         app: the application behind it.
         memory: the budget.
         max_bytes: limit of one body; the route refuses a larger one.
+        streamed: paths of routes that hold only the latest bytes of a body.
     """
 
-    def __init__(self, app: ASGIApp, memory: RequestMemory, max_bytes: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        memory: RequestMemory,
+        max_bytes: int,
+        streamed: Collection[str] = (),
+    ) -> None:
         self._app = app
         self._memory = memory
         self._max_bytes = max_bytes
+        self._streamed = frozenset(streamed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         declared = _declared(scope)
@@ -186,11 +194,12 @@ class Intake:
         share = Share(self._memory)
         _current.set(share)
         read, complete = 0, False
+        streamed = scope["path"] in self._streamed
 
         async def counted() -> Message:
             nonlocal read, complete
             if not complete:
-                wanted = min(self._max_bytes, max(FIRST_BYTES, 2 * read))
+                wanted = min(self._max_bytes, max(FIRST_BYTES, 0 if streamed else 2 * read))
                 if declared is not None:
                     wanted = min(wanted, declared)
                 await share.grow(BODY_FACTOR * wanted)

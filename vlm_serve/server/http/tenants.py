@@ -67,6 +67,15 @@ def bind(scope: Any, key: bytes, salt: str | None) -> None:
         state[_STATE] = salt
 
 
+def state_of(owner: Owner) -> dict[str, Any]:
+    """Return the state of a scope whose request has that owner, as `bind` leaves it."""
+    scope: dict[str, Any] = {}
+    tenant = owner.salt.startswith(RESERVED_PREFIX)
+    bind(scope, owner.key, owner.salt.removeprefix(RESERVED_PREFIX) if tenant else None)
+    state: dict[str, Any] = scope["state"]
+    return state
+
+
 def owner_of(scope: Any, client_salt: str | None) -> Owner:
     """Return the owner of a request's stored responses; it raises as `salt_of` does."""
     return Owner(scope.get("state", {}).get(_KEY, b""), salt_of(scope, client_salt))

@@ -1,0 +1,1 @@
+"""Batches of requests: /v1/batches."""

@@ -1,0 +1,1 @@
+"""Files of clients: /v1/files."""

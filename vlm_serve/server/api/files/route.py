@@ -1,0 +1,146 @@
+"""GET /v1/files, GET and DELETE /v1/files/{id}, GET /v1/files/{id}/content."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from io import FileIO
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from vlm_serve.batch.batches import Batches
+from vlm_serve.batch.file_store import StoredFile
+from vlm_serve.batch.settled import in_thread
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.server.api.files.bodies import FileDeleted, FileList, file_body
+from vlm_serve.server.api.listing import page_of
+from vlm_serve.server.http.streaming import cancelled, disconnected
+from vlm_serve.server.http.tenants import Owner, owner_of
+from vlm_serve.server.service import Service
+
+FILES_PATH = "/v1/files"
+MAX_LISTED = 10_000
+FILE_CONTENT: dict[str, Any] = {
+    "application/octet-stream": {"schema": {"type": "string", "format": "binary"}}
+}
+_PIECE_BYTES = 1 << 18
+
+
+class NoBatchStoreError(InvalidRequestError):
+    """The server keeps no files: HTTP 404."""
+
+    status = 404
+
+
+def batches_of(service: Service) -> Batches:
+    """Return the server's files and batches.
+
+    Raises:
+        NoBatchStoreError: it has none.
+    """
+    if service.batches is None:
+        raise NoBatchStoreError(
+            "files and batches need a server that runs with --batch-store", code="no_batch_store"
+        )
+    return service.batches
+
+
+def owner_of_files(request: Request) -> Owner:
+    """Return the owner of the files and batches of a request: its API key."""
+    return owner_of(request.scope, None)
+
+
+def _file(service: Service, request: Request) -> StoredFile:
+    store = batches_of(service).store
+    return store.find(owner_of_files(request), request.path_params["file_id"], "file_id")
+
+
+async def list_files(service: Service, request: Request) -> Response:
+    """Return a page of the client's files.
+
+    Raises:
+        InvalidRequestError: a parameter is invalid, or there is no store.
+    """
+    query = request.query_params
+    files = batches_of(service).store.files(owner_of_files(request))
+    if "purpose" in query:
+        files = [file for file in files if file.purpose == query["purpose"]]
+    page, more = page_of(files, query, default=MAX_LISTED, most=MAX_LISTED)
+    data = [file_body(file) for file in page]
+    ends = (data[0].id, data[-1].id) if data else (None, None)
+    body = FileList(data=data, first_id=ends[0], last_id=ends[1], has_more=more)
+    return JSONResponse(body.model_dump())
+
+
+async def get_file(service: Service, request: Request) -> Response:
+    """Describe a file.
+
+    Raises:
+        InvalidRequestError: there is no such file, or no store.
+    """
+    return JSONResponse(file_body(_file(service, request)).model_dump())
+
+
+async def delete_file(service: Service, request: Request) -> Response:
+    """Delete a file.
+
+    Raises:
+        InvalidRequestError: a batch needs it, there is no such file, or no store.
+    """
+    file = _file(service, request)
+    batches_of(service).store.delete(file)
+    return JSONResponse(FileDeleted(id=file.id).model_dump())
+
+
+async def get_file_content(service: Service, request: Request) -> Response:
+    """Return the bytes of a file. They stay readable if it is deleted meanwhile.
+
+    Raises:
+        InvalidRequestError: there is no such file, or no store.
+    """
+    return _Content(_file(service, request))
+
+
+class _Content(Response):
+    """Sends a file in pieces. Browsers must not show it, since a client wrote it."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(self, file: StoredFile) -> None:
+        super().__init__(
+            headers={
+                "Content-Disposition": "attachment",
+                "X-Content-Type-Options": "nosniff",
+                "Cache-Control": "no-store",
+            }
+        )
+        self.headers["content-length"] = str(file.num_bytes)
+        self._left = file.num_bytes
+        self._file = FileIO(file.path)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send, head=bool(scope.get("is_head"))))
+        watching = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            await cancelled(watching)
+            await cancelled(sending)
+            self._file.close()
+
+    async def _send(self, send: Send, *, head: bool) -> None:
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        while self._left and not head:
+            piece = await in_thread(partial(self._file.read, _PIECE_BYTES))
+            if not piece:
+                raise OSError("a stored file became shorter")
+            self._left -= len(piece)
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
