@@ -157,14 +157,16 @@ class SamplingParams:
     )
     logprobs: int | None = option(
         None,
-        "how many alternatives to report per token, at most `--max-logprobs` (20); null reports none",
+        "how many alternatives to report per token, at most `--max-logprobs` (20); null reports "
+        "none",
         0,
         MAX_LOGPROBS,
         apis=("completions", "generate"),
     )
     prompt_logprobs: int | None = option(
         None,
-        "how many alternatives to report per prompt token, at most `--max-logprobs` (20); not in a stream",
+        "how many alternatives to report per prompt token, at most `--max-logprobs` (20); not in a "
+        "stream",
         0,
         MAX_LOGPROBS,
     )
