@@ -65,6 +65,14 @@ def told(pieces: list[str], *, cut: bool = False, **options: Any) -> dict[str, A
     return texts | {"calls": [(name, arguments) for name, arguments in calls.values()]}
 
 
+def is_unfinished(text: str, *, cut: bool = False, **options: Any) -> bool:
+    """Whether a parser tells a call of an answer that is not whole."""
+    parser = OutputParser(**options)
+    parser.feed(text)
+    parser.finish(cut=cut)
+    return parser.unfinished
+
+
 def told_alike(text: str, *, cut: bool = False, **options: Any) -> dict[str, Any]:
     """What is told of a whole answer, and of the same in two pieces, wherever they meet, and one
     character at a time."""

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from tool_texts import TOOLS, cuts, told, told_alike
 
 from vlm_serve.preprocess.template import ChatTemplate
-from vlm_serve.server.answers.hermes_calls import HermesReader
+from vlm_serve.server.answers.json_calls import JsonReader as HermesReader
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import form_of
 

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from tool_texts import TOOLS, told, told_alike
 
 from vlm_serve.preprocess.template import ChatTemplate
-from vlm_serve.server.answers.xml_calls import XmlReader
+from vlm_serve.server.answers.tag_calls import TagReader as XmlReader
 
 CLOSED = "</parameter>\n</function>\n</tool_call>"
 EXAMPLE = f"<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n{CLOSED}"
