@@ -86,7 +86,8 @@ class CallReader(ABC):
         self._parts.append(text)
         text, at = self._tail + text, 0
         while True:
-            marks = _marks(self._marks_of, self._state, self._thought)
+            state = self._state
+            marks = _marks(self._marks_of, state, self._thought)
             found = marks.whole.search(text, at)
             stop = marks.partial_start(text, at) if found is None else found.start()
             if stop > at:
@@ -94,6 +95,9 @@ class CallReader(ABC):
                 reading = self._text(text[at:stop])
                 if reading is not None:
                     return reading
+                if self._state != state:  # it has other marks
+                    at = stop
+                    continue
             if found is None:
                 self._tail = text[stop:]
                 return None
@@ -146,6 +150,8 @@ class CallReader(ABC):
             self._told.append([])
             self._news.append(Piece("tool_name", name, call))
         self._told[call].append(text)
+        if self._news and self._news[-1].call == call and self._news[-1].kind == "tool_arguments":
+            text = self._news.pop().text + text
         self._news.append(Piece("tool_arguments", text, call))
 
     def _reading(self, size: int, calls: Sequence[Call]) -> Reading:

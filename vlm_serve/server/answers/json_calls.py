@@ -73,7 +73,9 @@ class JsonReader(CallReader):
             self._grow(plain)
         elif self._depth:
             self._keep(plain)
-            if _NOT_JSON.search(plain):
+            wrong = _NOT_JSON.search(plain)
+            if wrong is not None:
+                self._size -= len(plain) - wrong.start()
                 return self._refuse()
         elif not plain.isspace():
             return self._refuse()

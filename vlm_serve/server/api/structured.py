@@ -261,7 +261,7 @@ def _tag(name: str, schema: Any, tool_form: ToolForm) -> dict[str, Any]:
         }
     if tool_form == "minicpm5":
         raise InvalidRequestError(
-            "tool_choice and formats next to tools cannot be enforced on calls in the form minicpm5",
+            "calls in the form minicpm5 cannot be enforced, by tool_choice or a format",
             param="tool_choice",
         )
     return {
