@@ -90,14 +90,16 @@ class CallReader(ABC):
             marks = _marks(self._marks_of, state, self._thought)
             found = marks.whole.search(text, at)
             stop = marks.partial_start(text, at) if found is None else found.start()
-            if stop > at:
-                self._size += stop - at
-                reading = self._text(text[at:stop])
+            for plain in _split(text[at:stop]):
+                at += len(plain)
+                self._size += len(plain)
+                reading = self._text(plain)
                 if reading is not None:
                     return reading
-                if self._state != state:  # it has other marks
-                    at = stop
-                    continue
+                if self._state != state:
+                    break
+            if self._state != state:
+                continue
             if found is None:
                 self._tail = text[stop:]
                 return None
@@ -162,6 +164,15 @@ class CallReader(ABC):
             fits = told is None or call.arguments.startswith(told)
             checked.append(call if fits else Call(call.name, told or "", whole=False))
         return Reading(size, checked)
+
+
+def _split(text: str) -> list[str]:
+    """Split text behind its first character that is no white space.
+
+    That character may change the state, and with it the marks.
+    """
+    size = len(text) - len(text.lstrip()) + 1
+    return [part for part in (text[:size], text[size:]) if part]
 
 
 class _Marks:
