@@ -11,9 +11,11 @@ import pytest
 from sweeps import quick
 from tool_texts import cuts, is_unfinished, told
 
+from vlm_serve.engine.outputs import Delta
 from vlm_serve.preprocess.template import ChatTemplate
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm
+from vlm_serve.server.api.chat.choice import ChatChoiceState
 
 TOOLS: dict[str, Any] = {
     "write_file": {
@@ -198,3 +200,21 @@ def test_a_call_of_minicpm5(text: str, wanted: dict[str, str]) -> None:
 def test_the_template_of_minicpm5_is_recognized() -> None:
     source = '<function name="{{ name }}"><param name="{{ key }}">'
     assert ChatTemplate(source).tool_form == "minicpm5"
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"), [("", "stop"), ("\n</parameter>\n</function>", "tool_calls")]
+)
+def test_a_choice_with_an_unfinished_call_asks_nobody_to_run_it(end: str, reason: str) -> None:
+    text = written("qwen3_xml", "write_file", {"path": "a.py", "content": LONG})
+    text = text[: text.index("\n</parameter>\n</function>")] + end
+    choice = ChatChoiceState(
+        index=0,
+        parser=OutputParser(tools=TOOLS),
+        tokenizer=None,  # type: ignore[arg-type]
+        top_logprobs=None,
+        keep_token_ids=False,
+    )
+    choice.push(Delta(0, text=text))
+    choice.push(Delta(0, finish_reason="stop"))
+    assert choice.result().finish_reason == reason
