@@ -198,6 +198,8 @@ class TagReader(CallReader):
                 return None
             if shape == "block" and not (blank and found.kind == "call"):
                 self._text_follows()
+        elif self._ending is not None and found.kind in ("value", "/value", "/call"):
+            return Reading(self._behind)  # no value is open that the tag could end or follow
         self._next_line = False
         self._second, self._fresh = shape == "block" and blank, fresh
         self._grow(found.text)
