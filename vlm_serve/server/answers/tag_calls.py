@@ -316,7 +316,7 @@ class TagReader(CallReader):
         """Read the start of another parameter, or of text in the value."""
         assert self._value is not None
         ending, self._ending = self._ending, None
-        if ending is not None and ending.state == "done":
+        if ending is not None and ending.state == "done" and ending.regular:
             self._earlier = self._best(ending)
         value, properties = self._value, self._schema.get("properties")
         known = isinstance(properties, Mapping) and found.name in properties
