@@ -149,7 +149,7 @@ class Preprocessor:
         return self._template.traits
 
     @property
-    def tool_form(self) -> Literal["qwen3_xml", "hermes"]:
+    def tool_form(self) -> Literal["qwen3_xml", "minicpm5", "hermes"]:
         """The form in which the chat template expects tool calls."""
         return self._template.tool_form
 

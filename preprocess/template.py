@@ -190,8 +190,10 @@ class ChatTemplate:
         return find_traits(self.render, self._tree) if self.source else TemplateTraits()
 
     @property
-    def tool_form(self) -> Literal["qwen3_xml", "hermes"]:
+    def tool_form(self) -> Literal["qwen3_xml", "minicpm5", "hermes"]:
         """The form of tool calls that the template expects: tags for every parameter, or JSON."""
+        if "<function name=" in self.source and "<param name=" in self.source:
+            return "minicpm5"
         tags = "<tool_call>" not in self.source or "<function=" in self.source
         return "qwen3_xml" if tags else "hermes"
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
+
+from vlm_serve.server.answers.call_reader import CallReader, Found
 from vlm_serve.server.answers.output_parser import OutputParser
 
 CALL = (
@@ -63,6 +66,32 @@ def told(pieces: list[str], *, cut: bool = False, **options: Any) -> dict[str, A
         for kind in ("content", "reasoning")
     }
     return texts | {"calls": [(name, arguments) for name, arguments in calls.values()]}
+
+
+def read_of(monkeypatch: pytest.MonkeyPatch, reader: type[CallReader]) -> list[int]:
+    """The sizes of what readers read from now on."""
+    read: list[int] = []
+    text, mark = reader._text, reader._mark
+
+    def count_text(self: CallReader, plain: str) -> Any:
+        read.append(len(plain))
+        return text(self, plain)
+
+    def count_mark(self: CallReader, found: Found) -> Any:
+        read.append(len(found.text))
+        return mark(self, found)
+
+    monkeypatch.setattr(reader, "_text", count_text)
+    monkeypatch.setattr(reader, "_mark", count_mark)
+    return read
+
+
+def is_unfinished(text: str, *, cut: bool = False, **options: Any) -> bool:
+    """Whether a parser tells a call of an answer that is not whole."""
+    parser = OutputParser(**options)
+    parser.feed(text)
+    parser.finish(cut=cut)
+    return parser.unfinished
 
 
 def told_alike(text: str, *, cut: bool = False, **options: Any) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class ServerConfig:
     tool_call_parser: str = _server(
         "auto",
         "format of tool calls in answers; auto: the format that the chat template asks for",
-        choices=("auto", "qwen3_xml", "hermes", "none"),
+        choices=("auto", "qwen3_xml", "minicpm5", "hermes", "none"),
     )
     reasoning_parser: str = _server(
         "none",

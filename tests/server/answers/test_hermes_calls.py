@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import from_json
-from tool_texts import TOOLS, cuts, told, told_alike
+from tool_texts import TOOLS, cuts, read_of, told, told_alike
 
 from vlm_serve.preprocess.template import ChatTemplate
-from vlm_serve.server.answers.hermes_calls import HermesReader
+from vlm_serve.server.answers.json_calls import JsonReader
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import form_of
 
@@ -180,24 +180,10 @@ def test_the_limit_cuts_the_second_call_of_a_block() -> None:
 def test_the_work_grows_with_the_text(
     text: str, reasoning: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = 0
-    keep, between = HermesReader._keep, HermesReader._between
-
-    def count_kept(self: HermesReader, data: str, at: int, end: int) -> int:
-        nonlocal read
-        read += end - at
-        return keep(self, data, at, end)
-
-    def count_between(self: HermesReader, data: str, at: int) -> Any:
-        nonlocal read
-        read += 1
-        return between(self, data, at)
-
-    monkeypatch.setattr(HermesReader, "_keep", count_kept)
-    monkeypatch.setattr(HermesReader, "_between", count_between)
+    read = read_of(monkeypatch, JsonReader)
     pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
     told(pieces, tools=TOOLS, form="hermes", reasoning=reasoning)
-    assert read <= 6 * len(text)
+    assert sum(read) <= 6 * len(text)
 
 
 @pytest.mark.parametrize(

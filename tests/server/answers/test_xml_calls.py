@@ -11,10 +11,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic_core import from_json
-from tool_texts import TOOLS, told, told_alike
+from tool_texts import TOOLS, read_of, told, told_alike
 
 from vlm_serve.preprocess.template import ChatTemplate
-from vlm_serve.server.answers.xml_calls import XmlReader
+from vlm_serve.server.answers.tag_calls import TagReader
 
 CLOSED = "</parameter>\n</function>\n</tool_call>"
 EXAMPLE = f"<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n{CLOSED}"
@@ -231,6 +231,9 @@ def test_half_of_a_pair_of_surrogates_can_be_sent() -> None:
         "<tool_call>\n<function=stop>",
         "Calls begin with \n <tool_call> and with <function=stop> or <function=rm>.",
         "<function=stop>\n</function> in a sentence",
+        "<function=stop>\n</function>\n<parameter=a>\n1",
+        "<function=stop>\n</function>\n</parameter>",
+        "<function=stop>\n</function>\n</function>",
         f"Write `{call('stop')}` for that.",
         f'Write "{write("a")}".',
         f"Like this:\n```xml\n{call('stop')}\n{call('stop')}\n```\nor not",
@@ -304,20 +307,6 @@ def test_a_cut_value_that_is_no_json_is_left_out() -> None:
 def test_the_work_grows_with_the_text(
     text: str, reasoning: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = 0
-    passed, taken = XmlReader._pass, XmlReader._take
-
-    def count_passed(self: XmlReader, plain: str) -> Any:
-        nonlocal read
-        read += len(plain)
-        return passed(self, plain)
-
-    def count_taken(self: XmlReader, found: re.Match[str]) -> Any:
-        nonlocal read
-        read += len(found.group())
-        return taken(self, found)
-
-    monkeypatch.setattr(XmlReader, "_pass", count_passed)
-    monkeypatch.setattr(XmlReader, "_take", count_taken)
+    read = read_of(monkeypatch, TagReader)
     told([text[at : at + 3] for at in range(0, len(text), 3)], tools=TOOLS, reasoning=reasoning)
-    assert read <= 20 * len(text)
+    assert sum(read) <= 20 * len(text)

@@ -1,8 +1,9 @@
 """Splitting a streamed answer into reasoning, content and tool calls.
 
-Text before `</think>` is reasoning. Tool calls have one of two forms (`xml_calls`, `hermes_calls`).
-A call is emitted when it is complete, since unparsable text is plain text. Only a call
-cut by the token limit is emitted incomplete.
+Text before `</think>` is reasoning. Tool calls have one of the forms in `call_forms`. A short call
+is emitted when it is complete, since unparsable text is plain text. Long arguments are emitted as
+they come; then the call stays incomplete if its end cannot be read. So does a call that the token
+limit cuts.
 
 A thought may contain calls for consideration only. They count if nothing but `</think>` or
 the end of the answer follows the last one, or if there is no `</think>` at all.
@@ -13,18 +14,18 @@ Whole answers and streams use the same parser, so they cannot differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import lru_cache
+from itertools import zip_longest
 
-from vlm_serve.server.answers.hermes_calls import HermesCalls
+from vlm_serve.server.answers.call_reader import CallReader
+from vlm_serve.server.answers.calls import ReaderMaker
 from vlm_serve.server.answers.pieces import (
     THINK_END,
     THINK_START,
     TOOL_START,
     Call,
-    CallForm,
-    CallReader,
     Kind,
     Piece,
     Reading,
@@ -33,12 +34,6 @@ from vlm_serve.server.answers.pieces import (
     begun,
 )
 from vlm_serve.server.answers.quoting import Quoting
-from vlm_serve.server.answers.xml_calls import XmlCalls
-
-_FORMS: dict[ToolForm, Callable[[Tools], CallForm]] = {
-    "qwen3_xml": XmlCalls,
-    "hermes": HermesCalls,
-}
 
 
 class _State(Enum):
@@ -71,7 +66,7 @@ class OutputParser:
         continued: bool = False,
         enforced: bool = False,
     ) -> None:
-        self._form = None if tools is None else _FORMS[form](tools)
+        self._readers = None if tools is None else ReaderMaker(form, tools, single=not parallel)
         self._parallel, self._enforced = parallel, enforced
         self._state = _State.REASONING if reasoning else _State.CONTENT
         self._buffer = ""
@@ -86,6 +81,8 @@ class OutputParser:
         self._pending_text = ""  # their text, and the white space before them
         self._scanned = -1  # end of the scanned text after them; -1: there is none yet
         self.num_calls = 0
+        self.unfinished = False
+        """A call was told that is not whole."""
 
     @property
     def in_content(self) -> bool:
@@ -147,9 +144,9 @@ class OutputParser:
         return True
 
     def _openings(self) -> tuple[str, ...]:
-        if self._form is None or (self.num_calls and not self._parallel):
+        if self._readers is None or (self.num_calls and not self._parallel):
             return ()
-        return self._form.openings
+        return self._readers.openings
 
     def _certain(self, markers: tuple[str, ...], final: bool) -> int:
         """Return how many characters of a buffer without markers are certainly text."""
@@ -182,35 +179,44 @@ class OutputParser:
         self._quoting = Quoting()
 
     def _start_reading(self, lead: str, thought: bool) -> None:
-        assert self._form is not None
-        self._reader = self._form.reader(thought=thought)
+        assert self._readers is not None
+        streamed = not thought and not self._quoting.quotes(lead)
+        self._reader = self._readers.reader(thought=thought, streamed=streamed)
         self._lead, self._thought, self._state = lead, thought, _State.CALL
 
     def _read(self, pieces: list[Piece], final: bool) -> bool:
         assert self._reader is not None
         text, self._buffer = self._buffer, ""
         reading = self._reader.feed(text) if text else None
-        if reading is None:
-            if not final:
-                return False
+        if reading is None and final:
             reading = self._reader.end(cut=self._cut)
+        for piece in self._reader.news():
+            pieces.append(Piece(piece.kind, piece.text, self.num_calls + piece.call))
+        if reading is None:
+            return False
+        told = [self._reader.told(index) for index in range(len(reading.calls))]
         text, self._reader = self._reader.text, None
         self._buffer = text[reading.size :]
-        self._decide(pieces, reading, text[: reading.size])
+        self._decide(pieces, reading, text[: reading.size], told)
         return True
 
-    def _decide(self, pieces: list[Piece], reading: Reading, text: str) -> None:
-        """Act on a reader's result."""
+    def _decide(
+        self, pieces: list[Piece], reading: Reading, text: str, told: Sequence[str | None]
+    ) -> None:
+        """Act on a reader's result.
+
+        Args:
+            told: what has been told of each call.
+        """
         quoted = bool(reading.calls) and self._quoting.quotes(self._lead)
-        allowed = self._parallel or len(reading.calls) == 1
-        called = bool(reading.calls) and not quoted and allowed
+        called = bool(reading.calls) and not quoted
         if called and self._thought:
             self._pending += reading.calls
             self._pending_text += self._lead + text
             self._state = _State.FOLLOWED
         elif called:
             self._state = _State.CONTENT
-            self._call(pieces, reading.calls)
+            self._call(pieces, reading.calls, told)
         elif self._pending:
             self._buffer = self._lead + text + self._buffer
             self._state, self._scanned = _State.FOLLOWED, len(self._lead) + 1
@@ -221,11 +227,18 @@ class OutputParser:
                 self._buffer = text + self._buffer
                 self._emit(pieces, len(text.rstrip()), quoted=quoted)
 
-    def _call(self, pieces: list[Piece], calls: Iterable[Call]) -> None:
-        for call in calls:
-            pieces.append(Piece("tool_name", call.name, self.num_calls))
-            pieces.append(Piece("tool_arguments", call.arguments, self.num_calls))
+    def _call(
+        self, pieces: list[Piece], calls: Iterable[Call], told: Sequence[str | None] = ()
+    ) -> None:
+        """Emit calls, less what has been told of them."""
+        for call, sent in zip_longest(calls, told):
+            if sent is None:
+                pieces.append(Piece("tool_name", call.name, self.num_calls))
+            rest = call.arguments[len(sent or "") :]
+            if rest:
+                pieces.append(Piece("tool_arguments", rest, self.num_calls))
             self.num_calls += 1
+            self.unfinished |= not call.whole
         self._skip_space = True
 
     def _follow(self, pieces: list[Piece], final: bool) -> bool:

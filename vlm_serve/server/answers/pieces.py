@@ -1,10 +1,10 @@
-"""Pieces of a parsed answer, and the interface of tool call readers."""
+"""Pieces of a parsed answer, and the results of reading tool calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, get_args
 
 TOOL_START = "<tool_call>"
 TOOL_END = "</tool_call>"
@@ -12,7 +12,7 @@ THINK_START = "<think>"
 THINK_END = "</think>"
 
 Kind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
-ToolForm = Literal["qwen3_xml", "hermes"]
+ToolForm = Literal["qwen3_xml", "minicpm5", "hermes"]
 """How a model writes tool calls."""
 
 Tools = Mapping[str, Mapping[str, Any]]
@@ -26,7 +26,7 @@ def form_of(setting: str, template: ToolForm) -> ToolForm:
         setting: the option `tool_call_parser`; "auto" chooses the template's form.
         template: the form in the chat template.
     """
-    return "qwen3_xml" if setting == "qwen3_xml" else "hermes" if setting == "hermes" else template
+    return next((form for form in get_args(ToolForm) if form == setting), template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,18 @@ class Call:
     """A parsed tool call.
 
     Attributes:
-        arguments: JSON; if the token limit cut the call, a prefix of JSON.
+        arguments: JSON; if the call is not whole, a prefix of JSON.
+        whole: the call is complete.
     """
 
     name: str
     arguments: str
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Result of a `CallReader` for the start of its text.
+    """Result of a `CallReader`, for the start of its text.
 
     Attributes:
         size: number of characters read; the rest is unread.
@@ -67,49 +69,6 @@ class Reading:
     size: int
     calls: Sequence[Call] = ()
     begun: bool = False
-
-
-class CallReader(Protocol):
-    """Reads streamed text that begins like a tool call.
-
-    The result depends on the text alone, not on how it was split. Every character is read a bounded
-    number of times.
-    """
-
-    @property
-    def text(self) -> str:
-        """All text fed so far."""
-        ...
-
-    def feed(self, text: str) -> Reading | None:
-        """Read the next text; return None if more is needed for a decision."""
-        ...
-
-    def end(self, *, cut: bool) -> Reading:
-        """Return the result at the end of the text.
-
-        Args:
-            cut: the token limit ended it, so an open call may be incomplete.
-        """
-        ...
-
-
-class CallForm(Protocol):
-    """A form of tool calls, for one answer.
-
-    Attributes:
-        openings: texts that may begin a call.
-    """
-
-    openings: tuple[str, ...]
-
-    def reader(self, *, thought: bool) -> CallReader:
-        """Make a reader for a text that begins with one of the openings.
-
-        Args:
-            thought: the text is inside a thought, which `</think>` may end anywhere.
-        """
-        ...
 
 
 def begun(text: str, *markers: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,27 +23,34 @@ _BLANK_LAST = re.compile(rf"(?<!\\){_BLANK}(?:\+|\{{[1-9]\d*(?:,\d*)?\}})?\)*\$?
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 
 
-def read(text: str, schema: Any, root: Mapping[str, Any] | None = None) -> Any:
+def read(
+    text: str, schema: Any, root: Mapping[str, Any] | None = None, *, exact: str | None = None
+) -> Any:
     """Return the value of the first reading that satisfies the schema, preferring JSON to text.
 
-    If none does, the plain reading becomes JSON or text, as the schema's types suggest.
+    If none does, the plain reading becomes JSON, a literal of Python or text, as the schema's types
+    suggest.
 
     Args:
         text: the text between the tags.
         schema: the parameter's schema.
         root: the schema of all parameters, in which `$ref` is resolved.
+        exact: the only reading of the text, if the form leaves no doubt.
     """
-    plain = unframed(text)
+    plain = unframed(text) if exact is None else exact
     leaves = list(_alternatives(schema, root or {}))
-    for reading in (plain, *_readings(text)):
+    for reading in (plain, *_readings(text)) if exact is None else (plain,):
         for value_of in (_json_value, _text_value):
             for leaf in leaves:
                 for value in value_of(reading, leaf):
                     return value
-    if not any("string" in _kinds(leaf) for leaf in leaves):
-        for value in _json_value(plain, {}):
-            return value
-    return plain
+    if any("string" in _kinds(leaf) for leaf in leaves):
+        return plain
+    for value in _json_value(plain, {}):
+        return value
+    kinds = {kind for leaf in leaves for kind in _kinds(leaf)}
+    value = _python_value(plain) if kinds & {"array", "object"} else None
+    return plain if value is None or not _is_of(value, tuple(kinds)) else value
 
 
 def unframed(text: str) -> str:
@@ -56,6 +63,28 @@ def is_no_text(schema: Any, root: Mapping[str, Any]) -> bool:
     """Return True if the schema names types and none of them is string."""
     kinds = [_kinds(leaf) for leaf in _alternatives(schema, root)]
     return all(each and "string" not in each for each in kinds)
+
+
+def is_plain_text(schema: Any, root: Mapping[str, Any], start: str, length: int) -> bool:
+    """Return True if a value is its plain text, whatever follows its start.
+
+    Args:
+        start: its first characters, without white space around them.
+        length: a length that the value reaches.
+    """
+    leaves = list(_alternatives(schema, root))
+    texts = [leaf for leaf in leaves if "string" in (_kinds(leaf) or ("string",))]
+    if not any(_takes_text(leaf, length) for leaf in texts):
+        return False
+    only = all(_kinds(leaf) == ("string",) for leaf in leaves)
+    return only or not (begins_json(start) or start.lower().startswith(("null", "none")))
+
+
+def _takes_text(leaf: Mapping[str, Any], length: int) -> bool:
+    """Return True if any text of this length or longer satisfies the schema."""
+    shortest = leaf.get("minLength", 0)
+    restricted = leaf.keys() & {"const", "enum", "maxLength", "pattern", "format"}
+    return not restricted and isinstance(shortest, int) and shortest <= length
 
 
 def _readings(text: str) -> Iterator[str]:
@@ -136,6 +165,36 @@ def _json_value(text: str, leaf: Mapping[str, Any]) -> list[Any]:
     return [value] if allowed is None or any(_same(value, each) for each in allowed) else []
 
 
+_LITERAL = re.compile(
+    r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)"|\b(True|False|None)\b""", re.DOTALL
+)
+_IN_LITERAL = re.compile(r"""\\(x[0-9a-fA-F]{2}|.)|\"""", re.DOTALL)
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def _python_value(text: str) -> Any:
+    """Return the value of a list or dict as Python writes it; None: the text is none."""
+
+    def as_text(found: re.Match[str]) -> str:
+        if found.group(3):
+            return _WORDS[found.group(3)]
+        inner = found.group(1) if found.group(2) is None else found.group(2)
+        return f'"{_IN_LITERAL.sub(_json_escape, inner)}"'
+
+    try:
+        return strict_json(_LITERAL.sub(as_text, text), lenient=True)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _json_escape(found: re.Match[str]) -> str:
+    """Return a character of a Python text as JSON writes it."""
+    sign = found.group(1)
+    if sign is None:
+        return '\\"'
+    return "'" if sign == "'" else f"\\u00{sign[1:]}" if len(sign) == 3 else found.group()
+
+
 def _text_value(text: str, leaf: Mapping[str, Any]) -> list[str]:
     """Return [text] if it satisfies the schema, else []."""
     kinds, allowed = _kinds(leaf), _allowed(leaf)
@@ -184,13 +243,16 @@ def _same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
-def strict_json(text: str, *, lenient: bool = False) -> Any:
+def strict_json(
+    text: str, *, lenient: bool = False, constant: Callable[[str], Any] | None = None
+) -> Any:
     """Parse JSON without NaN and infinities.
 
     Args:
         text: the JSON.
         lenient: strings may contain raw line breaks and tabs, and the first of duplicate members
             counts.
+        constant: returns the value of a NaN or an infinity; None: they are no JSON.
 
     Raises:
         ValueError: the text is no such JSON.
@@ -198,7 +260,7 @@ def strict_json(text: str, *, lenient: bool = False) -> Any:
     return json.loads(
         text,
         strict=not lenient,
-        parse_constant=_not_json,
+        parse_constant=constant or _not_json,
         parse_float=_finite,
         object_pairs_hook=_first_members if lenient else None,
     )
@@ -212,6 +274,15 @@ def as_json(value: Any) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def is_json(text: str) -> bool:
+    """Return True if the text is JSON."""
+    try:
+        strict_json(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def begins_json(text: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import Piece
+from vlm_serve.server.answers.tool_values import is_json
 from vlm_serve.server.api.answer import AnswerStream, Event
 from vlm_serve.server.failover.attempt import Attempt, new_token
 
@@ -73,6 +74,16 @@ class BlockStream(AnswerStream):
                 events += self._switch("text")
             events += self._close()
         return events
+
+    @property
+    def called(self) -> bool:
+        """True if the answer ends with calls for the client to run, all of them whole."""
+        calls = any(block.kind == "call" for block in self.blocks)
+        return calls and not self._parser.unfinished
+
+    def is_unfinished(self, block: OutputBlock) -> bool:
+        """Return True for a call whose arguments are the beginning of JSON."""
+        return block.kind == "call" and self._parser.unfinished and not is_json(block.text)
 
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the logprobs entries of a delta's tokens; empty if not requested."""

@@ -274,7 +274,7 @@ def _element(form: StructuredOutputs) -> dict[str, Any]:
 
 
 def _tag(name: str, schema: Any, tool_form: ToolForm) -> dict[str, Any]:
-    """Return the tag of one call, see `xml_calls` and `hermes_calls`."""
+    """Return the tag of one call, see `call_forms`."""
     if not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
         raise InvalidRequestError(
             f"the function name {name[:64]!r} must consist of letters, digits, '_', '-' and '.' "
@@ -294,6 +294,11 @@ def _tag(name: str, schema: Any, tool_form: ToolForm) -> dict[str, Any]:
             "content": arguments,
             "end": "}\n</tool_call>",
         }
+    if tool_form == "minicpm5":
+        raise InvalidRequestError(
+            "calls in the form minicpm5 cannot be enforced, by tool_choice or a format",
+            param="tool_choice",
+        )
     return {
         "type": "tag",
         "begin": f"<tool_call>\n<function={name}>\n",

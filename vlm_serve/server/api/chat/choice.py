@@ -120,7 +120,8 @@ class ChatChoiceState:
 
     def _finish(self, delta: Delta) -> dict[str, Any]:
         assert delta.finish_reason in ("stop", "length")
-        called = delta.finish_reason == "stop" and self._calls
+        whole = self._calls and not self._parser.unfinished
+        called = delta.finish_reason == "stop" and whole
         self._finish_reason = "tool_calls" if called else delta.finish_reason
         self._stop_reason = delta.stop_reason
         part = self._part({})

@@ -93,7 +93,7 @@ class MessageStream(BlockStream):
             body.stop_reason = "max_tokens"
         elif isinstance(self.stop_reason, str):
             body.stop_reason, body.stop_sequence = "stop_sequence", self.stop_reason
-        elif any(block.kind == "call" for block in self.blocks):
+        elif self.called:
             body.stop_reason = "tool_use"
         else:
             body.stop_reason = "end_turn"

@@ -93,7 +93,8 @@ class ResponseStream(BlockStream):
         return [_logprob(entry) for entry in entries]
 
     def closed(self, block: OutputBlock) -> list[Event]:
-        item = _item(block, "incomplete" if self.finish_reason == "length" else "completed")
+        cut = self.finish_reason == "length" or self.is_unfinished(block)
+        item = _item(block, "incomplete" if cut else "completed")
         self._items.append(item)
         if block.kind == "call":
             done = {"arguments": block.text, "name": block.name}

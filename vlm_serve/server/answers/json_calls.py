@@ -1,0 +1,326 @@
+"""Actions for tool calls in JSON.
+
+<tool_call>
+{"name": "name", "arguments": {"key": value}}
+</tool_call>
+
+Reading is lenient where the meaning is clear: raw line breaks in strings, `parameters` instead of
+`arguments`, several objects or a list of them in one block, extra or missing closing brackets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vlm_serve.server.answers.call_reader import HELD, CallReader, Found
+from vlm_serve.server.answers.pieces import TOOL_START, Call, Reading, ToolForm, Tools
+from vlm_serve.server.answers.tool_values import as_json, begins_json, strict_json
+
+_NOT_JSON = re.compile(r"[^\s\d:,.+\-eEtrufalsn]")
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', re.DOTALL)
+_DECODABLE = re.compile(r'(?:[^"\\]+|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
+_HIGH_SURROGATE = re.compile("[\ud800-\udbff]$")
+_ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
+_ARGUMENTS = ("arguments", "parameters")
+_DECODER = json.JSONDecoder(strict=False)
+_OPEN = object()
+"""The value of an open string."""
+
+
+class JsonReader(CallReader):
+    """Reads one block.
+
+    While JSON arrives, only strings and brackets are tracked. Each value is parsed when its
+    brackets are closed, and up to a string in its arguments that becomes long.
+    """
+
+    def __init__(self, form: ToolForm, tools: Tools, **options: bool) -> None:
+        super().__init__(form, tools, **options)
+        self._value: list[str] = []  # the open value so far
+        self._value_size = self._depth = 0
+        self._name = ""  # of the open call, once it has been told
+        self._string_start = 0
+        self._string: str | None = None  # text of the open string to tell; None: it is not told
+        self._string_tried = False
+        self._calls: list[Call] = []
+        self._behind_calls = 0
+
+    def end(self, *, cut: bool) -> Reading:
+        """See `CallReader.end`."""
+        size = self._size + len(self._tail)
+        if not self._depth:
+            if self._calls:
+                return self._reading(size if cut else self._size, self._calls)
+            return Reading(size, begun=cut and not self._thought)
+        if not cut:
+            reading = self._close_missing()
+            return reading or self._reading(self._size, self._calls)
+        found = None if self._thought else unfinished("".join(self._value), self._tools)
+        if not isinstance(found, Call) and len(self._told) > len(self._calls):
+            found = self._told_call()
+        if isinstance(found, Call):
+            return self._reading(size, (*self._calls, found))
+        if self._calls:
+            return self._reading(size if found == "begun" else self._behind_calls, self._calls)
+        return Reading(size, begun=found == "begun")
+
+    def _text(self, plain: str) -> Reading | None:
+        if self._state == "text":
+            self._keep(plain)
+            self._grow(plain)
+        elif self._depth:
+            self._keep(plain)
+            wrong = _NOT_JSON.search(plain)
+            if wrong is not None:
+                self._size -= len(plain) - wrong.start()
+                return self._refuse()
+        elif not plain.isspace():
+            return self._refuse()
+        return None
+
+    def _no_step(self, found: Found) -> Reading | None:
+        if found.kind == "/think":
+            return self._reading(found.start, [] if self._depth else self._calls)
+        return self._refuse()
+
+    def _refuse(self) -> Reading:
+        """Return the result for a block that cannot be read: text, but for what has been told."""
+        if not self._told:
+            return Reading(len(TOOL_START))
+        if len(self._told) > len(self._calls):
+            return Reading(self._size, (*self._calls, self._told_call()))
+        return self._reading(self._behind_calls, self._calls)
+
+    def _told_call(self) -> Call:
+        return Call(self._name, self.told(len(self._calls)) or "", whole=False)
+
+    def _keep(self, text: str) -> None:
+        """Add characters to the open value."""
+        self._value.append(text)
+        self._value_size += len(text)
+
+    def _open(self, found: Found) -> Reading | None:
+        if found.text == "[":  # a list of calls
+            self._state = "between"
+            return None
+        if self._single and self._calls:
+            return self._reading(self._behind_calls, self._calls)
+        self._value, self._value_size, self._depth = [], 0, 0
+        self._string_start = 0
+        self._deepen(found)
+        return None
+
+    def _separate(self, found: Found) -> Reading | None:
+        return None if self._calls else self._refuse()
+
+    def _end_before(self, found: Found) -> Reading:
+        return self._reading(found.start, self._calls) if self._calls else self._refuse()
+
+    def _end_behind(self, found: Found) -> Reading:
+        return self._reading(found.end, self._calls) if self._calls else self._refuse()
+
+    def _separator(self, found: Found) -> Reading | None:
+        self._keep(found.text)
+        return self._refuse() if found.text == ")" else None
+
+    def _deepen(self, found: Found) -> None:
+        self._keep(found.text)
+        self._depth += 1
+
+    def _close(self, found: Found) -> Reading | None:
+        self._keep(found.text)
+        self._depth -= 1
+        return None if self._depth else self._parse("".join(self._value))
+
+    def _parse(self, text: str) -> Reading | None:
+        """Parse a finished value; return the result if it is no call."""
+        self._state, self._depth = "between", 0
+        try:
+            self._calls.append(call_of(strict_json(text, lenient=True), self._tools))
+        except (ValueError, RecursionError):
+            return self._refuse()
+        self._behind_calls = self._size
+        return None
+
+    def _close_early(self, found: Found) -> Reading | None:
+        """Read the block's end inside an object."""
+        self._size = found.start
+        reading = self._close_missing()
+        if reading is not None:
+            return reading
+        self._size = found.end
+        return self._end_behind(found) if found.kind == "/block" else self._end_before(found)
+
+    def _close_missing(self) -> Reading | None:
+        """Parse an object without its last bracket; return the result if that is no call."""
+        text = "".join(self._value)
+        if self._depth != 1 or self._state == "text" or not text.rstrip().endswith("}"):
+            return self._refuse()
+        return self._parse(text + "}")
+
+    def _begin_text(self, found: Found) -> None:
+        self._keep(found.text)
+        self._string_start = self._value_size
+        self._string, self._string_tried = None, not self._streamed or self._depth != 2
+
+    def _end_text(self, found: Found) -> None:
+        self._keep(found.text)
+        if self._string is not None and _DECODABLE.fullmatch(self._string):
+            rest = json.loads(f'"{self._string}"', strict=False)
+            self._tell(len(self._calls), self._name, as_json(rest)[1:])
+
+    def _escape(self, found: Found) -> None:
+        self._keep(found.text)
+        self._grow(found.text)
+
+    def _grow(self, text: str) -> None:
+        """Add text to the open string, and tell it if it is long."""
+        if self._string is not None:
+            self._string += text
+        elif self._string_tried or self._value_size - self._string_start < HELD:
+            return
+        else:
+            # Parse a long value only as often as its strings are long.
+            start = self._string_start
+            if self._value_size - start < start // 16:
+                return
+            self._string_tried = True
+            value = "".join(self._value)
+            begun = self._arguments_before(value[: start - 1])
+            if begun is None:
+                return
+            self._tell(len(self._calls), self._name, begun)
+            self._string = value[start:]
+        self._tell_string()
+
+    def _arguments_before(self, text: str) -> str | None:
+        """Return the arguments before a string, less what has been told; None: it is no argument.
+
+        Args:
+            text: the open value before the string.
+        """
+        try:
+            value = strict_json(text + "NaN}}", lenient=True, constant=lambda _: _OPEN)
+            arguments = value[next(reversed(value))]
+            name = next(reversed(arguments))
+            if next(reversed(value)) not in _ARGUMENTS or arguments[name] is not _OPEN:
+                return None
+            arguments[name] = ""
+            call = call_of(value, self._tools)
+        except (ValueError, RecursionError, TypeError, KeyError, StopIteration):
+            return None
+        for number, each in enumerate(self._calls):
+            if number >= len(self._told):
+                self._tell(number, each.name, each.arguments)
+        self._name = call.name
+        told = self.told(len(self._calls)) or ""
+        begun = call.arguments[:-2]
+        return begun[len(told) :] if begun.startswith(told) else None
+
+    def _tell_string(self) -> None:
+        assert self._string is not None
+        found = _DECODABLE.match(self._string)
+        assert found is not None
+        text, size = json.loads(f'"{found.group()}"', strict=False), found.end()
+        if _HIGH_SURROGATE.search(text) and self._string[:size][-6:].startswith("\\u"):
+            text, size = text[:-1], size - 6  # its other half may follow
+        self._string = self._string[size:]
+        if text:
+            self._tell(len(self._calls), self._name, as_json(text)[1:-1])
+
+
+def call_of(value: Any, tools: Tools) -> Call:
+    """Return the call that a JSON value is.
+
+    Raises:
+        ValueError: the value is ambiguous or no call.
+    """
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or name not in tools:
+        raise ValueError("no tool")
+    given = [value[key] for key in _ARGUMENTS if value.get(key)]
+    if len(given) > 1:
+        raise ValueError("arguments twice")
+    arguments = _unpacked(given[0]) if given else {}
+    properties = tools[name].get("properties")
+    strayed = {*value} - {"name", "type", "id", *_ARGUMENTS, *arguments}
+    if isinstance(properties, Mapping) and strayed & {*properties}:
+        raise ValueError("an argument beside the arguments")
+    return Call(name, as_json(arguments))
+
+
+def _unpacked(value: Any) -> dict[str, Any]:
+    """Return the arguments as an object; some models write them as a string of JSON."""
+    if isinstance(value, str):
+        value = strict_json(value, lenient=True) if value.strip() else {}
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return value
+
+
+def unfinished(text: str, tools: Tools) -> Call | str:
+    """Return the call at the start of an incomplete JSON object.
+
+    Return "begun" if its name is still missing, and "" if it is no call.
+    """
+    members: dict[str, Any] = {}
+    last, value = "", ""
+    try:
+        for key, text_of_value, known in _members(text):
+            last, value = key, text_of_value
+            if known is not None:
+                members.setdefault(key, known[0])
+    except (ValueError, RecursionError):
+        return ""
+    name = members.get("name")
+    if name is None:
+        return "begun" if not {last, *members} & {*_ARGUMENTS} else ""
+    try:
+        if name in tools and any(members.get(key) for key in _ARGUMENTS):
+            return call_of(members, tools)
+        if name not in tools:
+            return ""
+        written = _TEXT.sub(lambda found: found.group().translate(_ESCAPES), value)
+        if last not in _ARGUMENTS or not written.startswith("{"):
+            return Call(name, "{", whole=False)
+        return Call(name, written.rstrip(), whole=False) if begins_json(written) else ""
+    except (ValueError, RecursionError, TypeError):
+        return ""
+
+
+def _members(text: str) -> Iterator[tuple[str, str, list[Any] | None]]:
+    """Yield key, text and [value] of each member of an incomplete object.
+
+    The last member's value may be None; with an incomplete key it is left out.
+
+    Raises:
+        ValueError: the text is no object.
+    """
+    if not text.startswith("{"):
+        raise ValueError("no object")
+    at = 1
+    while at < len(text):
+        at = _past(text, at, ",")
+        try:
+            key, at = _DECODER.raw_decode(text, at)
+        except ValueError:
+            return
+        start = _past(text, at, ":")
+        try:
+            value, at = _DECODER.raw_decode(text, start)
+        except ValueError:
+            yield str(key), text[start:], None
+            return
+        yield str(key), text[start:at], [value]
+
+
+def _past(text: str, at: int, sign: str) -> int:
+    """Return the position after white space and a sign."""
+    while at < len(text) and (text[at].isspace() or text[at] == sign):
+        at += 1
+    return at
