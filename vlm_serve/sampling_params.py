@@ -53,6 +53,8 @@ class SamplingParams:
             come faster; the answer does not depend on it.
         routed_experts_prompt_start: leave out the rows of the prompt's first tokens; less than the
             prompt's length, and only with return_routed_experts.
+        thinking_token_budget: most tokens of the answer's thought, which then is ended; None: any
+            number.
     """
 
     max_tokens: int | None = None
@@ -79,6 +81,7 @@ class SamplingParams:
     return_routed_experts: bool = False
     routed_experts_prompt_start: int = 0
     prediction: str = ""
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -103,6 +106,7 @@ class SamplingParams:
                 "prompt_logprobs_start needs prompt_logprobs", param="prompt_logprobs_start"
             )
         _check("n", self.n, int, 1, MAX_CHOICES)
+        _check("thinking_token_budget", self.thinking_token_budget, int, 0)
         self._check_logit_rules()
         self._check_experts()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

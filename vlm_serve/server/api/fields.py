@@ -140,6 +140,7 @@ class SamplingFields(RequestModel):
     structured_outputs: Table[Any] | None = None
     return_routed_experts: bool | None = None
     routed_experts_prompt_start: int | None = None
+    thinking_token_budget: int | None = None
 
 
 def check_stream(
@@ -207,4 +208,5 @@ class GenerationRequest(AnswerRequest, SamplingFields):
             n=1 if self.n is None else self.n,
             return_routed_experts=bool(self.return_routed_experts),
             routed_experts_prompt_start=self.routed_experts_prompt_start or 0,
+            thinking_token_budget=self.thinking_token_budget,
         )

@@ -31,7 +31,7 @@ MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_NAMES = {"stop": "stop_sequences"}
+_NAMES = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens"}
 
 
 class MessageParam(RequestModel):
@@ -87,7 +87,10 @@ class MessagesPrompt(AnswerRequest):
             template_kwargs=self.chat_template_kwargs,
         )
         with renamed_params(_NAMES):
-            params = self.sampling(structured_outputs=self._form(), **limits)
+            budget = (self.thinking or {}).get("budget_tokens")
+            params = self.sampling(
+                structured_outputs=self._form(), thinking_token_budget=budget, **limits
+            )
         thinks = None
         if self.thinking is not None:
             thinks = "none" if self.thinking.get("type") == "disabled" else "medium"

@@ -63,6 +63,7 @@ class ResponsesRequest(AnswerRequest):
     tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Table[Any] | None = None
+    thinking_token_budget: int | None = None
     text: Table[Any] | None = None
     metadata: Table[str] | None = Field(None, max_length=16)
     include: Items[str] | None = None
@@ -99,6 +100,7 @@ class ResponsesRequest(AnswerRequest):
                 stop=stop_texts(self.stop),
                 logprobs=self.logprobs,
                 structured_outputs=self._form(),
+                thinking_token_budget=self.thinking_token_budget,
             )
         return ParsedRequest(
             input=with_variable(with_thinking(given, self._effort()), "verbosity", self.verbosity),
