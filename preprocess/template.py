@@ -215,7 +215,9 @@ class ChatTemplate:
             self._tree = self._environment.parse(source)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from None
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(self._tree))
+        # The search folds constants in its tree.
+        tree = self._environment.parse(source)
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self._defaults = dict(defaults or {})
         try:
             self.check_kwargs(self._defaults)
