@@ -211,6 +211,12 @@ class SamplingParams:
         "with `return_routed_experts`",
         0,
     )
+    thinking_token_budget: int | None = option(
+        None,
+        "most tokens of the answer's thought, which then is ended and the answer goes on",
+        0,
+        apis=(*_VLLM, "responses"),
+    )
     prediction: str = option("", "text that the answer probably repeats", length=1 << 16, apis=())
 
     def __post_init__(self) -> None:

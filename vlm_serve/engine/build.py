@@ -346,6 +346,8 @@ def _preprocessor(
         limits=_media_limits(config),
         max_tokens=max_tokens,
         generation=generation_folder(config),
+        template_file=config.chat_template,
+        template_kwargs=config.chat_template_kwargs,
     )
 
 

@@ -13,6 +13,7 @@ from vlm_serve.batch.batches import Batches
 from vlm_serve.batch.file_store import FileStore
 from vlm_serve.batch.run import Surroundings
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.thought import Thought
 from vlm_serve.engine.validation import check_logprobs
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityKey
@@ -128,6 +129,7 @@ class Service:
         grammar: Grammar | None = None,
         affinity: tuple[AffinityKey, ...] = (),
         part: AttemptPart | None = None,
+        thought: Thought | None = None,
     ) -> str:
         """Submit a prompt to the engine and return the engine's id for it.
 
@@ -140,6 +142,8 @@ class Service:
         options: dict[str, Any] = {"priority": effective_priority(priority), "affinity": affinity}
         if grammar is not None:
             options["grammar"] = grammar
+        if thought is not None:
+            options["thought"] = thought
         if part is not None:
             params = part.seeded(params)
             # Missing expert rows would be a gap on one replica and none on another.

@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from vlm_serve.batch.record import Batch
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.reading.reader import APIS
 from vlm_serve.server.api.batches.bodies import BatchList, BatchRequest, batch_body
 from vlm_serve.server.api.files.route import batches_of, owner_of_files
 from vlm_serve.server.api.files.upload import UPLOAD_PURPOSE
 from vlm_serve.server.api.listing import page_of
-from vlm_serve.preprocess.reading.reader import APIS
 from vlm_serve.server.api.request_body import read_json
 from vlm_serve.server.service import Service
 

@@ -58,6 +58,7 @@ class ResponsesRequest(AnswerRequest):
     tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Table[Any] | None = None
+    thinking_token_budget: int | None = None
     text: Table[Any] | None = None
     metadata: Table[str] | None = Field(None, max_length=16)
     include: Items[str] | None = None
