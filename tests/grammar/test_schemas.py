@@ -85,7 +85,7 @@ def tokens(state: GrammarState) -> list[int]:
 
 
 def fits(schema: Any, value: Any) -> bool:
-    """Return True if `jsonschema` accepts the value, with null keywords and draft 4's forms read."""
+    """Return True if `jsonschema` accepts the value, nulls and draft 4's forms aside."""
     plain = modern(schema)
     kind = jsonschema.validators.validator_for(plain, jsonschema.Draft202012Validator)
     if "draft-0" in str(plain.get("$schema")):

@@ -83,7 +83,7 @@ def pattern(text: Any, path: str) -> str:
 
 
 def bounds(given: dict[str, Any]) -> None:
-    """Write draft 4's bounds as later ones, and bounds that doubles cannot hold as narrower ones."""
+    """Write draft 4's bounds as later ones, and those beyond exact doubles as narrower ones."""
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         value = given.get(exclusive)
         if isinstance(value, bool):

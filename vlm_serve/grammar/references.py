@@ -67,7 +67,7 @@ class Document:
                 found = _MISSING
         if found is _MISSING or (pointer != "#" and not pointer.startswith("#/")):
             raise InvalidRequestError(
-                f"the JSON schema cannot be used: {path} names {pointer[:200]!r}, which is not in it"
+                f"the JSON schema cannot be used: {path} names {pointer[:200]!r}, which it lacks"
             )
         return found
 
