@@ -91,7 +91,10 @@ def fits(schema: Any, value: Any) -> bool:
     if "draft-0" in str(plain.get("$schema")):
         plain = {name: each for name, each in plain.items() if name != "$schema"}
         kind = jsonschema.Draft202012Validator
-    return bool(kind(plain, format_checker=kind.FORMAT_CHECKER).is_valid(value))
+    try:
+        return bool(kind(plain, format_checker=kind.FORMAT_CHECKER).is_valid(value))
+    except RecursionError:  # jsonschema follows a definition that is only itself
+        return True
 
 
 def modern(node: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 from vlm_serve.errors import EngineClosedError, InvalidRequestError
 from vlm_serve.grammar.json_grammars import JsonGrammars
 from vlm_serve.grammar.process import CompileProcess
+from vlm_serve.grammar.schema import check_schema
 from vlm_serve.grammar.state import Grammar
-from vlm_serve.grammar.tag_schema import check_schema
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.structured_outputs import StructuredOutputs
 
