@@ -1,8 +1,8 @@
 """Rewrites JSON schemas of all drafts to the keywords that llguidance enforces.
 
 The result may accept less than the schema, never more: objects are closed unless they are maps, and
-alternatives of `oneOf` are told apart. A schema that cannot be rewritten is refused with the path of
-its keyword.
+alternatives of `oneOf` are told apart. A schema that cannot be rewritten is refused with the path
+of its keyword.
 """
 
 from __future__ import annotations
