@@ -68,7 +68,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "pydantic optional": thing((), name={"anyOf": [TEXT, {"type": "null"}], "default": None}),
     "pydantic constr": thing(("s",), s={"type": "string", "minLength": 2, "maxLength": 5,
                                        "pattern": "^[a-z]+$"}),
-    "pydantic conlist": thing(("l",), 
+    "pydantic conlist": thing(("l",),
                                 l={"type": "array", "items": {"type": "integer", "multipleOf": 5},
                                         "minItems": 1, "maxItems": 3}),
     "pydantic Decimal": thing(("d",), d={"anyOf": [
