@@ -26,9 +26,13 @@ from vlm_serve.grammar.state import GrammarState
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.structured_outputs import StructuredOutputs
 
-WIDTH = 740
+WIDTH = 768
+WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1200)}}
 SLOW = StructuredOutputs(
-    json={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1200)}}
+    structural_tag={
+        "type": "structural_tag",
+        "format": {"type": "json_schema", "json_schema": WIDE},
+    }
 )
 
 
@@ -173,8 +177,10 @@ def test_the_process_keeps_nothing_of_long_texts(tokenizer: Tokenizer) -> None:
         assert running is not None
         before = anonymous(running.pid)
         for letter in "abc":
-            source = json.dumps({"type": "null", "description": letter * 20_000_000})
-            compiling.compile({"kind": "json", "source": source, "strict": True})
+            schema = {"type": "null", "description": letter * 20_000_000}
+            tag = {"type": "json_schema", "json_schema": schema}
+            source = json.dumps({"type": "structural_tag", "format": tag})
+            compiling.compile({"kind": "structural_tag", "source": source})
         deadline = time.monotonic() + 60  # it answers before it gives back
         while (kept := anonymous(running.pid) - before) > 8 << 20 and time.monotonic() < deadline:
             time.sleep(0.01)

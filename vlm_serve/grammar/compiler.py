@@ -1,4 +1,7 @@
-"""Compiles and caches the grammars of one model, bounded in time and memory."""
+"""Compiles and caches the grammars of one model, bounded in time and memory.
+
+llguidance follows JSON schemas, whose keywords it intersects. xgrammar follows all other forms.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vlm_serve.errors import EngineClosedError, InvalidRequestError
+from vlm_serve.grammar.json_grammars import JsonGrammars
 from vlm_serve.grammar.process import CompileProcess
 from vlm_serve.grammar.schema import check_schema
 from vlm_serve.grammar.state import Grammar
@@ -50,6 +54,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cache_lock = threading.Lock()
         self._cached: OrderedDict[tuple[str, str, bool, bool], tuple[Any, int]] = OrderedDict()
+        self._json_lock = threading.Lock()
+        self._json: JsonGrammars | None = None
         self._info: Any = None
         self._process: CompileProcess | None = None
         self._closed = False
@@ -63,12 +69,15 @@ class GrammarCompiler:
         found = self.find(form, after)
         if found is not None:
             return found
-        _check_schemas(form)
         process = self._running()
         kind, source = form.source
-        task = {"kind": kind, "source": source, "strict": not form.json_object}
         try:
-            text = process.compile(task)
+            if kind == "json":
+                compiled, size = self._json_grammars().compile(source, strict=form.strict)
+                self._keep((kind, source, form.json_object, form.strict), compiled, size)
+                return Grammar(compiled, after, self._json_grammars().matcher)
+            _check_schemas(form)
+            text = process.compile({"kind": kind, "source": source})
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 error.message, param=error.param or "structured_outputs", code=error.code
@@ -86,6 +95,7 @@ class GrammarCompiler:
         Raises VlmServeError if it does not start, EngineClosedError after `close`.
         """
         self._running().start()
+        self._json_grammars()
 
     def find(self, form: StructuredOutputs, after: bytes = b"") -> Grammar | None:
         """Return the grammar if it is cached. Does not block."""
@@ -96,6 +106,8 @@ class GrammarCompiler:
                 return None
             self._cached.move_to_end(key)
             compiled, _ = self._cached[key]
+        if kind == "json":
+            return Grammar(compiled, after, self._json_grammars().matcher)
         import xgrammar
 
         return Grammar(compiled, after, xgrammar.GrammarMatcher)
@@ -122,17 +134,28 @@ class GrammarCompiler:
                 self._process = self._new_process()
             return self._process
 
-    def _new_process(self) -> CompileProcess:
-        import xgrammar
+    def _json_grammars(self) -> JsonGrammars:
+        with self._json_lock:
+            if self._json is None:
+                self._json = JsonGrammars(self._tokenizer, self._token_texts(), self._ends)
+            return self._json
 
+    def _token_texts(self) -> list[bytes]:
+        """Return the bytes of all tokens.
+
+        One without bytes never matches: control tokens, and logits without a token.
+        """
         tokenizer, known = self._tokenizer, self._tokenizer.vocab_size
-        # A token without bytes never matches: control tokens, and logits without a token.
-        vocabulary = [
+        return [
             b"" if token >= known or tokenizer.is_special(token) else tokenizer.token_bytes(token)
             for token in range(self._vocabulary)
         ]
+
+    def _new_process(self) -> CompileProcess:
+        import xgrammar
+
         self._info = xgrammar.TokenizerInfo(
-            vocabulary,
+            self._token_texts(),
             vocab_type=xgrammar.VocabType.RAW,
             vocab_size=self._vocabulary,
             stop_token_ids=self._ends,
@@ -152,9 +175,7 @@ class GrammarCompiler:
 
 
 def _check_schemas(form: StructuredOutputs) -> None:
-    if form.json is not None:
-        check_schema(form.json, "structured_outputs", strict=form.strict)
-    elif form.structural_tag is not None:
+    if form.structural_tag is not None:
         assert isinstance(form.structural_tag, Mapping)
         _check_tag(form.structural_tag)
 

@@ -1,4 +1,4 @@
-"""Refuses JSON schemas that cannot be enforced.
+"""Refuses JSON schemas in structural tags and calls that xgrammar cannot enforce.
 
 Ignoring a keyword would allow answers that break the schema, and an error is better than that.
 """

@@ -108,13 +108,8 @@ def _limit_memory() -> None:
 
 
 def _compile(compiler: Any, task: dict[str, Any]) -> str:
-    # JSON whitespace is fixed: small models would emit it forever.
     kind, source = task["kind"], task["source"]
-    if kind == "json":
-        compiled = compiler.compile_json_schema(
-            source, any_whitespace=False, strict_mode=task["strict"]
-        )
-    elif kind == "regex":
+    if kind == "regex":
         compiled = compiler.compile_regex(source)
     elif kind == "grammar":
         compiled = compiler.compile_grammar(source)

@@ -130,6 +130,8 @@ def _code(names: Any) -> str:
 
 def _bounds(option: SamplingOption) -> str:
     parts = []
+    if option.high is not None and option.high > 1 << 53:
+        return " (64 bits)"
     if option.low is not None and option.kind in ("int", "float"):
         parts.append(f"{'more than' if option.above_low else 'at least'} {option.low:g}")
     if option.high is not None:

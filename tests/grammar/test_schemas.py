@@ -1,0 +1,204 @@
+"""What a grammar of a JSON schema allows fits the schema, or the schema is refused with a path."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from client_schemas import SCHEMAS
+from schema_generator import SchemaGenerator
+from sweeps import quick
+
+import vlm_serve
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar.compiler import GrammarCompiler
+from vlm_serve.grammar.state import Grammar, GrammarState
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.structured_outputs import StructuredOutputs
+
+WIDTH = 768
+STEPS = 300
+SHARE = 100
+SEEDS = 2000
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(Path(vlm_serve.__file__).parent / "demo" / "dense")
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(tokenizer, WIDTH, tokenizer.eos_ids, seconds=60.0)
+    yield compiler
+    compiler.close()
+
+
+def walk(
+    grammar: Grammar, tokenizer: Tokenizer, choices: random.Random, *, rolling: bool = False
+) -> str | None:
+    """Return a random answer that the grammar allows; None: it has not ended.
+
+    Args:
+        rolling: try other tokens ahead of every step, as drafts do.
+    """
+    state = GrammarState(grammar, tokenizer.token_bytes, WIDTH)
+    answer = b""
+    for step in range(STEPS):
+        allowed = tokens(state)
+        if rolling:
+            with state.ahead():
+                ahead = allowed
+                for _ in range(3):
+                    state.accept(choices.choice(ahead))
+                    if state.finished:
+                        break
+                    ahead = tokens(state)
+            assert tokens(state) == allowed
+        ends = [token for token in allowed if token in tokenizer.eos_ids]
+        others = [token for token in allowed if token not in tokenizer.eos_ids]
+        closing = [each for each in others if tokenizer.token_bytes(each)[:1] in (b'"', b"}", b"]")]
+        if ends and (not others or choices.random() < 0.6):
+            state.accept(ends[0])
+            assert state.finished
+            return answer.decode()
+        hurry = min(0.9, 0.3 + step / 100)
+        token = choices.choice(closing if closing and choices.random() < hurry else others)
+        state.accept(token)
+        assert not state.finished
+        answer += tokenizer.token_bytes(token)
+    return None
+
+
+def tokens(state: GrammarState) -> list[int]:
+    mask = state.allowed()
+    assert mask is not None
+    found = [int(each) for each in np.flatnonzero(np.unpackbits(mask, bitorder="little")[:WIDTH])]
+    assert found, "nothing may follow"
+    return found
+
+
+def fits(schema: Any, value: Any) -> bool:
+    """Return True if `jsonschema` accepts the value, nulls and draft 4's forms aside."""
+    plain = modern(schema)
+    kind = jsonschema.validators.validator_for(plain, jsonschema.Draft202012Validator)
+    if "draft-0" in str(plain.get("$schema")):
+        plain = {name: each for name, each in plain.items() if name != "$schema"}
+        kind = jsonschema.Draft202012Validator
+    try:
+        return bool(kind(plain, format_checker=kind.FORMAT_CHECKER).is_valid(value))
+    except RecursionError:  # jsonschema follows a definition that is only itself
+        return True
+
+
+def modern(node: Any) -> Any:
+    if isinstance(node, list):
+        return [modern(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    out = {
+        name: each if name in ("const", "enum", "default", "examples") else modern(each)
+        for name, each in node.items() if each is not None or name == "const"
+    }  # fmt: skip
+    if isinstance(out.get("items"), list):
+        out["prefixItems"] = out.pop("items")
+        if "additionalItems" in out:
+            out["items"] = out.pop("additionalItems")
+    if isinstance(out.get("exclusiveMinimum"), bool) and out.pop("exclusiveMinimum"):
+        out["exclusiveMinimum"] = out.pop("minimum")
+    if "$id" in out:  # jsonschema resolves names of its own against URLs only
+        out["$id"] = "urn:" + out["$id"]
+    if "$ref" in out and not out["$ref"].startswith("#"):
+        out["$ref"] = "urn:" + out["$ref"]
+    return out
+
+
+def enforced(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, seeds: range, found: dict[str, int]
+) -> None:
+    """Count schemas in `found`; all answers fit theirs."""
+    for seed in seeds:
+        schema = SchemaGenerator(random.Random(seed)).schema()
+        found["all"] += 1
+        try:
+            grammar = compiler.compile(StructuredOutputs(json=schema))
+        except InvalidRequestError as error:
+            assert "#" in error.message, (seed, error.message)
+            continue
+        found["enforced"] += 1
+        for index in range(3):
+            choices = random.Random(1000 * seed + index)
+            answer = walk(grammar, tokenizer, choices, rolling=index == 0 and seed % 10 == 0)
+            if answer is None or "inf" in repr(json.loads(answer)):  # 1e999
+                continue
+            found["answers"] += 1
+            assert fits(schema, json.loads(answer)), (seed, answer, schema)
+
+
+@pytest.mark.parametrize("start", quick(range(0, SEEDS, SHARE), 1))
+def test_random_schemas(compiler: GrammarCompiler, tokenizer: Tokenizer, start: int) -> None:
+    found = dict.fromkeys(("all", "enforced", "answers"), 0)
+    enforced(compiler, tokenizer, range(start, start + SHARE), found)
+    assert found["enforced"] >= 0.78 * found["all"], found
+    assert found["answers"] >= 2 * found["enforced"], found
+
+
+@pytest.mark.sweep
+def test_most_random_schemas_are_enforced(compiler: GrammarCompiler) -> None:
+    count = 0
+    for seed in range(SEEDS):
+        schema = SchemaGenerator(random.Random(seed)).schema()
+        try:
+            compiler.compile(StructuredOutputs(json=schema))
+        except InvalidRequestError:
+            continue
+        count += 1
+    assert count >= 0.85 * SEEDS
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_of_clients(compiler: GrammarCompiler, tokenizer: Tokenizer, name: str) -> None:
+    grammar = compiler.compile(StructuredOutputs(json=SCHEMAS[name]))
+    answers = [walk(grammar, tokenizer, random.Random(seed)) for seed in range(12)]
+    complete = [answer for answer in answers if answer is not None]
+    assert complete
+    for answer in complete:
+        assert fits(SCHEMAS[name], json.loads(answer)), answer
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"properties": {"a": {"if": {}}}}, "#/properties/a/if "),
+        ({"items": {"pattern": "^(?=a)b"}}, "#/items/pattern "),
+        ({"properties": {"a/b": {"uniqueItems": True}}}, "#/properties/a~1b/uniqueItems "),
+        ({"$ref": "http://127.0.0.1/x"}, "#/$ref "),
+        ({"$ref": "#/$defs/none"}, "#/$ref "),
+        ({"properties": {"a": {"type": "zork"}}, "required": ["a"]}, "#/properties/a "),
+        ({"properties": {"a": {"type": "string", "pattern": "(a"}}}, "#/properties/a "),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "# "),
+        ({"allOf": [{"type": "object"}, {"type": "string"}]}, "# "),
+        ({"type": "object", "properties": {"a": {"required": True}}}, "#/properties/a/required "),
+        ({"$defs": {"A": {"$ref": "#/$defs/A"}}, "$ref": "#/$defs/A"}, "#/$defs/A "),
+    ],
+)
+def test_a_refused_schema_names_the_place(
+    compiler: GrammarCompiler, schema: dict[str, Any], path: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        compiler.compile(StructuredOutputs(json=schema))
+    assert refused.value.message.startswith("the JSON schema cannot be used: " + path)
+    assert "\n" not in refused.value.message
+
+
+def test_unknown_keywords_are_refused_if_strict(compiler: GrammarCompiler) -> None:
+    schema = {"properties": {"a": {"type": "string", "x-order": 1}}}
+    compiler.compile(StructuredOutputs(json=schema))
+    with pytest.raises(InvalidRequestError, match="#/properties/a/x-order is the unknown"):
+        compiler.compile(StructuredOutputs(json=schema, strict=True))

@@ -1,0 +1,156 @@
+"""Keywords of JSON schemas in the forms that llguidance enforces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+
+UNENFORCED = frozenset(
+    [
+        "if", "dependentSchemas", "uniqueItems", "contains", "$dynamicRef", "$recursiveRef",
+        "contentSchema", "extends", "disallow", "divisibleBy",
+    ]
+)  # fmt: skip
+PLAIN = (
+    "type", "enum", "const", "minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum",
+    "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "maxProperties",
+)  # fmt: skip
+KNOWN = frozenset(
+    [
+        *PLAIN, "$ref", "allOf", "anyOf", "oneOf", "not", "properties", "patternProperties",
+        "additionalProperties", "required", "minProperties", "propertyNames", "dependentRequired",
+        "dependencies", "unevaluatedProperties", "items", "prefixItems", "additionalItems",
+        "unevaluatedItems", "pattern", "format",
+    ]
+)  # fmt: skip
+NOTES = frozenset(
+    [
+        "title", "description", "default", "examples", "example", "deprecated", "readOnly", "then",
+        "else", "writeOnly", "nullable", "discriminator", "minContains", "maxContains", "$defs",
+        "definitions", "$schema", "$id", "id", "$anchor", "$comment", "$vocabulary", "strict",
+        "contentEncoding", "contentMediaType",
+    ]
+)  # fmt: skip
+_DATE = (
+    r"(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    r"|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    r"|(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)-02-29)"
+)
+_TIME = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
+    r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_CHARACTER = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
+FORMATS: dict[str, str | None] = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "duration": None,
+    "email": r"^[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@[A-Za-z0-9]+(?:-+[A-Za-z0-9]+)*"
+    r"(?:\.[A-Za-z0-9]+(?:-+[A-Za-z0-9]+)*)+$",
+    "hostname": None,
+    "ipv4": None,
+    "ipv6": None,
+    "uuid": None,
+    "uri": None,
+    "uri-reference": f"^(?:{_CHARACTER}|[/?])*(?:#(?:{_CHARACTER}|[/?])*)?$",
+    "json-pointer": r"^(?:/(?:[^~/]|~[01])*)*$",
+    "relative-json-pointer": r"^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
+}
+"""None: llguidance has it. Other formats are annotations, as the standard has them."""
+_DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+_DIGITS = r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)$"
+_EXACT = 1 << 53
+_KINDS = ("string", "number", "boolean", "null", "array", "object")
+
+
+def pattern(text: Any, path: str) -> str:
+    """Return a pattern in llguidance's syntax.
+
+    Raises:
+        InvalidRequestError: it is no text, or looks ahead or behind.
+    """
+    if not isinstance(text, str):
+        raise _refuse(path, "must be a text")
+    if text == _DECIMAL:  # pydantic's Decimal: it means that there is a digit
+        return _DIGITS
+    if any(mark in text for mark in ("(?=", "(?!", "(?<=", "(?<!")):
+        raise _refuse(path, "looks ahead or behind, which cannot be enforced")
+    return text
+
+
+def bounds(given: dict[str, Any]) -> None:
+    """Write draft 4's bounds as later ones, and those beyond exact doubles as narrower ones."""
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        value = given.get(exclusive)
+        if isinstance(value, bool):
+            del given[exclusive]
+            if value and bound in given:
+                given[exclusive] = given.pop(bound)
+    for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        value = given.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > _EXACT:
+            low = name in ("minimum", "exclusiveMinimum")
+            if (value < 0) == low:
+                given[name] = math.copysign(_EXACT, value)
+    kinds = given.get("type")
+    if kinds == "integer":
+        for name, rounded in (("minimum", math.ceil), ("maximum", math.floor)):
+            if isinstance(given.get(name), float):
+                given[name] = rounded(given[name])
+
+
+def negated(value: Any, path: str) -> Any:
+    """Return what `not` means where it is a type, a required property, or everything.
+
+    Raises:
+        InvalidRequestError: it is anything else.
+    """
+    if value in (True, {}):
+        return False
+    if value is False:
+        return True
+    if isinstance(value, Mapping) and len(value) == 1:
+        kinds, required = value.get("type"), value.get("required")
+        listed = [kinds] if isinstance(kinds, str) else kinds
+        if isinstance(listed, list) and "integer" not in listed:
+            return {"type": [kind for kind in _KINDS if kind not in listed]}
+        if isinstance(required, list) and len(required) == 1:
+            return {"type": "object", "properties": {required[0]: False}}
+    raise _refuse(path, "cannot be enforced: only a type or a single required property can")
+
+
+def property_names(given: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the keywords that say what `propertyNames` does.
+
+    Raises:
+        InvalidRequestError: none do.
+    """
+    rule = given.get("propertyNames")
+    if not isinstance(rule, Mapping):
+        return {"additionalProperties": False, "properties": {}} if rule is False else {}
+    where = f"{path}/propertyNames"
+    rule = {name: value for name, value in rule.items() if name not in NOTES}
+    if rule.get("type") == "string":
+        rule.pop("type")
+    if not rule:
+        return {}
+    if len(rule) > 1 or given.get("patternProperties"):
+        raise _refuse(where, "cannot be enforced beside other rules for names")
+    others = given.get("additionalProperties", True)
+    known = given.get("properties") or {}
+    allowed = [rule["const"]] if "const" in rule else rule.get("enum")
+    if isinstance(allowed, list):
+        named = {name: others for name in allowed if isinstance(name, str)}
+        kept = {name: value for name, value in known.items() if name in named}
+        return {"properties": {**named, **kept}, "additionalProperties": False}
+    if "pattern" in rule and not known:
+        return {"patternProperties": {rule["pattern"]: others}, "additionalProperties": False}
+    raise _refuse(where, "can be enforced only as a list of names, or a pattern for all names")
+
+
+def _refuse(path: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the JSON schema cannot be used: {path} {what}")

@@ -1,0 +1,138 @@
+"""References inside a JSON schema, and definitions without an end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from vlm_serve.errors import InvalidRequestError
+
+_MISSING = object()
+_NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
+
+
+class Document:
+    """A schema whose subschemas refer to each other.
+
+    Args:
+        root: the whole schema.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._named: dict[str, Any] = {}
+        if isinstance(root, Mapping):
+            self._collect(root)
+
+    def _collect(self, root: Any) -> None:
+        open_nodes = [root]
+        while open_nodes:
+            node = open_nodes.pop()
+            if isinstance(node, Mapping):
+                for keyword, prefix in (("$id", ""), ("id", ""), ("$anchor", "#")):
+                    if isinstance(node.get(keyword), str):
+                        self._named.setdefault(prefix + node[keyword], node)
+                open_nodes += node.values()
+            elif isinstance(node, list | tuple):
+                open_nodes += node
+
+    def target(self, reference: Any, path: str) -> Any:
+        """Return what a `$ref` names.
+
+        Raises:
+            InvalidRequestError: it is another document, or there is no such place.
+        """
+        if not isinstance(reference, str):
+            raise InvalidRequestError(f"the JSON schema cannot be used: {path} must be a text")
+        if reference in self._named:
+            return self._named[reference]
+        if not reference.startswith("#"):
+            raise InvalidRequestError(
+                f"the JSON schema cannot be used: {path} names another document; "
+                "only '#...' is supported"
+            )
+        return self.find(reference, path)
+
+    def find(self, pointer: str, path: str) -> Any:
+        """Return the value at a `#/...` pointer; the error names `path`."""
+        found = self._root
+        for part in pointer.removeprefix("#").split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, Mapping):
+                found = found.get(name, _MISSING)
+            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                found = _MISSING
+        if found is _MISSING or (pointer != "#" and not pointer.startswith("#/")):
+            raise InvalidRequestError(
+                f"the JSON schema cannot be used: {path} names {pointer[:200]!r}, which it lacks"
+            )
+        return found
+
+    def is_only_reference(self, node: Mapping[str, Any]) -> bool:
+        """Return True if a `$ref` is all that a schema says."""
+        return "$ref" in node and all(name in ("$ref", *_NOTES) for name in node)
+
+    def resolved(self, node: Any) -> Any:
+        """Return the schema, or what it names if it is only a reference."""
+        for _ in range(64):
+            if not isinstance(node, Mapping) or not self.is_only_reference(node):
+                break
+            try:
+                node = self.target(node["$ref"], "#")
+            except InvalidRequestError:
+                break
+        return node
+
+
+def finite(schema: Any, definitions: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a schema and its definitions without references that no finite value can fit."""
+    ending: set[str] = set()
+    while True:
+        more = {name for name in definitions.keys() - ending if _ends(definitions[name], ending)}
+        if not more:
+            break
+        ending |= more
+    endless = {f"#/$defs/{name}" for name in definitions.keys() - ending}
+    if not endless:
+        return schema, definitions
+    kept = {name: _without(definitions[name], endless) for name in ending}
+    return _without(schema, endless), kept
+
+
+def _ends(node: Any, ending: set[str]) -> bool:
+    """Return True if a finite value may fit a rewritten schema."""
+    if isinstance(node, bool):
+        return node
+    if "$ref" in node and node["$ref"].rsplit("/", 1)[-1] not in ending:
+        return False
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in node and not any(_ends(each, ending) for each in node[keyword]):
+            return False
+    if not all(_ends(each, ending) for each in node.get("allOf", ())):
+        return False
+    kinds = node.get("type", "any")
+    if kinds not in ("object", "array", ["object"], ["array"]):
+        return True
+    if "object" in kinds:
+        properties = node.get("properties", {})
+        return all(_ends(properties.get(name, True), ending) for name in node.get("required", ()))
+    least = node.get("minItems", 0)
+    first = node.get("prefixItems", [])
+    needed = first[:least] + ([node.get("items", True)] if least > len(first) else [])
+    return all(_ends(each, ending) for each in needed)
+
+
+def _without(node: Any, endless: set[str]) -> Any:
+    if isinstance(node, list):
+        return [_without(each, endless) for each in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get("$ref") in endless:
+        return False
+    return {
+        name: value if name in ("const", "enum") else _without(value, endless)
+        for name, value in node.items()
+    }
