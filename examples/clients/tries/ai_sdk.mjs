@@ -2,9 +2,9 @@
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, isStepCount, Output, stepCountIs, streamText, tool } from "ai";
+import { generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
-import { client, dataUrl, holds, model as name, picture, step, url, weather } from "./common.mjs";
+import { client, holds, model as name, picture, step, url, weather } from "./common.mjs";
 
 const providers = {
   "ai-sdk-openai": () => createOpenAI({ baseURL: url, apiKey: "none" }),
@@ -20,7 +20,7 @@ const tools = {
     execute: weather,
   }),
 };
-const stopWhen = (isStepCount ?? stepCountIs)(4);
+const stopWhen = stepCountIs(4);
 const common = { model, maxRetries: 0 };
 
 await step("a picture", async () => {
