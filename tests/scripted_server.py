@@ -1,11 +1,11 @@
-"""`vlm-serve serve` whose answers come from a script: HTTP, templates, parsers, grammars, the engine
-and its cache are the real ones, and only the sampled tokens are replaced.
+"""`vlm-serve serve` whose answers come from a script.
 
     python tests/scripted_server.py SCRIPT.json demo --port 8000 --max-model-len 65536
 
-A script is a list of `{"after": pattern, "answer": text}`. The first entry whose pattern is found in
-the prompt's last turn gives the answer, with `\\1` for its first group. Where no entry fits, or a
-grammar forbids the answer's next token, the model goes on by itself.
+HTTP, templates, parsers, grammars, the engine and its cache are the real ones; only the sampled
+tokens are replaced. A script is a list of `{"after": pattern, "answer": text}`. The first entry
+whose pattern is found in the prompt's last turn gives the answer, with `\\1` for its first group.
+Where no entry fits, or a grammar forbids the answer's next token, the model goes on by itself.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Without --base-url it starts a server of the demo model whose answers to some questions come from
 script.json (tests/scripted_server.py): HTTP, templates, parsers and cache are real. Packages are
-installed into --cache, from pinned versions. A client without its registry or node is skipped by name.
+installed into --cache, from pinned versions. A client without registry or node is skipped by name.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def tried(client: Client, cache: Path, url: str, model: str) -> tuple[str, str]:
             "OPENAI_BASE_URL": url,
         }
         try:
-            ran = called(command, 300, cwd=work, env=environment)
+            ran = called(command, 120, cwd=work, env=environment)
         except subprocess.TimeoutExpired as error:
-            return "fail", f"not done after 300 s: {str(error.output)[-1500:]}"
+            return "fail", f"not done after 120 s: {str(error.output)[-1500:]}"
     steps = STEP.findall(ran.stdout)
     words = ", ".join(f"{'' if kind == 'ok' else kind + ' '}{text}" for kind, text in steps)
     if ran.returncode or not steps or any(kind == "FAIL" for kind, _ in steps):

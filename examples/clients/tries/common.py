@@ -27,7 +27,7 @@ _failed = []
 
 @contextlib.contextmanager
 def step(name: str, of_model: bool = False) -> Iterator[None]:
-    """Report one step, and go on after a failure. `of_model`: the model itself must be good at it."""
+    """Report one step, and go on after a failure. `of_model`: the model must be good at it."""
     try:
         yield
     except Exception as error:
