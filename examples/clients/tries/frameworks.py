@@ -37,10 +37,11 @@ def pydantic_ai() -> None:
 
     openai = OpenAIProvider(base_url=URL, api_key=KEY)
     anthropic = AnthropicProvider(base_url=ROOT_URL, api_key=KEY)
+    short = {"max_tokens": 200}
     for model in (
-        OpenAIChatModel(MODEL, provider=openai),
-        OpenAIResponsesModel(MODEL, provider=openai),
-        AnthropicModel(MODEL, provider=anthropic),
+        OpenAIChatModel(MODEL, provider=openai, settings=short),
+        OpenAIResponsesModel(MODEL, provider=openai, settings=short),
+        AnthropicModel(MODEL, provider=anthropic, settings=short),
     ):
         name = type(model).__name__
         agent = Agent(model, instructions="Be brief.", system_prompt="Be kind.", tools=[weather])
@@ -80,7 +81,7 @@ def haystack() -> None:
 def smolagents() -> None:
     from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
-    model = OpenAIServerModel(MODEL, api_base=URL, api_key=KEY)
+    model = OpenAIServerModel(MODEL, api_base=URL, api_key=KEY, max_tokens=100)
     with step("a question"):
         messages = [{"role": "user", "content": [{"type": "text", "text": SAY}]}]
         holds(model.generate(messages).content, "hello to you")
@@ -132,7 +133,7 @@ def strands() -> None:
     from strands import Agent, tool
     from strands.models.openai import OpenAIModel
 
-    model = OpenAIModel({"base_url": URL, "api_key": KEY}, model_id=MODEL)
+    model = OpenAIModel(client_args={"base_url": URL, "api_key": KEY}, model_id=MODEL)
     with step("a tool, two turns"):
         agent = Agent(model=model, tools=[tool(weather)], callback_handler=None)
         holds(agent(ASK_PARIS), RAIN)
