@@ -87,7 +87,7 @@ def smolagents() -> None:
         holds(model.generate(messages).content, "hello to you")
     with step("an agent calls a tool"):
         agent = ToolCallingAgent([tool(weather)], model, max_steps=2, verbosity_level=0)
-        agent.run(ASK_PARIS)
+        agent.run("Use weather for Paris")
         holds([str(each) for each in agent.memory.steps], "rain in Paris")
 
 

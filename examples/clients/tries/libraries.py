@@ -239,10 +239,13 @@ def _text() -> str:
     raise NotImplementedError
 
 
-def chatlas() -> None:
-    from chatlas import ChatAnthropic, ChatOpenAICompatible, content_image_file
+_text.__annotations__ = {"return": str}
 
-    chat = ChatOpenAICompatible(base_url=URL, api_key=KEY, model=MODEL)
+
+def chatlas() -> None:
+    from chatlas import ChatAnthropic, ChatOpenAICompletions, content_image_file
+
+    chat = ChatOpenAICompletions(base_url=URL, api_key=KEY, model=MODEL)
     with step("a picture"):
         holds(chat.chat(SEE, content_image_file(str(PICTURE)), echo="none"), "heart")
     with step("a tool, two turns"):
