@@ -13,6 +13,8 @@
 # make test-install     installs that way with make serve, in a fresh folder, and asks about a picture (up to 5 GB)
 # make test-lmms   has lmms-eval ask a server and a pipeline about pictures and videos, with and without
 #                  caching (300 MB of packages, once; some minutes)
+# make test-clients  has Codex CLI and the AI SDK from npm (400 MB, once) go through turns with tools, see
+#                    examples/clients; ARGS="openai litellm" adds others of examples/clients/clients.toml
 # make test-graphs   has every family of models answer with captured steps, on a stand-in for a GPU
 # make test-isa   compares what the compiled kernels compute on x86-64-v3, x86-64-v4, znver4, with
 #                 emulated tile registers, and on aarch64 (with Debian's g++-aarch64-linux-gnu and
@@ -53,7 +55,7 @@ UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of pac
 MODEL ?= demo
 CPP = $(shell find kernels/native vlm_serve/models/native tests/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve deploy test test-all test-sanitized test-resolution test-install test-graphs test-lmms test-isa native-digest image-steps plots screenshots lint format clean
+.PHONY: serve deploy test test-all test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest image-steps plots screenshots lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -100,6 +102,10 @@ test-install: $(VENV)/installed-dev
 
 test-lmms: $(LMMS)/installed
 	PYTHONPATH="$(CURDIR)/$(LMMS)" $(BIN)/python -m pytest -n 0 tests/server/lmms/check_lmms_eval.py $(ARGS)
+
+# What npm fetches is kept beside the environment. Without node, or a registry, it says so and skips.
+test-clients: $(VENV)/installed-dev
+	$(BIN)/python examples/clients/run.py --strict --cache $(VENV)/clients codex ai-sdk-openai $(ARGS)
 
 test-isa: $(VENV)/installed-dev
 	$(BIN)/python tests/native/isa.py $(ARGS)

@@ -1,0 +1,202 @@
+"""Try clients against a server, each in an environment of its own, and print a table.
+
+    python examples/clients/run.py                    # all of clients.toml
+    python examples/clients/run.py codex openai --strict
+    python examples/clients/run.py openai --base-url http://127.0.0.1:8000/v1 --model demo
+
+Without --base-url it starts a server of the demo model whose answers to some questions come from
+script.json (tests/scripted_server.py): HTTP, templates, parsers and cache are real. Packages are
+installed into --cache, from pinned versions. A client without registry or node is skipped by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TRIES = HERE / "tries"
+PICTURE = HERE.parent / "media" / "heart.png"
+STEP = re.compile(r"^(ok|MODEL|FAIL) (.*)$", re.MULTILINE)
+UNREACHED = re.compile(
+    r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|ENETUNREACH|ENOTCACHED"
+    r"|NewConnectionError|NameResolutionError|ConnectTimeoutError|dns error|tcp connect error"
+)
+SERVER = ("--port", "0", "--max-model-len", "65536", "--response-store", "64MiB")
+
+
+class SkippedError(Exception):
+    """The client cannot be had here."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """One entry of clients.toml."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+    @property
+    def version(self) -> str:
+        return str(self.fields.get("version") or ", ".join(self.fields.get("pip", ())))
+
+    @property
+    def script(self) -> Path:
+        return TRIES / str(self.fields.get("script") or f"{self.name.replace('-', '_')}.py")
+
+
+def read_clients() -> list[Client]:
+    entries = tomllib.loads((HERE / "clients.toml").read_text(encoding="utf-8"))
+    return [Client(name, fields) for name, fields in entries.items()]
+
+
+def called(command: list[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command with a bound; all its output is one text."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        **options,
+    )
+
+
+def installed(folder: Path, wanted: str, commands: list[list[str]]) -> None:
+    """Run the commands that install, unless the same was installed before."""
+    done = folder / "installed"
+    if done.is_file() and done.read_text() == wanted:
+        return
+    for command in commands:
+        made = called(command, 900, cwd=folder)
+        if made.returncode and UNREACHED.search(made.stdout):
+            raise SkippedError("no registry of packages within reach")
+        if made.returncode:
+            raise RuntimeError(f"{command[0]} failed:\n{made.stdout[-2000:]}")
+    done.write_text(wanted)
+
+
+def command_of(client: Client, cache: Path) -> tuple[list[str], Path]:
+    """Install a client; return the start of its script, and the folder of its commands."""
+    if "node" in client.fields:
+        if not (shutil.which("node") and shutil.which("npm")):
+            raise SkippedError("no node and npm")
+        source, folder = HERE / "node" / client.fields["node"], cache / client.fields["node"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(source / name, folder)
+        lock = (source / "package-lock.json").read_text(encoding="utf-8")
+        installed(folder, lock, [["npm", "ci", "--no-audit", "--no-fund", "--fetch-retries", "1"]])
+        if client.script.suffix == ".py":
+            return [sys.executable, str(client.script)], folder / "node_modules" / ".bin"
+        for each in TRIES.glob("*.mjs"):
+            shutil.copy(each, folder)
+        return ["node", str(folder / client.script.name)], folder / "node_modules" / ".bin"
+    packages = [str(each) for each in client.fields.get("pip", ())]
+    folder = cache / f"py-{client.fields.get('environment', client.name)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    python = str(folder / "bin" / "python")
+    if uv := shutil.which("uv"):
+        install = [uv, "pip", "install", "--quiet", "--python", python, *packages]
+    else:
+        install = [python, "-m", "pip", "install", "--quiet", "--retries", "1", *packages]
+    commands = [[sys.executable, "-m", "venv", str(folder)], install]
+    installed(folder, "\n".join(packages), commands)
+    return [python, str(client.script)], folder / "bin"
+
+
+def tried(client: Client, cache: Path, url: str, model: str) -> tuple[str, str]:
+    """Try one client; return "pass", "model", "skip" or "fail", and what it did."""
+    try:
+        command, binaries = command_of(client, cache)
+    except SkippedError as error:
+        return "skip", str(error)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return "fail", str(error)
+    with tempfile.TemporaryDirectory(prefix="client-") as work:
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+        }
+        environment |= {
+            "BASE_URL": url,
+            "CLIENT": client.name,
+            "MODEL": model,
+            "PICTURE": str(PICTURE),
+            "HOME": work,
+            "PATH": f"{binaries}{os.pathsep}{environment['PATH']}",
+            "OPENAI_API_KEY": "none",
+            "OPENAI_BASE_URL": url,
+        }
+        try:
+            ran = called(command, 120, cwd=work, env=environment)
+        except subprocess.TimeoutExpired as error:
+            return "fail", f"not done after 120 s: {str(error.output)[-1500:]}"
+    steps = STEP.findall(ran.stdout)
+    words = ", ".join(f"{'' if kind == 'ok' else kind + ' '}{text}" for kind, text in steps)
+    if ran.returncode or not steps or any(kind == "FAIL" for kind, _ in steps):
+        return "fail", f"{words}\n{ran.stdout[-3000:]}"
+    return ("model" if any(kind == "MODEL" for kind, _ in steps) else "pass"), words
+
+
+@contextlib.contextmanager
+def own_server(log: Path) -> Iterator[str]:
+    """Serve the demo with the answers of script.json; yield the base URL."""
+    command = [sys.executable, str(ROOT / "tests" / "scripted_server.py")]
+    command += [str(HERE / "script.json"), "demo", *SERVER]
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"URL +(http://\S+/v1)", line):
+                yield found.group(1)
+                return
+        raise RuntimeError(f"the server ended early:\n{log.read_text()[-2000:]}")
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="clients (default: all)")
+    parser.add_argument("--base-url", help="a running server's, with /v1")
+    parser.add_argument("--model", default="demo")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parser.add_argument("--cache", type=Path, default=home / "vlm-serve" / "clients")
+    parser.add_argument("--strict", action="store_true", help="the model's failures fail it too")
+    options = parser.parse_args(arguments)
+    known = {each.name: each for each in read_clients()}
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"no such clients: {', '.join(unknown)}; known: {', '.join(known)}")
+    chosen = [known[name] for name in options.names or known]
+    cache = options.cache.resolve()
+    cache.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    with contextlib.ExitStack() as stack:
+        url = options.base_url or stack.enter_context(own_server(cache / "server.log"))
+        for client in chosen:
+            verdict, words = tried(client, cache, url, options.model)
+            failed += verdict == "fail" or (options.strict and verdict == "model")
+            print(f"{client.name:26} {verdict:6} {client.version:40} {words}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What the scripts of this folder share: settings, questions, and steps that are reported."""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+URL = os.environ["BASE_URL"]
+ROOT_URL = URL.removesuffix("/v1")
+MODEL = os.environ["MODEL"]
+CLIENT = os.environ["CLIENT"]
+PICTURE = Path(os.environ["PICTURE"])
+KEY = "none"
+DATA = base64.b64encode(PICTURE.read_bytes()).decode()
+DATA_URL = f"data:image/png;base64,{DATA}"
+SEE = "What do you see?"
+ASK_PARIS, ASK_ROME = "Call weather for Paris", "Call weather for Rome"
+SAY = "Say hello."
+FORM = "JSON for Paris"
+_failed = []
+
+
+@contextlib.contextmanager
+def step(name: str, of_model: bool = False) -> Iterator[None]:
+    """Report one step, and go on after a failure. `of_model`: the model must be good at it."""
+    try:
+        yield
+    except Exception as error:
+        if of_model and isinstance(error, AssertionError):
+            print(f"MODEL {name}: {error!r:.200}", flush=True)
+            return
+        traceback.print_exc()
+        print(f"FAIL {name}: {error!r:.300}", flush=True)
+        _failed.append(name)
+    else:
+        print(f"ok {name}", flush=True)
+
+
+def weather(city: str) -> str:
+    """Return the weather of a city.
+
+    Args:
+        city: name of the city.
+    """
+    return f"sun in {city}" if city == "Rome" else f"rain in {city}"
+
+
+def holds(text: object, *words: str) -> None:
+    """An answer that must contain all words."""
+    for word in words:
+        assert word.lower() in str(text).lower(), f"no {word!r} in {text!r}"
+
+
+@atexit.register
+def _end() -> None:
+    if _failed:
+        os._exit(1)

@@ -1,0 +1,97 @@
+"""The scripts that try clients: their list is whole, and scripted answers pass a real server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+from server_process import server_process
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "clients"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def run() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("clients_run", FOLDER / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["clients_run"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    start = (sys.executable, str(ROOT / "tests" / "scripted_server.py"))
+    script = str(FOLDER / "script.json")
+    with server_process("demo", "--response-store", "1MiB", start=start, command=script) as server:
+        yield server.url
+
+
+def answer(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = httpx.post(f"{url}{path}", json=body, timeout=60, trust_env=False)
+    assert response.status_code == 200, response.text
+    read: dict[str, Any] = response.json()
+    return read
+
+
+def test_every_client_has_a_script_and_pinned_packages(run: ModuleType) -> None:
+    clients = run.read_clients()
+    assert clients
+    for client in clients:
+        assert client.script.is_file(), client.name
+        if "node" in client.fields:
+            lock = json.loads(
+                (FOLDER / "node" / client.fields["node"] / "package-lock.json").read_text()
+            )
+            assert all("integrity" in entry for at, entry in lock["packages"].items() if at)
+        else:
+            assert re.search(r"==\d", client.fields["pip"][0]), client.name
+
+
+def test_the_document_names_every_client_with_its_version(run: ModuleType) -> None:
+    document = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    for client in run.read_clients():
+        version = re.findall(r"\d+(?:\.\d+)+", client.version)[0]
+        row = [line for line in document.splitlines() if line.startswith(f"| `{client.name}`")]
+        assert len(row) == 1, client.name
+        assert version in row[0], client.name
+
+
+def test_a_script_answers_by_the_last_turn(url: str) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Call weather for Rome"}]
+    body = {"messages": messages, "tools": [TOOL]}
+    (choice,) = answer(url, "/v1/chat/completions", body)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
+    assert choice["message"]["content"] == "I look."
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sun in Rome"}
+    messages += [choice["message"], result]
+    second = answer(url, "/v1/chat/completions", body)
+    assert second["choices"][0]["message"]["content"] == "There is sun in Rome."
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_without_an_entry_or_against_a_grammar_the_model_answers(url: str) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    for text in ("Say hello.", "What is this?"):
+        body = {"messages": [{"role": "user", "content": text}], "response_format": form}
+        made = answer(url, "/v1/chat/completions", body)
+        assert json.loads(made["choices"][0]["message"]["content"]) == {"n": 7}

@@ -1,0 +1,83 @@
+"""`vlm-serve serve` whose answers come from a script.
+
+    python tests/scripted_server.py SCRIPT.json demo --port 8000 --max-model-len 65536
+
+HTTP, templates, parsers, grammars, the engine and its cache are the real ones; only the sampled
+tokens are replaced. A script is a list of `{"after": pattern, "answer": text}`. The first entry
+whose pattern is found in the prompt's last turn gives the answer, with `\\1` for its first group.
+Where no entry fits, or a grammar forbids the answer's next token, the model goes on by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlm_serve.cli import main
+from vlm_serve.engine import batching
+from vlm_serve.engine.build import DEMO_DIRECTORIES, find_checkpoint
+from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.sampler import SequenceSampler
+from vlm_serve.preprocess.tokenizer import Tokenizer
+
+TURN = "<|im_start|>"
+
+
+@dataclass(frozen=True)
+class Script:
+    """Answers by what a prompt's last turn contains."""
+
+    entries: Sequence[dict[str, Any]]
+    tokenizer: Tokenizer
+
+    def tokens(self, prompt: Sequence[int]) -> list[int] | None:
+        """Return the answer to a prompt, with the token that ends it; None without an entry."""
+        text = self.tokenizer.decode(prompt, skip_special_tokens=False)
+        turn = text.split(TURN)[-2] if text.count(TURN) > 1 else text
+        found = ((re.search(entry["after"], turn), entry["answer"]) for entry in self.entries)
+        answer = next((match.expand(answer) for match, answer in found if match), None)
+        end = self.tokenizer.token_to_id("<|im_end|>")
+        if answer is None:
+            return None
+        assert end is not None
+        return [*self.tokenizer.encode(answer), end]
+
+
+def sampler_of(script: Script) -> type[SequenceSampler]:
+    """Return a sampler whose tokens are those of a script."""
+
+    class ScriptedSampler(SequenceSampler):
+        """Allows one token alone, unless a grammar forbids that token."""
+
+        def __init__(self, info: SequenceInfo) -> None:
+            super().__init__(info)
+            self._script = script.tokens(info.token_ids)
+            self.is_plain &= self._script is None
+
+        def choose(self, raw: torch.Tensor, task: SampleTask) -> Sampled:
+            if self._script is None:
+                return super().choose(raw, task)
+            token = self._script[min(task.position, len(self._script) - 1)]
+            if task.mask is not None and not task.mask[token // 8] >> token % 8 & 1:
+                self._script = None
+                return super().choose(raw, task)
+            only = torch.full_like(raw, float("-inf"))
+            only[token] = 0
+            return super().choose(only, task)
+
+    return ScriptedSampler
+
+
+if __name__ == "__main__":
+    file, model, *options = sys.argv[1:]
+    assert model in DEMO_DIRECTORIES
+    script = Script(json.loads(Path(file).read_text()), Tokenizer(find_checkpoint(model)))
+    vars(batching)["SequenceSampler"] = sampler_of(script)
+    sys.exit(main(["serve", model, *options]))
