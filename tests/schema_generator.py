@@ -18,7 +18,7 @@ FORMATS = (
 )  # fmt: skip
 WORDS = ("a", "bc", "def", "Zürich", "北京", 'q"q', "x y", "line\nbreak", "")
 NAMES = ("a", "b", "c", "kind", "first name", "ü", "a_b")
-VALUES = (*WORDS, 0, 1, -3, 2.5, 100, True, False, None, [1], {"a": 1}, [], {})
+VALUES: tuple[Any, ...] = (*WORDS, 0, 1, -3, 2.5, 100, True, False, None, [1], {"a": 1}, [], {})
 
 
 class SchemaGenerator:

@@ -71,6 +71,9 @@ def simple_form(value: Mapping[str, Any], place: str) -> StructuredOutputs | Non
     kind = value.get("type")
     if kind not in _FORMATS:
         raise FieldError(f"{place}.type", "must be one of " + ", ".join(_FORMATS))
+    for name in ("schema", "json_schema"):
+        if value.get(name) is not None:
+            raise FieldError(f"{place}.{name}", f"has no effect beside {kind}; use json_schema")
     return None if kind == "text" else StructuredOutputs(json_object=True)
 
 
