@@ -213,7 +213,8 @@ class SamplingParams:
     )
     thinking_token_budget: int | None = option(
         None,
-        "most tokens of the answer's thought, which then is ended and the answer goes on",
+        "most tokens of the thought. Then the server writes `--thinking-budget-message`, if there "
+        "is one, and `</think>`, and the answer follows; these tokens count as generated",
         0,
         apis=(*_VLLM, "responses"),
     )
