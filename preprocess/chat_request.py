@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.continuation import Continuation
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.template import ChatTemplate
 from vlm_serve.preprocess.typed_text import TypedText
@@ -24,9 +27,12 @@ class ChatRequest:
     """
 
     def __init__(self, conversation: Conversation, template: ChatTemplate) -> None:
-        self._continues = conversation.continue_final_message
-        if self._continues and conversation.messages[-1]["content"] is None:
-            raise _nothing_to_continue()
+        self._continuation = None
+        if conversation.continue_final_message:
+            marked = template.traits.thinking.marked
+            self._continuation = Continuation(conversation.messages[-1], marked=marked)
+            last = self._continuation.message
+            conversation = replace(conversation, messages=[*conversation.messages[:-1], last])
         self._template = template
         self.messages = template.traits.fit(conversation)
         self.tools = conversation.tools or None
@@ -39,20 +45,11 @@ class ChatRequest:
 
     def render(self, typed: TypedText) -> str:
         """Render the prompt's text, with user text hidden by `typed`."""
-        if not self._continues:
-            return self._render(typed, typed.hide(self.messages), self._add_generation_prompt)
         messages = typed.hide(self.messages)
-        # A lost blank reveals a template that trims the end of a message; then trim here too.
-        mark = typed.mark + " "
-        _append_to_last(messages[-1], mark)
-        text = self._render(typed, messages, False)
-        at = text.rfind(typed.mark)
-        if at < 0:
-            raise InvalidRequestError(
-                "the chat template does not render the message to continue",
-                param="continue_final_message",
-            )
-        return text[:at] if text[at : at + 2] == mark else text[:at].rstrip()
+        if self._continuation is None:
+            return self._render(typed, messages, self._add_generation_prompt)
+        render = partial(self._render, typed, add_generation_prompt=False)
+        return self._continuation.cut(messages, typed.mark, render)
 
     def render_next_turn(self, typed: TypedText) -> str:
         """Render a possible next prompt: the conversation with an answer and one more user turn."""
@@ -80,20 +77,3 @@ class ChatRequest:
                 "the messages contain a lone surrogate", param="messages"
             ) from None
         return text
-
-
-def _append_to_last(message: dict[str, Any], mark: str) -> None:
-    content = message["content"]
-    if isinstance(content, str):
-        message["content"] = content + mark
-        return
-    texts = [part for part in content if part["type"] == "text"]
-    if not texts:
-        raise _nothing_to_continue()
-    texts[-1]["text"] += mark
-
-
-def _nothing_to_continue() -> InvalidRequestError:
-    return InvalidRequestError(
-        "the last message has no text to continue", param="continue_final_message"
-    )

@@ -44,7 +44,7 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.rendering import Rendering, texts_of
 from vlm_serve.preprocess.stopping import Stop
-from vlm_serve.preprocess.template import ChatTemplate, find_chat_template
+from vlm_serve.preprocess.template import ChatTemplate, find_chat_template, load_template
 from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
 from vlm_serve.preprocess.typed_text import TypedText
@@ -86,6 +86,8 @@ class Preprocessor:
         limits: limits on media.
         raw_index_bytes: memory for recognising repeated uploads; 0 turns that off.
         max_tokens: see `Tokenizer`.
+        template_file: a chat template instead of the checkpoint's.
+        template_kwargs: default variables of the template.
 
     Attributes:
         tokenizer: the checkpoint's.
@@ -104,11 +106,17 @@ class Preprocessor:
         limits: MediaLimits | None = None,
         raw_index_bytes: int = DEFAULT_RAW_INDEX_BYTES,
         max_tokens: int | None = None,
+        template_file: Path | str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = Tokenizer(directory, family, max_tokens)
         self.block_size = block_size
         self._root_key = root_key
-        self._template = ChatTemplate(find_chat_template(directory), self.tokenizer.special_names)
+        names = self.tokenizer.special_names
+        if template_file is None:
+            self._template = ChatTemplate(find_chat_template(directory), names, template_kwargs)
+        else:
+            self._template = load_template(template_file, names, template_kwargs)
         config = _vision_config(directory)
         images, videos = (None, None)
         self._expander = Expander(self.tokenizer, None)

@@ -24,12 +24,13 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from vlm_serve.errors import CheckpointError, InvalidRequestError
-from vlm_serve.preprocess.template_traits import TemplateTraits, find_traits
+from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
+from vlm_serve.preprocess.template_traits import ContentForms, TemplateTraits, find_traits
 from vlm_serve.preprocess.tokenizer import read_json
 
 MAX_OUTPUT_CHARACTERS = 1 << 24
 MAX_SECONDS = 10.0
+_PROBE = "probe"
 _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
@@ -150,24 +151,56 @@ def find_chat_template(directory: Path | str) -> str:
     return ""
 
 
+def load_template(
+    file: Path | str, special_names: Mapping[str, str], defaults: Mapping[str, Any] | None
+) -> ChatTemplate:
+    """Load the template that an operator gives instead of the checkpoint's.
+
+    Raises ConfigError, naming the file, if it cannot be read, does not compile, or does not render
+    one message of a user.
+    """
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror or type(error).__name__}"
+    except ValueError:
+        problem = "is not UTF-8 text"
+    else:
+        problem = ""
+        try:
+            template = ChatTemplate(source, special_names, defaults)
+            forms = template.traits.content.get("user", ContentForms())
+            if _PROBE in template.render([{"role": "user", "content": forms.fit(_PROBE)}]):
+                return template
+            problem = "does not render a user's message"
+        except InvalidRequestError as error:
+            problem = f"does not render a user's message: {error.message}"
+        except CheckpointError as error:
+            problem = f"is no chat template: {error.message}"
+    raise ConfigError(f"chat_template: {file} {problem}", param="chat_template")
+
+
 class ChatTemplate:
     """A compiled chat template. Thread-safe.
 
     Args:
         source: jinja2 source; "" for a checkpoint without a template: then nothing can be rendered.
         special_names: "eos_token" and the like, visible to the template.
+        defaults: values of further variables; those of a request take precedence.
         max_output_characters, max_seconds: limits of one rendering.
 
     Attributes:
         variables: the names that the template reads but does not set.
 
-    Raises CheckpointError if the source does not compile.
+    Raises CheckpointError if the source does not compile, ConfigError for a default that cannot be
+    set.
     """
 
     def __init__(
         self,
         source: str,
         special_names: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Any] | None = None,
         *,
         max_output_characters: int = MAX_OUTPUT_CHARACTERS,
         max_seconds: float = MAX_SECONDS,
@@ -182,18 +215,26 @@ class ChatTemplate:
             self._tree = self._environment.parse(source)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from None
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(self._tree))
+        # The search folds constants in its tree.
+        tree = self._environment.parse(source)
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        self._defaults = dict(defaults or {})
+        try:
+            self.check_kwargs(self._defaults)
+        except InvalidRequestError as error:
+            raise ConfigError(error.message, param=error.param) from None
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """The inputs that the template accepts, probed on first access."""
-        return find_traits(self.render, self._tree) if self.source else TemplateTraits()
+        """What the template accepts and how it writes, probed on first access."""
+        if not self.source:
+            return TemplateTraits()
+        return find_traits(self.render, self._tree, self.variables, self.source)
 
     @property
     def tool_form(self) -> Literal["qwen3_xml", "hermes"]:
         """The form of tool calls that the template expects: tags for every parameter, or JSON."""
-        tags = "<tool_call>" not in self.source or "<function=" in self.source
-        return "qwen3_xml" if tags else "hermes"
+        return self.traits.tool_form
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Check the names of further variables.
@@ -224,6 +265,7 @@ class ChatTemplate:
             raise InvalidRequestError("this model has no chat template", param="messages")
         variables = {
             **self._special_names,
+            **self._defaults,
             **(kwargs or {}),
             "messages": messages,
             "tools": tools,

@@ -1,4 +1,4 @@
-"""Probes which forms of message content a chat template accepts, and fits messages to it.
+"""Finds out what a chat template accepts, and fits messages to it.
 
 Templates differ: some want text, some want a list of parts, some differ by role. On an unexpected
 form they print nothing, print Python's notation or fail, so each template is probed.
@@ -6,18 +6,22 @@ form they print nothing, print Python's notation or fail, so each template is pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import jinja2.nodes
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.template_thinking import SWITCH, Thinking, effort_for, find_thinking
 
-Render = Callable[[Sequence[Mapping[str, Any]]], str]
+Render = Callable[..., str]
 Message = dict[str, Any]
 NoContent = Literal["absent", "text", "none"]
+CallForm = Literal["qwen3_xml", "hermes"]
 
 # Words that occur in no template.
 _FIRST, _SECOND, _WHOLE, _NAME = "probefirst", "probesecond", "probewhole", "probename"
@@ -59,16 +63,38 @@ class ContentForms:
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """The inputs that a template accepts.
+    """What a template accepts, and how it writes.
 
     Attributes:
+        variables: the names that it reads but does not set.
         content: the forms of content by role.
         no_content: how to write an answer without content, such as one with only tool calls:
             without the key, with empty text, or with None.
+        several_systems: it renders several system messages at the start.
+        late_systems: it renders a system message behind other messages where it stands.
+        thinking: how it handles thoughts.
+        tool_form: the form of tool calls: tags for every parameter, or JSON.
     """
 
+    variables: frozenset[str] = frozenset()
     content: Mapping[str, ContentForms] = field(default_factory=dict)
     no_content: NoContent = "text"
+    several_systems: bool = False
+    late_systems: bool = False
+    thinking: Thinking = Thinking()
+    tool_form: CallForm = "qwen3_xml"
+
+    def effort_variables(self, wanted: str | None) -> dict[str, Any]:
+        """Return the variables that set an effort of thinking, as far as the template reads them.
+
+        Args:
+            wanted: an effort of any API; None sets nothing.
+        """
+        if wanted is None:
+            return {}
+        switch = {SWITCH: wanted != "none"} if SWITCH in self.variables else {}
+        effort = effort_for(self.thinking, wanted)
+        return switch if effort is None else switch | {"reasoning_effort": effort}
 
     def fit(self, conversation: Conversation) -> list[Message]:
         """Return the conversation's messages in the template's forms.
@@ -110,12 +136,16 @@ def _without_content(message: Message, how: NoContent, forms: ContentForms) -> M
     return rest if how == "absent" else rest | {"content": forms.fit("") if how == "text" else None}
 
 
-def find_traits(render: Render, tree: jinja2.nodes.Template) -> TemplateTraits:
-    """Probe the inputs that a template accepts.
+def find_traits(
+    render: Render, tree: jinja2.nodes.Template, variables: frozenset[str], source: str
+) -> TemplateTraits:
+    """Probe what a template accepts.
 
     Args:
         render: renders messages; raises InvalidRequestError if the template refuses them.
         tree: its syntax tree, which decides for roles whose probes the template refuses.
+        variables: the names that it reads but does not set.
+        source: its text, which decides where no tool call is rendered.
     """
     loops = _loops_over_content(tree)
     user = _find_forms(render, loops, "user", [], [])
@@ -123,15 +153,38 @@ def find_traits(render: Render, tree: jinja2.nodes.Template) -> TemplateTraits:
     answer = _find_forms(render, loops, "assistant", [question], [question])
     no_content = _find_no_content(render, question, answer)
     calling = _without_content({"role": "assistant", "tool_calls": [_CALL]}, no_content, answer)
+    system = _find_forms(render, loops, "system", [], [question])
+    first, second = ({"role": "system", "content": system.fit(w)} for w in (_FIRST, _SECOND))
+    answered = {"role": "assistant", "content": answer.fit(_WHOLE)}
+    shown = partial(_rendered, render)
     return TemplateTraits(
+        variables=variables,
         content={
-            "system": _find_forms(render, loops, "system", [], [question]),
+            "system": system,
             "user": user,
             "assistant": answer,
             "tool": _find_forms(render, loops, "tool", [question, calling], []),
         },
         no_content=no_content,
+        several_systems=_in_order(shown([first, second, question])),
+        late_systems=_in_order(shown([first, question, answered, second, question])),
+        thinking=find_thinking(shown, tree, variables, question),
+        tool_form=_find_tool_form(shown([question, calling]), source),
     )
+
+
+def _in_order(text: str) -> bool:
+    return 0 <= text.lower().find(_FIRST) < text.lower().find(_SECOND)
+
+
+def _find_tool_form(text: str, source: str) -> CallForm:
+    """Find the form of tool calls in a text with one, or else in the template's source."""
+    if f"<function={_NAME}>" in text:
+        return "qwen3_xml"
+    if re.search(rf'"name":\s*"{_NAME}"', text):
+        return "hermes"
+    tags = "<tool_call>" not in source or "<function=" in source
+    return "qwen3_xml" if tags else "hermes"
 
 
 def _find_forms(
@@ -168,10 +221,10 @@ def _find_no_content(render: Render, question: Message, forms: ContentForms) -> 
     return "text"
 
 
-def _rendered(render: Render, messages: list[Message]) -> str:
+def _rendered(render: Render, messages: list[Message], **options: Any) -> str:
     """Return the rendered text, "" if the template refuses the messages."""
     try:
-        return render(messages)
+        return render(messages, **options)
     except InvalidRequestError:
         return ""
 

@@ -19,9 +19,11 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.step_times import StepTimes
+from vlm_serve.engine.thought import Thought
 from vlm_serve.errors import EngineClosedError, VlmServeError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs
@@ -41,6 +43,7 @@ class FakePreprocessor:
         self.template_variables = frozenset({"messages", "enable_thinking"})
         self.generation_prompt = "assistant:"
         self.tool_form = "qwen3_xml"
+        self.template_traits = TemplateTraits()
         self.gate.set()
 
     def begin(self, conversation: Conversation, **options: Any) -> Any:
@@ -149,6 +152,7 @@ class FakeEngine:
         request_id: str | None = None,
         priority: int = 0,
         affinity: Sequence[bytes] = (),
+        thought: Thought | None = None,
     ) -> str:
         if not self.alive:
             raise EngineClosedError("the engine is closed")
@@ -158,6 +162,7 @@ class FakeEngine:
         self.num_submitted += 1
         request = FakeRequest(prompt, params, on_delta)
         self.latest_params = params
+        self.latest_thought = thought
         self.latest_affinity = tuple(affinity)
         self.requests[name] = request
         self._inbox.put(request)

@@ -95,6 +95,8 @@ def test_what_follows_serve_may_follow_plan() -> None:
 def example(item: Option) -> str:
     if item.choices:
         return str(item.choices[-1])
+    if item.kind == "object":
+        return '{"x": 1}'
     return "x" if item.kind in ("text", "list") else f"{item.low or 1:g}"
 
 

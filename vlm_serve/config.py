@@ -7,7 +7,9 @@ documentation's table are made from them.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vlm_serve.media_limits import read_media_limits
 from vlm_serve.options import normalise_all, refuse, section
@@ -26,6 +28,7 @@ _model = section("model")
 _cache = section("cache")
 _scheduler = section("scheduler")
 _media = section("media")
+_chat = section("chat")
 
 
 @dataclass(frozen=True)
@@ -268,6 +271,24 @@ class EngineConfig:
         low=0.001,
         high=3600,
         metavar="SECONDS",
+    )
+
+    chat_template: str | None = _chat(
+        None,
+        "file of a chat template in Jinja, instead of the checkpoint's own",
+        metavar="FILE",
+        default_text="the checkpoint's",
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = _chat(
+        None,
+        "default variables of the chat template, such as '{\"enable_thinking\": false}'; a "
+        "request's own take precedence",
+        aliases=("default_chat_template_kwargs",),
+    )
+    thinking_budget_message: str = _chat(
+        "",
+        "text that ends a thought whose budget of tokens is used up, before </think>",
+        default_text="none",
     )
 
     def __post_init__(self) -> None:

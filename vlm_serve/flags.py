@@ -68,7 +68,8 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> N
 def _metavar(item: Option) -> str:
     if item.choices:
         return "{" + ",".join(str(choice) for choice in item.choices) + "}"
-    return {"int": "N", "float": "X", "text": "TEXT", "list": "A,B", "size": "SIZE"}[item.kind]
+    names = {"int": "N", "float": "X", "text": "TEXT", "list": "A,B", "size": "SIZE"}
+    return names.get(item.kind, "JSON")
 
 
 def _reader(item: Option) -> Any:

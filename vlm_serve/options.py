@@ -22,7 +22,7 @@ OTHER_VARIABLES = ("VLM_SERVE_MODEL", "VLM_SERVE_NATIVE_ARCH", "VLM_SERVE_NATIVE
 _SERVICE = re.compile(r"VLM_SERVE_(.+_)?(SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+")
 
-Kind = Literal["int", "float", "bool", "size", "text", "list"]
+Kind = Literal["int", "float", "bool", "size", "text", "list", "object"]
 _KINDS: dict[str, Kind] = {
     "int": "int",
     "float": "float",
@@ -30,6 +30,7 @@ _KINDS: dict[str, Kind] = {
     "int | str": "size",
     "str": "text",
     "tuple[str, ...]": "list",
+    "Mapping[str, Any]": "object",
 }
 """Kinds of options by the annotation of the field, without its `| None`."""
 
@@ -111,6 +112,8 @@ class Option:
             ) from None
         if self.kind == "bool":
             return self._parse_bool(text)
+        if self.kind == "object":
+            return self._parse_object(text)
         if self.kind == "list" and text.lstrip().startswith("["):
             return self._parse_json(text)
         if self.kind == "list":
@@ -126,6 +129,12 @@ class Option:
                 f"{self.name} must be a list, got {text!r}", param=self.name
             ) from None
         return tuple(items)
+
+    def _parse_object(self, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise self._bad(text, "a JSON object") from None
 
     def _parse_bool(self, text: str) -> bool:
         word = text.strip().lower()
@@ -166,6 +175,8 @@ class Option:
             raise self._bad(value, "true or false")
         elif self.kind == "text" and not isinstance(value, str):
             raise self._bad(value, "text")
+        elif self.kind == "object" and not isinstance(value, Mapping):
+            raise self._bad(value, "a JSON object")
         elif self.kind == "list":
             items = (value,) if isinstance(value, str) else value
             if not isinstance(items, list | tuple) or any(not isinstance(i, str) for i in items):

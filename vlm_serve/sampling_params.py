@@ -208,6 +208,14 @@ class SamplingParams:
         "with `return_routed_experts`",
         0,
     )
+    thinking_token_budget: int | None = option(
+        None,
+        "most tokens of the thought (/v1/messages: `thinking.budget_tokens`). Then the server "
+        "writes `--thinking-budget-message`, if there is one, and `</think>`, and the answer "
+        "follows; these tokens count as generated",
+        0,
+        apis=(*_VLLM, "responses"),
+    )
     prediction: str = option("", "text that the answer probably repeats", length=1 << 16, apis=())
 
     def __post_init__(self) -> None:

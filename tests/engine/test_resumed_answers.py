@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop string": {"stop": ("eq", "zzz"), "min_tokens": 5, "temperature": 1.0},
     "logprobs": {"logprobs": 3, "temperature": 0.5},
     "grammar": {"structured_outputs": StructuredOutputs(regex="([ab]{3}c){9}"), "max_tokens": 60},
+    "thought": {"thinking_token_budget": 6, "n": 2, "temperature": 1.0},
     "experts": {"return_routed_experts": True, "n": 2, "temperature": 1.0},
 }
 ROOMY: dict[str, Any] = {"dtype": "float32", "block_size": 16, "cache_memory": "64MiB"}
@@ -119,9 +120,15 @@ def requests(engine: Engine) -> tuple[list[Prompt], list[SamplingParams]]:
     kinds = [
         kind for name, kind in KINDS.items() if name != "experts" or engine.spec.routing is not None
     ]
+    opening = engine.preprocessor.tokenizer.encode("<think>")
     prompts = [
-        engine.preprocessor.prepare_tokens(random_ids(30 + 9 * number, seed=number))
-        for number in range(len(kinds))
+        engine.preprocessor.prepare_tokens(
+            [
+                *random_ids(30 + 9 * number, seed=number),
+                *(opening if "thinking_token_budget" in kind else ()),
+            ]
+        )
+        for number, kind in enumerate(kinds)
     ]
     fields = {"max_tokens": 40, "temperature": 0.0, "seed": 7}
     return prompts, [SamplingParams(**{**fields, **kind}) for kind in kinds]

@@ -47,7 +47,9 @@ def pipe(path: Path) -> Iterator[Pipeline]:
 
 @pytest.fixture(scope="module")
 def server(pipe: Pipeline) -> Iterator[RunningServer]:
-    with running(pipe.engine, ServerConfig(port=0, idle_check=False)) as made:
+    with running(
+        pipe.engine, ServerConfig(port=0, idle_check=False, reasoning_parser="none")
+    ) as made:
         yield made
 
 
@@ -93,7 +95,7 @@ def test_answers_alike_everywhere(
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": request}
     source.write_text(json.dumps(line) + "\n")
     files = ("-i", str(source), "-o", str(target), "--model", str(path))
-    assert main(["run-batch", *files, *FLAGS]) == 0
+    assert main(["run-batch", *files, *FLAGS, "--reasoning-parser", "none"]) == 0
     (row,) = map(json.loads, target.read_text().splitlines())
     assert text_of(row["response"]["body"]) == text_of(cold)
 

@@ -50,7 +50,7 @@ def engine(checkpoint: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def _server(engine: Engine) -> Iterator[RunningServer]:
-    with running(engine, ServerConfig(port=0, idle_check=False)) as server:
+    with running(engine, ServerConfig(port=0, idle_check=False, reasoning_parser="none")) as server:
         yield server
 
 
@@ -309,7 +309,7 @@ def test_the_operators_limits_on_media_hold(checkpoint: Path) -> None:
         threads=2,
     )
     engine = Engine.from_checkpoint(str(checkpoint), config)
-    with running(engine, ServerConfig(port=0)) as server:
+    with running(engine, ServerConfig(port=0, reasoning_parser="none")) as server:
         rocket = picture("rocket.jpg")
         elsewhere = {"type": "image_url", "image_url": {"url": "https://other.example/x.png"}}
         answer(server, rocket)

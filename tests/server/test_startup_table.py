@@ -14,6 +14,7 @@ from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.memory import MemoryPlan
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.weight_sizes import WeightBytes
+from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.draining import print_notice
 from vlm_serve.server.main import startup_rows
@@ -40,7 +41,7 @@ def rows(
         max_model_len=640,
         arithmetic=decide(config, torch.bfloat16, backend),
         weights=WeightBytes(projections=7 << 30, table=1 << 30, others=1 << 30, mapped=True),
-        preprocessor=SimpleNamespace(tool_form="hermes"),
+        preprocessor=SimpleNamespace(tool_form="hermes", template_traits=TemplateTraits()),
         spec=SimpleNamespace(quantization=scheme),
     )
     return dict(startup_rows(engine, server or ServerConfig(), ("name",), "http://there"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,9 @@ import numpy.typing as npt
 from vlm_serve.engine.detokenizer import Detokenizer
 from vlm_serve.engine.outputs import FinishReason
 from vlm_serve.engine.request import Language, Request
+from vlm_serve.engine.thought import ThoughtState
 from vlm_serve.grammar.state import GrammarState
+from vlm_serve.preprocess.thoughts import THINK_END
 from vlm_serve.sampling_params import MAX_BAD_WORD_LENGTH
 
 _LONGEST_BAD_WORD = 4 * MAX_BAD_WORD_LENGTH
@@ -23,6 +25,7 @@ class Answer:
 
     Attributes:
         grammar: state of its grammar; None without one.
+        thought: state of its thought; None if its text is not followed.
         finish_reason: None while it continues.
         stop_reason: the stop string or stop token that ended it; None for end of sequence.
     """
@@ -32,6 +35,14 @@ class Answer:
         self.grammar: GrammarState | None = None
         if request.grammar is not None:
             self.grammar = GrammarState(request.grammar, tokenizer.token_bytes, language.vocabulary)
+        self.thought: ThoughtState | None = None
+        if request.thought is not None:
+            self.thought = ThoughtState(
+                request.thought,
+                tokenizer.token_bytes,
+                params.thinking_token_budget,
+                request.closing,
+            )
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._stop_tokens = language.stop_tokens
@@ -43,7 +54,7 @@ class Answer:
         self._max_tokens = (
             tokens_left if params.max_tokens is None else min(tokens_left, params.max_tokens)
         )
-        self._detokenizer = Detokenizer(tokenizer, params.stop)
+        self._detokenizer = Detokenizer(tokenizer, params.stop, THINK_END)
         self._all = np.packbits(np.ones(language.vocabulary, dtype=bool), bitorder="little")
         self._bad_words = request.bad_words
         self._allowed: npt.NDArray[np.uint8] | None = None
@@ -69,11 +80,16 @@ class Answer:
         """
         masks: list[tuple[bytes | None, bool]] = []
         mask, tokens = first, [*token_ids[-_LONGEST_BAD_WORD:]]
-        with self.grammar.ahead() if self.grammar is not None else nullcontext():
+        with ExitStack() as stack:
+            for part in (self.grammar, self.thought):
+                if part is not None:
+                    stack.enter_context(part.ahead())
             for draft in drafts:
                 forbidden = mask is not None and not mask[draft // 8] >> draft % 8 & 1
                 if forbidden or draft in self._ends:
                     break
+                if self.thought is not None:
+                    self.thought.accept(draft)
                 if self.grammar is not None:
                     self.grammar.accept(draft)
                     if self.grammar.finished:
@@ -89,12 +105,18 @@ class Answer:
 
         If all rules together forbid every token, only one rule stays in force and the logits are
         used unbiased. This rule is the grammar; without a grammar it is the list of allowed tokens.
-        While a grammar has yet to begin, tokens that end the answer are banned.
+        While a grammar has yet to begin, tokens that end the answer are banned. A thought whose
+        budget is used up allows its closing token alone, whatever the rules say.
 
         Args:
             token_ids: prompt and answer so far, or their end.
             count: tokens of the answer.
         """
+        closing = self.thought.forced if self.thought is not None else None
+        if closing is not None:
+            bits = np.zeros_like(self._all)
+            bits[closing // 8] = 1 << closing % 8
+            return bits.tobytes(), True
         grammar = self.grammar.allowed() if self.grammar is not None else None
         banned = [
             word[-1]
@@ -119,7 +141,10 @@ class Answer:
     def accept(self, token: int, count: int) -> str:
         """Append a token, the answer's `count`-th; return the text that has become final."""
         may_stop = count >= self._min_tokens
-        complete = False
+        complete, quiet = False, 0
+        if self.thought is not None:
+            inside = self.thought.accept(token)
+            quiet = inside if self.thought.quiet else 0
         if self.grammar is not None:
             self.grammar.accept(token)
             complete = self.grammar.finished
@@ -127,7 +152,7 @@ class Answer:
             self.finish_reason = "stop"
             self.stop_reason = None if token in self._stop_tokens or complete else token
             return self._detokenizer.finish()[0]
-        text, stop = self._detokenizer.push(token, check_stop=may_stop)
+        text, stop = self._detokenizer.push(token, check_stop=may_stop, quiet=quiet)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
         elif count >= self._max_tokens:

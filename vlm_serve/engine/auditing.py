@@ -152,6 +152,7 @@ def _eligible(group: SequenceGroup) -> bool:
         and group.sequences[0].answer.finish_reason in ("stop", "length")
         and params.temperature == 0
         and request.grammar is None
+        and params.thinking_token_budget is None
         and not (params.bad_words or params.logit_bias or params.allowed_token_ids)
         and params.prompt_logprobs is None
         and not params.presence_penalty

@@ -294,6 +294,8 @@ def _preprocessor(
         family=model.spec.family,
         limits=_media_limits(config),
         max_tokens=max_tokens,
+        template_file=config.chat_template,
+        template_kwargs=config.chat_template_kwargs,
     )
 
 

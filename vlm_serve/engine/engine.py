@@ -8,7 +8,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import ListedNode, NodeInfo, TreePage, describe
@@ -23,6 +23,7 @@ from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.request import Request, find_bad_words
 from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.thought import CLOSING, Thought
 from vlm_serve.engine.validation import (
     check_forced,
     check_page,
@@ -36,6 +37,7 @@ from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityDigest, AffinityKey
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.thoughts import begins_in_thought
 from vlm_serve.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
@@ -106,6 +108,7 @@ class Engine:
         affinity: Sequence[AffinityKey] = (),
         forced: Sequence[Sequence[int]] = (),
         complete_experts: bool = False,
+        thought: Thought | None = None,
     ) -> str:
         """Queue a request and return its id.
 
@@ -120,6 +123,8 @@ class Engine:
             forced: tokens that each choice begins with, because another engine has already
                 generated them. They are returned again and computed as usual.
             complete_experts: like the option `expert_replay`, for this request alone.
+            thought: how the answer may think. None: a budget of tokens for its thought applies if
+                the prompt or the answer opens one, and stop strings apply inside of it.
 
         Raises:
             ContextLengthError: prompt and answer do not fit the context.
@@ -133,6 +138,10 @@ class Engine:
             grammar = self.grammars.compile(params.structured_outputs)
         encode = self.preprocessor.tokenizer.encode_plain
         prediction = encode(params.prediction) if "suffix" in self.config.speculative else ()
+        closing: list[int] = []
+        if params.thinking_token_budget is not None:
+            thought = thought or self._thought_of(prompt)
+            closing = encode(self.config.thinking_budget_message) + self._thought_end
         request = Request(
             request_id=request_id or f"req-{secrets.token_hex(8)}",
             prompt=prompt,
@@ -145,11 +154,22 @@ class Engine:
             prediction=tuple(prediction),
             affinity=tuple(affinity),
             forced=tuple(map(tuple, forced)),
+            thought=thought,
+            closing=tuple(closing),
             complete_experts=complete_experts,
         )
         group = self._make_group(request)
         self._loop.post(lambda: self._loop.add(group))
         return request.request_id
+
+    @cached_property
+    def _thought_end(self) -> list[int]:
+        return self.preprocessor.tokenizer.encode(CLOSING)
+
+    def _thought_of(self, prompt: Prompt) -> Thought:
+        tokenizer = self.preprocessor.tokenizer
+        text = prompt.text or tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        return Thought(begins_in_thought(text, continued=True), quiet=False)
 
     def affinity_digest(self) -> AffinityDigest:
         """Return the affinity keys of cached prefixes and how many tokens are cached for each. Does

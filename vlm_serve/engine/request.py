@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vlm_serve.engine.detokenizer import TokenBytes
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.thought import Thought
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.prompt import Prompt
@@ -37,6 +38,10 @@ class Request:
     """Affinity keys, longest prefix first, for routers."""
     forced: tuple[tuple[int, ...], ...] = ()
     """Tokens that the answer begins with, by choice: another engine has generated them already."""
+    thought: Thought | None = None
+    """How the answer may think; None: thoughts are text like any other."""
+    closing: tuple[int, ...] = ()
+    """Tokens that end a thought whose budget is used up."""
     complete_experts: bool = False
     """If True, reuse only tokens with recorded experts, so that the report does not depend on the
     cache."""

@@ -18,6 +18,7 @@ from vlm_serve.server.api import cache
 from vlm_serve.server.api.bodies import CacheReportBody, ErrorBody
 from vlm_serve.server.api.cache_events import cache_events
 from vlm_serve.server.api.chat.bodies import ChatCompletion
+from vlm_serve.server.api.chat.render import Rendered, render_chat
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.chat.route import chat_completions
 from vlm_serve.server.api.completions.bodies import Completion
@@ -202,6 +203,7 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
     """Add routes with a JSON body. They read it themselves; FastAPI only describes it."""
     posts: list[tuple[str, Handler, type[RequestModel], type[Any]]] = [
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest, ChatCompletion),
+        ("/v1/chat/completions/render", render_chat, ChatCompletionRequest, Rendered),
         ("/v1/completions", completions, CompletionRequest, Completion),
         ("/v1/responses", create_response, ResponsesRequest, ResponseBody),
         ("/v1/responses/input_tokens", count_input_tokens, ResponsesRequest, InputTokens),
@@ -215,7 +217,8 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         ("/v1/cache/flush", cache.flush, cache.FlushRequest, cache.Flushed),
     ]
     for path, handler, body, answer in posts:
-        can_stream = "stream" in body.model_fields and answer not in (InputTokens, CountedTokens)
+        whole = (InputTokens, CountedTokens, Rendered)
+        can_stream = "stream" in body.model_fields and answer not in whole
         streams = {"content": EVENT_STREAM} if can_stream else {}
         error: type[Any] = MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
         errors: Responses = {"4XX": {"model": error}, "5XX": {"model": error}}

@@ -64,9 +64,11 @@ class ServerConfig:
         choices=("auto", "qwen3_xml", "hermes", "none"),
     )
     reasoning_parser: str = _server(
-        "none",
-        "qwen3 moves the text before </think> to the field `reasoning`",
-        choices=("none", "qwen3"),
+        "auto",
+        "how thoughts are split off into the field `reasoning`; qwen3: between <think>, in the "
+        "prompt or the answer, and </think>; deepseek_r1: all text before </think>; auto: qwen3 if "
+        "the chat template knows these marks, else none",
+        choices=("auto", "qwen3", "deepseek_r1", "none"),
     )
     otlp_traces_endpoint: str | None = _server(
         None, "URL for OpenTelemetry traces (OTLP over HTTP); needs the extra `otel`", metavar="URL"

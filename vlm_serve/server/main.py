@@ -22,6 +22,7 @@ from vlm_serve.engine.prefill_graphs import TOKENS
 from vlm_serve.engine.ranks.start import slot_bytes
 from vlm_serve.models.weight_sizes import prompt_price
 from vlm_serve.options import format_size
+from vlm_serve.server.answers.generation import reasoning_form
 from vlm_serve.server.answers.pieces import form_of
 from vlm_serve.server.bounds import total
 from vlm_serve.server.config import ServerConfig
@@ -148,7 +149,7 @@ def startup_rows(
     parser = config.tool_call_parser
     form = form_of(parser, engine.preprocessor.tool_form)
     yield "tool calls", parser if parser == "none" else form
-    yield "reasoning", config.reasoning_parser
+    yield "reasoning", reasoning_form(config.reasoning_parser, engine.preprocessor.template_traits)
     if config.response_store is not None:
         assert isinstance(config.response_store, int)
         kept = f"{format_size(config.response_store)} per API key"

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.thought import Thought
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.loaded_media import LoadedMedia
@@ -100,6 +101,7 @@ class Service:
         grammar: Grammar | None = None,
         affinity: tuple[AffinityKey, ...] = (),
         part: AttemptPart | None = None,
+        thought: Thought | None = None,
     ) -> str:
         """Submit a prompt to the engine and return the engine's id for it.
 
@@ -111,6 +113,8 @@ class Service:
         options: dict[str, Any] = {"priority": priority, "affinity": affinity}
         if grammar is not None:
             options["grammar"] = grammar
+        if thought is not None:
+            options["thought"] = thought
         if part is not None:
             params = part.seeded(params)
             # Missing expert rows would be a gap on one replica and none on another.

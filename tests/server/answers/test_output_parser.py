@@ -265,3 +265,19 @@ def test_a_continued_thought_keeps_its_white_space() -> None:
 def test_text_that_was_held_back_is_told_as_it_was_written() -> None:
     text = "a \n\n<tool_call>\n \nb\n <function=rm> \n"
     assert told_alike(text, tools=TOOLS)["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("behind", "content"),
+    [
+        ("\n\n    return 1", "    return 1"),
+        ("\n\treturn 1\n", "\treturn 1\n"),
+        (" Paris", "Paris"),
+        ("   \n \n  a\n    b", "  a\n    b"),
+        ("\n\n", ""),
+    ],
+)
+def test_the_first_line_behind_a_thought_keeps_its_indentation(behind: str, content: str) -> None:
+    for tools in (None, TOOLS):
+        found = told_alike(f"hm\n</think>{behind}", reasoning=True, tools=tools)
+        assert found == {"reasoning": "hm", "content": content, "calls": []}

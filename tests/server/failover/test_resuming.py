@@ -208,7 +208,8 @@ def test_a_full_queue_refuses_no_answer_that_has_begun(
 
 
 def test_tokens_of_another_answer_are_refused(pair: Pair) -> None:
-    body = ASKED.body | {"structured_outputs": {"regex": "[ab]{9}"}}
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    body = ASKED.body | off | {"structured_outputs": {"regex": "[ab]{9}"}}
     tokens = {0: (pair.engines[0].preprocessor.tokenizer.encode_plain("zzz")[0],)}
     attempt = Attempt(1, "id", 2, tokens=tokens, resumed=1, delivered=5, started=True)
     messages = pair.runner.run(pair.second.answer(Asked(PATHS[0], body), attempt))

@@ -7,16 +7,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Literal, cast
 
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs
+from vlm_serve.engine.thought import Thought
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.preprocess.template_traits import TemplateTraits
+from vlm_serve.preprocess.thoughts import THINK_END, begins_in_thought
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.pieces import THINK_END, THINK_START
 from vlm_serve.server.failover.attempt import Attempt
 from vlm_serve.server.failover.attempt_part import AttemptPart
 from vlm_serve.server.finished_request import FinishedRequest
@@ -24,7 +27,7 @@ from vlm_serve.server.http.errors import RequestTimeoutError, renamed_params
 from vlm_serve.server.http.request_memory import current_share
 from vlm_serve.server.service import Preparation, Service
 
-_TURN = "<|im_start|>"
+ReasoningParser = Literal["none", "qwen3", "deepseek_r1"]
 
 TOKEN_BYTES = 128
 """Memory of one prompt token: its id, positions, text, and its part of keys and spans."""
@@ -40,7 +43,9 @@ class Task:
         request_id: id in responses and logs. The engine gives its own id, since clients' ids may
             collide.
         arrival: monotonic time in seconds at which the request came in.
-        reasoning: the answer's reasoning is split off; a grammar begins after it.
+        reasoning: how the answer's reasoning is split off; a grammar and stop strings begin after
+            it.
+        calls: a tool call in the reasoning ends it.
         continued: the answer continues the prompt's last message.
         trace: headers of the trace that the request continues.
         names: internal field name -> the client's name for it, for errors.
@@ -54,7 +59,8 @@ class Task:
     request_id: str
     arrival: float
     priority: int = 0
-    reasoning: bool = False
+    reasoning: ReasoningParser = "none"
+    calls: bool = False
     continued: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -222,6 +228,7 @@ async def answering(
                 grammar,
                 task.affinity,
                 generation.part,
+                thought_of(task, prompt),
             )
         admission.open_tokens += len(prompt)
         timer = None
@@ -239,20 +246,28 @@ async def answering(
             service.state.record_finished(generation.finished())
 
 
-def begins_in_thought(prompt: str, *, continued: bool) -> bool:
-    """Return True if the answer to a prompt with this text begins inside a `<think>` block.
+def reasoning_parser_of(service: Service) -> ReasoningParser:
+    """Return how reasoning is split off: as configured, or else as the chat template marks it."""
+    configured = service.config.reasoning_parser
+    return reasoning_form(configured, service.engine.preprocessor.template_traits)
 
-    Args:
-        continued: the answer continues the last message, whose thought may be open. A thought
-            begins where the message or its text does; elsewhere `<think>` is a word of the text.
-    """
-    if not continued:
-        return prompt.rstrip().endswith(THINK_START)
-    turn = prompt.rfind(_TURN)
-    if turn < 0:
-        return prompt.rfind(THINK_START) > prompt.rfind(THINK_END)
-    text = prompt[turn:].partition("\n")[2].rpartition(THINK_END)[2]
-    return text.lstrip().startswith(THINK_START)
+
+def reasoning_form(setting: str, traits: TemplateTraits) -> ReasoningParser:
+    """Return how reasoning is split off with a setting of `--reasoning-parser`."""
+    if setting == "auto":
+        return "qwen3" if traits.thinking.marked else "none"
+    return cast(ReasoningParser, setting)
+
+
+def thought_of(task: Task, prompt: Prompt) -> Thought | None:
+    """Return how the answer to a prompt may think; None if its reasoning is not split off."""
+    if task.reasoning == "none":
+        return None
+    text = prompt.text
+    opened = begins_in_thought(text, continued=task.continued)
+    if task.reasoning == "deepseek_r1" and not task.continued:
+        opened = not text.rstrip().endswith(THINK_END)
+    return Thought(opened, calls=task.calls)
 
 
 def _bytes_of(prompt: Prompt) -> int:
@@ -264,8 +279,9 @@ async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | No
     form = task.params.structured_outputs
     if form is None:
         return None
-    thinks = task.reasoning and begins_in_thought(prompt.text, continued=task.continued)
-    return await service.grammars.compile(form, THINK_END.encode() if thinks else b"")
+    thought = thought_of(task, prompt)
+    opened = thought is not None and thought.opened
+    return await service.grammars.compile(form, THINK_END.encode() if opened else b"")
 
 
 def _time_limit(service: Service, task: Task) -> float | None:

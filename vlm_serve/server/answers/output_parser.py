@@ -77,6 +77,7 @@ class OutputParser:
         self._buffer = ""
         self._may_think = reasoning is not None
         self._skip_space = bool(reasoning) and not continued
+        self._space = ""  # white space that may be the indentation of the first line
         self._cut = False
         self._quoting = Quoting()
         self._reader: CallReader | None = None
@@ -140,7 +141,7 @@ class OutputParser:
         start = self._buffer.lstrip()
         if self._may_think and start.startswith(THINK_START):
             self._buffer, self._state = start[len(THINK_START) :], _State.REASONING
-            self._skip_space = True
+            self._skip_space, self._space = True, ""
         elif self._may_think and THINK_START.startswith(start) and not final:
             return False
         self._may_think = False
@@ -167,7 +168,7 @@ class OutputParser:
         """Emit the start of the buffer as text."""
         text, self._buffer = self._buffer[:length], self._buffer[length:]
         if self._skip_space:
-            text = text.lstrip()
+            text = self._without_space(text)
         if not text:
             return
         self._skip_space = False
@@ -176,9 +177,23 @@ class OutputParser:
         kind: Kind = "reasoning" if self._state is _State.REASONING else "content"
         pieces.append(Piece(kind, text))
 
+    def _without_space(self, text: str) -> str:
+        """Return text without the white space before it. An indentation of its first line stays."""
+        text, self._space = self._space + text, ""
+        rest = text.lstrip()
+        _, line_end, indentation = text[: len(text) - len(rest)].rpartition("\n")
+        if rest:
+            return indentation + rest if line_end else rest
+        self._space = line_end + indentation
+        return ""
+
     def _end_thought(self) -> None:
         self._buffer = self._buffer[len(THINK_END) :]
-        self._state, self._skip_space = _State.CONTENT, True
+        self._state = _State.CONTENT
+        self._begin_text()
+
+    def _begin_text(self) -> None:
+        self._skip_space, self._space = True, ""
         self._quoting = Quoting()
 
     def _start_reading(self, lead: str, thought: bool) -> None:
@@ -226,7 +241,7 @@ class OutputParser:
             pieces.append(Piece("tool_name", call.name, self.num_calls))
             pieces.append(Piece("tool_arguments", call.arguments, self.num_calls))
             self.num_calls += 1
-        self._skip_space = True
+        self._skip_space, self._space = True, ""
 
     def _follow(self, pieces: list[Piece], final: bool) -> bool:
         """Decide whether the calls at the end of a thought count."""

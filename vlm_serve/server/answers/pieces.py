@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from vlm_serve.preprocess.thoughts import THINK_END as THINK_END
+from vlm_serve.preprocess.thoughts import THINK_START as THINK_START
+
 TOOL_START = "<tool_call>"
 TOOL_END = "</tool_call>"
-THINK_START = "<think>"
-THINK_END = "</think>"
 
 Kind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
 ToolForm = Literal["qwen3_xml", "hermes"]

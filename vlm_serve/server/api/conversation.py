@@ -16,7 +16,12 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.generation import Generation, Task, begins_in_thought
+from vlm_serve.server.answers.generation import (
+    Generation,
+    Task,
+    reasoning_parser_of,
+    thought_of,
+)
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm, form_of
 from vlm_serve.server.api.fields import AnswerRequest
@@ -128,15 +133,13 @@ class ConversationTask:
 
     def parser(self, generation: Generation) -> OutputParser:
         """Return a new parser for one choice of the answer."""
-        reasoning, continued = None, self.task.continued
-        if self.task.reasoning:
-            reasoning = begins_in_thought(generation.prompt.text, continued=continued)
+        thought = thought_of(self.task, generation.prompt)
         return OutputParser(
-            reasoning=reasoning,
+            reasoning=None if thought is None else thought.opened,
             tools=self.tools,
             form=self.tool_form,
             parallel=self.parallel,
-            continued=continued,
+            continued=self.task.continued,
             enforced=self.task.params.structured_outputs is not None,
         )
 
@@ -162,7 +165,8 @@ def conversation_task(
             request_id=body.request_id or request_id_of(scope),
             arrival=arrival,
             priority=body.priority or 0,
-            reasoning=service.config.reasoning_parser != "none",
+            reasoning=reasoning_parser_of(service),
+            calls=choice.mode != "none" and form is None,
             continued=parsed.conversation.continue_final_message,
             trace=trace_context_of(scope),
             names={**parsed.names, "structured_outputs": form_field},

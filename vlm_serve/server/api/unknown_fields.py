@@ -47,7 +47,6 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),
     "suffix": ("",),
-    "thinking_token_budget": (),
     "top_a": (0, 0.0),
     "truncate_prompt_tokens": (),
     "typical_p": (1, 1.0),

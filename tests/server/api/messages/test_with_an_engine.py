@@ -114,10 +114,22 @@ class City(BaseModel):
 def test_the_clients_parser_gets_its_schema(server: RunningServer) -> None:
     with client_of(server) as client:
         parsed = client.messages.parse(
-            model="test-model", max_tokens=200, messages=HI, output_format=City
+            model="test-model",
+            max_tokens=200,
+            messages=HI,
+            output_format=City,
+            thinking={"type": "enabled", "budget_tokens": 9},
         )
     assert parsed.parsed_output is not None
     assert parsed.parsed_output.name in ("Paris", "Rome")
+    assert parsed.content[0].type == "thinking"
+
+
+def test_a_bad_budget_of_thinking_is_named(server: RunningServer) -> None:
+    body = {"max_tokens": 5, "messages": HI, "thinking": {"type": "enabled", "budget_tokens": "9"}}
+    refused = server.post("/v1/messages", body)
+    assert refused.status_code == 400
+    assert "thinking.budget_tokens must be a number" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])

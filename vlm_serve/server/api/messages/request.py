@@ -32,7 +32,7 @@ MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_NAMES = sampling_names("messages")
+_NAMES = sampling_names("messages") | {"thinking_token_budget": "thinking.budget_tokens"}
 
 
 class MessageParam(RequestModel):
@@ -80,7 +80,10 @@ class MessagesPrompt(AnswerRequest):
             thinking = self.thinking.get("type") != "disabled"
         conversation.default_kwargs(enable_thinking=thinking, reasoning_effort=self.effort)
         with renamed_params(_NAMES):
-            params = sampling_of("messages", self, structured_outputs=self._form())
+            budget = (self.thinking or {}).get("budget_tokens")
+            params = sampling_of(
+                "messages", self, structured_outputs=self._form(), thinking_token_budget=budget
+            )
         choice = self._tool_choice(list(conversation.functions))
         return ParsedRequest(conversation, params, choice, "output_config", _NAMES)
 

@@ -1,0 +1,120 @@
+"""POST /v1/chat/completions/render: the request for tokens that a chat request amounts to."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from functools import partial
+from typing import Any, Literal
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Scope
+
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.api.bodies import Optional
+from vlm_serve.server.api.chat.request import ChatCompletionRequest
+from vlm_serve.server.api.conversation import ConversationTask, conversation_task
+from vlm_serve.server.api.generate.request import TokenSampling
+from vlm_serve.server.api.request_body import read_prompt
+from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.http.errors import renamed_params
+from vlm_serve.server.service import Service
+
+
+class Placeholder(BaseModel):
+    offset: int
+    length: int
+
+
+class RenderedMedia(BaseModel):
+    """The media of a prompt, by modality: their hashes and the places of their tokens."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[Placeholder]]
+
+
+class Rendered(BaseModel):
+    """The response body: a body of POST /inference/v1/generate."""
+
+    request_id: str
+    token_ids: list[int]
+    features: Optional[RenderedMedia] = None
+    sampling_params: dict[str, Any]
+    model: str
+    stream: Literal[False] = False
+    cache_salt: Optional[str] = None
+    priority: int = 0
+
+
+async def render_chat(service: Service, request: Request) -> Response:
+    """Prepare the prompt of a chat request, and answer with its tokens instead of running it.
+
+    Raises:
+        VlmServeError: the request is invalid, or the server does not admit it.
+    """
+    make = partial(_chat, service, request.scope, time.monotonic())
+    body, chat, headers = await read_prompt(
+        service, request, "chat", ChatCompletionRequest, make
+    )
+    with service.admission.admitted(), renamed_params(chat.task.names):
+        prompt = await service.prepare(chat.task.prepare)
+    answer = partial(_rendered, body, chat, prompt, headers)
+    return await service.workers.prepare(answer)
+
+
+def _chat(
+    service: Service,
+    scope: Scope,
+    arrival: float,
+    body: ChatCompletionRequest,
+    conversation: Conversation,
+) -> tuple[ChatCompletionRequest, ConversationTask, dict[str, str]]:
+    headers = ignored_header(ignored_fields(body.model_extra or {}))
+    chat = conversation_task(service, scope, body, body.parsed(conversation), arrival)
+    return body, chat, headers
+
+
+def _rendered(
+    body: ChatCompletionRequest, chat: ConversationTask, prompt: Prompt, headers: dict[str, str]
+) -> Response:
+    rendered = Rendered(
+        request_id=chat.task.request_id,
+        token_ids=list(prompt.token_ids),
+        features=_media(prompt),
+        sampling_params=sampling_body(chat.task.params),
+        model=chat.model,
+        cache_salt=body.cache_salt,
+        priority=chat.task.priority,
+    )
+    return JSONResponse(rendered.model_dump(exclude_none=True), headers=headers)
+
+
+def sampling_body(params: SamplingParams) -> dict[str, Any]:
+    """Return `sampling_params` of a request for tokens: the fields that are set."""
+    found: dict[str, Any] = {}
+    for each in dataclasses.fields(params):
+        value = getattr(params, each.name)
+        if each.name in TokenSampling.model_fields and value != each.default:
+            found[each.name] = list(value) if isinstance(value, tuple) else value
+    form = params.structured_outputs
+    if form is not None:
+        given = {each.name: getattr(form, each.name) for each in dataclasses.fields(form)}
+        given.pop("strict")
+        found["structured_outputs"] = {k: v for k, v in given.items() if v not in (None, False)}
+    return found
+
+
+def _media(prompt: Prompt) -> RenderedMedia | None:
+    if not prompt.spans:
+        return None
+    media = RenderedMedia(mm_hashes={}, mm_placeholders={})
+    for span in prompt.spans:
+        place = Placeholder(offset=span.start, length=span.end - span.start)
+        media.mm_hashes.setdefault(span.modality, []).append(span.content_hash.hex())
+        media.mm_placeholders.setdefault(span.modality, []).append(place)
+    return media
