@@ -58,9 +58,7 @@ async def render_chat(service: Service, request: Request) -> Response:
         VlmServeError: the request is invalid, or the server does not admit it.
     """
     make = partial(_chat, service, request.scope, time.monotonic())
-    body, chat, headers = await read_prompt(
-        service, request, "chat", ChatCompletionRequest, make
-    )
+    body, chat, headers = await read_prompt(service, request, "chat", ChatCompletionRequest, make)
     with service.admission.admitted(), renamed_params(chat.task.names):
         prompt = await service.prepare(chat.task.prepare)
     answer = partial(_rendered, body, chat, prompt, headers)
@@ -74,9 +72,10 @@ def _chat(
     body: ChatCompletionRequest,
     conversation: Conversation,
 ) -> tuple[ChatCompletionRequest, ConversationTask, dict[str, str]]:
-    headers = ignored_header(ignored_fields(body.model_extra or {}))
-    chat = conversation_task(service, scope, body, body.parsed(conversation), arrival)
-    return body, chat, headers
+    ignored = ignored_fields(body.model_extra or {})
+    parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
+    chat = conversation_task(service, scope, body, parsed, arrival)
+    return body, chat, ignored_header(ignored + parsed.conversation.ignored)
 
 
 def _rendered(
