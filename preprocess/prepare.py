@@ -43,6 +43,7 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
+from vlm_serve.preprocess.reading.systems import fit_systems
 from vlm_serve.preprocess.rendering import Rendering, texts_of
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.template import ChatTemplate, find_chat_template, load_template
@@ -145,11 +146,6 @@ class Preprocessor:
         # Separate pools keep slow hosts from blocking decodes.
         self._fetching = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-fetch")
         self._decoding = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-media")
-
-    @property
-    def template_variables(self) -> frozenset[str]:
-        """The names that the chat template reads; others have no effect."""
-        return self._template.variables
 
     @property
     def template_traits(self) -> TemplateTraits:
@@ -296,6 +292,7 @@ class Preprocessor:
         """
         root = self.root_key(cache_salt)
         self._loader.check_count(conversation.media)
+        conversation = fit_systems(conversation, late=self._template.traits.late_systems)
         request = ChatRequest(conversation, self._template)
         defaults = MediaDefaults(conversation.media_io_kwargs, conversation.mm_processor_kwargs)
         media = defaults.apply(conversation.media)

@@ -40,10 +40,9 @@ class FakePreprocessor:
     def reset(self) -> None:
         self.calls: list[dict[str, Any]] = []
         self.error: Exception | None = None
-        self.template_variables = frozenset({"messages", "enable_thinking"})
         self.generation_prompt = "assistant:"
         self.tool_form = "qwen3_xml"
-        self.template_traits = TemplateTraits()
+        self.template_traits = TemplateTraits(frozenset({"messages", "enable_thinking"}))
         self.gate.set()
 
     def begin(self, conversation: Conversation, **options: Any) -> Any:

@@ -213,8 +213,9 @@ class SamplingParams:
     )
     thinking_token_budget: int | None = option(
         None,
-        "most tokens of the thought. Then the server writes `--thinking-budget-message`, if there "
-        "is one, and `</think>`, and the answer follows; these tokens count as generated",
+        "most tokens of the thought (/v1/messages: `thinking.budget_tokens`). Then the server "
+        "writes `--thinking-budget-message`, if there is one, and `</think>`, and the answer "
+        "follows; these tokens count as generated",
         0,
         apis=(*_VLLM, "responses"),
     )

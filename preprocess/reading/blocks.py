@@ -8,8 +8,27 @@ from typing import Any
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 from vlm_serve.preprocess.reading.parts import text_part
-from vlm_serve.preprocess.reading.tools import read_tool_call, read_tools
+from vlm_serve.preprocess.reading.tools import read_tool_call
 from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
+from vlm_serve.preprocess.reading.vendor_tools import read_block_tools
+
+_BILLING = "x-anthropic-billing-header"
+# What only Anthropic's servers can read or run. A client merely sends back what it got from them.
+_DROPPED = frozenset(
+    {
+        "bash_code_execution_tool_result",
+        "code_execution_tool_result",
+        "container_upload",
+        "mcp_tool_result",
+        "mcp_tool_use",
+        "redacted_thinking",
+        "server_tool_use",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
+        "web_search_tool_result",
+    }
+)
 
 
 def read_blocks(body: Mapping[str, Any], conversation: Conversation) -> None:
@@ -20,18 +39,20 @@ def read_blocks(body: Mapping[str, Any], conversation: Conversation) -> None:
     messages = list_of(body.get("messages"), "messages")
     if not messages:
         raise InvalidRequestError("messages must not be empty", param="messages")
-    conversation.tools = [
-        {"type": "function", "function": _function(tool)} for tool in read_tools(body.get("tools"))
-    ]
-    if body.get("system"):
-        _add(conversation, "system", body["system"], "system")
+    conversation.tools = read_block_tools(body.get("tools"), conversation)
+    if system := _without_billing(body.get("system"), conversation):
+        conversation.add_system(_content(system, "system", conversation), "system")
     role = ""
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         role = text_of(object_of(message, where), "role", where)
         content = message.get("content") or ""
+        if role == "system":
+            read = _content(content, f"{where}.content", conversation)
+            conversation.add_system(read, f"{where}.role")
+            continue
         where += ".content"
-        if isinstance(content, str) or role == "system":
+        if isinstance(content, str):
             _add(conversation, role, content, where)
         elif role == "assistant":
             _read_answer(list_of(content, where), where, conversation)
@@ -41,9 +62,30 @@ def read_blocks(body: Mapping[str, Any], conversation: Conversation) -> None:
     conversation.add_generation_prompt = role != "assistant"
 
 
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    described = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
-    return described | {"parameters": tool.get("input_schema") or {}}
+def _without_billing(system: Any, conversation: Conversation) -> Any:
+    """Return the system prompt without the blocks that hold headers for billing.
+
+    Their hashes differ with every request, so they would make every prompt new.
+    """
+    if not isinstance(system, list):
+        return system
+    kept = []
+    for index, block in enumerate(system):
+        text = block.get("text") if isinstance(block, Mapping) else None
+        if isinstance(text, str) and text.startswith(_BILLING):
+            conversation.ignored.append(f"system[{index}]")
+        else:
+            kept.append(block)
+    return kept
+
+
+def _is_dropped(block: Any, place: str, conversation: Conversation) -> bool:
+    """Return True for a block without meaning here, and name it."""
+    kind = object_of(block, place).get("type")
+    if not isinstance(kind, str) or kind not in _DROPPED:
+        return False
+    conversation.ignored.append(place)
+    return True
 
 
 def _add(conversation: Conversation, role: str, content: Any, where: str, **others: Any) -> None:
@@ -56,7 +98,9 @@ def _read_user(blocks: Sequence[Any], where: str, conversation: Conversation) ->
     parts: list[dict[str, Any]] | None = None
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
-        if object_of(block, place).get("type") == "tool_result":
+        if _is_dropped(block, place, conversation):
+            continue
+        if block.get("type") == "tool_result":
             parts = None
             call_id = text_of(block, "tool_use_id", place)
             result = block.get("content") or ""
@@ -73,7 +117,9 @@ def _read_answer(blocks: Sequence[Any], where: str, conversation: Conversation) 
     calls = []
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
-        kind = object_of(block, place).get("type")
+        if _is_dropped(block, place, conversation):
+            continue
+        kind = block.get("type")
         if isinstance(kind, str) and kind in texts:
             texts[kind].append(text_of(block, kind, place))
         elif kind == "tool_use":
@@ -104,6 +150,8 @@ def _parts(block: Any, where: str, conversation: Conversation) -> list[dict[str,
         return [text_part(text_of(block, "text", where))]
     if kind == "image":
         return [_image(block, where, conversation)]
+    if kind == "tool_reference":  # The tool that a search found; its definition is in `tools`.
+        return [text_part(f"<tool>{text_of(block, 'tool_name', where)}</tool>")]
     if kind == "document":
         return _document(block, where, conversation)
     raise unsupported(f"{where}.type", kind)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import REASONING_KEYS, Conversation
 from vlm_serve.preprocess.reading.parts import read_content
-from vlm_serve.preprocess.reading.tools import read_tool_call, read_tools
+from vlm_serve.preprocess.reading.tools import is_cut, read_tool_call, read_tools
 from vlm_serve.preprocess.reading.values import list_of, object_of, short_repr
 from vlm_serve.preprocess.typed_text import plain_data
 
@@ -39,9 +39,13 @@ def read_chat(body: Mapping[str, Any], conversation: Conversation) -> None:
     conversation.continue_final_message = bool(continues)
     conversation.add_generation_prompt = not continues if add is None else add
     conversation.tools = read_tools(body.get("tools"))
+    history = _History(messages)
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        conversation.messages.append(_message(object_of(message, where), where, conversation))
+        read = _message(object_of(message, where), where, conversation, history)
+        conversation.messages.append(read)
+        if read["role"] == "system":
+            conversation.system_places.append(f"{where}.role")
 
 
 def read_role(role: Any, where: str) -> str:
@@ -54,9 +58,44 @@ def read_role(role: Any, where: str) -> str:
     return _ROLES[role]
 
 
-def _message(message: Mapping[str, Any], where: str, conversation: Conversation) -> dict[str, Any]:
+class _History:
+    """Pairs calls with their results, also in the older form with one function call a message."""
+
+    def __init__(self, messages: Sequence[Any]) -> None:
+        known = [message for message in messages if isinstance(message, Mapping)]
+        self._answered = {str(message.get("tool_call_id")) for message in known}
+        # A result in the older form answers the latest call; here results come in their order.
+        self._results = sum(message.get("role") == "function" for message in known)
+        self._calls = 0
+
+    def answered(self, call: Any) -> bool:
+        return isinstance(call, Mapping) and str(call.get("id")) in self._answered
+
+    def converted(self, message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """Return a message of the older form in the newer one."""
+        if message.get("role") == "function":
+            return {**message, "role": "tool", "tool_call_id": f"call_{self._calls}"}
+        given = message.get("function_call")
+        if given is None:
+            return message
+        self._calls += 1
+        call: dict[str, Any] = {"id": f"call_{self._calls}", "type": "function"}
+        call["function"] = object_of(given, f"{where}.function_call")
+        if self._calls <= self._results:
+            self._answered.add(call["id"])
+        rest = {key: value for key, value in message.items() if key != "function_call"}
+        return {**rest, "tool_calls": [*(message.get("tool_calls") or ()), call]}
+
+
+def _message(
+    message: Mapping[str, Any], where: str, conversation: Conversation, history: _History
+) -> dict[str, Any]:
+    message = history.converted(message, where)
     role = read_role(message.get("role"), where)
     content = read_content(message.get("content"), f"{where}.content", conversation)
+    refusal = message.get("refusal")
+    if content is None and role == "assistant" and isinstance(refusal, str):
+        content = refusal
     if content is None and role != "assistant":
         if "content" not in message:
             raise InvalidRequestError(f"{where}.content is missing", param=f"{where}.content")
@@ -67,8 +106,15 @@ def _message(message: Mapping[str, Any], where: str, conversation: Conversation)
             read[key] = plain_data(value, f"{where}.{key}")
     if "tool_calls" in read:
         place = f"{where}.tool_calls"
-        calls = enumerate(list_of(read["tool_calls"], place))
-        read["tool_calls"] = [read_tool_call(call, f"{place}[{at}]") for at, call in calls]
+        calls = []
+        for at, call in enumerate(list_of(read["tool_calls"], place)):
+            if is_cut(call):
+                # The token limit has cut the call, so only a client that answers it has run it.
+                if not history.answered(call):
+                    continue
+                call = call | {"function": call["function"] | {"arguments": "{}"}}
+            calls.append(read_tool_call(call, f"{place}[{at}]"))
+        read["tool_calls"] = calls
     reasoning = next((read[key] for key in REASONING_KEYS if key in read), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):

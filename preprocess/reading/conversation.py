@@ -55,6 +55,9 @@ class Conversation:
         previous: id of the response that this conversation continues.
         past_at: index of the message before which the turns of `previous` belong.
         cache_salt: the salt that the client chose, if any.
+        system_places: places in the request of the messages with the role "system", in order.
+        ignored: places in the request of what has no effect here, or another one than named.
+        references: places of items that only name an item of a stored response. They are left out.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -69,6 +72,14 @@ class Conversation:
     previous: str | None = None
     past_at: int = 0
     cache_salt: str | None = None
+    system_places: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    references: list[str] = field(default_factory=list)
+
+    def add_system(self, content: Any, place: str) -> None:
+        """Append a system message that stands at a place of the request."""
+        self.messages.append({"role": "system", "content": content})
+        self.system_places.append(place)
 
     def add_answer(
         self, texts: Sequence[str], reasoning: str | None, calls: list[dict[str, Any]]
@@ -91,7 +102,9 @@ class Conversation:
 
     def put_past(self, past: Conversation) -> None:
         """Put earlier turns before the first turn; instructions stay in front."""
+        systems = sum(message["role"] == "system" for message in self.messages[: self.past_at])
         self.messages[self.past_at : self.past_at] = past.messages
+        self.system_places[systems:systems] = past.system_places
         self.media[:0] = past.media
 
     def default_kwargs(self, **kwargs: Any) -> None:

@@ -9,8 +9,24 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.chat import read_role
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.parts import read_content
-from vlm_serve.preprocess.reading.tools import read_tool_call, read_tools
+from vlm_serve.preprocess.reading.systems import join_leading
+from vlm_serve.preprocess.reading.tools import read_tool_call
 from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
+from vlm_serve.preprocess.reading.vendor_tools import read_item_tools
+
+# Records of what OpenAI's servers did. A client merely sends back what it got from them.
+_DROPPED = frozenset(
+    {
+        "code_interpreter_call",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "web_search_call",
+    }
+)
 
 
 def read_response(body: Mapping[str, Any], conversation: Conversation) -> None:
@@ -19,13 +35,9 @@ def read_response(body: Mapping[str, Any], conversation: Conversation) -> None:
     Raises InvalidRequestError, naming the item and field at fault.
     """
     conversation.previous = body.get("previous_response_id")
-    conversation.tools = [
-        {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}}
-        for tool in read_tools(_without_nulls(body.get("tools")))
-    ]
+    conversation.tools = read_item_tools(body.get("tools"), conversation)
     if body.get("instructions"):
-        message = {"role": "system", "content": text_of(body, "instructions", "body")}
-        conversation.messages.append(message)
+        conversation.add_system(text_of(body, "instructions", "body"), "instructions")
     conversation.past_at = len(conversation.messages)
     given = body.get("input")
     if isinstance(given, str):
@@ -43,17 +55,15 @@ def read_past(items: Sequence[Mapping[str, Any]], conversation: Conversation) ->
     answers = {message.get("tool_call_id") for message in conversation.messages}
     _read_items(items, "previous_response_id", past, _answered(items) | answers)
     conversation.put_past(past)
+    join_leading(conversation)
 
 
-def _without_nulls(tools: Any) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    return [
-        {key: value for key, value in tool.items() if value is not None}
-        if isinstance(tool, dict)
-        else tool
-        for tool in tools
-    ]
+def is_reference(item: Any) -> bool:
+    """Return True for an item that only names an item of a stored response."""
+    if not isinstance(item, Mapping) or not isinstance(item.get("id"), str):
+        return False
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "role" not in item)
 
 
 def _answered(items: Sequence[Any]) -> set[Any]:
@@ -70,6 +80,10 @@ class _Answer:
         self.texts: list[str] | None = None
         self.reasoning: str | None = None
         self.calls: list[dict[str, Any]] = []
+
+    def add_call(self, item: Mapping[str, Any], function: Mapping[str, Any], where: str) -> None:
+        call = {"id": text_of(item, "call_id", where), "type": "function"}
+        self.calls.append(call | {"function": read_tool_call(dict(function), where)})
 
     def end(self) -> None:
         if self.texts is not None or self.reasoning is not None or self.calls:
@@ -89,19 +103,28 @@ def _read_items(
 
 def _read_item(answer: _Answer, item: Mapping[str, Any], where: str, answered: set[Any]) -> None:
     kind = item.get("type", "message")
-    if kind == "function_call":
+    if is_reference(item):
+        answer.conversation.references.append(where)
+    elif isinstance(kind, str) and kind in _DROPPED:
+        answer.conversation.ignored.append(where)
+    elif kind == "custom_tool_call":
+        # The token limit has cut a call that is incomplete.
+        if item.get("status") == "incomplete" and item.get("call_id") not in answered:
+            return
+        arguments = {"input": text_of(item, "input", where)}
+        answer.add_call(item, {"name": text_of(item, "name", where), "arguments": arguments}, where)
+    elif kind == "function_call":
         function = {name: text_of(item, name, where) for name in ("name", "arguments")}
         if item.get("status") == "incomplete" and not _is_complete(function["arguments"]):
             # The token limit has cut the call. No client can have run it, unless it has an output.
             if item.get("call_id") not in answered:
                 return
             function["arguments"] = "{}"
-        call = {"id": text_of(item, "call_id", where), "type": "function"}
-        answer.calls.append(call | {"function": read_tool_call(function, where)})
+        answer.add_call(item, function, where)
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
         answer.reasoning = "".join(_texts(parts, f"{where}.content"))
-    elif kind == "function_call_output":
+    elif kind in ("function_call_output", "custom_tool_call_output"):
         answer.end()
         content = _content(item, "output", where, answer.conversation)
         message = {"role": "tool", "content": content}
@@ -117,7 +140,10 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str, answered: s
         answer.end()
         role = read_role(item.get("role"), where)
         content = _content(item, "content", where, answer.conversation)
-        answer.conversation.messages.append({"role": role, "content": content})
+        if role == "system":
+            answer.conversation.add_system(content, f"{where}.role")
+        else:
+            answer.conversation.messages.append({"role": role, "content": content})
 
 
 def _present(item: Mapping[str, Any], name: str, where: str) -> Any:

@@ -27,10 +27,11 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
     """
     if tools is None:
         return []
-    return [_read_tool(tool, f"tools[{at}]") for at, tool in enumerate(list_of(tools, "tools"))]
+    return [read_tool(tool, f"tools[{at}]") for at, tool in enumerate(list_of(tools, "tools"))]
 
 
-def _read_tool(tool: Any, where: str) -> dict[str, Any]:
+def read_tool(tool: Any, where: str) -> dict[str, Any]:
+    """Read one definition as `read_tools` does."""
     plain = plain_data(tool, where)
     nested = isinstance(plain, dict) and "function" in plain
     function = plain["function"] if nested else plain
@@ -45,6 +46,23 @@ def _read_tool(tool: Any, where: str) -> dict[str, Any]:
 def _ordered(function: dict[str, Any]) -> dict[str, Any]:
     known = {name: function[name] for name in _ORDER if name in function}
     return known | function
+
+
+def is_cut(call: Any) -> bool:
+    """Return True if a call's arguments are JSON text of an object that ends too early."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    text = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(text, str) or len(text) > MAX_ARGUMENTS_CHARACTERS:
+        return False
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        json.loads(text)
+    except ValueError:
+        return True
+    except RecursionError:
+        return False
+    return False
 
 
 def read_tool_call(call: Any, where: str) -> dict[str, Any]:

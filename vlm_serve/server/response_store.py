@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,8 +86,8 @@ class _Account:
 
 
 class ResponseStore:
-    """Store of responses, for each API key. It is used on the event loop; only `find` is
-    thread-safe.
+    """Store of responses, for each API key. It is used on the event loop; only `find` and
+    `find_items` are thread-safe.
 
     Args:
         max_bytes: limit for all responses of one key.
@@ -109,6 +109,23 @@ class ResponseStore:
         account = self._accounts.get(owner.key)
         stored = account and account.responses.get(response_id)
         return stored.turn if stored and stored.salt == owner.salt else None
+
+    def find_items(self, owner: Owner, wanted: Collection[str]) -> dict[str, Item]:
+        """Return the items of these ids in an owner's stored conversations, the newest first."""
+        account, found = self._accounts.get(owner.key), dict[str, Item]()
+        seen: set[Turn] = set()
+        # `list` copies the entries at once, while the event loop may change them.
+        for stored in reversed([] if account is None else list(account.responses.values())):
+            if stored.salt != owner.salt:
+                continue
+            for turn in _line(stored.turn):
+                if turn in seen or len(found) == len(wanted):
+                    break
+                seen.add(turn)
+                for item in (*turn.answer["output"], *turn.given):
+                    if item.get("id") in wanted:
+                        found.setdefault(item["id"], item)
+        return found
 
     def put(self, owner: Owner, response_id: str, turn: Turn) -> None:
         """Store a response.

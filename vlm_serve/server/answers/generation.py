@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
@@ -47,6 +47,7 @@ class Task:
             it.
         calls: a tool call in the reasoning ends it.
         continued: the answer continues the prompt's last message.
+        clamped: an answer longer than the context is cut there instead of refused.
         trace: headers of the trace that the request continues.
         names: internal field name -> the client's name for it, for errors.
         affinity: affinity keys of the prompt.
@@ -62,6 +63,7 @@ class Task:
     reasoning: ReasoningParser = "none"
     calls: bool = False
     continued: bool = False
+    clamped: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     affinity: tuple[AffinityKey, ...] = ()
@@ -82,6 +84,7 @@ class Generation:
         prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, if requested.
         finish_reason: of the last choice that ended; "abort" until one has.
         unfinished: number of choices that have not ended.
+        clamped: the answer may only be as long as the context allows, which is less than wanted.
         part: the attempt's state for this prompt; None: the request is not an attempt.
     """
 
@@ -103,6 +106,7 @@ class Generation:
         self.prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
         self.finish_reason = "abort"
         self.unfinished = task.params.n
+        self.clamped = False
         self.queue: asyncio.Queue[Delta] = asyncio.Queue()
         self.part: AttemptPart | None = None
         if task.attempt is not None:
@@ -217,7 +221,10 @@ async def answering(
                     await share.grow(share.size + _bytes_of(prompt))
         except TimeoutError:
             raise _timeout_error(service) from None
+        given = task.params
+        task = _within_context(task, service.engine.max_model_len - len(prompt))
         generation = Generation(service, task, prompt, stop.seconds, patient=patient)
+        generation.clamped = task.params is not given
         mailbox, queue = service.mailbox, generation.queue
         with renamed_params(task.names):
             engine_id = service.submit(
@@ -244,6 +251,14 @@ async def answering(
                 timer.cancel()
             admission.open_tokens -= len(prompt)
             service.state.record_finished(generation.finished())
+
+
+def _within_context(task: Task, room: int) -> Task:
+    """Return the task with an answer of at most `room` tokens, if the task allows that."""
+    wanted = task.params.max_tokens
+    if not task.clamped or wanted is None or wanted <= room or room < 1:
+        return task
+    return replace(task, params=replace(task.params, max_tokens=room))
 
 
 def reasoning_parser_of(service: Service) -> ReasoningParser:

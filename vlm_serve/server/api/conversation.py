@@ -13,8 +13,11 @@ from starlette.types import Scope
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.systems import fit_systems
 from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.preprocess.template_thinking import SWITCH
+from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import (
     Generation,
@@ -36,10 +39,37 @@ from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Preparation, Service
 
 
-def template_ignores(service: Service, name: str, value: str | None) -> bool:
-    """Return True if a setting has no effect, since the chat template has no such variable."""
-    known = service.engine.preprocessor.template_variables
-    return value not in (None, "medium") and name not in known
+def set_variables(
+    conversation: Conversation,
+    traits: TemplateTraits,
+    *,
+    effort: str | None = None,
+    effort_name: str = "reasoning_effort",
+    switched: bool = True,
+    verbosity: str | None = None,
+    verbosity_name: str = "verbosity",
+) -> Conversation:
+    """Return the conversation as a template takes it, with variables for effort and verbosity.
+
+    Settings that the template does not know are named in `ignored`.
+
+    Args:
+        effort: the client's effort of thinking, under any API's name.
+        effort_name, verbosity_name: the API's names of the two fields.
+        switched: any effort but "none" also turns thinking on.
+    """
+    fitted = fit_systems(conversation, late=traits.late_systems)
+    variables = traits.effort_variables(effort)
+    off = effort == "none"
+    known = "reasoning_effort" in variables or (off and SWITCH in variables)
+    if effort not in (None, "medium") and not known:
+        fitted.ignored.append(effort_name)
+    if verbosity not in (None, "medium") and "verbosity" not in traits.variables:
+        fitted.ignored.append(verbosity_name)
+    if not switched and not off:
+        variables.pop(SWITCH, None)
+    fitted.default_kwargs(verbosity=verbosity, **variables)
+    return fitted
 
 
 def prepare(
@@ -74,11 +104,6 @@ def prepare(
     return prompt
 
 
-def thinks(effort: str | None) -> bool | None:
-    """Return the switch of templates that know no other levels: "none" turns thinking off."""
-    return None if effort is None else effort != "none"
-
-
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """A request, parsed from one of the APIs.
@@ -89,6 +114,7 @@ class ParsedRequest:
         form_field: the request's field with that constraint, if any.
         names: internal field name -> the API's name for it, for errors.
         answer_tokens: see `prepare`.
+        clamped: an answer longer than the context is cut there instead of refused.
     """
 
     conversation: Conversation
@@ -97,6 +123,7 @@ class ParsedRequest:
     form_field: str = "structured_outputs"
     names: Mapping[str, str] = field(default_factory=dict)
     answer_tokens: int | None = None
+    clamped: bool = False
 
     def prepare(self, service: Service, cache_salt: str) -> Preparation:
         """Return the prompt or the work left; it raises as `prepare` does."""
@@ -168,6 +195,7 @@ def conversation_task(
             reasoning=reasoning_parser_of(service),
             calls=choice.mode != "none" and form is None,
             continued=parsed.conversation.continue_final_message,
+            clamped=parsed.clamped,
             trace=trace_context_of(scope),
             names={**parsed.names, "structured_outputs": form_field},
             affinity=affinity_of(scope),

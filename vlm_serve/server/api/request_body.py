@@ -51,11 +51,13 @@ async def read_prompt(
     api: str,
     model: type[M],
     use: Callable[[M, Conversation], T],
+    completed: Callable[[M, Any], Any] | None = None,
 ) -> T:
     """Return the result of `use` for the request's body and the conversation in it.
 
     Args:
         api: see `read_conversation`.
+        completed: adds to the parsed JSON what the body only refers to.
 
     Raises:
         InvalidRequestError: see `read_value`, `read_conversation`.
@@ -63,6 +65,7 @@ async def read_prompt(
 
     def read(value: Any) -> T:
         body = validate(value, model)
+        value = value if completed is None else completed(body, value)
         conversation = read_conversation(api, value)
         note_affinity(request.scope, conversation, service.state.model_names[0])
         return use(body, conversation)

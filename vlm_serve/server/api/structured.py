@@ -127,6 +127,8 @@ class ToolChoice:
             raise InvalidRequestError(
                 'tool_choice must be "none", "auto", "required" or a function', param="tool_choice"
             )
+        if mode == "auto" and not names:
+            mode = "none"
         if mode != "none" and not names:
             raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
         return cls(mode, tuple(names), parallel is not False)
@@ -161,7 +163,8 @@ class ToolChoice:
         """
         if name not in names:
             raise InvalidRequestError(
-                f"tool_choice names the function {str(name)[:64]!r}, which is not among the tools",
+                f"tool_choice names the function {str(name)[:64]!r}, which is not among the tools "
+                "served here",
                 param="tool_choice",
             )
         return cls("required", (name,), parallel=False)
@@ -192,7 +195,7 @@ def tool_choice_of(choice: Any, names: Sequence[str], parallel: bool | None) -> 
 
 
 def _function_name(tool: Any, where: str) -> str:
-    if object_of(tool, where).get("type") != "function":
+    if object_of(tool, where).get("type") not in ("function", "custom"):
         raise unsupported(f"{where}.type", tool.get("type"))
     if "function" in tool:
         return text_of(

@@ -71,7 +71,7 @@ def unimplemented_in(api: str) -> dict[str, tuple[Any, ...]]:
     return UNIMPLEMENTED | chat | options_elsewhere(api) | aids
 
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}", re.ASCII)
 
 
 def ignored_fields(

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from serving import RunningServer, chat_body
 
+from vlm_serve.preprocess.template_traits import TemplateTraits
+
 
 def joined(chunks: list[dict[str, Any]], index: int = 0) -> str:
     return "".join(
@@ -169,7 +171,8 @@ def test_verbosity_is_for_templates_that_know_it(fake: RunningServer) -> None:
     assert response.headers["x-vlm-serve-ignored-fields"] == "text.verbosity"
     assert response.json()["text"]["verbosity"] == "high"
     assert "x-vlm-serve-ignored-fields" not in fake.chat(verbosity="medium").headers
-    fake.engine.preprocessor.template_variables |= {"verbosity"}
+    preprocessor = fake.engine.preprocessor
+    preprocessor.template_traits = TemplateTraits(frozenset({"verbosity"}))
     response = fake.chat(verbosity="low")
     assert "x-vlm-serve-ignored-fields" not in response.headers
     assert fake.engine.preprocessor.calls[-1]["chat_template_kwargs"] == {"verbosity": "low"}

@@ -13,6 +13,8 @@ from tool_texts import CALL, CITY_TOOL
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import OverloadedError
+from vlm_serve.preprocess.template_thinking import Thinking
+from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
@@ -346,10 +348,12 @@ def test_the_form_of_the_answer_and_effort(
     body = {"messages": HI, "max_tokens": 5, "output_config": {"effort": "high"}}
     answer = fake.post("/v1/messages", body)
     assert answer.headers["x-vlm-serve-ignored-fields"] == "output_config.effort"
-    fake.engine.preprocessor.template_variables |= {"reasoning_effort"}
+    thinking = Thinking(efforts=("low", "medium", "xhigh"))
+    traits = TemplateTraits(frozenset({"reasoning_effort"}), thinking=thinking)
+    fake.engine.preprocessor.template_traits = traits
     assert "x-vlm-serve-ignored-fields" not in fake.post("/v1/messages", body).headers
     kwargs = fake.engine.preprocessor.calls[-1]["chat_template_kwargs"]
-    assert kwargs == {"reasoning_effort": "high"}
+    assert kwargs == {"reasoning_effort": "xhigh"}
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,10 @@ def _chat(
     body: ChatCompletionRequest,
     conversation: Conversation,
 ) -> tuple[ChatCompletionRequest, ConversationTask, dict[str, str]]:
-    headers = ignored_header(ignored_fields(body.model_extra or {}))
-    return (
-        body,
-        conversation_task(service, scope, body, body.parsed(conversation), arrival),
-        headers,
-    )
+    ignored = ignored_fields(body.model_extra or {})
+    parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
+    chat = conversation_task(service, scope, body, parsed, arrival)
+    return body, chat, ignored_header(ignored + parsed.conversation.ignored)
 
 
 def _rendered(

@@ -8,8 +8,9 @@ from pydantic import Field
 
 from vlm_serve.errors import FieldError
 from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.sampling_params import MAX_LOGPROBS
-from vlm_serve.server.api.conversation import ParsedRequest, thinks
+from vlm_serve.server.api.conversation import ParsedRequest, set_variables
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -85,15 +86,15 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
     verbosity: Verbosity | None = None
     prediction: Prediction | None = None
 
-    def parsed(self, conversation: Conversation) -> ParsedRequest:
+    def parsed(self, conversation: Conversation, traits: TemplateTraits) -> ParsedRequest:
         """Parse the request.
 
         Raises:
             InvalidRequestError: a field is invalid; the error names it.
         """
         check_stream(self.stream, self.stream_options, self.prompt_logprobs)
-        conversation.default_kwargs(
-            enable_thinking=thinks(self.reasoning_effort), verbosity=self.verbosity
+        conversation = set_variables(
+            conversation, traits, effort=self.reasoning_effort, verbosity=self.verbosity
         )
         form = structured_outputs_of(self.response_format, self.structured_outputs)
         return ParsedRequest(

@@ -15,7 +15,7 @@ from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.chat.stream import ChatStream
-from vlm_serve.server.api.conversation import conversation_task, template_ignores
+from vlm_serve.server.api.conversation import conversation_task
 from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.service import Service
@@ -39,8 +39,9 @@ def _spec(
     conversation: Conversation,
 ) -> ResponseSpec:
     ignored = ignored_fields(body.model_extra or {})
-    ignored += ["verbosity"] * template_ignores(service, "verbosity", body.verbosity)
-    chat = conversation_task(service, scope, body, body.parsed(conversation), arrival)
+    parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
+    ignored += parsed.conversation.ignored
+    chat = conversation_task(service, scope, body, parsed, arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ChatStream:
         return ChatStream(body, chat, service.tokenizer, generations[0])

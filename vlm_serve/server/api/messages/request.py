@@ -9,7 +9,8 @@ from pydantic import ConfigDict, Field
 from vlm_serve.errors import FieldError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.values import text_of, unsupported
-from vlm_serve.server.api.conversation import ParsedRequest
+from vlm_serve.preprocess.template_traits import TemplateTraits
+from vlm_serve.server.api.conversation import ParsedRequest, set_variables
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -26,11 +27,11 @@ from vlm_serve.structured_outputs import StructuredOutputs
 
 MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (),
-    "context_management": ({},),
     "mcp_servers": ([],),
     "output_format": (),
 }
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = sampling_names("messages") | {"thinking_token_budget": "thinking.budget_tokens"}
 
@@ -41,8 +42,8 @@ class MessageParam(RequestModel):
 
 
 class MessagesTool(RequestModel):
-    type: Literal["custom"] | None = None
-    name: str = Field(min_length=1, max_length=128)
+    type: str | None = Field(None, max_length=64)
+    name: str | None = Field(None, min_length=1, max_length=128)
     description: str | None = None
     input_schema: Table[Any] | None = None
 
@@ -50,7 +51,7 @@ class MessagesTool(RequestModel):
 class OutputConfig(RequestModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     format: Table[Any] | None = None
 
 
@@ -69,7 +70,7 @@ class MessagesPrompt(AnswerRequest):
     def effort(self) -> str | None:
         return None if self.output_config is None else self.output_config.effort
 
-    def parsed(self, conversation: Conversation) -> ParsedRequest:
+    def parsed(self, conversation: Conversation, traits: TemplateTraits) -> ParsedRequest:
         """Parse the request.
 
         Raises:
@@ -78,16 +79,21 @@ class MessagesPrompt(AnswerRequest):
         thinking = None
         if self.thinking is not None:
             thinking = self.thinking.get("type") != "disabled"
-        conversation.default_kwargs(enable_thinking=thinking, reasoning_effort=self.effort)
+        conversation.default_kwargs(enable_thinking=thinking)
+        conversation = set_variables(
+            conversation,
+            traits,
+            effort=self.effort,
+            effort_name="output_config.effort",
+            switched=False,
+        )
         with renamed_params(_NAMES):
+            budget = (self.thinking or {}).get("budget_tokens")
             params = sampling_of(
-                "messages",
-                self,
-                structured_outputs=self._form(),
-                thinking_token_budget=(self.thinking or {}).get("budget_tokens"),
+                "messages", self, structured_outputs=self._form(), thinking_token_budget=budget
             )
         choice = self._tool_choice(list(conversation.functions))
-        return ParsedRequest(conversation, params, choice, "output_config", _NAMES)
+        return ParsedRequest(conversation, params, choice, "output_config", _NAMES, clamped=True)
 
     def _form(self) -> StructuredOutputs | None:
         form = self.output_config.format if self.output_config is not None else None

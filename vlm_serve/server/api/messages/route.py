@@ -19,7 +19,6 @@ from vlm_serve.server.api.conversation import (
     ParsedRequest,
     conversation_task,
     count_tokens,
-    template_ignores,
 )
 from vlm_serve.server.api.messages.request import (
     MESSAGES_UNIMPLEMENTED,
@@ -51,17 +50,20 @@ async def count_message_tokens(service: Service, request: Request) -> Response:
     ) -> tuple[dict[str, str], ParsedRequest, str]:
         service.state.resolve_model(body.model)
         salt = salt_of(request.scope, body.cache_salt)
-        return _headers(service, body), body.parsed(conversation), salt
+        return *_parsed(service, body, conversation), salt
 
     headers, parsed, salt = await read_prompt(service, request, "messages", MessagesPrompt, parse)
     answer = CountedTokens(input_tokens=await count_tokens(service, parsed, salt))
     return JSONResponse(answer.model_dump(), headers=headers)
 
 
-def _headers(service: Service, body: MessagesPrompt) -> dict[str, str]:
+def _parsed(
+    service: Service, body: MessagesPrompt, conversation: Conversation
+) -> tuple[dict[str, str], ParsedRequest]:
+    """Return the parsed request, after the headers that name what is ignored."""
     ignored = ignored_fields(body.model_extra or {}, MESSAGES_UNIMPLEMENTED)
-    effort = ["output_config.effort"] * template_ignores(service, "reasoning_effort", body.effort)
-    return ignored_header(ignored + effort)
+    parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
+    return ignored_header(ignored + parsed.conversation.ignored), parsed
 
 
 async def create_message(service: Service, request: Request) -> Response:
@@ -81,8 +83,8 @@ def _spec(
     body: MessagesRequest,
     conversation: Conversation,
 ) -> ResponseSpec:
-    headers = _headers(service, body)
-    chat = conversation_task(service, scope, body, body.parsed(conversation), arrival)
+    headers, parsed = _parsed(service, body, conversation)
+    chat = conversation_task(service, scope, body, parsed, arrival)
 
     def stream_of(generations: Sequence[Generation]) -> MessageStream:
         return MessageStream(body, chat, generations[0])

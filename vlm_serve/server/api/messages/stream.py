@@ -90,7 +90,8 @@ class MessageStream(BlockStream):
     def result(self) -> MessageBody:
         body = self._body([_content(block) for block in self.blocks])
         if self.finish_reason == "length":
-            body.stop_reason = "max_tokens"
+            cut = self._generation.clamped
+            body.stop_reason = "model_context_window_exceeded" if cut else "max_tokens"
         elif isinstance(self.stop_reason, str):
             body.stop_reason, body.stop_sequence = "stop_sequence", self.stop_reason
         elif self.called:

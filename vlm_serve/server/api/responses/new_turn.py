@@ -22,6 +22,8 @@ from vlm_serve.server.response_store import (
 from vlm_serve.server.service import Service
 
 _ID_PREFIXES = {
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
     "function_call": "fc_",
     "function_call_output": "fco_",
     "reasoning": "rs_",

@@ -10,7 +10,8 @@ from pydantic import Field
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.values import unsupported
-from vlm_serve.server.api.conversation import ParsedRequest, thinks
+from vlm_serve.preprocess.template_traits import TemplateTraits
+from vlm_serve.server.api.conversation import ParsedRequest, set_variables
 from vlm_serve.server.api.fields import (
     MAX_TOOLS,
     AnswerRequest,
@@ -40,8 +41,8 @@ _NOTHING_TO_INCLUDE = ("reasoning.encrypted_content",)
 
 
 class ResponsesTool(RequestModel):
-    type: Literal["function"]
-    name: str = Field(min_length=1, max_length=128)
+    type: str = Field(max_length=64)
+    name: str | None = Field(None, min_length=1, max_length=128)
     description: str | None = None
     parameters: Table[Any] | None = None
     strict: bool | None = None
@@ -58,7 +59,6 @@ class ResponsesRequest(AnswerRequest):
     tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Table[Any] | None = None
-    thinking_token_budget: int | None = None
     text: Table[Any] | None = None
     metadata: Table[str] | None = Field(None, max_length=16)
     include: Items[str] | None = None
@@ -66,21 +66,31 @@ class ResponsesRequest(AnswerRequest):
     top_logprobs: int | None = None
     chat_template_kwargs: Table[Any] | None = None
 
+    @property
+    def custom_tools(self) -> frozenset[str | None]:
+        """Names of the tools that take one text instead of arguments."""
+        return frozenset(tool.name for tool in self.tools or () if tool.type == "custom")
+
     def items(self) -> list[dict[str, Any]]:
         """Return the input as items."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         return self.input
 
-    def parsed(self, conversation: Conversation) -> ParsedRequest:
+    def parsed(self, conversation: Conversation, traits: TemplateTraits) -> ParsedRequest:
         """Parse the request.
 
         Raises:
             InvalidRequestError: a field is invalid; the error names it.
         """
         self._check_numbers(conversation)
-        conversation.default_kwargs(
-            enable_thinking=thinks(self._effort()), verbosity=self.verbosity
+        conversation = set_variables(
+            conversation,
+            traits,
+            effort=self._effort(),
+            effort_name="reasoning.effort",
+            verbosity=self.verbosity,
+            verbosity_name="text.verbosity",
         )
         with renamed_params(_NAMES):
             params = sampling_of(
@@ -99,7 +109,9 @@ class ResponsesRequest(AnswerRequest):
 
     def _check_numbers(self, conversation: Conversation) -> None:
         """Refuse infinite numbers: the response repeats these fields, and JSON has no infinity."""
-        given = {"tools": conversation.tools, "tool_choice": self.tool_choice, "text": self.text}
+        extra = [tool.model_extra for tool in self.tools or ()]
+        tools = [conversation.tools, extra]
+        given = {"tools": tools, "tool_choice": self.tool_choice, "text": self.text}
         for name, value in given.items():
             try:
                 json.dumps(value, allow_nan=False)

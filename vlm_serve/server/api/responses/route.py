@@ -21,10 +21,10 @@ from vlm_serve.server.api.conversation import (
     ParsedRequest,
     conversation_task,
     count_tokens,
-    template_ignores,
 )
 from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.responses.new_turn import items_until, new_turn, parent_of
+from vlm_serve.server.api.responses.references import with_references
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
 from vlm_serve.server.api.responses.stream import ResponseStream
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
@@ -54,10 +54,12 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
         owner = owner_of(request.scope, body.cache_salt)
         parent = parent_of(service, owner, body.previous_response_id)
         read_past(items_until(parent), conversation)
-        return ignored_header(ignored), body.parsed(conversation), owner.salt
+        parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
+        return ignored_header(ignored + parsed.conversation.ignored), parsed, owner.salt
 
+    known = partial(with_references, service, request.scope)
     headers, parsed, salt = await read_prompt(
-        service, request, "responses", ResponsesRequest, parse
+        service, request, "responses", ResponsesRequest, parse, known
     )
     answer = InputTokens(input_tokens=await count_tokens(service, parsed, salt))
     return JSONResponse(answer.model_dump(), headers=headers)
@@ -66,10 +68,11 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
 async def create_response(service: Service, request: Request) -> Response:
     """Answer a conversation. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
+    known = partial(with_references, service, request.scope)
     return await respond(
         service,
         request,
-        await read_prompt(service, request, "responses", ResponsesRequest, make_spec),
+        await read_prompt(service, request, "responses", ResponsesRequest, make_spec, known),
     )
 
 
@@ -82,10 +85,11 @@ def _spec(
 ) -> ResponseSpec:
     ignored = ["store"] if body.store and service.state.responses is None else []
     ignored += ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
-    ignored += ["text.verbosity"] * template_ignores(service, "verbosity", body.verbosity)
     turn = new_turn(service, scope, body)
     read_past(turn.past, conversation)
-    chat = conversation_task(service, scope, body, body.parsed(conversation), arrival)
+    parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
+    ignored += parsed.conversation.ignored
+    chat = conversation_task(service, scope, body, parsed, arrival)
 
     def stream_of(generations: Sequence[Generation]) -> ResponseStream:
         return ResponseStream(body, chat, service.tokenizer, generations[0], turn)

@@ -17,6 +17,7 @@ from vlm_serve.server.api.logprobs import chat_logprobs
 from vlm_serve.server.api.output_blocks import BlockStream, OutputBlock
 from vlm_serve.server.api.reports import cache_report_body, usage_body
 from vlm_serve.server.api.responses.new_turn import NewTurn
+from vlm_serve.server.api.responses.output_items import item_id, item_of, part_of
 from vlm_serve.server.api.responses.request import ResponsesRequest
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -62,6 +63,7 @@ class ResponseStream(BlockStream):
         turn: NewTurn,
     ) -> None:
         super().__init__(chat.parser(generation), chat.task.attempt)
+        self._custom_tools = body.custom_tools
         self._chat = chat
         self._tokenizer = tokenizer
         self._request = body
@@ -77,12 +79,14 @@ class ResponseStream(BlockStream):
         ]
 
     def opened(self, block: OutputBlock) -> list[Event]:
-        events = [self._item_event("added", block, _item(block, "in_progress"))]
+        events = [self._item_event("added", block, self._item(block, "in_progress"))]
         if block.kind != "call":
             events.append(self._part_event("added", block))
         return events
 
     def grown(self, block: OutputBlock, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        if self._is_custom(block):  # Its input is known when the JSON around it is complete.
+            return []
         return [self._text_event("delta", block, logprobs, delta=text)]
 
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
@@ -94,8 +98,14 @@ class ResponseStream(BlockStream):
 
     def closed(self, block: OutputBlock) -> list[Event]:
         cut = self.finish_reason == "length" or self.is_unfinished(block)
-        item = _item(block, "incomplete" if cut else "completed")
+        item = self._item(block, "incomplete" if cut else "completed")
         self._items.append(item)
+        if self._is_custom(block):
+            return [
+                self._text_event("delta", block, [], delta=item["input"]),
+                self._text_event("done", block, [], input=item["input"]),
+                self._item_event("done", block, item),
+            ]
         if block.kind == "call":
             done = {"arguments": block.text, "name": block.name}
             return [
@@ -165,6 +175,12 @@ class ResponseStream(BlockStream):
             truncation=request.truncation or "disabled",
         )
 
+    def _is_custom(self, block: OutputBlock) -> bool:
+        return block.kind == "call" and block.name in self._custom_tools
+
+    def _item(self, block: OutputBlock, status: str) -> dict[str, Any]:
+        return item_of(block, status, custom=self._is_custom(block))
+
     def _event(self, kind: str, **fields: Any) -> Event:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
@@ -173,24 +189,29 @@ class ResponseStream(BlockStream):
         return self._event(f"response.output_item.{name}", output_index=block.index, item=item)
 
     def _part_event(self, name: str, block: OutputBlock) -> Event:
-        place = {"item_id": _item_id(block), "output_index": block.index, "content_index": 0}
-        return self._event(f"response.content_part.{name}", **place, part=_part(block))
+        place = {
+            "item_id": item_id(block, custom=self._is_custom(block)),
+            "output_index": block.index,
+            "content_index": 0,
+        }
+        return self._event(f"response.content_part.{name}", **place, part=part_of(block))
 
     def _text_event(
         self, step: str, block: OutputBlock, logprobs: list[dict[str, Any]], **fields: Any
     ) -> Event:
-        place: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
+        place: dict[str, Any] = {
+            "item_id": item_id(block, custom=self._is_custom(block)),
+            "output_index": block.index,
+        }
         if block.kind != "call":
             place["content_index"] = 0
         if block.kind == "text":
             place["logprobs"] = logprobs
         kind = {"text": "output_text", "reasoning": "reasoning_text"}.get(block.kind)
-        kind = kind or "function_call_arguments"
+        if kind is None:
+            custom = self._is_custom(block)
+            kind = "custom_tool_call_input" if custom else "function_call_arguments"
         return self._event(f"response.{kind}.{step}", **place, **fields)
-
-
-def _item_id(block: OutputBlock) -> str:
-    return {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind] + block.token
 
 
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
@@ -200,21 +221,3 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     for each in (made, *made["top_logprobs"]):
         each["bytes"] = each["bytes"] or []
     return made
-
-
-def _part(block: OutputBlock) -> dict[str, Any]:
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    part = {"type": "output_text", "text": block.text, "annotations": []}
-    return part | {"logprobs": list(block.logprobs)}
-
-
-def _item(block: OutputBlock, status: str) -> dict[str, Any]:
-    item: dict[str, Any] = {"id": _item_id(block), "status": status}
-    if block.kind == "call":
-        call = {"call_id": f"call_{block.token}", "name": block.name, "arguments": block.text}
-        return item | {"type": "function_call"} | call
-    parts = [] if status == "in_progress" else [_part(block)]
-    if block.kind == "reasoning":
-        return item | {"type": "reasoning", "summary": [], "content": parts}
-    return item | {"type": "message", "role": "assistant", "content": parts}
