@@ -93,7 +93,7 @@ class SamplingParams:
 
     max_tokens: int | None = option(
         None,
-        "longest answer in tokens. Default: up to the context; /v1/completions: 16",
+        "longest answer in tokens; -1: no limit but the context. Default: up to the context; /v1/completions: 16",
         1,
         apis=("completions", "generate", "messages"),
         names={
@@ -211,6 +211,8 @@ class SamplingParams:
     prediction: str = option("", "text that the answer probably repeats", length=1 << 16, apis=())
 
     def __post_init__(self) -> None:
+        if self.max_tokens == -1:
+            object.__setattr__(self, "max_tokens", None)
         for each in sampling_options(_class_of(self)):
             value = getattr(self, each.name)
             if each.kind.startswith("tuple"):

@@ -115,6 +115,16 @@ def test_a_grammar_begins_behind_the_reasoning(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
+    "parameters", [None, {}, {"type": "object", "properties": None, "required": None}]
+)
+def test_a_call_without_parameters_is_enforced(server: RunningServer, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "stop", "parameters": parameters}}
+    answer = ask(server, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "stop"
+
+
+@pytest.mark.parametrize(
     ("fields", "names"),
     [
         ({"tool_choice": "required"}, {"weather", "stop"}),

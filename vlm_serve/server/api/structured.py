@@ -113,20 +113,22 @@ class ToolChoice:
         """Return the choice among all functions.
 
         Args:
-            mode: None means "auto" if there are functions, otherwise "none".
+            mode: None means "auto", which without functions is "none".
 
         Raises:
-            InvalidRequestError: the mode is unknown, or needs tools and there are none.
+            InvalidRequestError: the mode is unknown, or requires a call and there are no functions.
         """
         if mode is None:
-            mode = "auto" if names else "none"
+            mode = "auto"
         if mode not in ("none", "auto", "required"):
             raise InvalidRequestError(
                 'tool_choice must be "none", "auto", "required" or a function', param="tool_choice"
             )
-        if mode != "none" and not names:
-            raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
-        return cls(mode, tuple(names), parallel is not False)
+        if mode == "required" and not names:
+            raise InvalidRequestError(
+                "tool_choice requires a call, but there are no tools", param="tool_choice"
+            )
+        return cls(mode if names else "none", tuple(names), parallel is not False)
 
     @classmethod
     def allowed(

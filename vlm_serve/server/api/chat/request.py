@@ -18,6 +18,7 @@ from vlm_serve.server.api.fields import (
     RequestModel,
     Table,
     Verbosity,
+    Whole,
     check_stream,
 )
 from vlm_serve.server.api.sampling import sampling_of, with_sampling
@@ -78,7 +79,7 @@ class Prediction(RequestModel):
 class ChatCompletionRequest(TemplateFields, GenerationRequest):
     messages: Items[ChatMessage] = Field(max_length=MAX_MESSAGES)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

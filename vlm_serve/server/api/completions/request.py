@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.api.fields import GenerationRequest, Items, Tokens, check_stream
+from vlm_serve.server.api.fields import GenerationRequest, Items, Tokens, Whole, check_stream
 from vlm_serve.server.api.sampling import sampling_of, with_sampling
 from vlm_serve.server.api.structured import structured_outputs_of
 
@@ -16,8 +16,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 @with_sampling("completions")
 class CompletionRequest(GenerationRequest):
     prompt: str | Items[str] | Tokens | Items[Tokens]
-    max_tokens: int | None = None
-    logprobs: int | None = None
+    max_tokens: Whole | None = None
+    logprobs: Whole | None = None
     echo: bool | None = None
 
     @property

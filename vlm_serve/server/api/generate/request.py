@@ -12,6 +12,7 @@ from vlm_serve.server.api.fields import (
     RequestModel,
     StreamOptions,
     Tokens,
+    Whole,
     check_stream,
 )
 from vlm_serve.server.api.sampling import sampling_of, with_sampling
@@ -45,7 +46,7 @@ SAMPLING_UNIMPLEMENTED = SAMPLING_REFUSED | {
 class TokenSampling(RequestModel):
     """`sampling_params`, with the field names of `SamplingParams`."""
 
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Whole | None = None
 
 
 # Internal field name -> this API's name for it, for errors.
