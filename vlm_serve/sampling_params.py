@@ -93,7 +93,7 @@ class SamplingParams:
 
     max_tokens: int | None = option(
         None,
-        "longest answer in tokens; -1: no limit but the context. Default: up to the context; /v1/completions: 16",
+        "longest answer in tokens; -1: up to the context. Default: -1; /v1/completions: 16",
         1,
         apis=("completions", "generate", "messages"),
         names={
@@ -132,6 +132,18 @@ class SamplingParams:
         apis=(*_VLLM, "responses"),
         names={"messages": ("stop_sequences",)},
         neutral=([],),
+    )
+    include_stop_str_in_output: bool = option(
+        False,
+        "the stop text or token that ends the answer is part of it; tokens are, if they are text",
+        apis=("chat", "completions"),
+        neutral=(False,),
+    )
+    skip_special_tokens: bool = option(
+        True,
+        "false: special tokens are part of the text",
+        apis=("chat", "completions"),
+        neutral=(True,),
     )
     stop_token_ids: tuple[int, ...] = option((), "tokens that end the answer", 0, neutral=([],))
     ignore_eos: bool = option(

@@ -17,7 +17,7 @@ class TokenBytes(Protocol):
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return True for control tokens, which are not part of the text."""
+        """Return True for control tokens."""
         ...
 
 
@@ -27,10 +27,20 @@ class Detokenizer:
     Args:
         tokenizer: provides the bytes of a token.
         stop: strings that end the text; the text returned ends before the earliest one.
+        include_stop: the text returned ends behind it instead.
+        skip_special: special tokens are not part of the text.
     """
 
-    def __init__(self, tokenizer: TokenBytes, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenBytes,
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._include_stop, self._skip_special = include_stop, skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stop = tuple(stop)
         self._held = ""
@@ -40,7 +50,7 @@ class Detokenizer:
         """Add a token. Return the text that has become final, and the stop string if one was
         completed."""
         assert not self._done, "push after the end"
-        if not self._tokenizer.is_special(token_id):
+        if not (self._skip_special and self._tokenizer.is_special(token_id)):
             self._held += self._decoder.decode(self._tokenizer.token_bytes(token_id))
         return self._release(check_stop=check_stop, final=False)
 
@@ -55,7 +65,8 @@ class Detokenizer:
             hits = [(self._held.find(s), s) for s in self._stop if s in self._held]
             if hits:
                 position, stop = min(hits)
-                text, self._held, self._done = self._held[:position], "", True
+                end = position + len(stop) * self._include_stop
+                text, self._held, self._done = self._held[:end], "", True
                 return text, stop
         keep = 0 if final or not check_stop else self._possible_stop_length()
         text = self._held[: len(self._held) - keep]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from serving import RunningServer
 
+from vlm_serve.structured_outputs import StructuredOutputs
+
 PROMPTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "hi"},
@@ -61,3 +63,58 @@ def test_no_tools_to_choose_from(fake: RunningServer, path: str, tools: dict[str
     must = fake.post(path, body | {"tool_choice": {"type": "any"} if messages else "required"})
     assert must.status_code == 400
     assert must.json()["error"]["message"] == "tool_choice requires a call, but there are no tools"
+
+
+def test_options_of_the_text_reach_the_engine(fake: RunningServer) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        options = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+        assert fake.post(path, PROMPTS[path] | options).status_code == 200
+        params = fake.engine.latest_params
+        assert (params.include_stop_str_in_output, params.skip_special_tokens) == (True, False)
+    for path in ("/v1/responses", "/v1/messages"):
+        for name, neutral in (("include_stop_str_in_output", False), ("skip_special_tokens", True)):
+            body = PROMPTS[path] | {LIMITS.get(path, "max_tokens"): 5}
+            assert fake.post(path, body | {name: neutral}).status_code == 200
+            refused = fake.post(path, body | {name: not neutral})
+            assert refused.status_code == 400
+            assert name in refused.json()["error"]["message"]
+
+
+def test_an_end_token_in_the_text_does_not_go_with_tools(fake: RunningServer) -> None:
+    fields = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    refused = fake.chat(tools=tools, **fields)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "include_stop_str_in_output"
+    for name, value in fields.items():
+        assert fake.chat(tools=tools, **{name: value}).status_code == 200
+    assert fake.chat(tools=tools, tool_choice="none", **fields).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_regex_is_a_constraint(fake: RunningServer, path: str) -> None:
+    assert fake.post(path, PROMPTS[path] | {"regex": "[ab]+"}).status_code == 200
+    assert fake.engine.latest_params.structured_outputs == StructuredOutputs(regex="[ab]+")
+    for fields in (
+        {"regex": ""},
+        {"regex": 5},
+        {"regex": "a", "structured_outputs": {"regex": "a"}},
+        {"regex": "a", "response_format": {"type": "json_object"}},
+    ):
+        refused = fake.post(path, PROMPTS[path] | fields)
+        assert refused.status_code == 400, fields
+        assert refused.json()["error"]["param"] == "regex"
+    for other in ("/v1/responses", "/v1/messages"):
+        body = PROMPTS[other] | {LIMITS.get(other, "max_tokens"): 5}
+        refused = fake.post(other, body | {"regex": "a"})
+        assert refused.status_code == 400
+        assert "regex" in refused.json()["error"]["message"]
+
+
+def test_a_regex_among_sampling_params(fake: RunningServer) -> None:
+    path, body = "/inference/v1/generate", {"token_ids": [5, 6]}
+    assert fake.post(path, body | {"sampling_params": {"regex": "[ab]+"}}).status_code == 200
+    assert fake.engine.latest_params.structured_outputs == StructuredOutputs(regex="[ab]+")
+    refused = fake.post(path, body | {"sampling_params": {"regex": ""}})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("sampling_params.regex ")

@@ -115,10 +115,13 @@ class GenerationRequest(AnswerRequest):
     return_token_ids: bool | None = None
     prompt_logprobs: Whole | None = None
     structured_outputs: Table[Any] | None = None
+    regex: str | None = None
 
     @property
     def form_field(self) -> str:
         """The field that constrains the answer's text, if any does."""
+        if self.regex is not None:
+            return "regex"
         given = self.response_format
         constrained = given is not None and given.get("type") != "text"
         return "response_format" if constrained else "structured_outputs"

@@ -96,7 +96,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
         conversation.default_kwargs(
             enable_thinking=thinks(self.reasoning_effort), verbosity=self.verbosity
         )
-        form = structured_outputs_of(self.response_format, self.structured_outputs)
+        form = structured_outputs_of(self.response_format, self.structured_outputs, self.regex)
         return ParsedRequest(
             conversation,
             sampling_of(

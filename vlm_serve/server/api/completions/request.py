@@ -40,7 +40,9 @@ class CompletionRequest(GenerationRequest):
             # The engine generates at least one token; the response omits it.
             max_tokens=1 if self.only_echo else limit,
             prompt_logprobs=self.logprobs if echoed else self.prompt_logprobs,
-            structured_outputs=structured_outputs_of(self.response_format, self.structured_outputs),
+            structured_outputs=structured_outputs_of(
+                self.response_format, self.structured_outputs, self.regex
+            ),
         )
 
 
