@@ -94,7 +94,7 @@ class SamplingParams:
 
     max_tokens: int | None = option(
         None,
-        "longest answer in tokens. Default: up to the context; /v1/completions: 16",
+        "longest answer in tokens; -1: up to the context. Default: -1; /v1/completions: 16",
         1,
         apis=("completions", "generate", "messages"),
         names={
@@ -133,6 +133,18 @@ class SamplingParams:
         apis=(*_VLLM, "responses"),
         names={"messages": ("stop_sequences",)},
         neutral=([],),
+    )
+    include_stop_str_in_output: bool = option(
+        False,
+        "the stop text or token that ends the answer is part of it; tokens are, if they are text",
+        apis=("chat", "completions"),
+        neutral=(False,),
+    )
+    skip_special_tokens: bool = option(
+        True,
+        "false: special tokens are part of the text",
+        apis=("chat", "completions"),
+        neutral=(True,),
     )
     stop_token_ids: tuple[int, ...] = option((), "tokens that end the answer", 0, neutral=([],))
     ignore_eos: bool = option(
@@ -222,6 +234,8 @@ class SamplingParams:
     prediction: str = option("", "text that the answer probably repeats", length=1 << 16, apis=())
 
     def __post_init__(self) -> None:
+        if self.max_tokens == -1:
+            object.__setattr__(self, "max_tokens", None)
         for each in sampling_options(_class_of(self)):
             value = getattr(self, each.name)
             if each.kind.startswith("tuple"):

@@ -37,15 +37,24 @@ def read_tool(tool: Any, where: str) -> dict[str, Any]:
     function = plain["function"] if nested else plain
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"{where} must describe a function by name", param=where)
+    function = _ordered(function)
     if not nested:
-        return _ordered(function)
-    read: dict[str, Any] = {"type": "function", **plain, "function": _ordered(function)}
+        return function
+    read: dict[str, Any] = {"type": "function", **plain, "function": function}
     return read
 
 
 def _ordered(function: dict[str, Any]) -> dict[str, Any]:
     known = {name: function[name] for name in _ORDER if name in function}
-    return known | function
+    return known | {name: _without_nulls(value) for name, value in function.items()}
+
+
+def _without_nulls(schema: Any) -> Any:
+    """Drop `properties: null` and `required: null`, which clients send for no parameters."""
+    if not isinstance(schema, dict):
+        return schema
+    absent = {name for name in ("properties", "required") if schema.get(name, "") is None}
+    return {name: value for name, value in schema.items() if name not in absent}
 
 
 def is_cut(call: Any) -> bool:

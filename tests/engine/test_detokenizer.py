@@ -68,3 +68,17 @@ def test_pieces_add_up_to_the_whole_text(seed: int) -> None:
     detokenizer = Detokenizer(Bytes(*pieces), stop=["<s><s><s><s><s><s>"])
     text = "".join(detokenizer.push(i)[0] for i in range(len(pieces)))
     assert text + detokenizer.finish()[0] == data.decode()
+
+
+def test_a_stop_string_may_stay() -> None:
+    detokenizer = Detokenizer(Bytes(b"one tw", b"o three"), stop=["two"], include_stop=True)
+    assert detokenizer.push(0) == ("one ", None)
+    assert detokenizer.push(1) == ("two", "two")
+
+
+def test_special_tokens_may_stay_and_complete_stop_strings() -> None:
+    tokens = Bytes(b"a", b"<special>", b"b")
+    detokenizer = Detokenizer(tokens, skip_special=False)
+    assert [detokenizer.push(i)[0] for i in range(3)] == ["a", "<special>", "b"]
+    detokenizer = Detokenizer(tokens, stop=["special>b"], skip_special=False)
+    assert [detokenizer.push(i) for i in range(3)] == [("a", None), ("<", None), ("", "special>b")]

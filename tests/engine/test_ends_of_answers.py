@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,3 +76,32 @@ def test_a_server_ends_them_too(path: Path) -> None:
         for body in (choice, plain):
             assert body["choices"][0]["finish_reason"] == "stop"
             assert body["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", "<|endoftext|>"])
+def test_the_token_that_ends_an_answer_may_be_part_of_it(pipe: Pipeline, token: str) -> None:
+    assert ask(pipe, token, include_stop_str_in_output=True).text == ""
+    assert ask(pipe, token, skip_special_tokens=False).text == ""
+    both = ask(pipe, token, include_stop_str_in_output=True, skip_special_tokens=False)
+    assert (both.text, both.finish_reason, both.stop_reason) == (token, "stop", None)
+
+
+def test_special_tokens_inside_an_answer_may_be_text(pipe: Pipeline) -> None:
+    assert ask(pipe, "<|im_end|>", ignore_eos=True).text == ""
+    kept = ask(pipe, "<|im_end|>", ignore_eos=True, skip_special_tokens=False)
+    assert kept.text == "<|im_end|>" * 12
+    stop = "end|><|"
+    cut = ask(pipe, "<|im_end|>", ignore_eos=True, skip_special_tokens=False, stop=stop)
+    assert (cut.text, cut.stop_reason) == ("<|im_", stop)
+
+
+def test_a_stop_token_or_text_may_be_part_of_the_answer(pipe: Pipeline) -> None:
+    free = pipe.chat(MESSAGES, SamplingParams(max_tokens=12, temperature=0.0))
+    tokenizer = pipe.engine.preprocessor.tokenizer
+    at = next(i for i, token in enumerate(free.token_ids) if token not in free.token_ids[:i] and i)
+    word = tokenizer.decode(free.token_ids[:at])
+    params = SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=(free.token_ids[at],))
+    assert pipe.chat(MESSAGES, params).text == word
+    ended = pipe.chat(MESSAGES, dataclasses.replace(params, include_stop_str_in_output=True))
+    assert ended.text == tokenizer.decode(free.token_ids[: at + 1])
+    assert ended.stop_reason == free.token_ids[at]

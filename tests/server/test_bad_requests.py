@@ -81,7 +81,6 @@ def check_error(response: Any, status: int, param: str | None = None) -> dict[st
         ({"priority": 2**40}, "priority"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "perhaps"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),

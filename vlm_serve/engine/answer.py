@@ -54,7 +54,14 @@ class Answer:
         self._max_tokens = (
             tokens_left if params.max_tokens is None else min(tokens_left, params.max_tokens)
         )
-        self._detokenizer = Detokenizer(tokenizer, params.stop, THINK_END)
+        self._include_stop = params.include_stop_str_in_output
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            params.stop,
+            THINK_END,
+            include_stop=self._include_stop,
+            skip_special=params.skip_special_tokens,
+        )
         self._all = np.packbits(np.ones(language.vocabulary, dtype=bool), bitorder="little")
         self._bad_words = request.bad_words
         self._allowed: npt.NDArray[np.uint8] | None = None
@@ -151,7 +158,10 @@ class Answer:
         if (token in self._ends and may_stop) or complete:
             self.finish_reason = "stop"
             self.stop_reason = None if token in self._stop_tokens or complete else token
-            return self._detokenizer.finish()[0]
+            text = ""
+            if self._include_stop:
+                text = self._detokenizer.push(token, check_stop=False)[0]
+            return text + self._detokenizer.finish()[0]
         text, stop = self._detokenizer.push(token, check_stop=may_stop, quiet=quiet)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop

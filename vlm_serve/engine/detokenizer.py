@@ -17,7 +17,7 @@ class TokenBytes(Protocol):
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return True for control tokens, which are not part of the text."""
+        """Return True for control tokens."""
         ...
 
 
@@ -28,12 +28,21 @@ class Detokenizer:
         tokenizer: provides the bytes of a token.
         stop: strings that end the text; the text returned ends before the earliest one.
         mark: quiet text ends only with the stop strings that contain this mark.
+        include_stop: the text returned ends behind the stop string instead.
+        skip_special: special tokens are not part of the text.
     """
 
     def __init__(
-        self, tokenizer: TokenBytes, stop: Sequence[str] = (), mark: str | None = None
+        self,
+        tokenizer: TokenBytes,
+        stop: Sequence[str] = (),
+        mark: str | None = None,
+        *,
+        include_stop: bool = False,
+        skip_special: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
+        self._include_stop, self._skip_special = include_stop, skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stop = tuple(stop)
         self._marked = tuple(text for text in self._stop if mark is not None and mark in text)
@@ -51,7 +60,7 @@ class Detokenizer:
             quiet: number of the token's first bytes that are quiet text.
         """
         assert not self._done, "push after the end"
-        if self._tokenizer.is_special(token_id):
+        if self._skip_special and self._tokenizer.is_special(token_id):
             return self._release(self._stop if check_stop else (), final=False)
         data, before = self._tokenizer.token_bytes(token_id), ""
         if quiet:
@@ -74,7 +83,8 @@ class Detokenizer:
             hits = [(self._held.find(s), s) for s in stops if s in self._held]
             if hits:
                 position, stop = min(hits)
-                text, self._held, self._done = self._held[:position], "", True
+                end = position + len(stop) * self._include_stop
+                text, self._held, self._done = self._held[:end], "", True
                 return text, stop
         keep = 0 if final else self._possible_stop_length(stops)
         text = self._held[: len(self._held) - keep]

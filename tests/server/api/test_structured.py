@@ -98,6 +98,16 @@ def test_structured_outputs(server: RunningServer, form: dict[str, Any], pattern
         assert re.fullmatch(pattern, text)
 
 
+def test_a_regex_may_be_a_field_of_its_own(server: RunningServer) -> None:
+    for text in contents(server, regex=r"[a-c]{3}-\d", n=2, seed=3):
+        assert re.fullmatch(r"[a-c]{3}-\d", text)
+    refused = server.chat("What is it?", regex="(a")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "regex")
+    body = {"token_ids": [5], "sampling_params": {"regex": "(a"}}
+    error = server.post("/inference/v1/generate", body).json()["error"]
+    assert error["param"] == "sampling_params.regex"
+
+
 def test_a_grammar_begins_behind_the_reasoning(server: RunningServer) -> None:
     body = {
         "chat_template_kwargs": {"enable_thinking": True},
@@ -112,6 +122,16 @@ def test_a_grammar_begins_behind_the_reasoning(server: RunningServer) -> None:
     assert message["finish_reason"] == "length"  # it may not end before it has answered
     assert message["message"]["reasoning"]
     assert message["message"]["content"] is None
+
+
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"type": "object", "properties": None, "required": None}]
+)
+def test_a_call_without_parameters_is_enforced(server: RunningServer, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "stop", "parameters": parameters}}
+    answer = ask(server, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "stop"
 
 
 @pytest.mark.parametrize(

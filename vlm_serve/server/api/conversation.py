@@ -179,16 +179,23 @@ def conversation_task(
     Raises:
         VlmServeError: the server refuses the request before any work is done.
     """
-    choice = _enforceable(service, parsed.choice)
+    choice, params = _enforceable(service, parsed.choice), parsed.params
+    keeps_end = params.include_stop_str_in_output and not params.skip_special_tokens
+    if choice.mode != "none" and keeps_end:
+        raise InvalidRequestError(
+            "include_stop_str_in_output does not go with skip_special_tokens: false and tools: the "
+            "token that ends the answer would be text after a call",
+            param="include_stop_str_in_output",
+        )
     schemas = parsed.conversation.functions
-    plain = parsed.params.structured_outputs
+    plain = params.structured_outputs
     form = with_tools(plain, choice, schemas, parsed.form_field, _tool_form(service))
     form_field = parsed.form_field if form is plain else "tools"
     salt = salt_of(scope, body.cache_salt)
     return ConversationTask(
         task=Task(
             prepare=partial(parsed.prepare, service, salt),
-            params=dataclasses.replace(parsed.params, structured_outputs=form),
+            params=dataclasses.replace(params, structured_outputs=form),
             request_id=body.request_id or request_id_of(scope),
             arrival=arrival,
             priority=body.priority or 0,

@@ -35,6 +35,14 @@ def _check_num_entries(value: Any) -> Any:
     return value
 
 
+def _whole(value: Any) -> Any:
+    """Return a whole number as an int; clients without integers write 8.0 for 8."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+"""A whole number, perhaps written as 8.0."""
+
 Items = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
 """A list of bounded length; only its first invalid item is reported. Every list in a request is
 one."""
@@ -75,7 +83,7 @@ class AnswerRequest(RequestModel):
 
     model: str | None = None
     stream: bool | None = None
-    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    priority: Whole | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, pattern=SALT_PATTERN)
     cache_report: bool | None = None
     request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
@@ -105,12 +113,15 @@ class GenerationRequest(AnswerRequest):
     stream_options: StreamOptions | None = None
     response_format: Table[Any] | None = None
     return_token_ids: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Whole | None = None
     structured_outputs: Table[Any] | None = None
+    regex: str | None = None
 
     @property
     def form_field(self) -> str:
         """The field that constrains the answer's text, if any does."""
+        if self.regex is not None:
+            return "regex"
         given = self.response_format
         constrained = given is not None and given.get("type") != "text"
         return "response_format" if constrained else "structured_outputs"

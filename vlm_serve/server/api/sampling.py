@@ -9,18 +9,18 @@ from pydantic import BaseModel, create_model
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.sampling_params import SamplingOption, SamplingParams, sampling_options
-from vlm_serve.server.api.fields import Items, Table
+from vlm_serve.server.api.fields import Items, Table, Whole
 from vlm_serve.server.api.structured import structured_outputs_of
 
 M = TypeVar("M", bound=BaseModel)
 
 _TYPES: dict[str, Any] = {
-    "int": int,
+    "int": Whole,
     "float": float,
     "bool": bool,
     "str": str,
     "tuple[str, ...]": str | Items[str],
-    "tuple[int, ...]": Items[int],
+    "tuple[int, ...]": Items[Whole],
     "Mapping[int, float]": Table[float],
     "StructuredOutputs": Table[Any],
 }

@@ -20,15 +20,29 @@ _KINDS = tuple(each.name for each in fields(StructuredOutputs) if each.name != "
 
 
 def structured_outputs_of(
-    response_format: Mapping[str, Any] | None, structured_outputs: Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None,
+    structured_outputs: Mapping[str, Any] | None,
+    regex: str | None = None,
 ) -> StructuredOutputs | None:
-    """Return the constraint that the two fields request; None if they request none.
+    """Return the constraint that one of the fields requests; None if none does.
+
+    Args:
+        regex: SGLang's field, the same as `structured_outputs.regex`.
 
     Raises:
-        InvalidRequestError: a field is invalid, or both are set; the error names the field.
+        InvalidRequestError: a field is invalid, or two are set; the error names the field.
     """
     from_format = _from_format(response_format or {"type": "text"})
     given = {name: value for name, value in (structured_outputs or {}).items() if value is not None}
+    if regex is not None:
+        if given or from_format is not None:
+            raise InvalidRequestError(
+                "regex excludes response_format and structured_outputs", param="regex"
+            )
+        try:
+            return StructuredOutputs(regex=regex)
+        except FieldError as error:
+            raise error.under("regex") from None
     if not given:
         return from_format
     if from_format is not None:
@@ -116,22 +130,22 @@ class ToolChoice:
         """Return the choice among all functions.
 
         Args:
-            mode: None means "auto" if there are functions, otherwise "none".
+            mode: None means "auto", which without functions is "none".
 
         Raises:
-            InvalidRequestError: the mode is unknown, or needs tools and there are none.
+            InvalidRequestError: the mode is unknown, or requires a call and there are no functions.
         """
         if mode is None:
-            mode = "auto" if names else "none"
+            mode = "auto"
         if mode not in ("none", "auto", "required"):
             raise InvalidRequestError(
                 'tool_choice must be "none", "auto", "required" or a function', param="tool_choice"
             )
-        if mode == "auto" and not names:
-            mode = "none"
-        if mode != "none" and not names:
-            raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
-        return cls(mode, tuple(names), parallel is not False)
+        if mode == "required" and not names:
+            raise InvalidRequestError(
+                "tool_choice requires a call, but there are no tools", param="tool_choice"
+            )
+        return cls(mode if names else "none", tuple(names), parallel is not False)
 
     @classmethod
     def allowed(

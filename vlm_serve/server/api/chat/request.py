@@ -19,6 +19,7 @@ from vlm_serve.server.api.fields import (
     RequestModel,
     Table,
     Verbosity,
+    Whole,
     check_stream,
 )
 from vlm_serve.server.api.sampling import sampling_of, with_sampling
@@ -79,7 +80,7 @@ class Prediction(RequestModel):
 class ChatCompletionRequest(TemplateFields, GenerationRequest):
     messages: Items[ChatMessage] = Field(max_length=MAX_MESSAGES)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -96,7 +97,7 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
         conversation = set_variables(
             conversation, traits, effort=self.reasoning_effort, verbosity=self.verbosity
         )
-        form = structured_outputs_of(self.response_format, self.structured_outputs)
+        form = structured_outputs_of(self.response_format, self.structured_outputs, self.regex)
         return ParsedRequest(
             conversation,
             sampling_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.api.fields import GenerationRequest, Items, Tokens, check_stream
+from vlm_serve.server.api.fields import GenerationRequest, Items, Tokens, Whole, check_stream
 from vlm_serve.server.api.sampling import sampling_of, with_sampling
 from vlm_serve.server.api.structured import structured_outputs_of
 
@@ -16,8 +16,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 @with_sampling("completions")
 class CompletionRequest(GenerationRequest):
     prompt: str | Items[str] | Tokens | Items[Tokens]
-    max_tokens: int | None = None
-    logprobs: int | None = None
+    max_tokens: Whole | None = None
+    logprobs: Whole | None = None
     echo: bool | None = None
 
     @property
@@ -40,7 +40,9 @@ class CompletionRequest(GenerationRequest):
             # The engine generates at least one token; the response omits it.
             max_tokens=1 if self.only_echo else limit,
             prompt_logprobs=self.logprobs if echoed else self.prompt_logprobs,
-            structured_outputs=structured_outputs_of(self.response_format, self.structured_outputs),
+            structured_outputs=structured_outputs_of(
+                self.response_format, self.structured_outputs, self.regex
+            ),
         )
 
 

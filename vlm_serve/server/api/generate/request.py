@@ -11,10 +11,13 @@ from vlm_serve.server.api.fields import (
     AnswerRequest,
     RequestModel,
     StreamOptions,
+    Table,
     Tokens,
+    Whole,
     check_stream,
 )
 from vlm_serve.server.api.sampling import sampling_of, with_sampling
+from vlm_serve.server.api.structured import structured_outputs_of
 from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED
 from vlm_serve.server.http.errors import renamed_params
 
@@ -24,11 +27,6 @@ GENERATE_REFUSED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
 }
 
-_ONLY_FOR_TEXT = (
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-)
 SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
     "extra_args": ({},),
     "logprob_token_ids": (),
@@ -37,7 +35,9 @@ SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
     "trace_decode_token_ids": (),
 }
 SAMPLING_UNIMPLEMENTED = SAMPLING_REFUSED | {
-    name: neutral for name, neutral in UNIMPLEMENTED.items() if name not in _ONLY_FOR_TEXT
+    name: neutral
+    for name, neutral in UNIMPLEMENTED.items()
+    if name != "spaces_between_special_tokens"  # which concerns only text
 }
 
 
@@ -45,7 +45,9 @@ SAMPLING_UNIMPLEMENTED = SAMPLING_REFUSED | {
 class TokenSampling(RequestModel):
     """`sampling_params`, with the field names of `SamplingParams`."""
 
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Whole | None = None
+    structured_outputs: Table[Any] | None = None
+    regex: str | None = None
 
 
 # Internal field name -> this API's name for it, for errors.
@@ -60,12 +62,20 @@ class GenerateRequest(AnswerRequest):
     sampling_params: TokenSampling
     stream_options: StreamOptions | None = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """The client's names of internal fields, for errors."""
+        form = "structured_outputs" if self.sampling_params.regex is None else "regex"
+        return NAMES | {"structured_outputs": f"sampling_params.{form}"}
+
     def params(self) -> SamplingParams:
         """Return the sampling parameters.
 
         Raises:
             InvalidRequestError: a field is invalid; the error names it.
         """
+        given = self.sampling_params
         with renamed_params(NAMES):
-            check_stream(self.stream, self.stream_options, self.sampling_params.prompt_logprobs)
-            return sampling_of("generate", self.sampling_params)
+            check_stream(self.stream, self.stream_options, given.prompt_logprobs)
+            form = structured_outputs_of(None, given.structured_outputs, given.regex)
+            return sampling_of("generate", given, structured_outputs=form)

@@ -15,7 +15,6 @@ from vlm_serve.server.answers.generation import Generation, Task
 from vlm_serve.server.api.answer import ResponseSpec, respond
 from vlm_serve.server.api.generate.request import (
     GENERATE_REFUSED,
-    NAMES,
     SAMPLING_UNIMPLEMENTED,
     GenerateRequest,
 )
@@ -58,7 +57,7 @@ def _spec(
         arrival,
         body.priority or 0,
         trace=trace_context_of(scope),
-        names=NAMES,
+        names=body.names,
         affinity=affinity_of(scope),
         attempt=attempt_of(scope),
     )

@@ -18,6 +18,7 @@ from vlm_serve.server.api.fields import (
     Items,
     RequestModel,
     Table,
+    Whole,
 )
 from vlm_serve.server.api.sampling import sampling_names, sampling_of, with_sampling
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form
@@ -118,7 +119,7 @@ class MessagesPrompt(AnswerRequest):
 
 @with_sampling("messages")
 class MessagesRequest(MessagesPrompt):
-    max_tokens: int
+    max_tokens: Whole
 
 
 # Counting ignores the fields that only the answer needs, so the same body serves both endpoints.

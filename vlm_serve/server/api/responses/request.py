@@ -19,6 +19,7 @@ from vlm_serve.server.api.fields import (
     RequestModel,
     Table,
     Verbosity,
+    Whole,
 )
 from vlm_serve.server.api.sampling import sampling_names, sampling_of, with_sampling
 from vlm_serve.server.api.structured import json_schema_form, simple_form, tool_choice_of
@@ -54,7 +55,7 @@ class ResponsesRequest(AnswerRequest):
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
     store: bool | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Whole | None = None
     tools: Items[ResponsesTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | Table[Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -63,7 +64,7 @@ class ResponsesRequest(AnswerRequest):
     metadata: Table[str] | None = Field(None, max_length=16)
     include: Items[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     chat_template_kwargs: Table[Any] | None = None
 
     @property

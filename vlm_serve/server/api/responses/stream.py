@@ -153,7 +153,7 @@ class ResponseStream(BlockStream):
             created_at=self._chat.created,
             status=status,
             instructions=request.instructions,
-            max_output_tokens=request.max_output_tokens,
+            max_output_tokens=params.max_tokens,
             metadata=request.metadata or {},
             model=self._chat.model,
             output=list(self._items),
