@@ -63,7 +63,7 @@ def test_system_messages_over_a_real_template(server: RunningServer, role: str) 
 
 
 def call(arguments: Any, **others: Any) -> dict[str, Any]:
-    function = {"name": "look", "arguments": arguments}
+    function: Any = {"name": "look", "arguments": arguments}
     return {"id": "c1", "type": "function", "function": function} | others
 
 
@@ -103,9 +103,9 @@ def test_a_cut_call_with_a_result_has_no_arguments(fake: RunningServer) -> None:
     answer = {"role": "assistant", "content": None, "tool_calls": [call('{"at": "Par')]}
     ok(fake.post("/v1/chat/completions", {"messages": [say("user", "hi"), answer, result]}))
     assert sent(fake)[1]["tool_calls"] == [call({})]
-    result = {"role": "function", "name": "look", "content": None}
-    answer = {"role": "assistant", "function_call": {"name": "look", "arguments": '{"at'}}
-    ok(fake.post("/v1/chat/completions", {"messages": [say("user", "hi"), answer, result]}))
+    older: Any = {"role": "function", "name": "look", "content": None}
+    before: Any = {"role": "assistant", "function_call": {"name": "look", "arguments": '{"at'}}
+    ok(fake.post("/v1/chat/completions", {"messages": [say("user", "hi"), before, older]}))
     assert sent(fake)[1]["tool_calls"] == [call({}, id="call_1")]
     assert sent(fake)[2] == {
         "role": "tool", "tool_call_id": "call_1", "name": "look", "content": "",

@@ -123,20 +123,26 @@ def test_tools_of_the_client_are_functions(
 
 
 def test_a_limit_beyond_the_context_ends_there(server: RunningServer) -> None:
-    room = server.engine.max_model_len - 20
-    long = [{"role": "user", "content": "a " * (room // 2)}]
-    whole = ok(server.post("/v1/messages/count_tokens", {"messages": long}))["input_tokens"]
-    left = server.engine.max_model_len - whole
-    assert left > 8
-    body: dict[str, Any] = {"messages": long, "max_tokens": 32000}
-    for stops in ({}, {"max_tokens": 4}):
-        answer = ok(server.post("/v1/messages", body | stops))
-        reason = "max_tokens" if stops else "model_context_window_exceeded"
+    def prompt(repeats: int) -> tuple[list[dict[str, Any]], int]:
+        messages = [{"role": "user", "content": "a " * repeats}]
+        counted = ok(server.post("/v1/messages/count_tokens", {"messages": messages}))
+        return messages, server.engine.max_model_len - counted["input_tokens"]
+
+    messages, left = prompt(900)
+    each = (left - prompt(901)[1]) or 1
+    messages, left = prompt(900 + (left - 3) // each)
+    assert 3 <= left < 3 + each
+    for limit, reason in ((32000, "model_context_window_exceeded"), (2, "max_tokens")):
+        body: dict[str, Any] = {"messages": messages, "max_tokens": limit}
+        answer = ok(server.post("/v1/messages", body))
         assert answer["stop_reason"] == reason
-        assert answer["usage"]["output_tokens"] == (4 if stops else left)
-    chat = {"messages": long, "max_tokens": 32000}
-    refused = server.post("/v1/chat/completions", chat)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["code"] == "context_length_exceeded"
-    refused = server.post("/v1/responses", {"input": long, "max_output_tokens": 32000})
-    assert refused.status_code == 400
+        assert answer["usage"]["output_tokens"] == min(limit, left)
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 32000}),
+        ("/v1/responses", {"input": messages, "max_output_tokens": 32000}),
+    ):
+        refused = server.post(path, fields)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+    messages, _ = prompt(server.engine.max_model_len)
+    assert server.post("/v1/messages", {"messages": messages, "max_tokens": 5}).status_code == 400
