@@ -13,6 +13,7 @@ from starlette.responses import Response
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.systems import fit_systems
 from vlm_serve.server.api.bodies import Optional
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import RequestModel
@@ -67,7 +68,11 @@ def _tokenizing(
     service: Service, body: TokenizeRequest, conversation: Conversation
 ) -> tuple[Conversation | None, Callable[..., Response]]:
     """Return the conversation, if there is one, and a function from its prompt to the response."""
-    headers = ignored_header(ignored_fields(body.model_extra or {}))
+    ignored = ignored_fields(body.model_extra or {})
+    conversation = fit_systems(
+        conversation, late=service.engine.preprocessor.template_traits.late_systems
+    )
+    headers = ignored_header(ignored + conversation.ignored)
     service.state.resolve_model(body.model)
     body.check_alternatives(body.prompt)
 

@@ -107,5 +107,7 @@ def ignored_header(names: list[str]) -> dict[str, str]:
 
 
 def _suggestion(name: str) -> str:
+    if not name.isidentifier():  # a place inside of a field
+        return ""
     found = difflib.get_close_matches(name, ChatCompletionRequest.model_fields, n=1, cutoff=0.85)
     return f" ({found[0]}?)" if found and found[0] != name else ""

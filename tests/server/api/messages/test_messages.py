@@ -276,7 +276,7 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: anthropic.Anthropi
         ({"messages": []}, "messages"),
         ({"stop_sequences": [""]}, "stop"),
         ({"system": [5]}, "system"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"type": "robot_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "perhaps"}}, "tool_choice.type"),
         ({"container": "c"}, "container"),
     ],

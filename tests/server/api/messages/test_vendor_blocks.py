@@ -1,0 +1,148 @@
+"""What only Anthropic's servers understand is left out and named; tools of clients are served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from serving import RunningServer, ok
+
+IGNORED = "x-vlm-serve-ignored-fields"
+HI: Any = [{"role": "user", "content": "hi"}]
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={};"
+EDITS = [{"type": "clear_thinking_20251015", "keep": "all"}]
+
+
+def asked(fake: RunningServer, **fields: Any) -> tuple[dict[str, Any], str | None]:
+    """What reached the template, and the header."""
+    response = fake.post("/v1/messages", {"messages": HI, "max_tokens": 9} | fields)
+    ok(response)
+    call: dict[str, Any] = fake.engine.preprocessor.calls[-1]
+    return call, response.headers.get(IGNORED)
+
+
+def test_context_management_is_named(fake: RunningServer) -> None:
+    assert asked(fake, context_management={"edits": EDITS})[1] == "context_management"
+    assert asked(fake, thinking={"type": "adaptive", "display": "omitted"})[1] is None
+
+
+def test_the_billing_block_leaves_the_cache_warm(server: RunningServer) -> None:
+    long = " ".join(f"Rule {n}." for n in range(90))
+    cached = []
+    for number in range(2):
+        system = [{"type": "text", "text": BILLING.format(number)}, {"type": "text", "text": long}]
+        body = {"messages": HI, "system": system, "max_tokens": 1}
+        response = server.post("/v1/messages", body)
+        cached.append(ok(response)["usage"]["cache_read_input_tokens"])
+        assert response.headers[IGNORED] == "system[0]"
+    plain = {"messages": HI, "system": long, "max_tokens": 1}
+    cached.append(ok(server.post("/v1/messages", plain))["usage"]["cache_read_input_tokens"])
+    assert cached[0] == 0 and cached[1] == cached[2] > 200
+
+
+def test_blocks_of_anthropics_servers_are_left_out(fake: RunningServer) -> None:
+    messages = [
+        *HI,
+        {"role": "assistant", "content": [
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}},
+            {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []},
+            {"type": "text", "text": "Yes."},
+            {"type": "tool_use", "id": "c1", "name": "ToolSearch", "input": {"query": "a"}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": [
+                {"type": "tool_reference", "tool_name": "look"},
+            ]},
+        ]},
+    ]  # fmt: skip
+    call, named = asked(fake, messages=messages)
+    _, answer, result = call["messages"]
+    assert answer["content"] == "Yes." and "reasoning" not in answer
+    assert [each["function"]["name"] for each in answer["tool_calls"]] == ["ToolSearch"]
+    assert result["content"] == [{"type": "text", "text": "<tool>look</tool>"}]
+    assert named == ", ".join(f"messages[1].content[{at}]" for at in range(3))
+
+
+SERVER_TOOLS = [
+    {"type": "web_search_20250305", "name": "web_search"},
+    {"type": "web_fetch_20250910", "name": "web_fetch"},
+    {"type": "code_execution_20250825", "name": "code_execution"},
+    {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
+    {"type": "mcp_toolset", "mcp_server_name": "x"},
+    {"type": "computer_20250124", "name": "computer", "display_width_px": 9},
+]
+
+
+def test_tools_of_anthropics_servers_are_left_out(fake: RunningServer) -> None:
+    function = {"name": "look", "input_schema": {"type": "object"}, "defer_loading": True}
+    call, named = asked(fake, tools=[*SERVER_TOOLS, function], tool_choice={"type": "auto"})
+    assert [tool["function"]["name"] for tool in call["tools"]] == ["look"]
+    assert named == ", ".join(f"tools[{at}]" for at in range(6))
+    call, _ = asked(fake, tools=SERVER_TOOLS, tool_choice={"type": "auto"})
+    assert call["tools"] is None
+    choice = {"type": "tool", "name": "web_search"}
+    body = {"messages": HI, "max_tokens": 9, "tools": SERVER_TOOLS, "tool_choice": choice}
+    answer = fake.post("/v1/messages", body)
+    assert answer.status_code == 400
+    assert "'web_search', which is not among the tools" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "required", "names"),
+    [
+        ({"type": "bash_20250124", "name": "bash"}, [], {"command", "restart"}),
+        (
+            {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+            ["command", "path"],
+            {
+                "command", "path", "file_text", "old_str", "new_str", "insert_line", "insert_text",
+                "view_range",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_tools_of_the_client_are_functions(
+    fake: RunningServer, tool: dict[str, Any], required: list[str], names: set[str]
+) -> None:
+    fake.engine.answer = (
+        f"<tool_call>\n<function={tool['name']}>\n<parameter=command>\nview\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    body = {"messages": HI, "max_tokens": 999, "tools": [tool]}
+    answer = ok(fake.post("/v1/messages", body))
+    (block,) = answer["content"]
+    assert (block["type"], block["name"]) == ("tool_use", tool["name"])
+    assert block["input"] == {"command": "view"} and answer["stop_reason"] == "tool_use"
+    (made,) = fake.engine.preprocessor.calls[-1]["tools"]
+    parameters = made["function"]["parameters"]
+    assert parameters["properties"].keys() == names and parameters["required"] == required
+    if len(names) > 2:
+        commands = parameters["properties"]["command"]["enum"]
+        assert commands == ["view", "create", "str_replace", "insert"]
+
+
+def test_a_limit_beyond_the_context_ends_there(server: RunningServer) -> None:
+    def prompt(repeats: int) -> tuple[list[dict[str, Any]], int]:
+        messages = [{"role": "user", "content": "a " * repeats}]
+        counted = ok(server.post("/v1/messages/count_tokens", {"messages": messages}))
+        return messages, server.engine.max_model_len - counted["input_tokens"]
+
+    messages, left = prompt(900)
+    each = (left - prompt(901)[1]) or 1
+    messages, left = prompt(900 + (left - 3) // each)
+    assert 3 <= left < 3 + each
+    for limit, reason in ((32000, "model_context_window_exceeded"), (2, "max_tokens")):
+        body: dict[str, Any] = {"messages": messages, "max_tokens": limit}
+        answer = ok(server.post("/v1/messages", body))
+        assert answer["stop_reason"] == reason
+        assert answer["usage"]["output_tokens"] == min(limit, left)
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 32000}),
+        ("/v1/responses", {"input": messages, "max_output_tokens": 32000}),
+    ):
+        refused = server.post(path, fields)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+    messages, _ = prompt(server.engine.max_model_len)
+    assert server.post("/v1/messages", {"messages": messages, "max_tokens": 5}).status_code == 400
