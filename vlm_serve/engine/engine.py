@@ -127,6 +127,7 @@ class Engine:
             EngineClosedError: the engine no longer runs.
         """
         params = params.with_defaults(self.spec.generation)
+        prompt = prompt.last_tokens(params.truncate_prompt_tokens)
         check_request(prompt, params, self.spec, self.max_model_len)
         check_forced(forced, params.n, self.spec.vocab_size)
         if grammar is None and params.structured_outputs is not None:
