@@ -238,6 +238,15 @@ class PromptKeys:
         """Return the number of tokens covered."""
         return self._length
 
+    def of_text(self, token_ids: Sequence[int]) -> PromptKeys:
+        """Return the keys of another sequence, without media, under the same root."""
+        return PromptKeys(
+            self.root,
+            token_ids,
+            block_size=self.block_size,
+            end_of_turn_ids=self._end_of_turn_ids,
+        )
+
     def fork(self, root: bytes | None = None) -> PromptKeys:
         """Return an independent copy to extend; the original stays as it is.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
-from vlm_serve.errors import MediaError
+from vlm_serve.errors import FieldError, MediaError
 from vlm_serve.preprocess.keys import PromptKeys
 from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.stopping import Stop
@@ -113,3 +113,26 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def last_tokens(self, count: int | None) -> Prompt:
+        """Return the prompt of the last `count` tokens alone; None: of all.
+
+        Raises InvalidRequestError for a prompt with media, since a medium cannot be cut.
+        """
+        if count is None:
+            return self
+        if self.media:
+            raise FieldError("truncate_prompt_tokens", "is not possible for a prompt with media")
+        dropped = len(self) - count
+        if dropped <= 0:
+            return self
+        ids = self.token_ids[dropped:]
+        return replace(
+            self,
+            token_ids=ids,
+            positions=self.positions[:, :count],  # Text has the same positions in any prompt.
+            keys=self.keys.of_text(ids),
+            message_ends=tuple(end - dropped for end in self.message_ends if end > dropped),
+            system_end=0,
+            stable_end=max(self.stable_end - dropped, 0),
+        )

@@ -116,6 +116,23 @@ class Tokenizer:
         """
         self._check_specials(text)
         self.check_length(self.special_pattern.split(text))
+        return self._encode(text)
+
+    def encode_end(self, text: str, count: int) -> list[int]:
+        """Encode a text of any length and return its last `count` tokens, or all.
+
+        The time is that of encoding about as many tokens. More than the context are not returned.
+        """
+        count = count if self._max_tokens is None else min(count, self._max_tokens)
+        # Cuts between pieces, and inside a special token, add tokens to those counted.
+        enough = count + count // 16 + 256
+        at, found = len(text), 0
+        while at and found < enough:
+            end, at = at, max(at - _PIECE_CHARACTERS, 0)
+            found += len(self._encode(text[at:end]))
+        return self._encode(text[at:])[-count:]
+
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = []
         at = 0
         for match in self.special_pattern.finditer(text):

@@ -113,6 +113,35 @@ def test_one_place_asks_transformers() -> None:
     assert users == [Path("vlm_serve/models/registry.py")]
 
 
+CONTENT_TYPES = {
+    *("image_url", "input_image", "input_text", "input_video", "output_text", "video_url"),
+    *("function_call_output", "server_tool_use", "tool_result", "tool_use"),
+    *("redacted_thinking", "item_reference", "tool_reference"),
+}
+"""Types of parts, blocks and items of messages; only `preprocess/reading` reads them."""
+
+NAMING_CONTENT = {
+    Path("vlm_serve/batch/video_qa.py"),  # It writes requests.
+    Path("vlm_serve/server/api/messages/stream.py"),  # It writes answers.
+    Path("vlm_serve/server/api/responses/new_turn.py"),  # It gives items ids by their types.
+    Path("vlm_serve/server/api/responses/stored.py"),  # It lists stored items in one form.
+    Path("vlm_serve/server/api/responses/stream.py"),  # It writes answers.
+}
+"""Other modules that name such a type, each for its own reason."""
+
+
+def test_one_reader_walks_the_content_of_messages() -> None:
+    naming = {
+        path.relative_to(ROOT)
+        for path in python_files(*PRODUCT)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in CONTENT_TYPES
+    }
+    reading = {path for path in naming if path.parent == Path("preprocess/reading")}
+    assert reading
+    assert naming - reading == NAMING_CONTENT
+
+
 STARTING = {
     Path("kernels/native_build.py"),  # The compiler.
     Path("vlm_serve/eval/lmms.py"),  # What a user names, by itself a command of `child`.

@@ -219,6 +219,7 @@ class Pipeline:
         ids: list[str] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
+                prompt = prompt.last_tokens(each.truncate_prompt_tokens)
                 collectors.append(_Collector(prompt, each))
                 ids.append(self.engine.submit(prompt, each, collectors[-1].push))
             return [collector.result() for collector in collectors]

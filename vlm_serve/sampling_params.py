@@ -188,6 +188,11 @@ class SamplingParams:
         "than the prompt's length, only with `prompt_logprobs` or `echo` and `logprobs`",
         0,
     )
+    truncate_prompt_tokens: int | None = option(
+        None,
+        "only this many tokens at the prompt's end are used; refused for prompts with media",
+        1,
+    )
     logit_bias: Mapping[int, float] | None = option(
         None,
         "token id -> number that is added to its logit",

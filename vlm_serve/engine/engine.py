@@ -134,6 +134,7 @@ class Engine:
             EngineClosedError: the engine no longer runs.
         """
         params = params.with_defaults(self.spec.generation)
+        prompt = prompt.last_tokens(params.truncate_prompt_tokens)
         params = with_token_limit(params, self.spec.generation, self.max_model_len - len(prompt))
         check_logprobs(params, self.config.max_logprobs)
         check_request(prompt, params, self.spec, self.max_model_len)

@@ -36,7 +36,12 @@ def test_a_whole_number_may_have_a_point(fake: RunningServer, path: str) -> None
 
 
 def test_numbers_in_lists_and_of_logprobs_may_have_a_point(fake: RunningServer) -> None:
-    fields: dict[str, Any] = {"n": 2.0, "stop_token_ids": [3.0], "logprobs": True, "top_logprobs": 2.0}
+    fields: dict[str, Any] = {
+        "n": 2.0,
+        "stop_token_ids": [3.0],
+        "logprobs": True,
+        "top_logprobs": 2.0,
+    }
     assert fake.chat(**fields).status_code == 200
     params = fake.engine.latest_params
     assert (params.n, params.stop_token_ids, params.logprobs) == (2, (3,), 2)

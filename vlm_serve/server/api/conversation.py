@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
@@ -127,7 +127,13 @@ class ParsedRequest:
 
     def prepare(self, service: Service, cache_salt: str) -> Preparation:
         """Return the prompt or the work left; it raises as `prepare` does."""
-        return prepare(service, self.conversation, cache_salt, self.answer_tokens)
+        made = prepare(service, self.conversation, cache_salt, self.answer_tokens)
+        count = self.params.truncate_prompt_tokens
+        if count is None:
+            return made
+        if not isinstance(made, Prompt):
+            raise FieldError("truncate_prompt_tokens", "is not possible for a prompt with media")
+        return made.last_tokens(count)
 
 
 async def count_tokens(service: Service, parsed: ParsedRequest, cache_salt: str) -> int:

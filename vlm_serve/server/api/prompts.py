@@ -27,13 +27,23 @@ class PromptOrMessages(TemplateFields):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
 
 
-def prepare_tokens(service: Service, prompt: str | list[int], cache_salt: str) -> Prompt:
+def prepare_tokens(
+    service: Service, prompt: str | list[int], cache_salt: str, count: int | None = None
+) -> Prompt:
     """Return the prompt for text or token ids; call it on a preparation thread.
+
+    Args:
+        count: only so many tokens at the end are used; None: all are.
 
     Raises:
         InvalidRequestError: an id is outside the vocabulary.
     """
     preprocessor = service.engine.preprocessor
-    ids = preprocessor.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str):
+        ids = prompt if count is None else prompt[-count:]
+    elif count is None:
+        ids = preprocessor.tokenizer.encode(prompt)
+    else:
+        ids = preprocessor.tokenizer.encode_end(prompt, count)
     made: Prompt = preprocessor.prepare_tokens(ids, cache_salt=cache_salt)
     return made

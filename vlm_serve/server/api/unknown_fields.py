@@ -45,7 +45,6 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "suffix": ("",),
     "top_a": (0, 0.0),
-    "truncate_prompt_tokens": (),
     "typical_p": (1, 1.0),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),

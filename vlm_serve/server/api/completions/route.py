@@ -63,7 +63,7 @@ def _spec(
     prompts: Iterable[tuple[int, str | list[int]]] = enumerate(checked_prompts(conversation))
     tasks = [
         Task(
-            partial(prepare_tokens, service, prompt, salt),
+            partial(prepare_tokens, service, prompt, salt, params.truncate_prompt_tokens),
             params,
             request_id,
             arrival,

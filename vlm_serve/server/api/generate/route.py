@@ -50,9 +50,10 @@ def _spec(
     def stream_of(generations: Sequence[Generation]) -> GenerateStream:
         return GenerateStream(body, service.tokenizer, generations[0], model=model, created=created)
 
+    params = body.params()
     task = Task(
-        partial(prepare_tokens, service, body.token_ids, salt),
-        body.params(),
+        partial(prepare_tokens, service, body.token_ids, salt, params.truncate_prompt_tokens),
+        params,
         body.request_id or request_id_of(scope),
         arrival,
         body.priority or 0,
