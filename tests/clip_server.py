@@ -36,6 +36,6 @@ def clip_server(checkpoint: Path) -> Iterator[RunningServer]:
         threads=2,
     )
     engine = Engine.from_checkpoint(str(checkpoint), config)
-    with running(engine, ServerConfig(port=0, idle_check=False)) as made:
+    with running(engine, ServerConfig(port=0, idle_check=False, reasoning_parser="none")) as made:
         yield made
     engine.close()
