@@ -325,3 +325,25 @@ def test_keys_are_the_same_in_every_process_and_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == keys_of(chat({"role": "user", "content": "hi"}))[0].hex()
+
+
+def test_what_only_vendors_understand_changes_no_key() -> None:
+    """Claude Code's billing block changes with every request."""
+
+    def keys(number: int) -> tuple[bytes, ...]:
+        blocks = [{"type": "text", "text": f"x-anthropic-billing-header: cch={number};"}]
+        system = [*blocks, {"type": "text", "text": "Be brief. " * 300}]
+        tools = [{"type": "web_search_20250305", "name": f"search{number}"}]
+        turns = [say("user", "hi")]
+        return keys_of({"system": system, "messages": turns, "tools": tools}, "messages")
+
+    assert keys(1) == keys(2) != ()
+
+
+def test_references_to_stored_items_leave_keys() -> None:
+    """A gateway has no store. Two turns of one conversation still share their beginning."""
+    reference = {"type": "item_reference", "id": "msg_1"}
+    turns = [say("user", "hi " * 900), reference, say("user", "more " * 900)]
+    shorter = keys_of({"input": turns}, "responses")
+    longer = keys_of({"input": [*turns, reference, say("user", "again")]}, "responses")
+    assert shorter and set(shorter) < set(longer)

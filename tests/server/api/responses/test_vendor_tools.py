@@ -68,6 +68,7 @@ def test_a_custom_tool_takes_one_text(fake: RunningServer) -> None:
     body: dict[str, Any] = {"input": "hi", "tools": [PATCH]}
     response = fake.post("/v1/responses", body)
     (item,) = ok(response)["output"]
+    assert response.json()["tools"] == [PATCH]
     assert response.headers[IGNORED] == "tools[0].format"
     (tool,) = fake.engine.preprocessor.calls[-1]["tools"]
     assert tool["function"]["description"].startswith("Edit.\n\n")

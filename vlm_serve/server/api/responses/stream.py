@@ -168,7 +168,8 @@ class ResponseStream(BlockStream):
             },
             tool_choice=request.tool_choice or "auto",
             tools=[
-                {"parameters": None, "strict": None} | tool.model_dump(exclude_unset=True)
+                dict.fromkeys(("parameters", "strict") if tool.type == "function" else ())
+                | tool.model_dump(exclude_unset=True)
                 for tool in request.tools or []
             ],
             top_p=params.top_p,
