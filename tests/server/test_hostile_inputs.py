@@ -189,7 +189,7 @@ FIELDS: dict[str, Any] = {
     "min_p": [-0.1, 1.1],
     "seed": [2**63, -(2**70), "x"],
     "n": [0, 129, 10**9],
-    "max_tokens": [0, -1, 2**70, 10**7],
+    "max_tokens": [0, -2, 2**70, 10**7],
     "max_completion_tokens": [0, 10**12],
     "min_tokens": [-1, 10**12],
     "presence_penalty": [2.1, -2.1],
