@@ -42,7 +42,7 @@ def read_blocks(body: Mapping[str, Any], conversation: Conversation) -> None:
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    described = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
+    described = {key: tool[key] for key in ("name", "description") if key in tool}
     return described | {"parameters": tool.get("input_schema") or {}}
 
 

@@ -21,7 +21,7 @@ def read_response(body: Mapping[str, Any], conversation: Conversation) -> None:
     conversation.previous = body.get("previous_response_id")
     conversation.tools = [
         {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}}
-        for tool in read_tools(_without_nulls(body.get("tools")))
+        for tool in read_tools(body.get("tools"))
     ]
     if body.get("instructions"):
         message = {"role": "system", "content": text_of(body, "instructions", "body")}
@@ -43,17 +43,6 @@ def read_past(items: Sequence[Mapping[str, Any]], conversation: Conversation) ->
     answers = {message.get("tool_call_id") for message in conversation.messages}
     _read_items(items, "previous_response_id", past, _answered(items) | answers)
     conversation.put_past(past)
-
-
-def _without_nulls(tools: Any) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    return [
-        {key: value for key, value in tool.items() if value is not None}
-        if isinstance(tool, dict)
-        else tool
-        for tool in tools
-    ]
 
 
 def _answered(items: Sequence[Any]) -> set[Any]:
