@@ -123,7 +123,7 @@ def affinity_keys(conversation: Conversation, *, salt: str, model: str) -> tuple
     """Return the keys of a conversation, longest prefix first, at most MAX_KEYS. Never raises."""
     chain = _Chain(salt, model)
     try:
-        chain.addfront_of(front_of(conversation))
+        chain.add_front(front_of(conversation))
         for prompt in (conversation.prompts or ())[:1]:
             if isinstance(prompt, str):
                 chain.add_turn("prompt", [prompt])
@@ -218,7 +218,7 @@ class _Chain:
             kept = kept[:_FIRST_KEPT] + kept[_FIRST_KEPT - MAX_KEYS :]
         return tuple(reversed(kept))
 
-    def addfront_of(self, front: Mapping[str, str]) -> None:
+    def add_front(self, front: Mapping[str, str]) -> None:
         for name, text in front.items():
             raw = _utf8(text)
             self._hasher.update(tagged(name, raw))

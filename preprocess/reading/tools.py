@@ -34,29 +34,24 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
 
 def read_tool(tool: Any, where: str) -> dict[str, Any]:
     """Read one definition as `read_tools` does."""
-    plain = plain_data(tool, where)
+    plain = _without_nulls(plain_data(tool, where))
     nested = isinstance(plain, dict) and "function" in plain
     function = plain["function"] if nested else plain
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(f"{where} must describe a function by name", param=where)
-    function = _ordered(function)
-    if not nested:
-        return function
-    read: dict[str, Any] = {"type": "function", **plain, "function": function}
-    return read
+    function = _without_nulls(function)
+    for schema in ("parameters", "input_schema"):
+        if schema in function:
+            function[schema] = _without_nulls(function[schema])
+    function = {name: function[name] for name in _ORDER if name in function} | function
+    return {"type": "function", **plain, "function": function} if nested else function
 
 
-def _ordered(function: dict[str, Any]) -> dict[str, Any]:
-    known = {name: function[name] for name in _ORDER if name in function}
-    return known | {name: _without_nulls(value) for name, value in function.items()}
-
-
-def _without_nulls(schema: Any) -> Any:
-    """Drop `properties: null` and `required: null`, which clients send for no parameters."""
-    if not isinstance(schema, dict):
-        return schema
-    absent = {name for name in ("properties", "required") if schema.get(name, "") is None}
-    return {name: value for name, value in schema.items() if name not in absent}
+def _without_nulls(value: Any) -> Any:
+    """Drop an object's fields without a value, such as `properties: null` of a schema."""
+    if not isinstance(value, dict):
+        return value
+    return {name: each for name, each in value.items() if each is not None}
 
 
 def is_cut(call: Any) -> bool:

@@ -123,3 +123,20 @@ def test_a_regex_among_sampling_params(fake: RunningServer) -> None:
     refused = fake.post(path, body | {"sampling_params": {"regex": ""}})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith("sampling_params.regex ")
+
+
+def test_equal_tools_give_equal_prompts_with_nulls_or_without(fake: RunningServer) -> None:
+    schema = {"type": "object", "properties": None, "required": None}
+    nulls = {"description": None, "strict": None, "parameters": schema}
+    given = []
+    for extra in (nulls, {"parameters": {"type": "object"}}):
+        tool = {"name": "f"} | extra
+        for path, listed in (
+            ("/v1/chat/completions", {"type": "function", "function": tool}),
+            ("/v1/responses", {"type": "function"} | tool),
+        ):
+            made = fake.post(path, PROMPTS[path] | {"tools": [listed]})
+            assert made.status_code == 200, made.text
+            given.append(fake.engine.preprocessor.calls[-1]["tools"])
+    function = {"name": "f", "parameters": {"type": "object"}}
+    assert given == [[{"type": "function", "function": function}]] * 4

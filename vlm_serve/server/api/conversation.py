@@ -28,7 +28,6 @@ from vlm_serve.server.answers.generation import (
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm, form_of
 from vlm_serve.server.api.fields import AnswerRequest
-from vlm_serve.server.api.media_sources import check_media_sources
 from vlm_serve.server.api.request_affinity import affinity_of
 from vlm_serve.server.api.structured import ToolChoice, with_tools
 from vlm_serve.server.api.truncation import prepare_truncated
@@ -37,6 +36,20 @@ from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
 from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Preparation, Service
+
+SCHEMES = ("data:", "http://", "https://", "file://")
+"""Schemes of URLs that clients may name; the fetching code decides where a URL may point."""
+
+
+def check_media_sources(conversation: Conversation) -> None:
+    """Refuse paths and bytes, which media may have in Python only. Raises InvalidRequestError."""
+    for part in conversation.media:
+        url = part.head or part.source
+        if not isinstance(url, str) or not url[:8].lower().startswith(SCHEMES):
+            raise InvalidRequestError(
+                f"{part.param} must be a URL that begins with {', '.join(SCHEMES)}",
+                param=part.param,
+            )
 
 
 def set_variables(
