@@ -1,6 +1,6 @@
 """`vlm-serve serve` whose answers come from a script.
 
-    python tests/scripted_server.py SCRIPT.json demo --port 8000 --max-model-len 65536
+    python tests/scripted_server.py SCRIPT.json demo --port 8000 --response-store 64MiB
 
 HTTP, templates, parsers, grammars, the engine and its cache are the real ones; only the sampled
 tokens are replaced. A script is a list of `{"after": pattern, "answer": text}`. The first entry

@@ -34,7 +34,15 @@ UNREACHED = re.compile(
     r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|ENETUNREACH|ENOTCACHED"
     r"|NewConnectionError|NameResolutionError|ConnectTimeoutError|dns error|tcp connect error"
 )
-SERVER = ("--port", "0", "--max-model-len", "65536", "--response-store", "64MiB")
+SERVER = (
+    "--port",
+    "0",
+    "--max-model-len",
+    "65536",
+    "--allow-long-max-model-len",
+    "--response-store",
+    "64MiB",
+)
 
 
 class SkippedError(Exception):
