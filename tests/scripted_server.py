@@ -4,7 +4,7 @@
 
 HTTP, templates, parsers, grammars, the engine and its cache are the real ones; only the sampled
 tokens are replaced. A script is a list of `{"after": pattern, "answer": text}`. The first entry
-whose pattern is found in the prompt's last turn gives the answer, with `\\1` for its first group.
+whose pattern is found behind the prompt's last answer is taken, with `\\1` for its first group.
 Where no entry fits, or a grammar forbids the answer's next token, the model goes on by itself.
 """
 
@@ -32,15 +32,14 @@ TURN = "<|im_start|>"
 
 @dataclass(frozen=True)
 class Script:
-    """Answers by what a prompt's last turn contains."""
+    """Answers by what stands behind a prompt's last answer."""
 
     entries: Sequence[dict[str, Any]]
     tokenizer: Tokenizer
 
     def tokens(self, prompt: Sequence[int]) -> list[int] | None:
         """Return the answer to a prompt, with the token that ends it; None without an entry."""
-        text = self.tokenizer.decode(prompt, skip_special_tokens=False)
-        turn = text.split(TURN)[-2] if text.count(TURN) > 1 else text
+        turn = self._new_turns(self.tokenizer.decode(prompt, skip_special_tokens=False))
         found = ((re.search(entry["after"], turn), entry["answer"]) for entry in self.entries)
         answer = next((match.expand(answer) for match, answer in found if match), None)
         end = self.tokenizer.token_to_id("<|im_end|>")
@@ -48,6 +47,13 @@ class Script:
             return None
         assert end is not None
         return [*self.tokenizer.encode(answer), end]
+
+    def _new_turns(self, text: str) -> str:
+        """Return the turns behind the last answer: agents put reminders behind a question."""
+        turns = text.split(TURN)[1:-1] or [text]
+        answers = [at for at, turn in enumerate(turns) if turn.startswith("assistant")]
+        new = turns[answers[-1] + 1 :] if answers else turns
+        return TURN.join(turn for turn in new if not turn.startswith("system"))
 
 
 def sampler_of(script: Script) -> type[SequenceSampler]:

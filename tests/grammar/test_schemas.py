@@ -197,6 +197,11 @@ def test_a_refused_schema_names_the_place(
     assert "\n" not in refused.value.message
 
 
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_notes_of_clients_are_known_if_strict(compiler: GrammarCompiler, name: str) -> None:
+    compiler.compile(StructuredOutputs(json=SCHEMAS[name], strict=True))
+
+
 def test_unknown_keywords_are_refused_if_strict(compiler: GrammarCompiler) -> None:
     schema = {"properties": {"a": {"type": "string", "x-order": 1}}}
     compiler.compile(StructuredOutputs(json=schema))

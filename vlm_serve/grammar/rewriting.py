@@ -15,6 +15,7 @@ from vlm_serve.grammar.alternatives import discriminator, exclusive, names_of
 from vlm_serve.grammar.forms import (
     FORMATS,
     KNOWN,
+    NOTES,
     PLAIN,
     UNENFORCED,
     bounds,
@@ -105,7 +106,7 @@ class Rewriter:
                 if keyword == "uniqueItems" and node.get("maxItems") in (0, 1):
                     continue
                 raise refuse(where, "is a keyword that cannot be enforced")
-            if self._strict and keyword not in KNOWN and keyword not in UNENFORCED:
+            if self._strict and keyword not in KNOWN | NOTES | UNENFORCED:
                 raise refuse(where, f"is the unknown keyword {str(keyword)[:64]!r}")
         required = node.get("required")
         if isinstance(required, bool):
