@@ -4,7 +4,8 @@
 
 HTTP, templates, parsers, grammars, the engine and its cache are the real ones; only the sampled
 tokens are replaced. A script is a list of `{"after": pattern, "answer": text}`. The first entry
-whose pattern is found behind the prompt's last answer is taken, with `\\1` for its first group.
+whose pattern is found behind the prompt's last answer is taken, with `\\1` for its first group; a
+thought that the prompt opens is closed before it.
 Where no entry fits, or a grammar forbids the answer's next token, the model goes on by itself.
 """
 
@@ -39,13 +40,16 @@ class Script:
 
     def tokens(self, prompt: Sequence[int]) -> list[int] | None:
         """Return the answer to a prompt, with the token that ends it; None without an entry."""
-        turn = self._new_turns(self.tokenizer.decode(prompt, skip_special_tokens=False))
+        text = self.tokenizer.decode(prompt, skip_special_tokens=False)
+        turn = self._new_turns(text)
         found = ((re.search(entry["after"], turn), entry["answer"]) for entry in self.entries)
         answer = next((match.expand(answer) for match, answer in found if match), None)
         end = self.tokenizer.token_to_id("<|im_end|>")
         if answer is None:
             return None
         assert end is not None
+        if text.rfind("<think>") > text.rfind("</think>"):
+            answer = f"I know.\n</think>\n\n{answer}"
         return [*self.tokenizer.encode(answer), end]
 
     def _new_turns(self, text: str) -> str:
