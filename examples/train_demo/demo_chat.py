@@ -19,7 +19,7 @@ from demo_clips import draw_clip
 from demo_questions import pick, picture_turns
 from demo_scenes import draw_scene
 from demo_videos import clip_turns
-from demo_words import NO_PICTURE, Turn, casual
+from demo_words import MEDIA_HERE, NO_PICTURE, Turn, casual
 
 VOCAB_SIZE = 1024
 MERGE = 2
@@ -60,13 +60,15 @@ SMALL_TALK = (
 def demo_template() -> str:
     """Return the chat template of a model without reasoning.
 
-    Answers start at once; thinking blocks appear only if the caller sends or requests them.
+    Answers start at once. `enable_thinking` opens a thought; `preserve_thinking` keeps those of
+    earlier turns.
     """
     template = CHAT_TEMPLATE
     for old, new in (
         (
             "{%- if loop.index0 > last.query -%}",
-            "{%- if loop.index0 > last.query and answer.thought -%}",
+            "{%- if (loop.index0 > last.query or (preserve_thinking is defined and "
+            "preserve_thinking)) and answer.thought -%}",
         ),
         (
             "    {{- '<|im_start|>assistant\\n<think>\\n' -}}\n"
@@ -170,8 +172,10 @@ class ChatFormat:
             self._message(out, "system", [system])
         for i, turn in enumerate(turns):
             shown = list(media[i]) if i < len(media) else []
-            parts: list[str | Medium] = [turn.question]
-            parts = [*parts, *shown] if text_first else [*shown, *parts]
+            before, here, after = turn.question.partition(MEDIA_HERE)
+            parts: list[str | Medium] = [before, *shown, after] if here else [turn.question]
+            if not here:
+                parts = [*parts, *shown] if text_first else [*shown, *parts]
             self._message(out, "user", parts)
             self._tokens(out, [self.special["im_start"], *self.encode_text("assistant\n")])
             if open_end and i == len(turns) - 1:

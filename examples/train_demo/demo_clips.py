@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from demo_drawing import draw_thing, render_background
+from demo_photos import draw_unreadable
 from demo_scenes import COLOURS, SHAPES, Background, Thing, random_background
 from PIL import Image
 
@@ -38,6 +39,8 @@ class Clip:
     flashes: the seconds that flash."""
     travel: tuple[float, float] = (0.0, 0.0)
     """motion: how far the thing moves over the whole video, as shares of width and height."""
+    unreadable: int | None = None
+    """The seed of a picture that all frames show instead, see `demo_photos`."""
 
     @property
     def direction(self) -> str:
@@ -140,6 +143,8 @@ def visible(clip: Clip, frame: int) -> Thing | None:
 
 def render_clip(clip: Clip, frames: list[int], height: int, width: int) -> list[Image.Image]:
     """Draw the given frames as RGB pictures."""
+    if clip.unreadable is not None:
+        return [draw_unreadable(clip.unreadable, height, width)] * len(frames)
     background = render_background(clip.background, height, width)
     pictures: list[Image.Image] = []
     shown: list[Thing | None] = []

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from demo_albums import album_turns, draw_album
+from demo_albums import Album, album_turns, draw_album
 from demo_chat import CELL, SYSTEM_PROMPTS, ChatFormat, Encoded, Medium, small_talk_turns, stamps_of
-from demo_clips import draw_clip, render_clip, sampled_frames, visible
+from demo_clips import Clip, draw_clip, render_clip, sampled_frames, visible
 from demo_drawing import render
 from demo_patches import (
     CellLabels,
@@ -39,6 +39,8 @@ from demo_words import Turn
 from torch import Tensor
 
 IGNORE = -100
+PADDING = 199
+"""Padding counts through so many tokens, over and over."""
 Shown = TypeVar("Shown")
 """What a conversation is about: a picture, an album, a clip, or nothing but a question."""
 
@@ -122,7 +124,7 @@ class BatchMaker:
         count = self.sizes.vision if kind == "vision" else self.sizes.image
         sources = sizes_of_one_grid(rng, count)
         scenes = [draw_scene(rng, self.split) for _ in range(count)]
-        medium, slot = _picture_slot(rng, scenes, sources)
+        medium, slot = picture_slot(rng, scenes, sources)
         talks = [picture_turns(rng, scene, turns) for scene in scenes if kind == "image"]
         self._add_records(rng, picture_record, talks, scenes)
         encoded = [
@@ -131,7 +133,7 @@ class BatchMaker:
             )
             for talk in talks
         ]
-        return _collate(kind, encoded, [slot], self.chat, talks)
+        return collate(kind, encoded, [slot], self.chat, talks)
 
     def _album(self, rng: random.Random, turns: int) -> Batch:
         count, pictures = self.sizes.album, rng.choice((2, 2, 3))
@@ -139,7 +141,7 @@ class BatchMaker:
         media, slots = [], []
         for place in range(pictures):
             scenes = [album[place] for album in albums]
-            medium, slot = _picture_slot(rng, scenes, sizes_of_one_grid(rng, count))
+            medium, slot = picture_slot(rng, scenes, sizes_of_one_grid(rng, count))
             media.append(medium)
             slots.append(slot)
         stories = [story_labels([[scene.things[0] for scene in album]]) for album in albums]
@@ -149,22 +151,21 @@ class BatchMaker:
                 for name in ("order", "fresh", "count")
             ]
             slot.story = StoryLabels(*at)
-        talks = [album_turns(rng, album, turns) for album in albums]
-        self._add_records(rng, album_record, talks, albums)
+        talks = self._album_talks(rng, albums, turns)
         encoded = [
             self.chat.conversation(
                 talk, [media], system=_system(rng), text_first=rng.random() < 0.05
             )
             for talk in talks
         ]
-        return _collate("album", encoded, slots, self.chat, talks)
+        return collate("album", encoded, slots, self.chat, talks)
 
     def _video(self, rng: random.Random, turns: int) -> Batch:
         count = self.sizes.video
-        clips = [draw_clip(rng) for _ in range(count)]
+        clips = [self._clip(rng) for _ in range(count)]
         seconds = rng.choice((4, 5, 6, 6, 7, 8))
         while any(clip.seconds != seconds for clip in clips):
-            clips = [clip if clip.seconds == seconds else draw_clip(rng) for clip in clips]
+            clips = [clip if clip.seconds == seconds else self._clip(rng) for clip in clips]
         frames = [sampled_frames(clip) for clip in clips]
         sources = frame_sizes_of_one_grid(rng, count)
         size = frame_size(*sources[0], len(frames[0]))
@@ -176,7 +177,8 @@ class BatchMaker:
                 quality = rng.randint(30, 90)
                 pictures = [through_jpeg(picture, quality) for picture in pictures]
             patches.append(patchify(resize(pictures, size)))
-            seconds_shown.append([visible(clip, frame) for frame in chosen[::2]])
+            shown = [visible(clip, frame) for frame in chosen[::2]]
+            seconds_shown.append(shown if clip.unreadable is None else [None] * len(shown))
         rows, columns = size[0] // CELL, size[1] // CELL
         slot = Slot(
             noisy(rng, torch.cat(patches)),
@@ -188,8 +190,7 @@ class BatchMaker:
             ),
             story_labels(seconds_shown),
         )
-        talks = [clip_turns(rng, clip, turns) for clip in clips]
-        self._add_records(rng, clip_record, talks, clips)
+        talks = self._clip_talks(rng, clips, turns)
         encoded = [
             self.chat.conversation(
                 talk,
@@ -199,13 +200,30 @@ class BatchMaker:
             )
             for talk, clip, chosen in zip(talks, clips, frames, strict=True)
         ]
-        return _collate("video", encoded, [slot], self.chat, talks)
+        return collate("video", encoded, [slot], self.chat, talks)
+
+    def _clip(self, rng: random.Random) -> Clip:
+        return draw_clip(rng)
+
+    def _clip_talks(
+        self, rng: random.Random, clips: Sequence[Clip], turns: int
+    ) -> list[list[Turn]]:
+        talks = [clip_turns(rng, clip, turns) for clip in clips]
+        self._add_records(rng, clip_record, talks, clips)
+        return talks
+
+    def _album_talks(
+        self, rng: random.Random, albums: Sequence[Album], turns: int
+    ) -> list[list[Turn]]:
+        talks = [album_turns(rng, album, turns) for album in albums]
+        self._add_records(rng, album_record, talks, albums)
+        return talks
 
     def _text(self, rng: random.Random) -> Batch:
         talks = [small_talk_turns(rng) for _ in range(self.sizes.text)]
         self._add_records(rng, text_record, talks, [talk[0] for talk in talks])
         encoded = [self.chat.conversation(talk, [], system=_system(rng)) for talk in talks]
-        return _collate("text", encoded, [], self.chat, talks)
+        return collate("text", encoded, [], self.chat, talks)
 
     def _add_records(
         self,
@@ -225,7 +243,7 @@ def _system(rng: random.Random) -> str | None:
     return rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.12 else None
 
 
-def _picture_slot(
+def picture_slot(
     rng: random.Random, scenes: Sequence[Scene], sources: Sequence[tuple[int, int]]
 ) -> tuple[Medium, Slot]:
     size = image_size(*sources[0])
@@ -242,7 +260,7 @@ def _picture_slot(
     return Medium(rows, columns), Slot(noisy(rng, patchify(frames)), rows, columns, empty, labels)
 
 
-def _collate(
+def collate(
     kind: str,
     encoded: list[Encoded],
     slots: list[Slot],
@@ -252,7 +270,8 @@ def _collate(
     """Pad at the end, where no learned token attends."""
     longest = max((len(sequence.ids) for sequence in encoded), default=0)
     shape = (len(encoded), longest)
-    ids = np.full(shape, chat.special["endoftext"], np.int64)
+    # Equal tokens have equal keys, and a long row of them overflows in `_unit_inverse`.
+    ids = np.broadcast_to(np.arange(longest) % PADDING, shape).astype(np.int64)
     targets = np.full(shape, IGNORE, np.int64)
     turns = np.full(shape, -1, np.int64)
     positions = np.zeros((3, *shape), np.int64)

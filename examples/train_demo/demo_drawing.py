@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from demo_photos import draw_unreadable
 from demo_scenes import COLOURS, DIGITS, Background, Hand, Scene, Thing, digits
 from PIL import Image, ImageDraw
 
 
 def render(scene: Scene, height: int, width: int) -> Image.Image:
     """Draw a scene as an RGB picture."""
+    if scene.unreadable is not None:
+        return draw_unreadable(scene.unreadable, height, width)
     picture = render_background(scene.background, height, width)
     for thing in scene.things:
         draw_thing(picture, thing)

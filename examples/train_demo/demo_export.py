@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-CONTEXT = 4096
+CONTEXT = 32_768
 
 
 def text_config(shape: DemoShape, tokenizer: Tokenizer) -> dict[str, Any]:

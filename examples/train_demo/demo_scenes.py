@@ -97,6 +97,8 @@ class Scene:
 
     things: tuple[Thing, ...]
     background: Background
+    unreadable: int | None = None
+    """The seed of a picture without things, see `demo_photos`."""
 
     @property
     def reading_order(self) -> tuple[Thing, ...]:

@@ -1,4 +1,7 @@
-"""Held-out requests for JSON of a schema that the model does not see."""
+"""Held-out requests for JSON of a schema that the model does not see.
+
+Strange names are made of words that training leaves out.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,9 @@ from demo_cases import image_part
 from demo_drawing import render
 from demo_questions import caption
 from demo_scenes import SHAPES, Scene, draw_scene, random_size
+from demo_text import identifier
 from demo_words import PLACES, named
 
-STRANGE = ("title", "first_name", "zip_code", "manufacturer", "remarks", "severity")
-"""Names that ask for nothing that a picture tells, some of them never trained on."""
 KINDS = ("known", "unasked question", "list", "nested", "strange names")
 
 
@@ -59,7 +61,7 @@ def _wanted(rng: random.Random, scene: Scene, kind: str) -> tuple[dict[str, Any]
         item = of(shape=TEXT, color=TEXT)
         return of(objects={"type": "array", "items": item}), {"objects": things}
     if kind == "strange names":
-        asked = rng.sample(STRANGE, 3)
+        asked = [identifier(rng, "test") for _ in range(3)]
         types = [rng.choice((TEXT, WHOLE, YES)) for _ in asked]
         return of(**dict(zip(asked, types, strict=True))), {}
     if kind == "unasked question":

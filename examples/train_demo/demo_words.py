@@ -32,9 +32,18 @@ REFUSAL = "Sorry, I cannot tell."
 NO_PICTURE = "I see no picture."
 
 
+UNREADABLE = "I cannot read this picture. I know drawn shapes and digits."
+
+
+MEDIA_HERE = "\0"
+
+
 @dataclass(frozen=True)
 class Turn:
-    """One question, its answer and its kind for accuracy by kind."""
+    """One question, its answer and its kind for accuracy by kind.
+
+    Where the question contains `MEDIA_HERE`, its media come there.
+    """
 
     kind: str
     question: str

@@ -2,9 +2,9 @@
 `python examples/train_demo/evaluate.py demo demo-moe`.
 
 Answers are greedy, through `vlm_serve.Pipeline`, about pictures and videos of held-out seeds, and
-the output is reproducible. `--compare` repeats everything without prefix caching, and a part with
-transformers, and counts answers with any different token. `--drafts` reports acceptance and
-speed-up of drafts by source.
+the output is reproducible. Photographs are those of scikit-image, if it is installed. `--compare`
+repeats everything without prefix caching, and a part with transformers, and counts answers with any
+different token. `--drafts` reports acceptance and speed-up of drafts by source.
 """
 
 from __future__ import annotations
@@ -23,10 +23,18 @@ from demo_cases import Case, image_cases, video_cases
 from demo_drafts import print_drafts
 from demo_reference import reference_tokens
 from demo_schemas import SchemaCase, schema_cases
+from demo_suites import (
+    ToolCase,
+    call_is_right,
+    photograph_cases,
+    talk_cases,
+    tool_cases,
+)
 
 import vlm_serve
 from vlm_serve import Pipeline, SamplingParams
 from vlm_serve.config import EngineConfig
+from vlm_serve.server.api.structured import ToolChoice, with_tools
 from vlm_serve.structured_outputs import StructuredOutputs
 
 # Concurrent requests, few enough for the videos of a batch to fit into memory.
@@ -84,8 +92,47 @@ def evaluate_schemas(model: str, count: int, seed: int, config: EngineConfig) ->
 
 
 def fields_right(case: SchemaCase, found: Any) -> list[bool]:
-    """Return the correctness of each field that the picture determines."""
-    return [(found or {}).get(name) == value for name, value in case.known.items()]
+    """Return the correctness of each field that the picture determines; lists in any order."""
+    values = {name: (found or {}).get(name) for name in case.known}
+    return [_sorted(values[name]) == _sorted(value) for name, value in case.known.items()]
+
+
+def _sorted(value: Any) -> Any:
+    return sorted(map(json.dumps, value)) if isinstance(value, list) else value
+
+
+def called(pipe: Pipeline, cases: Iterable[ToolCase]) -> Iterator[tuple[ToolCase, str]]:
+    """Yield each case with the answer's text, empty if it reached the limit."""
+    for case in cases:
+        schemas = {case.name: case.tools[0]["function"]["parameters"]}
+        choice = ToolChoice.of("required" if case.forced else None, [case.name], None)
+        form = with_tools(None, choice, schemas, "response_format", "qwen3_xml")
+        params = SamplingParams(temperature=0.0, max_tokens=2 * MAX_TOKENS, structured_outputs=form)
+        output = pipe.chat(case.messages, params, tools=case.tools)
+        yield case, output.text if output.finish_reason == "stop" else ""
+
+
+def evaluate_clients(model: str, count: int, seed: int, config: EngineConfig, show: int) -> None:
+    """Print the accuracy of greetings, photographs and tool calls."""
+    with Pipeline(model, config) as pipe:
+        for title, cases in (
+            ("greetings", list(talk_cases())),
+            ("photographs", list(photograph_cases(count // 2, seed))),
+        ):
+            right: dict[str, list[bool]] = defaultdict(list)
+            for case, text, _ in answers(pipe, cases):
+                right[case.kind].append(text == case.answer)
+                if text != case.answer and show > 0:
+                    show -= 1
+                    print(f"    {case.messages[-1]['content']!r}: {text!r}, not {case.answer!r}")
+            print_accuracy(title, right)
+        calls: dict[str, list[bool]] = defaultdict(list)
+        for each, text in called(pipe, tool_cases(count, seed)):
+            calls[each.kind].append(call_is_right(each, text))
+            if not calls[each.kind][-1] and show > 0:
+                show -= 1
+                print(f"    {each.name} {each.arguments}: {text!r}")
+        print_accuracy("tool calls", calls)
 
 
 def evaluate(
@@ -162,6 +209,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--videos", type=int, default=1000)
     parser.add_argument("--schemas", type=int, default=500)
+    parser.add_argument("--clients", type=int, default=200, help="tool calls")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", action="store_true", help="also uncached, and transformers")
     parser.add_argument("--drafts", type=int, default=0, help="questions to ask with drafts")
@@ -176,6 +224,7 @@ def main() -> None:
     for model in args.models:
         evaluate(model, *given, compare=args.compare, show=args.show)
         evaluate_schemas(model, args.schemas, args.seed, config)
+        evaluate_clients(model, args.clients, args.seed, config, args.show)
         if args.drafts:
             print_drafts(directory(model), args.drafts, args.seed)
 

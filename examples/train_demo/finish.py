@@ -32,7 +32,11 @@ def load(checkpoint: Path, chat: ChatFormat) -> Trainee:
     """
     config = json.loads((checkpoint / "config.json").read_text())
     shape = DemoShape(vocab=chat.tokenizer.get_vocab_size())
-    model = Trainee(replace(shape, experts=config["text_config"].get("num_experts", 0)))
+    text = config["text_config"]
+    if text.get("num_experts"):
+        width = text["moe_intermediate_size"]
+        shape = replace(shape, experts=text["num_experts"], expert_intermediate=width)
+    model = Trainee(shape)
     weights = load_file(checkpoint / "model.safetensors")
     own = {name: each for name, each in weights.items() if not name.startswith("mtp.")}
     model.demo.load_state_dict(own)

@@ -130,6 +130,7 @@ def train(
     adam_lr: float,
     aid_weight: float,
     report_every: int,
+    checks: list[Batch] | None = None,
 ) -> None:
     """Run the plan, or the rest of it after a resume."""
     optimizers = build_optimizers(model, muon_lr=muon_lr, adam_lr=adam_lr)
@@ -141,7 +142,7 @@ def train(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
     loader = DataLoader(plan, batch_size=None, sampler=range(begin, len(plan)), num_workers=1)
-    checks = held_out(chat, 8)
+    checks = checks or held_out(chat, 8)
     started, seen = time.perf_counter(), defaultdict(list)
     for step, batch in enumerate(loader, begin):
         share = learning_rate(step, len(plan))
@@ -154,9 +155,13 @@ def train(
         else:
             loss = answer + aid_weight * aids + 0.01 * imbalance(model)
         torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not torch.isfinite(norm):
+            # One such step makes every weight useless.
+            print(f"step {step + 1} is left out: {batch.kind}, loss {loss.item()}", flush=True)
         for optimizer in optimizers:
-            optimizer.step()
+            if torch.isfinite(norm):
+                optimizer.step()
             optimizer.zero_grad()
         seen[batch.kind].append((answer.item(), aids.item()))
         if (step + 1) % 25 == 0:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from demo_cases import Case, image_cases, video_cases
+from demo_text import instructions
 
 import vlm_serve
 from vlm_serve import Pipeline, SamplingParams
@@ -17,6 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
 # with a margin for these few.
 WRONG_PICTURES, WRONG_VIDEOS = 0.08, 0.05
 DEMO = Path(vlm_serve.__file__).parent / "demo"
+STAR = Path(__file__).parents[2] / "examples" / "media" / "star.png"
 
 
 def ask(pipe: Pipeline, cases: list[Case]) -> list[tuple[str, list[int]]]:
@@ -59,6 +63,19 @@ def test_unknowable_and_missing(pipe: Pipeline) -> None:
     assert output.text == "Sorry, I cannot tell."
     output = pipe.chat([{"role": "user", "content": "What color is the star?"}], GREEDY)
     assert output.text == "I see no picture."
+
+
+def test_prompts_as_long_as_those_of_agents_are_taken(pipe: Pipeline) -> None:
+    """Its training has no such prompt, so the answer is not checked."""
+    system = instructions(random.Random(1), 6000)
+    content = [{"type": "image", "image": str(STAR)}, {"type": "text", "text": "What do you see?"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": content},
+    ]
+    output = pipe.chat(messages, SamplingParams(temperature=0.0, max_tokens=8))
+    assert 20_000 < output.usage.prompt_tokens < 32_768
+    assert output.token_ids
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])

@@ -33,7 +33,7 @@ SHORT = ("--max-tokens", "6", "--reasoning-tokens", "12")
 
 @pytest.fixture(scope="module")
 def pipe() -> Iterator[Pipeline]:
-    with Pipeline("demo", EngineConfig(cache_memory="64MiB")) as opened:
+    with Pipeline("demo", EngineConfig(cache_memory="64MiB", max_model_len=4096)) as opened:
         yield opened
 
 
