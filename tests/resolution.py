@@ -26,7 +26,8 @@ from pathlib import Path
 from dockerfile import ROOT
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-PLATFORMS = ("x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu")
+PLATFORMS = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_31")
+"""glibc 2.31, which llguidance's wheels need: Debian 11, Ubuntu 20.04, RHEL 9 and later."""
 CUDA = re.compile(r"nvidia-|cuda-")
 """Packages that follow from a build of torch, which are others in other builds: torch pins them."""
 AT_ONCE = 4

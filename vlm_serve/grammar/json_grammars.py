@@ -41,7 +41,7 @@ class JsonGrammars:
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Vocabulary(tokenizer, texts, ends)),
             n_vocab=len(texts),
-            eos_token=list(ends),
+            eos_token=ends[0],
         )
         self._limits = llguidance.LLParserLimits(
             max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
@@ -148,11 +148,12 @@ class JsonMatcher:
         """Write the mask of the allowed tokens; return True since it restricts them."""
         if self._matcher.is_stopped():
             words[:] = 0
-            bits = words.view(np.uint8)[0]
-            for token in self._ends if self._matcher.is_accepting() else ():
-                bits[token // 8] |= 1 << token % 8
-            return True
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        else:
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        # The library knows one end alone.
+        bits = words.view(np.uint8)[0]
+        for token in self._ends if self._matcher.is_accepting() else ():
+            bits[token // 8] |= 1 << token % 8
         return True
 
 
