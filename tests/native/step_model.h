@@ -192,13 +192,12 @@ class Tiny {
 
     Operations all_of(State& state) const {
         Operations to;
-        to.add(vlm::ROTATIONS,
-               vlm::Rotations{.cos = cos_,
-                              .sin = sin_,
-                              .half = HALF,
-                              .inv_freq = inv_freq_,
-                              .axis = axes_,
-                              .scale = 1.0});
+        to.add(vlm::ROTATIONS, vlm::Rotations{.cos = cos_,
+                                              .sin = sin_,
+                                              .half = HALF,
+                                              .inv_freq = inv_freq_,
+                                              .axis = axes_,
+                                              .scale = 1.0});
         for (int64_t i = 0; i < LAYERS; ++i) {
             const Layer& own = layers_[i];
             norm(to, own.input_norm);
