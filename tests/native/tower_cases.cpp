@@ -24,7 +24,8 @@ class Tower {
                                                .sin = sin_,
                                                .half = TOWER_DIM / 2,
                                                .inv_freq = inv_freq_.data(),
-                                               .axis = axes_});
+                                               .axis = axes_,
+                                               .scale = 1.0});
         attention();
         mlp();
         merger(1, true);
