@@ -226,7 +226,7 @@ class ChatTemplate:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What the template accepts and how it writes, probed on first access."""
+        """Traits of the template, probed on first access."""
         if not self.source:
             return TemplateTraits()
         return find_traits(self.render, self._tree, self.variables, self.source)

@@ -63,7 +63,7 @@ class ContentForms:
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a template accepts, and how it writes.
+    """Traits of a template: its inputs, and its form of output.
 
     Attributes:
         variables: the names that it reads but does not set.

@@ -87,7 +87,7 @@ def read_of(monkeypatch: pytest.MonkeyPatch, reader: type[CallReader]) -> list[i
 
 
 def is_unfinished(text: str, *, cut: bool = False, **options: Any) -> bool:
-    """Whether a parser tells a call of an answer that is not whole."""
+    """Return True if a parser reports a call of an unfinished answer."""
     parser = OutputParser(**options)
     parser.feed(text)
     parser.finish(cut=cut)

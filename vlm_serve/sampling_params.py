@@ -241,7 +241,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens == -1:
             object.__setattr__(self, "max_tokens", None)
-        for each in sampling_options(_class_of(self)):
+        declared: Any = type(self)
+        for each in sampling_options(declared):
             value = getattr(self, each.name)
             if each.kind.startswith("tuple"):
                 value = _entries(value, each.default)
@@ -276,10 +277,6 @@ class SamplingParams:
             if getattr(self, name) is None
         }
         return replace(self, **{k: v for k, v in filled.items() if v is not None})
-
-
-def _class_of(params: Any) -> Any:
-    return type(params)
 
 
 def _entries(value: Any, default: Any) -> Any:

@@ -108,12 +108,15 @@ def _message(
         place = f"{where}.tool_calls"
         calls = []
         for at, call in enumerate(list_of(read["tool_calls"], place)):
-            if is_cut(call):
+            try:
+                calls.append(read_tool_call(call, f"{place}[{at}]"))
+            except InvalidRequestError:
+                if not is_cut(call):
+                    raise
                 # The token limit has cut the call, so only a client that answers it has run it.
-                if not history.answered(call):
-                    continue
-                call = call | {"function": call["function"] | {"arguments": "{}"}}
-            calls.append(read_tool_call(call, f"{place}[{at}]"))
+                if history.answered(call):
+                    whole = call | {"function": call["function"] | {"arguments": "{}"}}
+                    calls.append(read_tool_call(whole, f"{place}[{at}]"))
         read["tool_calls"] = calls
     reasoning = next((read[key] for key in REASONING_KEYS if key in read), None)
     if reasoning is not None:

@@ -119,7 +119,7 @@ def read_block_tools(tools: Any, conversation: Conversation) -> list[dict[str, A
 
 def read_item_tools(tools: Any, conversation: Conversation) -> list[dict[str, Any]]:
     """Read the tools of a Responses body, as `read_block_tools` does."""
-    kept = _kept(_without_nulls(tools), conversation, _OPENAI_SERVERS)
+    kept = _kept(tools, conversation, _OPENAI_SERVERS)
     # A grammar for the input is told to the model, but not enforced.
     conversation.ignored += [f"{where}.format" for where, tool in kept if _is_grammar(tool)]
     return [_nested(_item_function(tool, where)) for where, tool in kept]
@@ -146,7 +146,7 @@ def _kept(
 def _block_function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind in (None, "custom"):
-        given = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
+        given = {key: tool[key] for key in ("name", "description") if key in tool}
         return given | {"parameters": tool.get("input_schema") or {}}
     for beginning, (description, schema) in _CLIENTS.items():
         if isinstance(kind, str) and kind.startswith(beginning):
@@ -176,14 +176,3 @@ def _is_grammar(tool: Mapping[str, Any]) -> bool:
     return (
         tool.get("type") == "custom" and isinstance(form, Mapping) and form.get("type") == "grammar"
     )
-
-
-def _without_nulls(tools: Any) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    return [
-        {key: value for key, value in tool.items() if value is not None}
-        if isinstance(tool, dict)
-        else tool
-        for tool in tools
-    ]

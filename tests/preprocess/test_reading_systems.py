@@ -110,7 +110,7 @@ def test_media_follow_their_messages() -> None:
 
 
 def test_instructions_and_developer_items_are_one() -> None:
-    """What Codex sends."""
+    """Codex sends both."""
     items = [say("developer", text("b")), say("developer", "c"), say("user", "hi")]
     body = {"instructions": "a", "input": items}
     conversation = read_conversation("responses", body)

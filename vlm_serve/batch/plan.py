@@ -114,7 +114,7 @@ async def read_plan(file: StoredFile, endpoint: str, max_line: int, share: Share
 
 
 class _Checking:
-    """What is known of the lines so far.
+    """Findings about the lines so far.
 
     Attributes:
         num_bytes: memory of it.

@@ -1,4 +1,4 @@
-"""What the alternatives of a JSON schema have in common, and what tells them apart."""
+"""Common parts of the alternatives of a JSON schema, and values that tell them apart."""
 
 from __future__ import annotations
 

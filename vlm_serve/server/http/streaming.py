@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -107,6 +107,19 @@ STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """Headers of every stream; the second one tells nginx to pass events on at once."""
 
 
+async def sent_until_disconnected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Send a response until it ends or the client disconnects; raise what ends the sending."""
+    sending = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if sending.done():
+            sending.result()
+    finally:
+        await cancelled(watching)
+        await cancelled(sending)
+
+
 class EventStream(Response):
     """Sends events until they end or the client disconnects, then closes their generator.
 
@@ -126,15 +139,9 @@ class EventStream(Response):
         self._extra = extra
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
-        watching = asyncio.ensure_future(disconnected(receive))
         try:
-            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            await sent_until_disconnected(self._send(send), receive)
         finally:
-            await cancelled(watching)
-            await cancelled(sending)
             await self._rest.aclose()
 
     async def _send(self, send: Send) -> None:

@@ -14,7 +14,7 @@ EDITS = [{"type": "clear_thinking_20251015", "keep": "all"}]
 
 
 def asked(fake: RunningServer, **fields: Any) -> tuple[dict[str, Any], str | None]:
-    """What reached the template, and the header."""
+    """Return the call that reached the preprocessor, and the header."""
     response = fake.post("/v1/messages", {"messages": HI, "max_tokens": 9} | fields)
     ok(response)
     call: dict[str, Any] = fake.engine.preprocessor.calls[-1]

@@ -119,7 +119,7 @@ def test_records_of_openais_servers_are_left_out(fake: RunningServer) -> None:
 
 
 def test_items_of_stored_responses_are_found_by_id(tokenizer: Tokenizer) -> None:
-    """What @ai-sdk/openai sends in its second turn."""
+    """The AI SDK sends such a body in its second turn."""
     config = ServerConfig(port=0, idle_check=False, response_store="1MiB")
     with running(FakeEngine(tokenizer), config) as server:
         hi = {"role": "user", "content": "hi"}

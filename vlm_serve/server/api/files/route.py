@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from io import FileIO
 from typing import Any
@@ -18,7 +17,7 @@ from vlm_serve.batch.settled import in_thread
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.api.files.bodies import FileDeleted, FileList, file_body
 from vlm_serve.server.api.listing import page_of
-from vlm_serve.server.http.streaming import cancelled, disconnected
+from vlm_serve.server.http.streaming import sent_until_disconnected
 from vlm_serve.server.http.tenants import Owner, owner_of
 from vlm_serve.server.service import Service
 
@@ -123,15 +122,10 @@ class _Content(Response):
         self._file = FileIO(file.path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send, head=bool(scope.get("is_head"))))
-        watching = asyncio.ensure_future(disconnected(receive))
+        work = self._send(send, head=bool(scope.get("is_head")))
         try:
-            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            await sent_until_disconnected(work, receive)
         finally:
-            await cancelled(watching)
-            await cancelled(sending)
             self._file.close()
 
     async def _send(self, send: Send, *, head: bool) -> None:
