@@ -29,19 +29,19 @@ MEMORY = MemoryPlan(1 << 40, 64, 4096, 0, 1 << 28, 0, 0)
 DEMO = Path(__file__).parents[2] / "vlm_serve" / "demo" / "dense"
 
 
-@pytest.mark.parametrize("length", [4097, 100_000])
+@pytest.mark.parametrize("length", [32769, 100_000])
 def test_a_context_beyond_the_models_is_asked_for(length: int) -> None:
     config, spec = EngineConfig(max_model_len=length), read_spec(DEMO)
-    with pytest.raises(ConfigError, match=rf"max_model_len is {length}.* made for 4096") as caught:
+    with pytest.raises(ConfigError, match=rf"max_model_len is {length}.* made for 32768") as caught:
         longest_context(config, spec, MEMORY)
     assert "--allow-long-max-model-len" in caught.value.message
-    with pytest.raises(ConfigError, match="made for 4096"):
+    with pytest.raises(ConfigError, match="made for 32768"):
         make("demo", config)
     allowed = replace(config, allow_long_max_model_len=True)
     assert longest_context(allowed, spec, MEMORY) == length
     assert make("demo", allowed).max_model_len == length
-    for fits in (None, 100, 4096):
-        assert longest_context(replace(config, max_model_len=fits), spec, MEMORY) == (fits or 4096)
+    for fits in (None, 100, 32768):
+        assert longest_context(replace(config, max_model_len=fits), spec, MEMORY) == (fits or 32768)
 
 
 def test_with_yarn_the_longer_context_counts(tmp_path: Path) -> None:
