@@ -5,6 +5,8 @@
 #              cores, and lists the fifty slowest
 # make test-all         runs every test, those that pyproject.toml's markers name included: other processors, Ray,
 #                       long random traffic, further cases of tables, and the page in Debian's chromium
+# make check-kernels    compiles the Triton kernels that have changed for six kinds of GPU, with two versions of Triton,
+#                       and checks their machine code; ARGS="--all" all of them, ARGS="--write" keeps the results
 # make lint    ruff, clang-format and mypy, as CI runs them
 # make test-sanitized   runs the tests of the compiled kernels with a library that checks its memory
 #                       accesses and arithmetic (GCC; the first start compiles for a minute)
@@ -40,6 +42,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 LMMS := $(VENV)/lmms
+# That of torch 2.11, the oldest that is supported. It goes into a folder of its own, beside the pinned one.
+OLD_TRITON := $(VENV)/triton-3.6.0
 
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ifeq ($(origin TORCH_INDEX),undefined)
@@ -55,7 +59,7 @@ UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of pac
 MODEL ?= demo
 CPP = $(shell find kernels/native vlm_serve/models/native tests/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve deploy test test-all test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest image-steps plots screenshots lint format clean
+.PHONY: serve deploy test test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest image-steps plots screenshots lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -79,8 +83,11 @@ PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-l
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not ($(SLOW))" $(ARGS)
 
-test-all: $(VENV)/installed-dev
+test-all: $(VENV)/installed-dev $(OLD_TRITON)/installed
 	$(PYTEST) $(ARGS)
+
+check-kernels: $(VENV)/installed-dev $(OLD_TRITON)/installed
+	$(BIN)/python benchmarks/aot.py --check $(ARGS)
 
 # Python is not built with the sanitizers, so their libraries are loaded before it; what it and torch
 # never free is no news. The first error ends the process: no test that has memory run out, none of
@@ -140,7 +147,7 @@ $(LMMS)/installed: tests/server/lmms/requirements.txt
 
 # Who installs while another make does waits for it, where there is flock, and finds it done.
 ifndef LOCKED
-$(VENV)/installed $(VENV)/installed-ray $(VENV)/installed-dev $(LMMS)/installed: pyproject.toml constraints.txt $(wildcard setup.py)
+$(VENV)/installed $(VENV)/installed-ray $(VENV)/installed-dev $(OLD_TRITON)/installed $(LMMS)/installed: pyproject.toml constraints.txt $(wildcard setup.py)
 	$(if $(shell command -v flock),flock $(VENV).lock) $(MAKE) --no-print-directory LOCKED=1 $@
 else
 
@@ -175,6 +182,10 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) install --quiet --no-deps torchvision==0.28.0
 	-BUILD_CUDA_EXT=0 $(PIP) install --quiet --no-deps --no-build-isolation auto-gptq==0.7.1
 	-$(PIP) install --quiet --no-deps --no-build-isolation autoawq==0.2.9
+	touch $@
+
+$(OLD_TRITON)/installed: $(VENV)/created
+	$(PIP) install --quiet --no-deps --upgrade --target $(OLD_TRITON) triton==3.6.0
 	touch $@
 
 $(LMMS)/installed: $(VENV)/installed-dev

@@ -116,7 +116,7 @@ def hits(checkpoint: Path, case: Case, device: str, count: int) -> str:
         dtype="float32",
         block_size=16,
         cache_memory="64MiB",
-        prefix_cache_decode_state_interval=16,
+        prefix_cache_decode_state_interval=0 if "deterministic" in case.only_here else 16,
         **case.options | case.only_here,
     )
     kinds = {"prompts": random_pairs, "turns": next_turn_pairs, "pictures": picture_pairs}

@@ -2,16 +2,18 @@
 
     python benchmarks/gpu_run.py [--out FOLDER] [--only BOX ...] [--rehearse]
 
-Boxes in order of value, each with a time limit and a log of its own; what one of them does changes
-nothing for the others. Some are several processes beside each other. A box's verdict is its
-processes' exit status. `--out` gets a log for each box and `summary.md`. `--rehearse` goes through
-the boxes on a CPU with tiny shapes, as far as they know one.
+Boxes in order of value, each with a time limit; what one of them does changes nothing for the
+others, so `--only` goes on where a run was cut. Some are several processes beside each other. A
+box's verdict is its processes' exit status. `--out` gets `summary.md` and `boxes.log`, to which
+further runs add. `--rehearse` goes through the boxes on a CPU with tiny shapes, as far as they know
+one.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -28,7 +30,7 @@ class Box:
     """One question to the GPU.
 
     Attributes:
-        name: of its log.
+        name: heads its part of the log.
         seconds: it is ended after.
         commands: that run beside each other.
         rehearsal: what runs instead on a CPU.
@@ -48,58 +50,115 @@ def _script(name: str, *options: str) -> tuple[str, ...]:
 
 def boxes() -> list[Box]:
     """Return all boxes, the most valuable first."""
-    shares = 8
-    agreement = [
-        _script("gpu_agreement.py", "--pairs", "2", "--share", f"{share}/{shares}")
-        for share in range(1, shares + 1)
-    ]
-    # Beside each other they would take all processors each.
-    few = ("OMP_NUM_THREADS", "2")
+    few = ("OMP_NUM_THREADS", "2")  # Beside each other they would take all processors each.
     tests = ("-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "-p", "no:benchmark")
+    demo = ("--images", "300", "--videos", "60", "--schemas", "60", "--clients", "0")
+    evaluate = str(HERE.parent / "examples" / "train_demo" / "evaluate.py")
+    on_cpu = ("--device", "cpu")
     return [
         Box("machine", 30, (("nvidia-smi",),)),
         Box(
             "steps",
             120,
             (_script("gpu_steps.py"),),
-            (_script("gpu_steps.py", "--device", "cpu", "--rounds", "1"),),
+            (_script("gpu_steps.py", *on_cpu, "--rounds", "1"),),
         ),
         Box(
             "agreement",
             200,
-            tuple(agreement),
-            (_script("gpu_agreement.py", "--device", "cpu", "--pairs", "1", "--only", "text, ti"),),
+            _shared("gpu_agreement.py", 8, "--pairs", "2"),
+            (_script("gpu_agreement.py", *on_cpu, "--pairs", "1", "--only", "text, ti"),),
+            variables=(few,),
+        ),
+        Box(
+            "kernel-check",
+            100,
+            _shared("gpu_kernel_check.py", 8),
+            (_script("gpu_kernel_check.py", "--rehearse", "--only", "text, ti"),),
             variables=(few,),
         ),
         Box(
             "kernel-tests",
-            120,
+            150,
             ((PYTHON, *tests, "tests/kernels", "-k", "triton and not aot"),),
             variables=(("TRITON_INTERPRET", "0"), few),
         ),
-        Box("engine", 200, (_script("engine_gpu.py", "--no-agreement", "--rounds", "3"),)),
+        Box(
+            "repeats",
+            120,
+            _shared("gpu_repeats.py", 6),
+            (_script("gpu_repeats.py", *on_cpu, "--runs", "2"),),
+            variables=(few,),
+        ),
+        Box(
+            "invariance",
+            200,
+            _shared("gpu_invariance.py", 7, "--requests", "60"),
+            (_script("gpu_invariance.py", *on_cpu, "--requests", "3", "--share", "2/7"),),
+            variables=(few,),
+        ),
+        Box("faults", 60, (_script("gpu_faults.py"),)),
+        Box(
+            "server",
+            90,
+            (_script("gpu_server.py"),),
+            (_script("gpu_server.py", *on_cpu, "--requests", "8"),),
+        ),
+        Box("memory", 90, (_script("gpu_memory.py"),)),
+        Box("demo", 90, ((PYTHON, evaluate, "demo", *demo), (PYTHON, evaluate, "demo-moe", *demo))),
         Box("kernels", 100, (_script("kernels_gpu.py"),)),
+        Box("engine", 200, (_script("engine_gpu.py", "--no-agreement", "--rounds", "3"),)),
+        Box(
+            "long",
+            150,
+            (_script("engine_gpu_long.py"),),
+            (_script("engine_gpu_long.py", *on_cpu),),
+        ),
+        _sanitizer(),
     ]
 
 
-def run(box: Box, commands: Sequence[Sequence[str]], folder: Path) -> str:
-    """Run a box and return a line on how it went; its output goes into its log."""
+def _shared(script: str, shares: int, *options: str) -> tuple[tuple[str, ...], ...]:
+    """Return processes that share a script's cases."""
+    return tuple(
+        _script(script, *options, "--share", f"{share}/{shares}") for share in range(1, shares + 1)
+    )
+
+
+def _sanitizer() -> Box:
+    """Return the box of NVIDIA's checks for bad addresses and races, where they are installed."""
+    tool = shutil.which("compute-sanitizer")
+    commands = [
+        (tool, "--tool", check, "--error-exitcode", "1", *_script("gpu_repeats.py", "--small"))
+        for check in ("memcheck", "racecheck")
+        if tool is not None
+    ]
+    # A block of torch's cache would hide what is written behind a tensor.
+    return Box(
+        "sanitizer", 150, tuple(commands), variables=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
+    )
+
+
+def run(box: Box, commands: Sequence[Sequence[str]], log: Path) -> str:
+    """Run a box, add its output to the log and return a line on how it went."""
     begin = time.monotonic()
     # A source tree needs no installation to be measured.
     path = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
     own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **dict(box.variables)}
     variables = os.environ | own
-    with (folder / f"{box.name}.log").open("w") as log:
+    with log.open("a") as output:
+        output.write(f"\n==== {box.name}\n")
+        output.flush()
         running = []
         for command in commands:
             try:
                 running.append(
                     subprocess.Popen(
-                        command, stdout=log, stderr=log, env=variables, cwd=HERE.parent
+                        command, stdout=output, stderr=output, env=variables, cwd=HERE.parent
                     )
                 )
             except OSError as error:
-                log.write(f"{error}\n")
+                output.write(f"{error}\n")
         results = [_result(each, begin + box.seconds) for each in running]
     words = ", ".join(results) or "not started"
     return f"- {box.name}: {words} ({time.monotonic() - begin:.0f} s)"
@@ -127,9 +186,10 @@ def main() -> int:
         commands = box.rehearsal if given.rehearse else box.commands
         if (given.only and box.name not in given.only) or not commands:
             continue
-        lines.append(run(box, commands, given.out))
+        lines.append(run(box, commands, given.out / "boxes.log"))
         print(lines[-1], flush=True)
-        (given.out / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        with (given.out / "summary.md").open("a", encoding="utf-8") as summary:
+            summary.write(lines[-1] + "\n")
     return 0 if lines and all("right" in line for line in lines) else 1
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/kernels_gpu.py [--engine] [--write]
 
-Per kernel: the largest error relative to the reference's scale, the median time, and the share of
-the device's limit that it reaches (bytes moved or FLOPs, whichever takes longer at peak, counted
-from the operands). flash-linear-attention and SDPA are timed beside them where installed.
+Per kernel: the largest error relative to the reference's scale, the median time of a replayed CUDA
+graph, the time predicted from its bytes, FLOPs and latency chains, and the share of the device's
+limit that it reaches (bytes moved or FLOPs, whichever takes longer at peak, counted from the
+operands). flash-linear-attention and SDPA are timed beside them where installed.
 `--engine` also runs `engine_gpu.py`: CUDA graphs, agreement with the CPU, prefill and decode.
 `--write` puts the tables into benchmarks/gpu.md, above those of before, with the date, device and
 commit. Without a GPU the script says so and ends.
@@ -22,17 +23,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from common.gpu_timing import Timer
+from common.gpu_work import Device, Work
 
 OUTPUT = Path(__file__).with_name("gpu.md")
-
-
-@dataclass(frozen=True)
-class Device:
-    """Peaks of the device: bytes per second, dense bfloat16 FLOPs per second."""
-
-    name: str
-    bandwidth: float
-    flops: float
 
 
 # Vendors' data sheets; an unknown device is measured against a copy and a GEMM of its own.
@@ -53,50 +47,42 @@ class Row:
     kernel: str
     error: float | None
     microseconds: float
+    predicted: float | None
     limit: float | None
 
     def text(self) -> str:
         error = "" if self.error is None else f"{self.error:.1e}"
+        predicted = "" if self.predicted is None else f"{self.predicted:.0f}"
         limit = "" if self.limit is None else f"{100 * self.limit:.0f} %"
-        return f"| {self.kernel} | {error} | {self.microseconds:.1f} | {limit} |"
+        return f"| {self.kernel} | {error} | {self.microseconds:.1f} | {predicted} | {limit} |"
 
 
 class Bench:
-    """Collects rows; times with CUDA events, a cold L2 cache before every run."""
+    """Collects rows."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.rows: list[Row] = []
-        self._flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        self._timer = Timer()
 
     def add(
         self,
         kernel: str,
         call: Callable[[], object],
+        work: Work | None = None,
         *,
         error: float | None = None,
-        bytes_moved: float = 0,
-        flops: float = 0,
+        captured: bool = True,
     ) -> None:
-        seconds = self._median(call)
-        ideal = max(bytes_moved / self.device.bandwidth, flops / self.device.flops)
-        row = Row(kernel, error, 1e6 * seconds, ideal / seconds if ideal else None)
+        seconds, replayed = self._timer.median(call, captured=captured)
+        predicted = limit = None
+        if work is not None:
+            predicted = 1e6 * work.predicted(self.device)
+            limit = work.limit(self.device) / seconds
+        name = kernel if replayed else f"{kernel} (eager)"
+        row = Row(name, error, 1e6 * seconds, predicted, limit)
         self.rows.append(row)
         print(row.text(), flush=True)
-
-    def _median(self, call: Callable[[], object], repeats: int = 25) -> float:
-        for _ in range(3):
-            call()
-        times = []
-        for _ in range(repeats):
-            self._flush.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        return sorted(times)[len(times) // 2]
 
 
 def find_device() -> Device:
@@ -148,7 +134,7 @@ def main() -> int:
     from common import gpu_cases
 
     bench = Bench(find_device())
-    head = ["| kernel | error | us | of the limit |", "|---|---|---|---|"]
+    head = ["| kernel | error | us | predicted | of the limit |", "|---|---|---|---|---|"]
     print("\n".join(head))
     gpu_cases.run(bench)
     engine = []

@@ -131,7 +131,7 @@ def model_of(engine: Engine) -> Model:
 
 
 def along_an_answer(options: argparse.Namespace) -> tuple[float, float]:
-    """CPU seconds a token of the engine, early and late in answers that are given at once."""
+    """CPU seconds a token of the engine, early and late in answers given at once."""
     config = EngineConfig(
         threads=1, cache_memory="1GiB", max_num_seqs=options.batch, speculative="off"
     )

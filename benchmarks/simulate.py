@@ -1,13 +1,18 @@
 """Send random traffic through the real scheduler and the real cache, checking every step.
 
     python benchmarks/simulate.py [--steps 1000000] [--seed 0] [--workers 2] [--speculative]
+        [--queued] [--adapters]
 
 Each seed makes a world of its own (pool sizes, block size, budgets, failure rates) and runs 1 000
-steps in it: shared prefixes, growing videos, two tenants, several choices, aborts, flushes, steps
-that raise, preemption. The executor computes identities, not numbers, and so notices every block,
-state or embedding that does not belong to the prefix (tests/symbolic.py). A second one gets every
-plan through pickle and must answer the same. The first violation ends the run with the seed that
-replays it.
+steps in it: shared prefixes, growing videos, two tenants, bursts of askers that part at two depths,
+several choices, aborts, flushes, steps that raise, preemption. The executor computes identities,
+not numbers, and so notices every block, state or embedding that does not belong to the prefix
+(tests/symbolic.py). A second one gets every plan through pickle and must answer the same. With
+`--queued` that one works behind the host, as a GPU does: plans reach it in the tables of captured
+steps, and it computes them when something is read back (tests/queued_symbolic.py). With
+`--adapters` most requests have one of some adapters: more than there are slots, loaded and unloaded
+under names that change their content (tests/simulated_adapters.py). The first violation ends the
+run with the seed that replays it.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
+from simulated_adapters import AdapterSimulation
 from simulation import Simulation
 
 STEPS_PER_SEED = 1000
@@ -29,16 +35,18 @@ COMPARE_EVERY = 10
 """Steps between two comparisons of the whole tree with what a reader knows who follows it."""
 
 
-def run_seed(speculative: bool, seed: int) -> Counter[str]:
+def run_seed(speculative: bool, queued: bool, adapters: bool, seed: int) -> Counter[str]:
     """One world; what happened in it how often."""
     try:
-        return Simulation(seed, compare_every=COMPARE_EVERY, speculative=speculative).run(
+        kind = AdapterSimulation if adapters else Simulation
+        return kind(seed, compare_every=COMPARE_EVERY, speculative=speculative, queued=queued).run(
             STEPS_PER_SEED
         )
     except Exception:
-        option = " --speculative" if speculative else ""
+        options = " --speculative" * speculative + " --queued" * queued
+        options += " --adapters" * adapters
         print(
-            f"seed {seed} violates a promise; replay: --steps 1 --seed {seed}{option}", flush=True
+            f"seed {seed} violates a promise; replay: --steps 1 --seed {seed}{options}", flush=True
         )
         raise
 
@@ -53,7 +61,12 @@ def main() -> int:
     parser.add_argument(
         "--speculative", action="store_true", help="with drafts, right and wrong ones"
     )
+    parser.add_argument(
+        "--queued", action="store_true", help="the second executor works behind the host"
+    )
+    parser.add_argument("--adapters", action="store_true", help="most requests have one")
     options = parser.parse_args()
+    run = partial(run_seed, options.speculative, options.queued, options.adapters)
     totals: Counter[str] = Counter()
     begin = time.perf_counter()
     seed = options.seed
@@ -61,7 +74,7 @@ def main() -> int:
         while (missing := options.steps - totals["steps"]) > 0:
             # Not all at once: a violation ends the run within a round.
             last = seed + min(SEEDS_PER_ROUND, -(-missing // STEPS_PER_SEED))
-            for counts in pool.map(partial(run_seed, options.speculative), range(seed, last)):
+            for counts in pool.map(run, range(seed, last)):
                 totals.update(counts)
             seed = last
             print(f"{totals['steps']:>9} steps, {time.perf_counter() - begin:.0f} s", flush=True)

@@ -7,7 +7,7 @@ Prompts are new in every round; what repeats is made by real means (`common/spec
 - JSON records: lines with the same keys. Drafts come from the answer itself.
 - copies: a page that stands in the prompt, with other words here and there.
 - video answers: one object in a fixed form, of which earlier rounds have given some.
-- again: a question that has been answered before.
+- again: a question answered before.
 - prose: a person's, which hardly repeats anything but words.
 - free text: drawn at temperature 1 from the whole vocabulary; nothing ever comes again.
 
@@ -16,7 +16,7 @@ Times are of decoding alone, from the first token of the last sequence on. The b
 of that many rows allow if every draft holds: t(B) (K + 1) / t(B (K + 1)), as measured at start; K
 is `--drafts`. Where few sequences run each may have more; their bound comes behind the share. A
 second table has a factor for each part of what is left of that bound: for what nobody can know of a
-form's choices, for drafts that did not hold or were not made (and the rows that were saved by
+form's choices, for drafts that did not hold or were not made (and the rows saved by
 that), for the model's time beside that of as many rows at start, and for the time outside of the
 model.
 With `--peers` llama.cpp answers the same prompts in the same forms, with and without its drafts

@@ -134,15 +134,21 @@ def _check_lease(ledger: Ledger, lease: Lease) -> None:
         )
         assert lease.blocks[index] == node.block.id, "invariant 1: a shared block is not the node's"
     if ledger.config.enabled and not lease.private:
-        assert len(lease.path) >= lease.length // size, "invariant 7: computed and unpublished"
+        shared = lease.prefilled if ledger.config.exact_only else lease.length
+        assert len(lease.path) >= shared // size, "invariant 7: computed and unpublished"
     else:
         assert not lease.path, "invariant 7: published although it must not be"
     if lease.snapshot is not None:
         assert not lease.committed, "invariant 7: a restore pin outlived the first commit"
         assert lease.snapshot.position == lease.boundary, "invariant 5: restores another position"
         assert lease.src_row == lease.snapshot.row, "invariant 5: reads another row"
-    elif lease.committed:
+    elif lease.committed and lease.row >= 0:
         assert lease.src_row == lease.row, "invariant 5: reads another row"
+    if lease.trailing is not None:
+        assert lease.trailing.position % size == 0, "invariant 5: a state inside a block"
+        assert lease.trailing.node is None and not lease.trailing.pins, (
+            "invariant 5: reserved and attached"
+        )
     for position, snapshot in lease.reserved.items():
         assert position > lease.length, "invariant 7: a reservation was passed over"
         assert snapshot.position == position, "invariant 5: reserved for another position"
@@ -252,6 +258,8 @@ def _row_owners(books: AuditedState, nodes: list[Node]) -> Iterator[tuple[int, R
             yield lease.row, RowState.LIVE
         for snapshot in lease.reserved.values():
             yield snapshot.row, RowState.RESERVED
+        if lease.trailing is not None:
+            yield lease.trailing.row, RowState.RESERVED
     for lease in books.parked:
         if lease.row >= 0:
             yield lease.row, RowState.PRIVATE

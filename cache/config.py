@@ -22,7 +22,11 @@ class CacheConfig:
         policy: which unpinned entries are evicted first: "value" or "lru".
         block_bytes, snapshot_bytes: size of one KV block and one state row, for the value policy.
         logprob_bytes: most bytes of kept prompt log-probabilities, in addition to the pools.
-        ghost_entries: evicted keys that are remembered to explain misses; None: one per block.
+        learned_places: regular snapshots follow from what was learned of a tenant's prompts; False:
+            from the fixed interval alone.
+        ghost_entries: evicted keys remembered to explain misses; None: one per block.
+        exact_only: publish only computations of prefill: answers are shared with nobody, and no
+            lease continues in KV that another arithmetic wrote.
     """
 
     num_blocks: int
@@ -36,7 +40,9 @@ class CacheConfig:
     block_bytes: int = 1
     snapshot_bytes: int = 1
     logprob_bytes: int = 64 << 20
+    learned_places: bool = True
     ghost_entries: int | None = None
+    exact_only: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_blocks > 0, "num_blocks must be positive"

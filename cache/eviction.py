@@ -39,15 +39,31 @@ class Evictor:
         ledger = self._ledger
         return bool(ledger.rows.num_free or len(self._suspensions) or len(ledger.spare_snapshots))
 
-    def make_row(self) -> bool:
-        """Evict until a row is free; return False, without any change, if that is impossible."""
-        if self._ledger.rows.num_free or self._suspensions.evict_oldest():
+    def make_row(self, worth: float | None = None) -> bool:
+        """Evict until a row is free; return False, without any change, if that is impossible.
+
+        Args:
+            worth: evict only a snapshot of less value than one with so many expected tokens saved;
+                None: any, and suspended requests too.
+        """
+        ledger = self._ledger
+        if ledger.rows.num_free or (worth is None and self._suspensions.evict_oldest()):
             return True
+        if worth is not None and not self._is_cheap(worth):
+            return False
         snapshot = self._cheapest_snapshot()
         if snapshot is None:
             return False
         self._ledger.remove_snapshot(snapshot)
         return True
+
+    def _is_cheap(self, worth: float) -> bool:
+        """Return True if the cheapest snapshot is worth less than a new one."""
+        ledger = self._ledger
+        top = ledger.spare_snapshots.peek()
+        if top is None:
+            return False
+        return ledger.snapshot_priority(top[1]) < ledger.new_priority(worth)
 
     def evict_everything(self) -> None:
         """Evict everything that no running request needs."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.answer_ends import AnswerEnds
 from vlm_serve.cache.eviction import Evictor
 from vlm_serve.cache.experts import record, seed
 from vlm_serve.cache.logprobs import RowPiece, keep
-from vlm_serve.cache.publishing import Publisher
+from vlm_serve.cache.places import Places
+from vlm_serve.cache.publishing import LeftState, Publisher, give_row
 from vlm_serve.cache.records import Lease, LeaseState, Rows, Snapshot
 from vlm_serve.cache.rows import RowState
 from vlm_serve.cache.suspension import Suspended, Suspensions
@@ -24,6 +26,8 @@ class Leasing:
 
     Attributes:
         leases: the open ones, oldest first.
+        answer_ends: keeps the states at the ends of answers.
+        places: learns where snapshots pay.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -33,6 +37,15 @@ class Leasing:
         self._suspensions = Suspensions(ledger)
         self._evictor = Evictor(ledger, self._suspensions)
         self._timed_pins = TimedPins(ledger)
+        self.answer_ends = AnswerEnds(ledger, self._evictor)
+        config = ledger.config
+        self.places = Places(
+            config.block_size,
+            config.num_snapshot_rows,
+            config.min_snapshot_gain * config.block_size,
+            learned=config.learned_places,
+        )
+        ledger.events.snapshot_evicted.subscribe(lambda snapshot: self.places.evicted())
 
     def open(self, match: Match | None, *, private: bool = False) -> Lease:
         """Pin everything that a match found; None: open an empty lease. Never fails on a fresh
@@ -51,10 +64,11 @@ class Leasing:
         lease.blocks = list(match.blocks)
         lease.num_shared = len(match.blocks)
         lease.shared_tokens = match.kv_tokens
-        lease.boundary = lease.length = match.boundary
+        lease.boundary = lease.length = lease.prefilled = match.boundary
         lease.exact = match.exact
         lease.path = list(match.nodes)
         lease.tail = match.tail
+        lease.answered = match.tail.answered if match.tail is not None else 0
         lease.snapshot = match.snapshot
         for node in lease.path:
             ledger.pin(node)
@@ -134,11 +148,13 @@ class Leasing:
         depth, rest = divmod(position, self.config.block_size)
         if rest == 0 and depth <= len(lease.path) and lease.path[depth - 1].snapshot is not None:
             return None
-        if not self._evictor.make_row():
+        expected = self.places.expected(lease.planned, kind)
+        if not (self._pays(lease, position, kind, expected) and self._evictor.make_row()):
             self._ledger.events.counted.publish(("skips", kind))
             return None
         row = self._ledger.rows.take(RowState.RESERVED)
-        lease.reserved[position] = Snapshot(row, position, kind)
+        snapshot = lease.reserved[position] = Snapshot(row, position, kind)
+        snapshot.expected = expected
         return row
 
     def commit(
@@ -148,13 +164,15 @@ class Leasing:
         length: int,
         *,
         exact_until: int,
+        answer_start: int | None = None,
         experts: Rows | None = None,
         logprobs: RowPiece | None = None,
     ) -> None:
         """Publish tokens `[0, length)`, which are computed now, and the snapshots up to there.
 
-        Tokens from `exact_until` on were computed by decode steps. The first commit releases the
-        restore pins. Committing the same length again changes nothing.
+        Tokens from `exact_until` on were computed by decode steps, and those from `answer_start` on
+        were generated. The first commit releases the restore pins. Committing the same length again
+        changes nothing. With `CacheConfig.exact_only`, a decode step's commit publishes nothing.
 
         `experts` are the routed expert rows `[n, layers, top_k]` of the n tokens computed since the
         last commit. Nodes without rows get them, whoever created the nodes. `logprobs` are all
@@ -171,20 +189,24 @@ class Leasing:
         if lease.hit is not None:
             self._ledger.events.hit.publish(lease.hit)
             lease.hit = None
-        if self.config.enabled and not lease.private:
+        kept = length <= exact_until or not self.config.exact_only
+        assert kept or lease.length >= exact_until, "prefill and decode in one commit"
+        if kept and self.config.enabled and not lease.private:
             if lease.reserved or (keys.cuts and keys.cuts[-1] > lease.length):
-                Publisher(self._ledger, lease, keys, length, exact_until).publish()
+                Publisher(self._ledger, lease, keys, length, exact_until, answer_start).publish()
             record(self._ledger, lease, keys, length, experts)
             if logprobs is not None:
                 ledger = self._ledger
                 root = ledger.trie.root(keys.root)
                 keep(ledger.logprobs, root, lease, keys, length, logprobs)
-            depth = len(lease.path)
-            missing = depth < len(keys.block_keys)
-            self._expect(lease, keys.block_keys[depth] if missing else None)
+            depth, coming = len(lease.path), len(keys.block_keys)
+            if self.config.exact_only:
+                coming = min(coming, exact_until // self.config.block_size)
+            self._expect(lease, keys.block_keys[depth] if depth < coming else None)
         self._release_restore(lease)
         lease.committed = True
         lease.length = length
+        lease.prefilled = min(length, exact_until)
         lease.copies = ()
         lease.src_row = lease.row
 
@@ -195,12 +217,20 @@ class Leasing:
         for position in sorted(lease.reserved):
             row = lease.reserved.pop(position).row
             self._ledger.rows.change(row, RowState.RESERVED, RowState.FREE)
+        self.answer_ends.drop_trailing(lease)
 
-    def close(self, lease: Lease) -> None:
-        """Return everything: pins, own blocks, live row, reservations."""
+    def close(self, lease: Lease, left: LeftState | None = None) -> None:
+        """Return everything: pins, own blocks, live row, reservations.
+
+        Args:
+            left: given if the live row holds the state after all of the lease's tokens. At a cut
+                point it becomes the snapshot there, if there is none.
+        """
         assert lease.state is LeaseState.OPEN, f"the lease is {lease.state.value}"
         ledger = self._ledger
         self.abandon(lease)
+        if left is not None:
+            give_row(ledger, lease, left)
         self._release_restore(lease)
         self._expect(lease, None)
         if lease.committed:
@@ -235,10 +265,13 @@ class Leasing:
             blocks=parent.blocks[: max(full, parent.num_shared)],
             boundary=parent.boundary,
             length=parent.length,
+            prefilled=parent.prefilled,
             exact=parent.exact,
             private=parent.private,
+            answered=parent.answered,
             num_shared=parent.num_shared,
             path=list(parent.path),
+            planned=parent.planned,
             expert_seed=parent.expert_seed,
             expert_rows=None if parent.expert_rows is None else list(parent.expert_rows),
         )
@@ -290,6 +323,14 @@ class Leasing:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
+
+    def _pays(self, lease: Lease, position: int, kind: str, expected: float) -> bool:
+        """Return True if a row is free, or a snapshot is expected to save what evicting another one
+        for it costs. Others wait for a junction."""
+        if expected >= 1.0 or kind == "junction" or self._ledger.rows.num_free:
+            return True
+        before = max([lease.boundary, *(p for p in lease.reserved if p < position)])
+        return expected * (position - before) >= self.places.price
 
     def _count_use(self, lease: Lease, now: int) -> None:
         """Count a hit as a use, after its first step has succeeded."""

@@ -131,6 +131,16 @@ class Ledger:
         snapshot.last_used = now
         snapshot.credit = self.row_policy.age
 
+    def expect(self, node: Node, change: int) -> None:
+        """Change the number of requests that are about to use a node and its snapshot."""
+        node.expected += change
+        assert node.expected >= 0, "a use was expected by nobody"
+        if node.parent.children.get(node.key) is not node:
+            return  # it was evicted in the meantime
+        self.refresh_unit(node.block)
+        if node.snapshot is not None:
+            self.refresh_snapshot(node.snapshot)
+
     # Publication and removal
 
     def add_node(self, node: Node) -> None:
@@ -225,12 +235,12 @@ class Ledger:
         return max(self._node_priority(node) for node in block.nodes)
 
     def _node_priority(self, node: Node) -> Priority:
-        saved, reuse = node.num_tokens, node.hits + 1
+        saved, reuse = node.num_tokens, node.hits + 1.0 + node.expected
         if self.config.has_state:
             if node.snapshot is None:
-                saved, reuse = 0, 0
+                saved, reuse = 0, 0.0
             else:
-                saved, reuse = node.snapshot.saved_tokens, node.snapshot.hits + 1
+                saved, reuse = node.snapshot.saved_tokens, _uses(node.snapshot)
         use = Use(node.last_used, node.credit, saved, reuse, self.config.block_bytes)
         return (VALUED if saved else WORTHLESS, self.block_policy.value(use), node.last_used)
 
@@ -239,10 +249,23 @@ class Ledger:
             snapshot.last_used,
             snapshot.credit,
             snapshot.saved_tokens,
-            snapshot.hits + 1,
+            _uses(snapshot),
             self.config.snapshot_bytes,
         )
         return (VALUED, self.row_policy.value(use), snapshot.last_used)
+
+    def new_priority(self, worth: float) -> Priority:
+        """Return the priority of a snapshot that is made now and saves `worth` tokens, times its
+        expected uses."""
+        policy, size = self.row_policy, self.config.snapshot_bytes
+        use = Use(self._counter, policy.age, 1, worth, size)
+        return (VALUED, policy.value(use), self._counter)
+
+
+def _uses(snapshot: Snapshot) -> float:
+    """Return a snapshot's uses: the past ones, those that are expected, and those that wait."""
+    waiting = snapshot.node.expected if snapshot.node is not None else 0
+    return snapshot.hits + snapshot.expected + waiting
 
 
 def is_unit(block: Block) -> bool:

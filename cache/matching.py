@@ -35,6 +35,7 @@ class Match:
         limit: the deepest boundary that was allowed.
         logprobs: the stored ones of the requested prompt log-probabilities, without a hole.
         root: key of the prompt's root.
+        answered: number of tokens up to `boundary` that the model generated.
     """
 
     boundary: int = 0
@@ -56,6 +57,7 @@ class Match:
     version: int = 0
     """Version of the trie; a removal makes the match stale."""
     root: bytes = field(default=b"", repr=False)
+    answered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,14 @@ class Boundaries:
     snapshot: Snapshot | None = None
 
 
-def walk(root: Branch | None, keys: PromptKeys) -> list[Node]:
-    """Return the full nodes from the root on, as deep as the prompt's keys match."""
+def walk(root: Branch | None, keys: PromptKeys, depth: int | None = None) -> list[Node]:
+    """Return the full nodes from the root on, as deep as the prompt's keys match: at most `depth`
+    of them."""
     path: list[Node] = []
     branch = root
     if branch is None:
         return path
-    for key in keys.block_keys:
+    for key in keys.block_keys if depth is None else keys.block_keys[:depth]:
         node = branch.children.get(key)
         if node is None:
             break

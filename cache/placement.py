@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from vlm_serve.cache.places import INTERVAL, LEARNED, PlaceTable
 from vlm_serve.preprocess.keys import PromptKeys
 
 MAX_NEW_SNAPSHOTS = 8
@@ -35,6 +36,7 @@ def plan_snapshots(
     interval: int,
     min_gain: int,
     first_row: int | None = None,
+    learned: PlaceTable | None = None,
     max_new: int = MAX_NEW_SNAPSHOTS,
 ) -> tuple[tuple[int, str], ...]:
     """Choose the positions to snapshot, most important first, each with its kind.
@@ -45,7 +47,8 @@ def plan_snapshots(
       continuation can start;
     3. the stable end, then the ends of earlier media items, deepest first;
     4. the system message and the last two messages;
-    5. the regular points.
+    5. the regular points: the learned ones, then those of the interval, as far as the budget of
+       rows allows them.
 
     Only the last of the media ends comes first, so that a prompt with many pictures still gets a
     snapshot at its own end.
@@ -58,12 +61,13 @@ def plan_snapshots(
             many points, they are thinned out evenly.
         min_gain: tokens by which a message or regular point must lie past the snapshot before it.
         first_row: the first token whose log-probability is reported; None: none is.
+        learned: knowledge of such prompts; None: nothing.
         max_new: most positions to return.
 
     Returns:
         (position, kind) with `start < position < len(prompt)`, each a cut point outside spans;
-        kinds are "media", "junction", "prompt_end", "logprobs", "stable_end", "system", "message"
-        and "interval".
+        kinds are "media", "junction", "prompt_end", "logprobs", "stable_end", "system",
+        "message", "learned" and "interval".
     """
     assert interval > 0 and max_new >= 0
     keys = prompt.keys
@@ -81,10 +85,16 @@ def plan_snapshots(
     plan.add(reversed(prompt.media_ends[:-1]), "media")
     plan.add([prompt.system_end], "system", min_gain)
     plan.add(prompt.message_ends[-2:], "message", min_gain)
+    left = plan.room
+    if learned is not None:
+        places = [each.position(len(prompt), keys.block_size) for each in learned.places]
+        plan.add_learned([keys.last_cut(place) for place in places if place > 0], min_gain)
+        left = plan.room if learned.intervals_pay(interval) else 0
     regular = range(start // interval * interval + interval, len(prompt), interval)
     points = sorted({keys.last_cut(point) for point in regular} - plan.chosen.keys())
-    spread = max(1, -(-len(points) // max(1, plan.room)))
-    plan.add(points[spread - 1 :: spread], "interval", min_gain)
+    left = min(left, plan.room)
+    spread = max(1, -(-len(points) // max(1, left)))
+    plan.add(points[spread - 1 :: spread][:left], INTERVAL, min_gain)
     return tuple(plan.chosen.items())
 
 
@@ -113,3 +123,12 @@ class _Plan:
             before = max((p for p in self.chosen if p < position), default=0)
             if position - max(before, self._start) >= min_gain:
                 self.chosen[position] = kind
+
+    def add_learned(self, positions: Iterable[int], min_gain: int) -> None:
+        """Add learned positions, far enough past the one before them; they may be close together,
+        because the programme has weighed that."""
+        others = [self._start, *(p for p in self.chosen)]
+        for position in positions:
+            before = max((p for p in others if p < position), default=position)
+            if position - before >= min_gain:
+                self.add([position], LEARNED)

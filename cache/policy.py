@@ -14,14 +14,14 @@ class Use:
         last_used: counter at its last use.
         credit: the policy's age at its last use.
         saved_tokens: tokens that need no recomputation thanks to the entry.
-        reuse: number of uses, its creation included.
+        reuse: number of uses, and the expected one that its creation stands for.
         num_bytes: bytes that its eviction frees.
     """
 
     last_used: int
     credit: float
     saved_tokens: int
-    reuse: int
+    reuse: float
     num_bytes: int
 
 

@@ -18,19 +18,22 @@ from vlm_serve.cache.ledger import Ledger
 from vlm_serve.cache.listing import CacheUsage, usage
 from vlm_serve.cache.logprobs import RowPiece, WantedRows, kept_rows
 from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, walk
+from vlm_serve.cache.parting import junction, learn
+from vlm_serve.cache.publishing import LeftState
 from vlm_serve.cache.reasons import Evidence, miss_reason
 from vlm_serve.cache.records import Hit, Lease, Node
 from vlm_serve.cache.stats import CacheStats
 from vlm_serve.cache.suspension import Suspended
 from vlm_serve.cache.tiers.lookup import TierQuery, make_tier_query
+from vlm_serve.cache.timed_pins import TimedPin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from vlm_serve.cache.tiers.entry import Origin
     from vlm_serve.preprocess.keys import PromptKeys
 
-__all__ = ["CacheConfig", "Lease", "Match", "PrefixCache", "Suspended"]
+__all__ = ["CacheConfig", "Lease", "LeftState", "Match", "PrefixCache", "Suspended"]
 
 
 class PrefixCache(Leasing):
@@ -60,13 +63,15 @@ class PrefixCache(Leasing):
         keys: PromptKeys,
         *,
         limit: int,
+        length: int | None = None,
         complete_experts: bool = False,
         logprobs: WantedRows | None = None,
     ) -> Match:
         """Return the deepest boundary <= `limit` from which a request with these keys can start.
         Pure.
 
-        `limit` is at most the number of tokens less one: one token is always computed.
+        `limit` is at most the number of tokens less one: one token is always computed. Blocks
+        beyond `length` tokens are not shared either; None: all may be.
         `complete_experts` clamps the boundary to where routed expert rows are complete. `logprobs`
         clamps it so that the first missing one of those rows is computed: the row of token i is
         computed at the token before it.
@@ -75,7 +80,10 @@ class PrefixCache(Leasing):
         if not self.config.enabled:
             return Match(reason="disabled", root=keys.root)
         ledger = self._ledger
-        path, found = self._find(keys, limit, complete_experts=complete_experts)
+        blocks = len(keys.block_keys)
+        if length is not None:
+            blocks = min(blocks, length // self.config.block_size)
+        path, found = self._find(keys, limit, depth=blocks, complete_experts=complete_experts)
         reason = self._reason(keys, limit, path, found)
         kept: tuple[RowPiece, ...] = ()
         if logprobs is not None:
@@ -87,7 +95,7 @@ class PrefixCache(Leasing):
         used = [*path, found.tail] if found.tail is not None else path
         exact = found.snapshot is None or found.snapshot.exact
         gain = self.config.min_snapshot_gain * self.config.block_size
-        missing = len(path) < len(keys.block_keys)
+        missing = len(path) < blocks
         return Match(
             boundary=found.usable,
             kv_boundary=found.kv,
@@ -105,7 +113,17 @@ class PrefixCache(Leasing):
             pending_key=keys.block_keys[len(path)] if missing else None,
             version=ledger.version,
             root=keys.root,
+            answered=self._answered(path, found),
         )
+
+    def _answered(self, path: list[Node], found: Boundaries) -> int:
+        """Return how many tokens up to the usable boundary the model generated."""
+        used = path[: found.usable // self.config.block_size]
+        tail = 0 if found.tail is None else found.tail.answered
+        if found.tail is None and found.usable % self.config.block_size:
+            node = path[len(used)]
+            tail = max(0, node.answered - (node.end - found.usable))
+        return sum(node.answered for node in used) + tail
 
     def record(
         self,
@@ -115,11 +133,14 @@ class PrefixCache(Leasing):
         *,
         used: int | None = None,
         replay: bool = False,
+        joined_tokens: int = 0,
+        joined_ms: float = 0.0,
     ) -> None:
         """Record an admission; it is published once the lease's first step has succeeded.
         Recomputation after preemption (`replay`) counts as neither hit nor miss.
 
-        `used` tokens were taken from the cache: 0 if the request ran without its match.
+        `used` tokens were taken from the cache: 0 if the request ran without its match. For
+        `joined_tokens` of them it has waited `joined_ms` until another request had computed them.
         """
         events = self._ledger.events
         if replay:
@@ -136,7 +157,29 @@ class PrefixCache(Leasing):
                 boundary=used,
                 reason=match.reason,
                 root=match.root,
+                joined_tokens=joined_tokens,
+                joined_ms=joined_ms,
             )
+
+    def learn(
+        self,
+        lease: Lease,
+        match: Match,
+        keys: PromptKeys,
+        num_prompt_tokens: int,
+        positions: Mapping[int, str],
+    ) -> None:
+        """Learn from a prompt's admission: its parting and its plans.
+
+        Args:
+            positions: planned snapshots by position, each with its kind.
+        """
+        if self.config.has_state and self.config.enabled:
+            learn(self._ledger, self.places, lease, match, keys, num_prompt_tokens, positions)
+
+    def junction(self, match: Match, keys: PromptKeys) -> int:
+        """Return a request's place for a snapshot by prompts parting there; 0: none."""
+        return junction(self._ledger, self.places, match, keys)
 
     # The rest of a request's life
 
@@ -161,21 +204,42 @@ class PrefixCache(Leasing):
                 found.append(cut)
         return tuple(found)
 
-    def drop(self, suspended: Suspended) -> None:
-        """Return the resources of a suspended request, if it has not been evicted."""
+    def node_at(self, keys: PromptKeys, cut: int) -> Node | None:
+        """Return the node ending at a cut point; None if it is not in the trie."""
+        root = self._ledger.trie.root(keys.root)
+        depth, rest = divmod(cut, keys.block_size)
+        path = walk(root, keys, depth)
+        if root is None or len(path) < depth:
+            return None
+        if rest == 0:
+            return path[-1]
+        return (path[-1] if path else root).children.get(keys.tails[cut])
+
+    def expect(self, node: Node, change: int) -> None:
+        """Change the number of waiting requests that are about to use a node. They raise the value
+        of its entries and pin nothing."""
+        self._ledger.expect(node, change)
+
+    def drop(self, suspended: Suspended, left: LeftState | None = None) -> None:
+        """Return the resources of a suspended request, if it has not been evicted.
+
+        Args:
+            left: as for `close`.
+        """
         if suspended.valid:
-            self._suspensions.drop(suspended)
+            self._suspensions.drop(suspended, left)
 
     # Lower tiers
 
     def tier_query(
-        self, keys: PromptKeys, match: Match, *, limit: int, origin: Origin
+        self, keys: PromptKeys, match: Match, *, limit: int, origin: Origin, least: int = 0
     ) -> TierQuery | None:
         """Describe what lower tiers could add to a fresh match: at least `min_snapshot_gain`
-        blocks, up to `limit`. Returns None if nothing. Pure."""
+        blocks, from `least` up to `limit`. Returns None if nothing. Pure."""
         if not self.config.enabled:
             return None
-        least = match.boundary + self.config.min_snapshot_gain * self.config.block_size
+        gain = self.config.min_snapshot_gain * self.config.block_size
+        least = max(match.boundary + gain, least)
         trie, has_state = self._ledger.trie, self.config.has_state
         return make_tier_query(
             trie, match, keys, limit, least=least, has_state=has_state, origin=origin
@@ -233,8 +297,11 @@ class PrefixCache(Leasing):
         """Gauges of blocks, nodes, rows and expert rows."""
         return usage(self._ledger)
 
-    def pin(self, keys: PromptKeys, until: float) -> int:
+    def pin(self, keys: PromptKeys, until: float, owner: bytes | None = None) -> int:
         """Keep the KV and the state of a prompt's deepest usable prefix until time `until`.
+
+        Args:
+            owner: the pin's owner; None: the prompt's root.
 
         Pinning a prefix again changes its expiry. Returns the tokens pinned. That is 0 if nothing
         is cached, or if pins would hold more than half of the blocks or more snapshots than the
@@ -249,8 +316,8 @@ class PrefixCache(Leasing):
         nodes = path[: found.usable // size if found.tail else -(-found.usable // size)]
         if found.tail is not None:
             nodes.append(found.tail)
-        pinned = self._timed_pins.add(tuple(nodes), found.snapshot, until)
-        return found.usable if pinned else 0
+        new = TimedPin(tuple(nodes), found.snapshot, until, owner or nodes[0].parent.key)
+        return found.usable if self._timed_pins.add(new) else 0
 
     def pin_node(self, node: Node, until: float) -> int:
         """Keep a node, all nodes before it and the deepest state there until time `until`.
@@ -263,7 +330,16 @@ class PrefixCache(Leasing):
         while isinstance(path[-1].parent, Node):
             path.append(path[-1].parent)
         snapshot = next((each.snapshot for each in path if each.snapshot is not None), None)
-        return node.end if self._timed_pins.add(tuple(reversed(path)), snapshot, until) else 0
+        new = TimedPin(tuple(reversed(path)), snapshot, until, path[-1].parent.key)
+        return node.end if self._timed_pins.add(new) else 0
+
+    @property
+    def timed_pins(self) -> tuple[TimedPin, ...]:
+        return self._timed_pins.pins
+
+    def lift_pins(self, wanted: Callable[[TimedPin], bool]) -> int:
+        """Release the wanted pins and return their number."""
+        return self._timed_pins.lift(wanted)
 
     def expire(self, now: float) -> int:
         """Release the expired pins and return their number."""
@@ -297,10 +373,10 @@ class PrefixCache(Leasing):
         return audit(books, wanted)
 
     def _find(
-        self, keys: PromptKeys, limit: int, *, complete_experts: bool
+        self, keys: PromptKeys, limit: int, *, depth: int | None = None, complete_experts: bool
     ) -> tuple[list[Node], Boundaries]:
-        """Return the matched full nodes and the boundaries along them."""
-        path = walk(self._ledger.trie.root(keys.root), keys)
+        """Return the matched full nodes, at most `depth`, and the boundaries along them."""
+        path = walk(self._ledger.trie.root(keys.root), keys, depth)
         return path, self._boundaries(path, keys, limit, complete_experts=complete_experts)
 
     def _boundaries(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vlm_serve.cache.reasons import key_at, media_offset, media_starts
@@ -24,16 +25,27 @@ class Publisher:
 
     If the trie already has a key, the existing node joins the lease's path. The request continues
     in that node's block and returns its own.
+
+    Args:
+        exact_until: tokens from there on were computed by decode steps.
+        answer_start: tokens from there on were generated; None: none.
     """
 
     def __init__(
-        self, ledger: Ledger, lease: Lease, keys: PromptKeys, length: int, exact_until: int
+        self,
+        ledger: Ledger,
+        lease: Lease,
+        keys: PromptKeys,
+        length: int,
+        exact_until: int,
+        answer_start: int | None = None,
     ) -> None:
         self._ledger = ledger
         self._lease = lease
         self._keys = keys
         self._length = length
         self._exact_until = exact_until
+        self._answer_start = length if answer_start is None else answer_start
         self._block_size = ledger.config.block_size
 
     def publish(self) -> None:
@@ -41,7 +53,7 @@ class Publisher:
         self._publish_tails()
         for position in sorted(self._lease.reserved):
             if position <= self._length:
-                self._publish_snapshot(self._lease.reserved.pop(position))
+                self.publish_snapshot(self._lease.reserved.pop(position))
 
     def publish_loaded(self) -> None:
         """Publish content from a lower tier; of the tails only the one at `length`, because the
@@ -51,7 +63,22 @@ class Publisher:
         if rest and self._child(index, self._keys.tails[self._length]) is None:
             self._add(index, self._keys.tails[self._length], self._length)
         if self._length in self._lease.reserved:
-            self._publish_snapshot(self._lease.reserved.pop(self._length))
+            self.publish_snapshot(self._lease.reserved.pop(self._length))
+
+    def publish_row(self, row: int) -> bool:
+        """Publish a request's row as the snapshot at `length`; return False, without any change, if
+        none belongs there or if there is one."""
+        index, rest = divmod(self._length, self._block_size)
+        if rest:
+            node = self._child(index, self._keys.tails.get(self._length, b""))
+        else:
+            node = self._lease.path[index - 1] if index else None
+        if node is None or node.inside_span or node.snapshot is not None:
+            return False
+        rows = self._ledger.rows
+        rows.change(row, rows.states[row], RowState.RESERVED)
+        self.publish_snapshot(Snapshot(row, self._length, "left"))
+        return True
 
     def _publish_blocks(self) -> None:
         lease, keys = self._lease, self._keys
@@ -86,7 +113,7 @@ class Publisher:
                 if room or cut in self._lease.reserved:
                     self._add(index, self._keys.tails[cut], cut)
 
-    def _publish_snapshot(self, snapshot: Snapshot) -> None:
+    def publish_snapshot(self, snapshot: Snapshot) -> None:
         """Move a snapshot from RESERVED to READY, or back to FREE if the node has one."""
         keys, ledger, position = self._keys, self._ledger, snapshot.position
         index, rest = divmod(position, self._block_size)
@@ -137,6 +164,10 @@ class Publisher:
             node.media = media_starts(self._keys, start, end)
         node.packed_tokens = self._keys.packed(start, end)
         node.inside_span = self._keys.inside_span(end)
+        node.planned = self._lease.planned
+        node.answered = max(0, end - max(start, self._answer_start))
+        if index == self._lease.boundary // self._block_size:
+            node.answered += self._lease.answered
         self._ledger.add_node(node)
         return node
 
@@ -149,3 +180,25 @@ class Publisher:
 
     def _exact_up_to(self, position: int) -> bool:
         return self._lease.exact and position <= self._exact_until
+
+
+@dataclass(frozen=True, slots=True)
+class LeftState:
+    """What a request leaves: the keys of its tokens, and the position up to which they were
+    computed by prefill."""
+
+    keys: PromptKeys
+    exact_until: int
+
+
+def give_row(ledger: Ledger, lease: Lease, left: LeftState) -> None:
+    """Turn the row of a lease that ends into the snapshot there, if one belongs there. Nothing is
+    copied."""
+    published = ledger.config.enabled and lease.committed and not lease.private
+    if lease.row < 0 or not published:
+        return
+    if ledger.config.exact_only and lease.length > left.exact_until:
+        return
+    publisher = Publisher(ledger, lease, left.keys, lease.length, left.exact_until)
+    if publisher.publish_row(lease.row):
+        lease.row = lease.src_row = -1

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from vlm_serve.cache.places import Planned
 
 Rows = npt.NDArray[Any]
 """Routed expert rows `[tokens, layers, top_k]`."""
@@ -64,20 +67,25 @@ class Node(Branch):
         snapshot: the state at exactly `end`, if there is one.
         exact: the KV was computed by prefill alone, on an exact prefix.
         hits: requests that used the node.
+        expected: waiting requests that are about to use it.
         last_used, credit: the counter and the policy's age at its last use.
         media_offset: offset in the block of the first media span that starts in it, or NO_MEDIA.
         media: all spans that start in it.
         packed_tokens: the ids of its tokens, four little-endian bytes each.
         inside_span: `end` lies strictly inside a media span: no snapshot belongs here.
+        answered: number of its tokens that the model generated as part of an answer.
         experts: routed expert rows `[num_tokens, layers, top_k]`, if known.
         logprobs: a row for each token except the prompt's first one, if known.
+        planned: plans of the node's first request; None: it came from a lower tier.
         ticket: of its entry among the nodes that may lose their log-probabilities.
     """
 
     __slots__ = (
+        "answered",
         "block",
         "credit",
         "exact",
+        "expected",
         "experts",
         "hits",
         "inside_span",
@@ -90,6 +98,7 @@ class Node(Branch):
         "parent",
         "parked",
         "pins",
+        "planned",
         "snapshot",
         "ticket",
     )
@@ -104,14 +113,17 @@ class Node(Branch):
         self.snapshot: Snapshot | None = None
         self.exact = True
         self.hits = 0
+        self.expected = 0
         self.last_used = 0
         self.credit = 0.0
         self.media_offset = NO_MEDIA
         self.media: tuple[MediaStart, ...] = ()
         self.packed_tokens = b""
         self.inside_span = False
+        self.answered = 0
         self.experts: Rows | None = None
         self.logprobs: LogprobRows | None = None
+        self.planned: Planned | None = None
         self.ticket = 0
 
 
@@ -151,12 +163,14 @@ class Snapshot:
         exact: computed by prefill alone, on an exact prefix.
         previous: the nearest snapshot before it on its path when it was attached.
         hits, last_used, credit: as for nodes.
+        expected: added to its hits in its value: the uses expected of it.
         ticket: of its entry among the eviction candidates.
     """
 
     __slots__ = (
         "credit",
         "exact",
+        "expected",
         "hits",
         "kind",
         "last_used",
@@ -177,6 +191,7 @@ class Snapshot:
         self.exact = True
         self.previous: Snapshot | None = None
         self.hits = 0
+        self.expected = 1.0
         self.last_used = 0
         self.credit = 0.0
         self.ticket = 0
@@ -199,9 +214,11 @@ class Hit:
         key: of the deepest node that was used; empty if none was.
         prompt_tokens: length of the prompt.
         kv_boundary, state_boundary: as of its match.
-        boundary: tokens that were taken from the cache.
+        boundary: tokens taken from the cache.
         reason: why there were not more of them.
         root: key of the prompt's root.
+        joined_tokens: the part of `boundary` that it waited for, while another request computed it.
+        joined_ms: time of that wait, in milliseconds.
     """
 
     key: bytes
@@ -211,6 +228,8 @@ class Hit:
     boundary: int
     reason: str
     root: bytes
+    joined_tokens: int = 0
+    joined_ms: float = 0.0
 
 
 class LeaseState(Enum):
@@ -230,12 +249,15 @@ class Lease:
             live row from then on; -1: zero state.
         boundary: tokens that were cached when the lease was opened.
         length: tokens computed so far, cached ones included.
+        prefilled: those of them without the ones from decode steps.
         shared_tokens: a multiple of the block size, possibly beyond `boundary`. The blocks below
             were full when the lease was opened: no KV is written there.
         exact: everything that this request reads was computed by prefill.
         copies: (source block, destination block, rows) to copy before the first step.
         committed: a step has succeeded since the lease was opened.
         private: nothing that it computes is ever published.
+        answered: number of tokens between the last block boundary and `boundary` that the model
+            generated.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -243,11 +265,13 @@ class Lease:
     src_row: int = -1
     boundary: int = 0
     length: int = 0
+    prefilled: int = 0
     shared_tokens: int = 0
     exact: bool = True
     copies: tuple[tuple[int, int, int], ...] = ()
     committed: bool = False
     private: bool = False
+    answered: int = 0
     state: LeaseState = LeaseState.OPEN
     # The cache's own:
     num_shared: int = 0
@@ -261,10 +285,15 @@ class Lease:
     """The block from which a forked request copies its first rows, held until the first commit."""
     reserved: dict[int, Snapshot] = field(default_factory=dict, repr=False)
     """Reserved snapshots by position."""
+    trailing: Snapshot | None = field(default=None, repr=False)
+    """The reserved state of an answer's last block boundary. Decoding overwrites it at the next
+    one; while its position is beyond `length`, that step is planned."""
     hit: Hit | None = field(default=None, repr=False)
     """The report to publish once the first step has succeeded."""
     pending_key: bytes | None = field(default=None, repr=False)
     """Key of the block that this request publishes next."""
+    planned: Planned | None = field(default=None, repr=False)
+    """Its request's plans, for later prompts parting from its path."""
     expert_seed: Rows | None = field(default=None, repr=False)
     """Expert rows between the last block boundary and `boundary`, where known."""
     expert_rows: list[Rows] | None = field(default=None, repr=False)

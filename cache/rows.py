@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 class RowState(Enum):
     """FREE -> LIVE -> FREE for a running request; FREE -> RESERVED -> READY -> FREE for a snapshot.
 
+    The live row of a request that ends at a cut point may become RESERVED, and so a snapshot.
     PRIVATE is the row of a suspended request: LIVE -> PRIVATE -> LIVE, or FREE.
     """
 

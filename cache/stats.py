@@ -20,6 +20,8 @@ class CacheStats:
         requests: those whose first step has succeeded; replays after preemption are counted
             separately.
         query_tokens, hit_tokens: prompt tokens of those requests, and those served by the cache.
+        joined_requests, joined_tokens, joined_ms: of those that waited while others computed tokens
+            of theirs: their number, these tokens, the time.
         replays: recorded admissions that resumed preempted work.
         reasons: admissions by match reason.
         saves: snapshots published, by kind.
@@ -32,6 +34,9 @@ class CacheStats:
     requests: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
+    joined_requests: int = 0
+    joined_tokens: int = 0
+    joined_ms: float = 0.0
     replays: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     saves: Counter[str] = field(default_factory=Counter)
@@ -55,6 +60,9 @@ class CacheStats:
         self.requests += 1
         self.query_tokens += hit.prompt_tokens
         self.hit_tokens += hit.boundary
+        self.joined_requests += hit.joined_tokens > 0
+        self.joined_tokens += hit.joined_tokens
+        self.joined_ms += hit.joined_ms
         self.reasons[hit.reason] += 1
 
     def _snapshot_ready(self, snapshot: Snapshot) -> None:
@@ -68,8 +76,8 @@ class CacheStats:
         else:
             setattr(self, name, value + 1)
 
-    def as_dict(self) -> dict[str, int | dict[str, int]]:
-        """Return a copy made of plain integers and dicts."""
+    def as_dict(self) -> dict[str, float | dict[str, int]]:
+        """Return a copy made of plain numbers and dicts."""
         return {
             name: dict(value) if isinstance(value, Counter) else value
             for name, value in ((each.name, getattr(self, each.name)) for each in fields(self))

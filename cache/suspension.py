@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.publishing import LeftState, give_row
 from vlm_serve.cache.records import Lease, LeaseState
 from vlm_serve.cache.rows import RowState
 
@@ -73,11 +74,17 @@ class Suspensions:
         lease.state = LeaseState.OPEN
         return lease
 
-    def drop(self, suspended: Suspended) -> None:
-        """Return all resources of a suspended request and invalidate it."""
+    def drop(self, suspended: Suspended, left: LeftState | None = None) -> None:
+        """Return all resources of a suspended request and invalidate it.
+
+        Args:
+            left: as for `Leasing.close`.
+        """
         ledger = self._ledger
         lease = self._leases.pop(suspended)
         suspended.lease = None
+        if left is not None:
+            give_row(ledger, lease, left)
         for node in reversed(lease.path):
             ledger.drop_parked(node)
         for block in lease.own_blocks:

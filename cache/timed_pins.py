@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TimedPin:
+    """A pinned path.
+
+    Attributes:
+        nodes: from the root on; the deepest one names the pin.
+        snapshot: the pinned state; None: there is none.
+        until: its expiry.
+        owner: the key of the tenant's root.
+    """
+
     nodes: tuple[Node, ...]
     snapshot: Snapshot | None
     until: float
+    owner: bytes
+
+    @property
+    def key(self) -> bytes:
+        """Key of the deepest node."""
+        return self.nodes[-1].key
 
 
 class TimedPins:
@@ -22,6 +38,9 @@ class TimedPins:
 
     Pins hold at most half of the blocks, and no more snapshots than there are rows beyond the live
     ones. A request that runs alone and still lacks blocks releases them, earliest expiry first.
+
+    Owners share that space fairly: a pin that does not fit takes the place of those of an owner
+    that holds more, as long as its own owner holds less.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -37,30 +56,41 @@ class TimedPins:
         """The next expiry; None if there are no pins."""
         return min((pin.until for pin in self._pins.values()), default=None)
 
-    def add(self, nodes: tuple[Node, ...], snapshot: Snapshot | None, until: float) -> bool:
-        """Pin a path (its deepest node names it), or change the expiry of an existing pin.
+    def add(self, new: TimedPin) -> bool:
+        """Add a pin, or change the expiry of an existing one of the same deepest node.
 
         Returns False, without any change, if pins would hold too much.
         """
-        assert nodes, "nothing to pin"
-        others = [pin for key, pin in self._pins.items() if key != nodes[-1].key]
-        blocks = {node.block.id for pin in others for node in pin.nodes}
-        blocks |= {node.block.id for node in nodes}
-        snapshots = sum(pin.snapshot is not None for pin in others) + (snapshot is not None)
+        key = new.key
+        others = {name: pin for name, pin in self._pins.items() if name != key}
+        leaving = []
         config = self._ledger.config
-        if len(blocks) > config.num_blocks // 2 or snapshots > config.num_snapshot_rows:
-            return False
-        for node in nodes:
+        most = {_blocks: config.num_blocks // 2, _snapshots: config.num_snapshot_rows}
+        for held, limit in most.items():
+            while held((*others.values(), new)) > limit:
+                victim = _one_with_more(others, new, held)
+                if victim is None:
+                    return False
+                del others[victim]
+                leaving.append(victim)
+        for node in new.nodes:
             self._ledger.pin(node)
-        if snapshot is not None:
-            self._ledger.pin_snapshot(snapshot)
-        self._release(nodes[-1].key)
-        self._pins[nodes[-1].key] = TimedPin(nodes, snapshot, until)
+        if new.snapshot is not None:
+            self._ledger.pin_snapshot(new.snapshot)
+        for name in (*leaving, key):
+            self._release(name)
+        for _ in leaving:
+            self._ledger.events.counted.publish(("evictions", "timed_pin"))
+        self._pins[key] = new
         return True
 
     def expire(self, now: float) -> int:
         """Release the expired pins and return their number."""
-        due = [key for key, pin in self._pins.items() if pin.until <= now]
+        return self.lift(lambda pin: pin.until <= now)
+
+    def lift(self, wanted: Callable[[TimedPin], bool]) -> int:
+        """Release the wanted pins and return their number."""
+        due = [key for key, pin in self._pins.items() if wanted(pin)]
         for key in due:
             self._release(key)
         return len(due)
@@ -82,3 +112,28 @@ class TimedPins:
             self._ledger.unpin_snapshot(pin.snapshot)
         for node in reversed(pin.nodes):
             self._ledger.unpin(node)
+
+
+def _blocks(pins: Iterable[TimedPin]) -> int:
+    return len({node.block.id for pin in pins for node in pin.nodes})
+
+
+def _snapshots(pins: Iterable[TimedPin]) -> int:
+    return sum(pin.snapshot is not None for pin in pins)
+
+
+def _one_with_more(
+    others: Mapping[bytes, TimedPin], new: TimedPin, held: Callable[[Iterable[TimedPin]], int]
+) -> bytes | None:
+    """Return the pin that ends first of the owner that holds most, if the new pin's owner would
+    hold less than that; else None."""
+    owners: dict[bytes, list[TimedPin]] = {}
+    for pin in (*others.values(), new):
+        owners.setdefault(pin.owner, []).append(pin)
+    largest = max(owners, key=lambda owner: held(owners[owner]))
+    if held(owners[largest]) <= held(owners[new.owner]):
+        return None
+    return min(
+        (key for key, pin in others.items() if pin.owner == largest),
+        key=lambda key: others[key].until,
+    )

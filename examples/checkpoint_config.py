@@ -10,7 +10,8 @@ from checkpoint_spec import CheckpointSpec
 
 def text_config(spec: CheckpointSpec) -> dict[str, Any]:
     """Return config.json of the language model; for text-only checkpoints the whole file."""
-    kind = spec.model_type if spec.family == "qwen3_next" else f"{spec.model_type}_text"
+    alone = spec.family in ("qwen3_next", "qwen3")
+    kind = spec.model_type if alone else f"{spec.model_type}_text"
     if spec.sliced:
         kind = "qwen3_5_text"
     config: dict[str, Any] = {
@@ -30,7 +31,7 @@ def text_config(spec: CheckpointSpec) -> dict[str, Any]:
     }
     if not spec.vision_depth:
         config["architectures"] = [f"{spec.architecture}ForCausalLM"]
-    if spec.family != "qwen3_vl":
+    if spec.hybrid:
         config |= _gated_delta(spec)
     return config | (_experts(spec) if spec.num_experts else {}) | _dense(spec)
 
@@ -39,6 +40,8 @@ def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
     """Return the rotary settings, placed and named as in each family's published files."""
     if spec.family == "qwen3_next":
         return {"rope_theta": spec.rope_theta, "rope_scaling": None, "partial_rotary_factor": 0.25}
+    if spec.family == "qwen3":
+        return {"rope_theta": spec.rope_theta, "rope_scaling": None}
     half = spec.head_dim // (2 if spec.family == "qwen3_vl" else 8)
     kind = {
         "rope_type": "default",
@@ -55,7 +58,8 @@ def _rotation(spec: CheckpointSpec) -> dict[str, Any]:
 
 def _gated_delta(spec: CheckpointSpec) -> dict[str, Any]:
     gated: dict[str, Any] = {"attn_output_gate": True} if spec.family == "qwen3_5" else {}
-    gated |= {"mtp_num_hidden_layers": 1} if spec.mtp else {}
+    # Published files of Qwen3-Next have the layer without this field.
+    gated |= {"mtp_num_hidden_layers": 1} if spec.mtp and spec.family == "qwen3_5" else {}
     return gated | {
         "full_attention_interval": spec.full_attention_interval,
         "linear_conv_kernel_dim": spec.conv_kernel,
@@ -73,7 +77,7 @@ def _experts(spec: CheckpointSpec) -> dict[str, Any]:
         "num_experts_per_tok": spec.experts_per_token,
         "moe_intermediate_size": spec.moe_intermediate_size,
     }
-    if spec.family != "qwen3_vl":
+    if spec.hybrid:
         config["shared_expert_intermediate_size"] = spec.shared_intermediate_size
     if spec.family != "qwen3_5":
         config |= {

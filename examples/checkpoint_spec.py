@@ -12,6 +12,7 @@ FAMILIES = {
     "qwen3_5": "Qwen3_5",
     "qwen3_vl": "Qwen3VL",
     "qwen3_next": "Qwen3Next",
+    "qwen3": "Qwen3",
     "minicpmv4_6": "MiniCPMV4_6",
     "minicpmv4_7": "MiniCPMV4_7",
 }
@@ -25,10 +26,11 @@ class CheckpointSpec:
     """Sizes of a checkpoint.
 
     - `num_experts > 0` makes a mixture of experts (Qwen3-Next always is one).
-    - `vision_depth = 0` makes a text-only model (Qwen3-Next always is one, Qwen3-VL never).
-    - Only Qwen3-VL has `deepstack_features`; it has no Gated DeltaNet layers and no shared experts.
+    - `vision_depth = 0` makes a text-only model (Qwen3-Next and Qwen3 always are, Qwen3-VL never).
+    - Qwen3-VL and Qwen3 have no Gated DeltaNet layers and no shared experts. Only Qwen3-VL has
+      `deepstack_features`.
     - Experts are in every `sparse_step`-th layer after the first `dense_layers`, but in all layers
-      of Qwen3.5. Only Qwen3.5 may have an `mtp` layer for drafts.
+      of Qwen3.5. Only Qwen3.5 and Qwen3-Next may have an `mtp` layer for drafts.
     - MiniCPM-V cuts pictures into up to `max_slices` slices of about `slice_resolution` squared
       pixels and takes at most `max_video_frames` of a video. It merges patches after layer
       `window_layer` of its tower and has no experts.
@@ -102,6 +104,11 @@ class CheckpointSpec:
         return FAMILIES[self.family] + ("Moe" if moe else "")
 
     @property
+    def hybrid(self) -> bool:
+        """True if there are Gated DeltaNet layers beside gated attention."""
+        return self.family not in ("qwen3_vl", "qwen3")
+
+    @property
     def sliced(self) -> bool:
         """True if pictures are cut into slices."""
         return self.family.startswith("minicpmv")
@@ -124,6 +131,8 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}")
     if spec.family == "qwen3_next" and (spec.vision_depth or not spec.num_experts):
         raise ValueError("qwen3_next has num_experts and no vision_depth")
+    if spec.family == "qwen3" and spec.vision_depth:
+        raise ValueError("qwen3 has no vision_depth")
     if spec.family == "qwen3_vl" and not spec.vision_depth:
         raise ValueError("qwen3_vl has a vision_depth")
     if spec.sliced and (not spec.vision_depth or spec.num_experts):
@@ -134,8 +143,8 @@ def _validate(spec: CheckpointSpec) -> None:
         raise ValueError("downsample_mode must be 16x or 4x")
     if len(set(spec.deepstack)) < len(spec.deepstack) or len(spec.deepstack) >= spec.num_layers:
         raise ValueError("deepstack_features must be fewer than layers, at most vision_depth")
-    if spec.mtp and spec.family != "qwen3_5":
-        raise ValueError("only qwen3_5 has an mtp layer")
+    if spec.mtp and spec.family not in ("qwen3_5", "qwen3_next"):
+        raise ValueError("only qwen3_5 and qwen3_next have an mtp layer")
     if spec.gdn_value_heads % spec.gdn_key_heads:
         raise ValueError("gdn_value_heads must be a multiple of gdn_key_heads")
     if spec.attention_heads % spec.kv_heads:
@@ -158,6 +167,7 @@ SMALL_SPECS = {
     "qwen3_5": CheckpointSpec(),
     "qwen3_vl": CheckpointSpec(family="qwen3_vl", vision_depth=3),
     "qwen3_next": CheckpointSpec(family="qwen3_next", num_experts=8, vision_depth=0),
+    "qwen3": CheckpointSpec(family="qwen3", vision_depth=0),
     "minicpmv4_6": CheckpointSpec(family="minicpmv4_6"),
     "minicpmv4_7": CheckpointSpec(family="minicpmv4_7"),
 }

@@ -4,6 +4,7 @@
     python examples/make_checkpoint.py /tmp/tiny-moe --num-experts 8 --experts-per-token 2
     python examples/make_checkpoint.py /tmp/tiny-vl --family qwen3_vl
     python examples/make_checkpoint.py /tmp/tiny-next --family qwen3_next
+    python examples/make_checkpoint.py /tmp/tiny-qwen3 --family qwen3
     python examples/make_checkpoint.py /tmp/tiny-minicpm --family minicpmv4_6
     python examples/make_checkpoint.py /tmp/tiny-fp8 --dtype bfloat16 --quantization fp8
 

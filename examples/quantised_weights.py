@@ -96,7 +96,8 @@ def _chosen(name: str, weight: torch.Tensor) -> bool:
 
 def _official(module: str) -> bool:
     """Return True if the published GPTQ checkpoints of Qwen3.5 quantise the module."""
-    return bool(_MLP.fullmatch(module)) and "shared_expert" not in module
+    skipped = "shared_expert" in module or module.startswith("mtp.")
+    return bool(_MLP.fullmatch(module)) and not skipped
 
 
 def _apart(

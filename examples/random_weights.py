@@ -20,10 +20,10 @@ def entries(spec: CheckpointSpec) -> Iterator[Entry]:
     hidden = spec.hidden_size
     embedding = "linear" if spec.tied_embeddings else "embedding"
     yield f"{prefix}.embed_tokens.weight", (spec.vocab_size, hidden), embedding
-    norm = "norm" if spec.family == "qwen3_vl" else "centred_norm"
+    norm = "centred_norm" if spec.hybrid else "norm"
     for index in range(spec.num_layers):
         layer = f"{prefix}.layers.{index}"
-        if spec.family == "qwen3_vl" or (index + 1) % spec.full_attention_interval == 0:
+        if not spec.hybrid or (index + 1) % spec.full_attention_interval == 0:
             yield from _attention(layer, spec)
         else:
             yield from _gated_delta(layer, spec)
@@ -56,7 +56,7 @@ def _gated_delta(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
 
 
 def _attention(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
-    hidden, dim, plain = spec.hidden_size, spec.head_dim, spec.family == "qwen3_vl"
+    hidden, dim, plain = spec.hidden_size, spec.head_dim, not spec.hybrid
     query, key = spec.attention_heads * dim, spec.kv_heads * dim
     yield f"{layer}.self_attn.q_proj.weight", (query if plain else 2 * query, hidden), "linear"
     yield f"{layer}.self_attn.k_proj.weight", (key, hidden), "linear"
@@ -75,19 +75,21 @@ def _dense(layer: str, spec: CheckpointSpec, part: str = "mlp", size: int = 0) -
 
 
 def _experts(layer: str, spec: CheckpointSpec) -> Iterator[Entry]:
-    """Yield the experts: one fused tensor, transposed in Qwen3-VL; one per expert in Qwen3-Next."""
+    """Yield the experts: one fused tensor, transposed in Qwen3-VL; one per expert in Qwen3-Next and
+    Qwen3."""
     hidden, count, size = spec.hidden_size, spec.num_experts, spec.moe_intermediate_size
     yield f"{layer}.mlp.gate.weight", (count, hidden), "router"
-    if spec.family == "qwen3_next":
+    if spec.family in ("qwen3_next", "qwen3"):
         for expert in range(count):
             yield from _dense(layer, spec, f"mlp.experts.{expert}", size)
     elif spec.family == "qwen3_vl":
         yield f"{layer}.mlp.experts.gate_up_proj", (count, hidden, 2 * size), "transposed"
         yield f"{layer}.mlp.experts.down_proj", (count, size, hidden), "transposed"
-        return
     else:
         yield f"{layer}.mlp.experts.gate_up_proj", (count, 2 * size, hidden), "stacked"
         yield f"{layer}.mlp.experts.down_proj", (count, hidden, size), "stacked"
+    if not spec.hybrid:
+        return
     yield f"{layer}.mlp.shared_expert_gate.weight", (1, hidden), "linear"
     yield from _dense(layer, spec, "mlp.shared_expert", spec.shared_intermediate_size)
 

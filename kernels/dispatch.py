@@ -12,7 +12,8 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Generic, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 
@@ -30,14 +31,16 @@ class Op(Generic[P, R]):
     """A computation with up to three implementations; each call runs one of them.
 
     Args:
-        torch: for CPU tensors; for every device if there is no Triton kernel.
+        torch: for CPU tensors; for every device if there is no Triton kernel. Also what others are
+            checked against.
         compiled: for CPU tensors inside a `compiled_kernels` block. It returns None, with nothing
             done, if it does not support the arguments.
         triton: "module:function" for tensors of other devices. The module is imported at the first
             such call, so a machine without Triton never imports it.
     """
 
-    __slots__ = ("_compiled", "_found", "_torch", "triton")
+    __slots__ = ("__weakref__", "_compiled", "_found", "torch", "triton")
+    _all: ClassVar[WeakSet[Op[..., Any]]] = WeakSet()
 
     def __init__(
         self,
@@ -46,10 +49,11 @@ class Op(Generic[P, R]):
         compiled: Callable[P, R | None] | None = None,
         triton: str | None = None,
     ) -> None:
-        self._torch = torch
+        self.torch = torch
         self._compiled = compiled
         self.triton = triton
         self._found: Callable[P, R] | None = None
+        self._all.add(self)
 
     def __call__(self, device: torch.device, *args: P.args, **kwargs: P.kwargs) -> R:
         """Compute on a device, on which all tensors among the arguments live.
@@ -67,7 +71,7 @@ class Op(Generic[P, R]):
             result = self._compiled(*args, **kwargs)
             if result is not None:
                 return result
-        return self._torch(*args, **kwargs)
+        return self.torch(*args, **kwargs)
 
     def load_triton(self) -> Callable[P, R]:
         """Return the Triton implementation; import it on first use.
@@ -82,6 +86,17 @@ class Op(Generic[P, R]):
             raise KernelArgumentError("device", f"no Triton implementation: {error}") from error
         self._found = found
         return found
+
+    @classmethod
+    def with_triton(cls) -> list[Op[..., Any]]:
+        """Return all ops with a Triton implementation."""
+        return [op for op in cls._all if op.triton is not None]
+
+    def replace_triton(self, implementation: Callable[P, R] | None) -> Callable[P, R] | None:
+        """Call another function in place of the Triton implementation; None restores it. Return
+        the one before."""
+        before, self._found = self._found, implementation
+        return before
 
 
 @contextmanager

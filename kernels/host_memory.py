@@ -85,3 +85,23 @@ def release_freed_memory(*, regrow: bool = False) -> bool:
     if regrow and _reserve:
         _advise(libc)
     return True
+
+
+class _Info(ctypes.Structure):
+    """The result of mallinfo2(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+                     "uordblks", "fordblks", "keepcost")
+    ]  # fmt: skip
+
+
+def allocated_bytes() -> int:
+    """Return the bytes that this process has of its C library; 0: it cannot be asked."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return 0
+    ask.restype = _Info
+    found = ask()
+    return int(found.uordblks + found.hblkhd)

@@ -1,4 +1,4 @@
-"""Tensors in pages of 2 MB, for long-lived data that is read again and again: weights and pools.
+"""Tensors in pages of 2 MB, for long-lived data read again and again: weights and pools.
 
 A processor's TLB holds few pages, and at batch 1 every token reads all weights: in pages of 4 KB
 decoding is a tenth to a third slower (measured; see benchmarks/notes/steps-cpu.md). These tensors

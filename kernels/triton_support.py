@@ -16,6 +16,7 @@ import torch
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.triton_faults import form_of, triton_version
 from vlm_serve.private_files import cache_path, check_usable, make_private, secure_cache
 from vlm_serve.temporary_folder import TemporaryFolder
 
@@ -99,6 +100,13 @@ def _device_target() -> Target:
         return Target("hip", torch.cuda.get_device_properties(0).gcnArchName.split(":")[0])
     major, minor = torch.cuda.get_device_capability()
     return Target("cuda", 10 * major + minor)
+
+
+def needs_other_form(op: str, target: Target) -> bool:
+    """Return True if a known fault of the installed Triton excludes an op's usual form there."""
+    if target.backend != "cuda" or not isinstance(target.arch, int):
+        return False
+    return bool(form_of(op, target.arch, triton_version()))
 
 
 def interpreted() -> bool:

@@ -278,7 +278,7 @@ class _Chain:
             self._in_text = False
 
     def _add_medium(self, medium: MediaPart) -> None:
-        pieces = [_utf8(piece) for piece in (medium.head, medium.source) if piece]
+        pieces = [_utf8(piece) for piece in medium.texts if piece]
         length = sum(map(len, pieces))
         options = json.dumps(medium.options, sort_keys=True) if medium.options else ""
         self._hasher.update(tagged(medium.modality, options) + tagged("bytes", length))
@@ -306,7 +306,7 @@ class _Chain:
 def _units(medium: MediaPart, num_bytes: int) -> int:
     """Estimate the tokens of a medium, in units."""
     tokens = URL_TOKENS[medium.modality]
-    if medium.modality == "image" and (medium.head or medium.source).startswith("data:"):
+    if medium.modality == "image" and medium.texts[0].startswith("data:"):
         guess = num_bytes // BYTES_PER_IMAGE_TOKEN
         tokens = min(max(guess, MIN_IMAGE_TOKENS), MAX_IMAGE_TOKENS)
     return tokens // _UNIT

@@ -58,6 +58,23 @@ class ChatRequest:
         turns = [self._template.traits.fit_turn(role, "a") for role in roles]
         return self._render(typed, typed.hide(self.messages) + turns, True)
 
+    def render_answered(self, typed: TypedText, answer: Conversation) -> str:
+        """Render the next prompt: the conversation with an answer and one more turn. That is the
+        results of the answer's calls, or a user's turn.
+
+        Raises InvalidRequestError if the template refuses the answer, or if the answer continues
+        the last message in a form that cannot be joined.
+        """
+        traits, messages = self._template.traits, self.messages
+        (said,) = traits.fit(answer)
+        if self._continuation is not None:
+            messages, said = messages[:-1], _joined(messages[-1], said)
+        calls = said.get("tool_calls") or ()
+        turns = [
+            traits.fit_turn("tool", "a") | {"tool_call_id": call.get("id")} for call in calls
+        ] or [traits.fit_turn("user", "a")]
+        return self._render(typed, typed.hide([*messages, said]) + turns, True)
+
     def _render(
         self,
         typed: TypedText,
@@ -77,3 +94,11 @@ class ChatRequest:
                 "the messages contain a lone surrogate", param="messages"
             ) from None
         return text
+
+
+def _joined(start: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return the message continued by an answer. Raises InvalidRequestError."""
+    texts = [message.get("content") for message in (start, rest)]
+    if not all(isinstance(text, str) for text in texts) or "reasoning_content" in rest:
+        raise InvalidRequestError("the answer does not continue a text", param="messages")
+    return start | rest | {"content": "".join(map(str, texts))}

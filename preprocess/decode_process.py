@@ -9,16 +9,20 @@ import socket
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vlm_serve import child
+from vlm_serve import child, children
 from vlm_serve.errors import MediaError, VlmServeError
 from vlm_serve.preprocess.decode_wire import GoneError, map_array, receive, send
 
 _START_SECONDS = 120.0
+_FORK_SECONDS = 5.0
+"""A fork of a fork server that has already answered takes milliseconds. After this time the fork
+server is stopped, or hangs."""
 _END_SECONDS = 5.0
 # Math libraries get one thread: FFmpeg's own suffice, and each further one takes address space.
 _ENVIRONMENT = {
@@ -36,19 +40,17 @@ class ForkServer:
     It has already imported everything they need. A fork is ready within milliseconds and shares
     most of its memory with the fork server.
 
-    It is started on first use, and again if it has died. Thread-safe.
+    It is started on first use, and again if it has died or does not answer. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
+        self._answered = False
 
-    def fork(self, niceness: int) -> socket.socket:
-        """Start a process and return the owner's end of the connection to it.
-
-        Raises VlmServeError if the fork server cannot be started.
-        """
+    def fork(self, niceness: int) -> Fork:
+        """Start a process. Raises VlmServeError if the fork server cannot be started."""
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._lock:
@@ -56,10 +58,21 @@ class ForkServer:
                     self._start()
                 assert self._sock is not None
                 send(self._sock, {"niceness": niceness}, theirs.fileno())
+                return Fork(ours, self._process, self._answered)
         except (OSError, GoneError):
             ours.close()
             raise VlmServeError("the media decoder did not start") from None
-        return ours
+
+    def answered(self, fork: Fork) -> None:
+        """Note that a process has started, so that later ones are expected soon."""
+        with self._lock:
+            self._answered = self._answered or fork.server is self._process
+
+    def replace(self, fork: Fork) -> None:
+        """End the fork server that this process did not come from; the next fork starts another."""
+        with self._lock:
+            if fork.server is self._process:
+                self._end()
 
     def close(self) -> None:
         """End the fork server; processes forked from it end with their owner."""
@@ -70,8 +83,9 @@ class ForkServer:
         self._end()
         self._sock, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                child.command("vlm_serve.preprocess.decode_worker", str(theirs.fileno())),
+            self._process = children.start(
+                "vlm_serve.preprocess.decode_worker",
+                str(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -86,6 +100,22 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
         self._sock = self._process = None
+        self._answered = False
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A requested process.
+
+    Attributes:
+        sock: the owner's end of the connection to it.
+        server: the fork server that was asked.
+        proven: that fork server has forked before, so it has imported all it needs.
+    """
+
+    sock: socket.socket
+    server: subprocess.Popen[bytes] | None
+    proven: bool
 
 
 class DecodeProcess:
@@ -103,19 +133,31 @@ class DecodeProcess:
         self.pid = 0
         self._lock = threading.Lock()
         self._lifeline = -1
-        self._sock = fork_server.fork(niceness)
-        self._deadline = time.monotonic() + _START_SECONDS
+        self._fork_server = fork_server
+        self._fork = fork_server.fork(niceness)
+        self._sock = self._fork.sock
+        seconds = _FORK_SECONDS if self._fork.proven else _START_SECONDS
+        self._deadline = time.monotonic() + seconds
 
-    def wait_until_ready(self) -> None:
-        """Wait until the process accepts tasks. Raises VlmServeError if it does not start."""
-        if self.pid:
-            return
+    def wait_until_ready(self) -> bool:
+        """Wait until the process accepts tasks.
+
+        Returns False if it does not start although others did: its fork server is stopped, hangs
+        or has died, and is replaced.
+
+        Raises VlmServeError if it does not start.
+        """
         try:
             message, lifeline = receive(self._sock, self._deadline)
         except (GoneError, TimeoutError):
+            self._fork_server.replace(self._fork)
+            if self._fork.proven:
+                return False
             raise VlmServeError("the media decoder did not start") from None
+        self._fork_server.answered(self._fork)
         with self._lock:
             self._lifeline, self.pid = lifeline, int(message["pid"])
+        return True
 
     @property
     def alive(self) -> bool:

@@ -7,7 +7,7 @@ A decode that takes too long or too much memory, or crashes a decoder, can be en
 SOCKET is the number of an inherited socket (`decode_wire`). This process is the fork server. It
 receives the sockets of workers over SOCKET and forks a worker for each; no other thread runs here.
 A worker sends its owner one end of a pipe and never reads the other end. As soon as the owner
-closes its end, a signal ends the worker, whatever it is computing.
+closes its end, the kernel kills the worker, whatever it is computing and even if it is stopped.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import PIL.Image
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.decode_wire import GoneError, SharedArray, map_array, receive, send
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_animation import AnimatedPicture, is_picture
 from vlm_serve.preprocess.media_image import (
     MediaMemoryError,
     Pixels,
@@ -42,7 +43,8 @@ from vlm_serve.preprocess.media_video import EncodedVideo
 
 def main() -> None:
     """Fork a worker for every received socket, until the owner is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl+C
+    for each in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # a terminal's; the owner handles
+        signal.signal(each, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave no zombies
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     PIL.Image.init()
@@ -81,6 +83,8 @@ def _end_with_owner(sock: socket.socket) -> None:
     ours, theirs = os.pipe()
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(ours, fcntl.F_SETOWN, os.getpid())
+    if hasattr(fcntl, "F_SETSIG"):  # Elsewhere SIGIO, which does not end a stopped process.
+        fcntl.fcntl(ours, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(ours, fcntl.F_SETFL, fcntl.fcntl(ours, fcntl.F_GETFL) | os.O_ASYNC)
     with _closing(theirs):
         send(sock, {"pid": os.getpid()}, theirs)
@@ -165,10 +169,12 @@ def _shared(shape: tuple[int, ...], dtype: Any = np.uint8) -> SharedArray:
 
 def _serve_video(sock: socket.socket, data: Any, limits: MediaLimits, fps: float | None) -> None:
     """Send the times of all frames, then one selected frame per "next" message."""
-    video = EncodedVideo(data.data, fps, limits)
+    animated = is_picture(data.data)
+    video = (AnimatedPicture if animated else EncodedVideo)(data.data, fps, limits)
     with _shared((len(video.times),), np.float64) as times:
         times.array[:] = video.times
-        send(sock, {"fps": video.fps, "count": len(video.times)}, times.descriptor)
+        head = {"fps": video.fps, "steady": video.steady, "cut_short": video.cut_short}
+        send(sock, head | {"count": len(video.times)}, times.descriptor)
     request, _ = receive(sock)
     if "indices" not in request:
         return

@@ -40,6 +40,7 @@ shared by all of them."""
 HEAVY_NICENESS = 10
 # A video's process reports a passed deadline itself; after this grace period it is killed.
 _GRACE_SECONDS = 10.0
+_MOST_STARTS = 3
 
 
 def default_slots() -> tuple[int, int]:
@@ -169,15 +170,21 @@ class Decoders:
             if process.alive:
                 return process
             self._drop(process)
-        process = DecodeProcess(self._fork_server, HEAVY_NICENESS if heavy else 0)
-        with self._lock:
-            self._all.add(process)
-        try:
-            process.wait_until_ready()
-        except VlmServeError:
-            self._drop(process)
-            raise
-        return process
+        for _ in range(_MOST_STARTS):
+            process = DecodeProcess(self._fork_server, HEAVY_NICENESS if heavy else 0)
+            with self._lock:
+                self._all.add(process)
+            ready = False
+            try:
+                ready = process.wait_until_ready()
+            finally:
+                if not ready:
+                    self._drop(process)
+            if ready:
+                return process
+            if self._closed:
+                raise EngineClosedError("the engine is closed")
+        raise VlmServeError("the media decoder did not start")
 
     def _put_back(self, process: DecodeProcess) -> None:
         with self._lock:
@@ -196,6 +203,7 @@ class DecodedVideo:
         self._process, self._limits = process, limits
         message, descriptor = self._receive(self._deadline())
         self.fps = float(message["fps"])
+        self.steady, self.cut_short = bool(message["steady"]), bool(message["cut_short"])
         times = take_array(descriptor, (int(message["count"]),), np.float64)
         self.times: Sequence[float] = times.tolist()
         self._open = True

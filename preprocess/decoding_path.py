@@ -17,8 +17,9 @@ from PIL import features
 
 from vlm_serve.preprocess.keys import tagged
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.picture_plugins import plugins
 
-_DOMAIN = b"vlm-serve decoding path 1"
+_DOMAIN = b"vlm-serve decoding path 2"
 _LIMITS = (
     "max_image_pixels",
     "max_image_scans",
@@ -52,6 +53,7 @@ def libraries() -> dict[str, str]:
         f"Pillow {name}": str(version) for name, version in (codecs | modules | extras).items()
     }
     found |= {f"FFmpeg {name}": str(version) for name, version in av.library_versions.items()}
+    found |= {f"plugin {form}": package for form, package in plugins().items()}
     found["PyAV"] = str(av.__version__)
     found["Pillow"] = PIL.__version__
     # torch does the resize, and its result differs between processors.

@@ -61,6 +61,28 @@ def split_pieces(text: str, pattern: re.Pattern[str]) -> Iterator[PromptPiece]:
         yield PromptPiece(text[at:], False)
 
 
+def last_pieces(
+    tokenizer: Tokenizer, typed: TypedText, pieces: Sequence[PromptPiece], count: int
+) -> list[PromptPiece]:
+    """Return the end of a prompt without media: at least its last `count` tokens, or all.
+
+    The time is that of encoding about as many tokens.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode_plain(typed.restore(text))
+
+    kept: list[PromptPiece] = []
+    wanted = tokenizer.enough(count)
+    for piece in reversed(pieces):
+        if wanted <= 0:
+            break
+        at, found = (0, 1) if piece.is_special else tokenizer.find_end(piece.text, wanted, encode)
+        kept.append(PromptPiece(piece.text[at:], piece.is_special))
+        wanted -= found
+    return kept[::-1]
+
+
 @dataclass(slots=True)
 class Expansion:
     """Token ids under construction.

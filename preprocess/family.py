@@ -80,6 +80,7 @@ _FAMILIES = {
     "qwen3_5": QWEN3_5,
     "qwen3_vl": QWEN2,
     "qwen3_next": QWEN2,
+    "qwen3": QWEN2,
     "minicpmv4_6": MINICPMV4_6,
     "minicpmv4_7": MINICPMV4_7,
 }

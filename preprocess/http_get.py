@@ -21,14 +21,11 @@ from dataclasses import dataclass
 
 from vlm_serve.errors import InvalidRequestError, MediaFetchError
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.public_address import is_public
 from vlm_serve.preprocess.stopping import Stop
 
 _PRINTABLE = re.compile(r"[!-~]+")
 _CONNECT_SECONDS = 5.0
-# Prefix of IPv4 hosts as seen from an IPv6-only network.
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +87,6 @@ def parse_target(url: str, limits: MediaLimits, param: str | None = None) -> Tar
     secure = parts.scheme == "https"
     path = (parts.path or "/") + ("?" + parts.query if parts.query else "")
     return Target(host, port or (443 if secure else 80), path, secure)
-
-
-def is_public(address: Address) -> bool:
-    """Return True for a public internet address that embeds no other kind of address."""
-    if isinstance(address, ipaddress.IPv6Address):
-        if address in _NAT64:
-            return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        embedded = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-        if any(inner is not None and not is_public(inner) for inner in embedded):
-            return False
-        if address.is_site_local:
-            return False
-    return address.is_global and not (
-        address.is_multicast or address.is_reserved or address.is_unspecified
-    )
 
 
 def _resolve(target: Target, deadline: Deadline, stop: Stop) -> list[tuple[int, tuple[str, int]]]:

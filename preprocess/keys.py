@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from blake3 import blake3
@@ -52,6 +52,41 @@ def tagged(name: str, value: bytes | str | int) -> bytes:
     return _COUNT.pack(len(tag)) + tag + struct.pack("<Q", len(raw)) + raw
 
 
+class AdapterIdentity(NamedTuple):
+    """Digests of an adapter of the weights, in hexadecimal; "" for none.
+
+    Attributes:
+        whole: of everything that decides bits.
+        vision: of its part in the vision tower, "" if it leaves the tower alone.
+    """
+
+    whole: str = ""
+    vision: str = ""
+
+
+NO_ADAPTER = AdapterIdentity()
+
+
+class KeyScope(NamedTuple):
+    """What a prompt's keys are confined to: a tenant's salt, and an adapter of the weights."""
+
+    cache_salt: str = ""
+    adapter: AdapterIdentity = NO_ADAPTER
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `Preprocessor.prepare` and its relatives."""
+        salt = {"cache_salt": self.cache_salt}
+        return {**salt, "adapter": self.adapter} if self.adapter.whole else salt
+
+
+class Roots(NamedTuple):
+    """Root keys of a prompt: of its KV and state, and of its media's embeddings."""
+
+    prompt: bytes
+    vision: bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class RootFields:
     """Everything that cached tensors depend on besides tokens and media.
@@ -66,7 +101,7 @@ class RootFields:
         chunk_size: tokens per gated-delta chunk.
         processor_fingerprint: names the media processors and their configs; `Preprocessor` fills it
             in.
-        adapter: name and content of a weight adapter, "" for none.
+        adapter: digest of an adapter of the weights, never its name; "" for none.
         cache_salt: the tenant's salt, "" for the common pool.
         numerics: names the arithmetic; equal names guarantee equal bits.
     """
@@ -119,8 +154,10 @@ class PromptKeys:
         block_size: tokens per block.
         spans: media spans, sorted by start and disjoint.
         end_of_turn_ids: tokens followed by a cut point.
+        vision_root: see below; None: the root.
 
     Attributes:
+        vision_root: root of the keys of its media's embeddings.
         block_size: tokens per block.
         block_keys: one 32-byte key per full block.
         cuts: all cut points (multiples of the block size, span ends, positions after an end-of-turn
@@ -148,10 +185,12 @@ class PromptKeys:
         "span_hashes",
         "span_kinds",
         "tails",
+        "vision_root",
     )
 
     block_size: int
     root: bytes
+    vision_root: bytes
     block_keys: list[bytes]
     cuts: list[int]
     tails: dict[int, bytes]
@@ -168,9 +207,11 @@ class PromptKeys:
         block_size: int,
         spans: Sequence[SpanIdentity] = (),
         end_of_turn_ids: Collection[int] = (),
+        vision_root: bytes | None = None,
     ) -> None:
         assert len(root) == KEY_BYTES and block_size > 0
         self.root = root
+        self.vision_root = root if vision_root is None else vision_root
         self.block_size = block_size
         self._end_of_turn_ids = frozenset(end_of_turn_ids)
         self.span_bounds = tuple((span.start, span.end) for span in spans)
@@ -245,6 +286,7 @@ class PromptKeys:
             token_ids,
             block_size=self.block_size,
             end_of_turn_ids=self._end_of_turn_ids,
+            vision_root=self.vision_root,
         )
 
     def fork(self, root: bytes | None = None) -> PromptKeys:
@@ -255,7 +297,8 @@ class PromptKeys:
         copy = object.__new__(PromptKeys)
         for name in PromptKeys.__slots__:
             setattr(copy, name, getattr(self, name))
-        copy.root = self.root if root is None else root
+        if root is not None:
+            copy.root = copy.vision_root = root
         copy.block_keys = self.block_keys.copy()
         copy.cuts = self.cuts.copy()
         copy.tails = self.tails.copy()
@@ -295,6 +338,10 @@ class PromptKeys:
     def inside_span(self, position: int) -> bool:
         """Return True if `start < position < end` for a media span."""
         return self._span_around(position) is not None
+
+    def span_ends_within(self, start: int, end: int) -> bool:
+        """Return True if a media span ends in `(start, end]`."""
+        return bisect_right(self._span_ends, start) < bisect_right(self._span_ends, end)
 
     def last_cut(self, limit: int) -> int:
         """Return the deepest cut point <= limit that is not strictly inside a span, else 0."""

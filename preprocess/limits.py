@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,17 +61,30 @@ class MediaLimits:
         assert 0 < self.max_image_pixels <= _PILLOW_ERROR_PIXELS
 
 
+def check_deadline(deadline: float, limits: MediaLimits, param: str | None) -> None:
+    """Raise MediaError once a video's decoding is behind its deadline, in monotonic seconds."""
+    if time.monotonic() > deadline:
+        raise MediaError(
+            f"decoding takes longer than {limits.max_decode_seconds:g} seconds", param=param
+        )
+
+
 def check_video(
     num_frames: int,
-    fps: float,
+    seconds: float | None,
     size: tuple[int, ...],
     limits: MediaLimits,
     param: str | None,
 ) -> None:
-    """Check a video's frames, length and pixels. Raises MediaError if one exceeds its limit."""
+    """Check a video's frames, length and pixels. Raises MediaError if one exceeds its limit.
+
+    Args:
+        seconds: its length; None: not known yet.
+        size: (height, width).
+    """
     if num_frames > limits.max_video_frames:
         raise MediaError(f"the video is over {limits.max_video_frames} frames", param=param)
-    if num_frames / fps > limits.max_video_seconds:
+    if seconds is not None and seconds > limits.max_video_seconds:
         raise MediaError(f"the video is over {limits.max_video_seconds:g} seconds", param=param)
     if size[0] * size[1] > limits.max_video_pixels:
         raise MediaError(f"the video is over {limits.max_video_pixels} pixels", param=param)

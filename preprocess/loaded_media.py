@@ -37,6 +37,7 @@ class LoadedMedia:
         self.record = record
         self.modality = record.modality
         self.grid = record.grid
+        self.cut_short = record.cut_short
         self.decoded = processed is not None
         self.waited = waited
         self._config = config

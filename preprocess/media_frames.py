@@ -12,6 +12,7 @@ import torch
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.limits import DEFAULT_FPS, MediaLimits, check_video
 from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
+from vlm_serve.preprocess.video_times import FrameTimes
 
 
 class Video(Protocol):
@@ -22,6 +23,12 @@ class Video(Protocol):
 
     times: Sequence[float]
     """Seconds of every frame since the first one, ascending."""
+
+    steady: bool
+    """The frames are `1 / fps` apart, as precisely as `times` can say it."""
+
+    cut_short: bool
+    """The file ends before its own end, or cannot be read further."""
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Yield uint8 `[height, width, 3]` for each index; ascending, repetitions allowed."""
@@ -58,8 +65,9 @@ class ArrayVideo:
             raise MediaError("the video has no frames", param=param)
         self._frames = frames
         self.fps = DEFAULT_FPS if fps is None else fps
-        check_video(len(frames), self.fps, frames.shape[1:3], limits, param)
-        self.times: Sequence[float] = [index / self.fps for index in range(len(frames))]
+        self.steady, self.cut_short = True, False
+        check_video(len(frames), len(frames) / self.fps, frames.shape[1:3], limits, param)
+        self.times = FrameTimes.even(len(frames), self.fps).seconds
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
         for index in indices:

@@ -25,14 +25,17 @@ import PIL.Image
 from PIL.PngImagePlugin import PngImageFile
 
 from vlm_serve.errors import MediaError
+from vlm_serve.preprocess.file_kinds import file_kind
 from vlm_serve.preprocess.jpeg_scans import count_scans
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.picture_plugins import REMEDIES, plugins
+from vlm_serve.preprocess.picture_repair import ended_twice, lacks_end, without_broken_notes
 
 Pixels = npt.NDArray[np.uint8]
 NewPixels = Callable[[tuple[int, int, int]], Pixels]
 """Allocates the output array of a given shape."""
 
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP", *plugins())
 _WHITE = (255, 255, 255, 255)
 _16_BIT = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
 _STRIP_PIXELS = 1 << 20
@@ -57,12 +60,14 @@ class OpenedImage:
     Attributes:
         image: the image as Pillow opened it.
         low: the same file, opened to give the lower bytes of 16-bit colours; None if not needed.
+        twin: a JPEG file without its end marker, ended in another way; None for all others.
         work: pixels times the passes of the decoder over them.
     """
 
     image: PIL.Image.Image
     low: PIL.Image.Image | None
     work: int
+    twin: PIL.Image.Image | None = None
 
 
 def decode_image(data: bytes, limits: MediaLimits, param: str | None = None) -> Pixels:
@@ -88,10 +93,13 @@ def open_image(data: bytes, limits: MediaLimits, param: str | None = None) -> Op
     if len(data) > limits.max_image_bytes:
         raise MediaError(f"the image is over {limits.max_image_bytes} bytes", param=param)
     try:
+        data, twin = without_broken_notes(data), None
+        if lacks_end(data):
+            data, other = ended_twice(data)
+            twin = PIL.Image.open(io.BytesIO(other), formats=FORMATS)
         image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
     except PIL.UnidentifiedImageError:
-        known = ", ".join(FORMATS)
-        raise MediaError(f"not an image of a supported format ({known})", param=param) from None
+        raise _unsupported(data, param) from None
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
         raise _too_many_pixels(limits, param) from None
     except MemoryError:
@@ -104,12 +112,12 @@ def open_image(data: bytes, limits: MediaLimits, param: str | None = None) -> Op
         raise MediaError(f"the image has over {limits.max_image_scans} scans", param=param)
     low = _normalise_transparency(image, data)
     pixels = image.width * image.height
-    held = _MODE_BYTES.get(image.mode, 4) * (1 if low is None else 2) + 3
+    held = _MODE_BYTES.get(image.mode, 4) * (2 if low or twin else 1) + 3
     if scans > 1:  # the decoder keeps all coefficients between scans
         held += 2 * len(image.getbands())
     if pixels * held > limits.max_decode_bytes:
         raise _too_much_memory(limits, param)
-    return OpenedImage(image, low, pixels * max(scans, 1))
+    return OpenedImage(image, low, pixels * max(scans, 1), twin)
 
 
 def decode_opened(
@@ -117,6 +125,8 @@ def decode_opened(
 ) -> Pixels:
     """Decode an opened image into an array from `new`, and close the image."""
     with opened.image as image:
+        if opened.twin is not None:
+            _check_complete(image, opened.twin, limits, param)
         return _decode(image, opened.low, limits, param, new)
 
 
@@ -148,6 +158,25 @@ def _load(image: PIL.Image.Image, limits: MediaLimits, param: str | None) -> Non
         raise _too_much_memory(limits, param) from None
     except Exception:  # Pillow's plugins raise errors of any kind on broken data
         raise MediaError("the image is truncated or damaged", param=param) from None
+
+
+def _check_complete(
+    image: PIL.Image.Image, twin: PIL.Image.Image, limits: MediaLimits, param: str | None
+) -> None:
+    """Raise MediaError if a JPEG file without its end marker lacks blocks, too."""
+    for each in (image, twin):
+        _load(each, limits, param)
+    with twin:
+        if not np.array_equal(np.asarray(image), np.asarray(twin)):
+            raise MediaError("the image is truncated or damaged", param=param)
+
+
+def _unsupported(data: bytes, param: str | None) -> MediaError:
+    kind = file_kind(data)
+    known = f"not an image of a supported format ({', '.join(FORMATS)})"
+    found = f": it is {kind}" if kind else ""
+    remedy = f"; {REMEDIES[kind]}" if kind in REMEDIES else ""
+    return MediaError(known + found + remedy, param=param)
 
 
 def _decode(

@@ -23,6 +23,14 @@ from vlm_serve.host_threads import releasing
 from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.decoding_path import decoding_path
 from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding, fetch, read_file
+from vlm_serve.preprocess.frame_files import (
+    FrameFiles,
+    ListedVideo,
+    check_frame_count,
+    frame_sources,
+    listed_options,
+    places,
+)
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.media_frames import ArrayVideo
@@ -148,6 +156,8 @@ class MediaLoader:
         processor = self._processor(part)
         assert processor is not None
         options = processor.options(part)
+        if part.modality == "video" and frame_sources(part.source) is not None:
+            options = listed_options(part, options)
         key_of = partial(
             raw_key,
             cache_salt=cache_salt,
@@ -163,7 +173,7 @@ class MediaLoader:
             read = partial(self._read_source, part)
             return self._recall(known, _Upload(part, options, processor, key_of, (url_key,), read))
         source = self._read_source(part, stop, hold)
-        key = key_of(source) if isinstance(source, bytes) or _is_contiguous(source) else None
+        key = key_of(_hashed(source)) if _has_key(source) else None
         keys = tuple(each for each in (key, url_key) if each is not None)
         upload = _Upload(part, options, processor, key_of, keys, lambda _: source)
         began = time.monotonic()
@@ -235,6 +245,9 @@ class MediaLoader:
         if isinstance(source, bytes):
             with self._decode(part, source, options, stop) as decoded, stop.timed("resize"):
                 return processor.process(decoded, options, part.param)
+        if isinstance(source, FrameFiles):
+            video = self._frames(part, source, options, stop)
+            return processor.process(video, options, part.param)
         with self._converting:
             return processor.process(self._convert(part, source, options), options, part.param)
 
@@ -246,6 +259,15 @@ class MediaLoader:
             return decoders.image(source, limits, part.param, stop)
         return decoders.video(source, options.fps, limits, part.param, stop)
 
+    def _frames(self, part: MediaPart, source: FrameFiles, options: Any, stop: Stop) -> ListedVideo:
+        images = list(places(part, source.files))
+
+        def decode(index: int) -> AbstractContextManager[Pixels]:
+            file, param = source.files[index], images[index].param
+            return self._decoders.image(file, self._limits, param, stop)
+
+        return ListedVideo(decode, len(source.files), options.fps, self._limits, part.param)
+
     def _convert(self, part: MediaPart, source: Any, options: Any) -> Any:
         if part.modality == "image":
             return _image_pixels(source, self._limits, part.param)
@@ -255,6 +277,11 @@ class MediaLoader:
         source, limits = part.source, self._limits
         is_image = part.modality == "image"
         max_bytes = limits.max_image_bytes if is_image else limits.max_video_bytes
+        frames = frame_sources(source) if not is_image else None
+        if frames is not None:
+            check_frame_count(frames, part.param)
+            read = (self._read_source(each, stop, hold) for each in places(part, frames))
+            return FrameFiles(tuple(read))
         if isinstance(source, bytes | bytearray | memoryview):
             return bytes(source)
         if isinstance(source, str) and (part.url_only or _SCHEME.match(source)):
@@ -294,7 +321,16 @@ class _Upload:
 
 def is_remote(part: MediaPart) -> bool:
     """Return True if loading the part waits for another machine."""
-    return isinstance(part.source, str) and part.source[:5].lower().startswith("http")
+    sources = part.source if isinstance(part.source, list) else [part.source]
+    return any(isinstance(each, str) and each[:5].lower().startswith("http") for each in sources)
+
+
+def _has_key(source: Any) -> bool:
+    return isinstance(source, bytes | FrameFiles) or _is_contiguous(source)
+
+
+def _hashed(source: Any) -> Any:
+    return source.packed if isinstance(source, FrameFiles) else source
 
 
 def _is_data_url(source: Any) -> bool:

@@ -128,8 +128,8 @@ def check_known(part: MediaPart, known: Collection[str]) -> None:
 def detail_of(part: MediaPart) -> str:
     """Read the level of detail of an image. Raises InvalidRequestError."""
     detail = part.options.get("detail", "auto")
-    if detail not in ("auto", "high", "low"):
-        raise invalid(part, "detail", "must be auto, low or high")
+    if detail not in ("auto", "high", "low", "original"):
+        raise invalid(part, "detail", "must be auto, low, high or original")
     return str(detail)
 
 

@@ -52,6 +52,7 @@ class MediaRecord:
             image.
         merge_size: patches per side that form one token.
         slices: layout of every picture, None for no slices.
+        cut_short: the file ends before its own end; the medium is the part before.
     """
 
     modality: Modality
@@ -60,6 +61,7 @@ class MediaRecord:
     times: tuple[float, ...]
     merge_size: int
     slices: Slices | None = None
+    cut_short: bool = False
 
     def span(self, patch: int) -> tuple[int, int, int]:
         """Return (frame, h, w): the picture of a span, and the span's own size in patches."""
@@ -141,7 +143,7 @@ def process_video(
         times = [index / options.sample_fps for index in range(len(indices))]
     else:
         indices = _uniform(len(video.times), video.fps, options, config, param)
-        times = [index / video.fps for index in indices]
+        times = shown_times(video, indices)
     frames = iter(video.frames(indices))
     first = next(frames)
     size = _frame_size(first, len(indices), options, config, param)
@@ -154,8 +156,17 @@ def process_video(
         for patch in range(num_patches)
     )
     grid, seconds = (num_patches, rows, columns), tuple(patch_times(times, patch_size))
-    record = MediaRecord("video", grid, hashes, seconds, config.merge_size)
+    record = MediaRecord(
+        "video", grid, hashes, seconds, config.merge_size, cut_short=video.cut_short
+    )
     return Processed(record, resized)
+
+
+def shown_times(video: Video, indices: Sequence[int]) -> list[float]:
+    """Return the seconds of frames: multiples of the exact rate if the video keeps it."""
+    if video.steady:
+        return [index / video.fps for index in indices]
+    return [video.times[index] for index in indices]
 
 
 def grid_frames(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vlm_serve.preprocess.family import Family
+from vlm_serve.preprocess.family import Family, family_of
 from vlm_serve.preprocess.media_options import image_options, video_options
 from vlm_serve.preprocess.media_process import Processed, process_image, process_video
-from vlm_serve.preprocess.processors import PictureConfig, check_fit, image_config, video_config
+from vlm_serve.preprocess.processors import (
+    PictureConfig,
+    check_fit,
+    fingerprint,
+    image_config,
+    video_config,
+)
 from vlm_serve.preprocess.reading.conversation import MediaPart
 from vlm_serve.preprocess.slice_config import check_modes, slice_image_config, slice_video_config
 from vlm_serve.preprocess.slice_options import slice_image_options, slice_video_options
 from vlm_serve.preprocess.slice_process import process_sliced_image, process_sliced_video
+from vlm_serve.preprocess.tokenizer import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ def missing_files(
 
 
 def find_processors(
-    directory: Path | str, config: dict[str, Any], family: Family
+    directory: Path | str, config: Mapping[str, Any], family: Family
 ) -> tuple[Processor | None, Processor | None]:
     """Return the processors of images and of videos, None for one the checkpoint does not have.
 
@@ -82,3 +89,15 @@ def find_processors(
         )
     check_fit(config["vision_config"], images, videos)
     return image_processor, video_processor
+
+
+def processor_fingerprint(directory: Path | str, config: Mapping[str, Any] | None = None) -> bytes:
+    """Return 32 bytes that name the checkpoint's media processors and their settings; `config`:
+    see `Preprocessor`."""
+    if config is None:
+        config = read_json(Path(directory) / "config.json")
+    if not config.get("vision_config"):
+        return fingerprint(None, None)
+    family = family_of(str(config.get("model_type", "")))
+    found = find_processors(directory, config, family)
+    return fingerprint(*(each.config if each else None for each in found))

@@ -1,7 +1,8 @@
 """Reads video files in memory as numbered frames, through PyAV.
 
 A file is read twice. The first pass decodes nothing and finds the frame times and the key frames.
-The second decodes only what the wanted frames need. Frame i is the i-th in presentation order.
+The second decodes only what the wanted frames need. Frame i is the i-th in presentation order. A
+file may end anywhere, or be unreadable from some place on: then it has the frames before.
 """
 
 from __future__ import annotations
@@ -10,19 +11,30 @@ import bisect
 import os
 import time
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import av
-import numpy as np
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.limits import DEFAULT_FPS, MediaLimits, check_video
+from vlm_serve.preprocess.file_kinds import MP4, file_kind
+from vlm_serve.preprocess.limits import MediaLimits, check_deadline, check_video
 from vlm_serve.preprocess.media_image import Pixels
+from vlm_serve.preprocess.video_container import Reader, lacks_index, readable_part
+from vlm_serve.preprocess.video_pixels import upright
+from vlm_serve.preprocess.video_times import (
+    FrameTimes,
+    PacketTime,
+    join_clocks,
+    measure,
+    strictly_ascending,
+)
 
+VIDEO_FORMATS = "MP4, MOV, WebM, Matroska, AVI, MPEG, FLV, WMV"
 # Playlists, SDP and concat scripts open files and ports named by the client, so they are not
 # allowed. Without protocols, nothing could be opened anyway.
 _OPEN_OPTIONS = {
-    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts",
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,flv,asf,mpeg",
     "protocol_whitelist": "",
 }
 # In these codecs no other frame needs a non-reference frame, so it can be skipped. (In HEVC, higher
@@ -30,36 +42,24 @@ _OPEN_OPTIONS = {
 _SKIP_SAFE = frozenset({"h264", "mpeg4", "mpeg2video", "mpeg1video"})
 # A skip drains the decoder first; below this many packets it does not pay.
 _MIN_GAP = 12
-
-
-class _Reader:
-    """A file object over bytes, without a copy."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
-
-    def read(self, size: int) -> bytes:
-        piece = bytes(self._data[self._at : self._at + size])
-        self._at += len(piece)
-        return piece
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
-        self._at = min(max(base + offset, 0), len(self._data))
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
+_LEAPING = frozenset({"mpegts", "mpeg"})
+"""Formats with clocks of possible leaps ahead."""
+_WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
+_ERRORS = (av.FFmpegError, ValueError, LookupError, EOFError, OSError)
 
 
 class EncodedVideo:
     """A video file in memory.
 
     Args:
-        data: bytes of an MP4/MOV, Matroska/WebM, AVI or MPEG-TS file.
+        data: bytes of an MP4/MOV, Matroska/WebM, AVI, MPEG, FLV or ASF/WMV file.
         fps: replaces the file's own average rate and determines the frame times.
         limits: limits on bytes, frames, pixels, length and decoding time.
         param: the request field to name in errors.
+
+    Attributes:
+        fps, times, steady: see `Video`.
+        cut_short: the file ends before its own end, or cannot be read further.
 
     Raises MediaError if the bytes are not such a video or a limit is exceeded.
     """
@@ -75,19 +75,31 @@ class EncodedVideo:
             raise MediaError("the video is empty", param=param)
         if len(data) > limits.max_video_bytes:
             raise MediaError(f"the video is over {limits.max_video_bytes} bytes", param=param)
-        self._data, self._limits, self._param = data, limits, param
+        self._data, self._limits, self._param = readable_part(memoryview(data)), limits, param
+        self.cut_short = len(self._data) < len(data)
         self._deadline = time.monotonic() + limits.max_decode_seconds
+        if lacks_index(self._data):
+            raise MediaError(self._why_unread(), param=param)
         try:
             self._index_packets(fps)
-        except (av.FFmpegError, ValueError, LookupError, OSError, EOFError) as error:
+        except _ERRORS as error:
             if isinstance(error, MediaError):
                 raise
-            raise MediaError("not a video of a supported format", param=param) from None
+            raise MediaError(self._why_unread(), param=param) from None
+
+    def _why_unread(self) -> str:
+        kind = file_kind(self._data)
+        if kind == MP4 and lacks_index(self._data):
+            return (
+                "the video has no index (moov): it was cut short or is still being written; write "
+                "fragmented MP4, MPEG-TS or Matroska to read a recording in progress"
+            )
+        return f"not a video of a supported format ({VIDEO_FORMATS})" + (
+            f": it is {kind}" if kind else ""
+        )
 
     def _open(self) -> tuple[Any, Any]:
-        container = av.open(
-            _Reader(memoryview(self._data)), options=_OPEN_OPTIONS, metadata_errors="replace"
-        )
+        container = av.open(Reader(self._data), options=_OPEN_OPTIONS, metadata_errors="replace")
         stream = container.streams.best("video")
         if stream is None:
             container.close()
@@ -101,42 +113,67 @@ class EncodedVideo:
         container, stream = self._open()
         with container:
             size = stream.codec_context.height, stream.codec_context.width
+            check_video(stream.frames, None, size, self._limits, self._param)
+            packets, keys, whole = self._read_packets(container, stream, size)
+            leaps = container.format.name in _LEAPING
+            self._time_base: Fraction = stream.time_base or Fraction(1, 1)
+            self._pts = join_clocks(packets, self._time_base, may_leap=leaps)
+            self._keys = keys
+            self._skip_safe = stream.codec_context.name in _SKIP_SAFE
+            self._aspect: Fraction | None = (
+                stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
+            )
             rate = float(stream.average_rate or stream.guessed_rate or 0)
-            self.fps = fps or rate or DEFAULT_FPS
-            check_video(stream.frames, self.fps, size, self._limits, self._param)
-            self._pts: list[int | None] = []
-            self._keys: list[bool] = []
-            shown: list[int | None] = []
+            found = self._find_times(packets, rate, fps, known=stream.time_base is not None)
+            self.times, self.fps, self.steady = found.seconds, found.fps, found.steady
+            self.cut_short = self.cut_short or not whole
+            steady_length = len(self.times) / self.fps
+            seconds = steady_length if self.steady else self.times[-1] + 1 / self.fps
+            check_video(len(self.times), seconds, size, self._limits, self._param)
+
+    def _read_packets(
+        self, container: Any, stream: Any, size: tuple[int, int]
+    ) -> tuple[list[PacketTime], list[bool], bool]:
+        """Return the packets, their flags as key frames, and whether the file ends in order.
+
+        Incomplete packets at the end of a file are left out.
+        """
+        packets: list[PacketTime] = []
+        keys: list[bool] = []
+        shown, complete, whole = 0, 0, True
+        try:
             for packet in container.demux(stream):
                 self._check_time()
                 if packet.size == 0:
                     continue
-                self._pts.append(packet.pts)
-                self._keys.append(packet.is_keyframe)
-                if not packet.is_discard:
-                    shown.append(packet.pts)
-                check_video(len(shown), self.fps, size, self._limits, self._param)
-            if not shown:
-                raise MediaError("the video has no frames", param=self._param)
-            known = [pts for pts in shown if pts is not None]
-            # Without distinct times, frames can only be counted in the decoder's output.
-            self._by_time = len(known) == len(shown) == len(set(known))
-            self._shown = sorted(known)
-            self._skip_safe = stream.codec_context.name in _SKIP_SAFE
-            self.times: Sequence[float] = self._find_times(len(shown), fps, stream.time_base)
+                packets.append(PacketTime(packet.pts, packet.dts, not packet.is_discard))
+                keys.append(packet.is_keyframe)
+                shown += not packet.is_discard
+                complete = complete if packet.is_corrupt else len(packets)
+                check_video(shown, None, size, self._limits, self._param)
+        except _ERRORS as error:
+            if isinstance(error, MediaError):
+                raise
+            whole = False
+        whole = whole and complete == len(packets)
+        return packets[:complete], keys[:complete], whole
 
-    def _find_times(self, total: int, fps: float | None, time_base: Any) -> list[float]:
-        if fps is not None or not self._by_time or time_base is None:
-            return [index / self.fps for index in range(total)]
-        first = self._shown[0]
-        return [float((pts - first) * time_base) for pts in self._shown]
+    def _find_times(
+        self, packets: Sequence[PacketTime], rate: float, fps: float | None, *, known: bool
+    ) -> FrameTimes:
+        shown = [pts for pts, packet in zip(self._pts, packets, strict=True) if packet.shown]
+        if not shown:
+            raise MediaError("the video has no frames", param=self._param)
+        self._shown = sorted(pts for pts in shown if pts is not None)
+        # Without distinct times, frames can only be counted in the decoder's output.
+        self._by_time = len(self._shown) == len(shown) and strictly_ascending(self._shown)
+        if fps is not None:
+            return FrameTimes.even(len(shown), fps)
+        times = self._shown if self._by_time else None
+        return measure(times, len(shown), self._time_base if known else None, rate)
 
     def _check_time(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise MediaError(
-                f"decoding takes longer than {self._limits.max_decode_seconds:g} seconds",
-                param=self._param,
-            )
+        check_deadline(self._deadline, self._limits, self._param)
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """See `Video.frames`. Raises MediaError if the file proves to be damaged."""
@@ -159,9 +196,10 @@ class EncodedVideo:
     def _decode_by_count(self, wanted: list[int]) -> Iterator[tuple[int, Pixels]]:
         container, stream = self._open()
         with container:
-            for index, frame in enumerate(container.decode(stream)):
-                self._check_time()
-                if wanted and index == wanted[0]:
+            segments = [(0, len(self._pts))]
+            frames = self._decode_segments(container, stream, segments, None)
+            for index, frame in enumerate(frames):
+                if index == wanted[0]:
                     wanted = wanted[1:]
                     yield index, self._to_rgb(frame)
                 if not wanted:
@@ -172,9 +210,6 @@ class EncodedVideo:
         segments = self._segments(sorted(number_of))
         container, stream = self._open()
         with container:
-            context = stream.codec_context
-            context.thread_type = "AUTO"
-            context.thread_count = min(4, os.cpu_count() or 1)
             for frame in self._decode_segments(container, stream, segments, number_of):
                 number = number_of.pop(frame.pts, None)
                 if number is not None:
@@ -207,9 +242,10 @@ class EncodedVideo:
         container: Any,
         stream: Any,
         segments: list[tuple[int, int]],
-        wanted: dict[int, int],
+        wanted: dict[int, int] | None,
     ) -> Iterator[Any]:
-        context, number, at = stream.codec_context, -1, 0
+        """Yield the frames of packet ranges; `wanted` has the times of the only ones needed."""
+        context, number, at = _decoder(stream), -1, 0
         for packet in container.demux(stream):
             self._check_time()
             if packet.size == 0:
@@ -218,7 +254,8 @@ class EncodedVideo:
             start, end = segments[at]
             if number < start:
                 continue
-            if self._skip_safe:
+            packet.pts = self._pts[number]
+            if self._skip_safe and wanted is not None:
                 context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
             yield from context.decode(packet)
             if number + 1 == end:
@@ -230,10 +267,18 @@ class EncodedVideo:
                     return
 
     def _to_rgb(self, frame: Any) -> Pixels:
-        if frame.width * frame.height > self._limits.max_video_pixels:
-            raise MediaError(
-                f"the video is over {self._limits.max_video_pixels} pixels", param=self._param
-            )
-        pixels = frame.to_ndarray(format="rgb24")
-        # The display matrix rotates counter-clockwise, as rot90 does.
-        return np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90) % 4))
+        return upright(frame, self._aspect, self._limits, self._param)
+
+
+def _decoder(stream: Any) -> Any:
+    """Return a decoder for a stream, with threads.
+
+    A WebM file keeps transparency as a second picture beside each frame; libvpx alone reads it.
+    """
+    context = stream.codec_context
+    with_alpha = _WITH_ALPHA.get(context.name) if stream.metadata.get("alpha_mode") == "1" else None
+    if with_alpha in av.codecs_available:
+        context = av.CodecContext.create(with_alpha, "r")
+    context.thread_type = "AUTO"
+    context.thread_count = min(4, os.cpu_count() or 1)
+    return context

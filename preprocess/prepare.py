@@ -16,21 +16,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.chat_request import ChatRequest
 from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.expand import (
     Expander,
     Expansion,
+    last_pieces,
     mrope_positions,
     shared_tokens,
     split_pieces,
 )
-from vlm_serve.preprocess.family import Family, family_of
+from vlm_serve.preprocess.family import Family
 from vlm_serve.preprocess.fetch import Holding
-from vlm_serve.preprocess.keys import PromptKeys, RootFields
+from vlm_serve.preprocess.keys import (
+    NO_ADAPTER,
+    AdapterIdentity,
+    PromptKeys,
+    RootFields,
+    Roots,
+)
 from vlm_serve.preprocess.limiter import ConcurrencyLimiter
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.loaded_media import LoadedMedia
@@ -38,7 +43,7 @@ from vlm_serve.preprocess.media_items import MediaLoader, is_remote
 from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media_processors import find_processors, missing_files
 from vlm_serve.preprocess.media_tokens import find_expander, find_vision_tokens
-from vlm_serve.preprocess.processors import fingerprint
+from vlm_serve.preprocess.next_turn import SharedByNextTurn
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
 from vlm_serve.preprocess.reading.conversation import Conversation
@@ -48,6 +53,7 @@ from vlm_serve.preprocess.rendering import Rendering, texts_of
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.template import ChatTemplate, find_chat_template, load_template
 from vlm_serve.preprocess.template_traits import TemplateTraits
+from vlm_serve.preprocess.token_ids import checked_ids
 from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
 from vlm_serve.preprocess.typed_text import TypedText
 from vlm_serve.preprocess.upload_records import UploadRecords
@@ -61,22 +67,6 @@ _FETCHED_AT_ONCE = 16
 DEFAULT_RAW_INDEX_BYTES = 16 << 20
 
 
-def _vision_config(directory: Path | str) -> dict[str, Any] | None:
-    """Return the model's config if it has a vision tower, else None."""
-    config = read_json(Path(directory) / "config.json")
-    return config if config.get("vision_config") else None
-
-
-def processor_fingerprint(directory: Path | str) -> bytes:
-    """Return 32 bytes that name the checkpoint's media processors and their settings."""
-    config = _vision_config(directory)
-    if config is None:
-        return fingerprint(None, None)
-    family = family_of(str(config.get("model_type", "")))
-    found = find_processors(directory, config, family)
-    return fingerprint(*(each.config if each else None for each in found))
-
-
 class Preprocessor:
     """Prepares prompts for one checkpoint. Thread-safe; `prepare` is pure.
 
@@ -86,6 +76,7 @@ class Preprocessor:
         root_key: fields of the root key; the processors' fingerprint and the salt of each prompt
             are filled in. Alternatively, a function from a salt to a 32-byte root key.
         family: the model's; None: the one named by its config.json.
+        config: what counts as the content of config.json; None: the file's.
         limits: limits on media.
         raw_index_bytes: memory for recognising repeated uploads; 0 turns that off.
         max_tokens, generation: see `Tokenizer`.
@@ -107,6 +98,7 @@ class Preprocessor:
         block_size: int,
         root_key: RootFields | Callable[[str], bytes],
         family: Family | None = None,
+        config: Mapping[str, Any] | None = None,
         limits: MediaLimits | None = None,
         raw_index_bytes: int = DEFAULT_RAW_INDEX_BYTES,
         max_tokens: int | None = None,
@@ -114,7 +106,9 @@ class Preprocessor:
         template_file: Path | str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer = Tokenizer(directory, family, max_tokens, generation)
+        if config is None:
+            config = read_json(Path(directory) / "config.json")
+        self.tokenizer = Tokenizer(directory, family, max_tokens, generation, config)
         self.block_size = block_size
         self._root_key = root_key
         names = self.tokenizer.special_names
@@ -122,12 +116,11 @@ class Preprocessor:
             self._template = ChatTemplate(find_chat_template(directory), names, template_kwargs)
         else:
             self._template = load_template(template_file, names, template_kwargs)
-        config = _vision_config(directory)
         images, videos = (None, None)
         self._expander = Expander(self.tokenizer, None)
         self.media_token_ids: frozenset[int] = frozenset()
         missing: dict[Literal["image", "video"], str] = {}
-        if config is not None:
+        if config.get("vision_config"):
             images, videos = find_processors(directory, config, self.tokenizer.family)
             missing = missing_files(images, videos)
             for modality, file in missing.items():
@@ -141,7 +134,7 @@ class Preprocessor:
             images, videos, limits or MediaLimits(), self.raw_index, self._decoders, missing
         )
         self.takes_media = images is not None or videos is not None
-        self._vocab_size = max(self.tokenizer.vocab_size, _vocab_size(directory))
+        self._vocab_size = max(self.tokenizer.vocab_size, _vocab_size(config))
         # Both pools mostly wait: one for remote hosts of any slowness, the other for the decoders.
         # Separate pools keep slow hosts from blocking decodes.
         self._fetching = ThreadPoolExecutor(_THREADS, thread_name_prefix="vlm-serve-fetch")
@@ -176,8 +169,8 @@ class Preprocessor:
         for pool in (self._fetching, self._decoding):
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def root_key(self, cache_salt: str = "") -> bytes:
-        """Return the root key of a tenant's prompts.
+    def root_key(self, cache_salt: str = "", adapter: str = "") -> bytes:
+        """Return the root key of a tenant's prompts; `adapter`: digest of an adapter.
 
         Raises InvalidRequestError for a salt that is too long or has unsupported characters.
         """
@@ -188,43 +181,46 @@ class Preprocessor:
         if isinstance(self._root_key, RootFields):
             fields = replace(
                 self._root_key,
+                adapter=adapter,
                 cache_salt=cache_salt,
                 processor_fingerprint=self._loader.fingerprint,
             )
             return fields.key()
+        assert not adapter, "adapters need the fields of a root key"
         return self._root_key(cache_salt)
 
-    def prepare_tokens(self, token_ids: Sequence[int], *, cache_salt: str = "") -> Prompt:
-        """Prepare a prompt of raw token ids; all of them count as text, placeholders too.
+    def _roots(self, cache_salt: str, adapter: AdapterIdentity) -> Roots:
+        """Return a prompt's root keys. Adapters that leave the tower alone share embeddings."""
+        return Roots(*(self.root_key(cache_salt, each) for each in adapter))
+
+    def prepare_tokens(
+        self,
+        token_ids: Sequence[int],
+        *,
+        cache_salt: str = "",
+        adapter: AdapterIdentity = NO_ADAPTER,
+    ) -> Prompt:
+        """Prepare a prompt of raw token ids; all of them count as text, placeholders too. Options
+        are those of `prepare`.
 
         Raises InvalidRequestError if there are none or one is out of the vocabulary.
         """
-        root = self.root_key(cache_salt)
-        ids = self._check_ids(token_ids)
+        roots = self._roots(cache_salt, adapter)
+        ids = checked_ids(token_ids, self._vocab_size)
         positions, delta = mrope_positions(len(ids), ())
         return Prompt(
-            token_ids=ids, positions=positions, rope_delta=delta, keys=self._keys(root, ids, ())
+            token_ids=ids,
+            positions=positions,
+            rope_delta=delta,
+            keys=self._keys(roots, ids, ()),
+            adapter=adapter,
         )
 
-    def _check_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        try:
-            array = np.asarray(token_ids)
-        except (ValueError, OverflowError):
-            array = np.empty(0, dtype=object)
-        if array.ndim != 1 or len(array) == 0 or array.dtype.kind not in "iu":
-            raise InvalidRequestError(
-                "a prompt of token ids must be a non-empty list of whole numbers", param="prompt"
-            )
-        if array.min() < 0 or array.max() >= self._vocab_size:
-            raise InvalidRequestError(
-                f"token ids must be from 0 to {self._vocab_size - 1}", param="prompt"
-            )
-        return tuple(array.tolist())
-
-    def _keys(self, root: bytes, token_ids: Sequence[int], spans: Sequence[Any]) -> PromptKeys:
+    def _keys(self, roots: Roots, token_ids: Sequence[int], spans: Sequence[Any]) -> PromptKeys:
         return PromptKeys(
-            root,
+            roots.prompt,
             token_ids,
+            vision_root=roots.vision,
             block_size=self.block_size,
             spans=spans,
             end_of_turn_ids=self.tokenizer.end_of_turn_ids,
@@ -241,6 +237,7 @@ class Preprocessor:
         media_io_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
+        adapter: AdapterIdentity = NO_ADAPTER,
         stop: Stop | None = None,
     ) -> Prompt:
         """Prepare the prompt of a conversation.
@@ -258,6 +255,7 @@ class Preprocessor:
             media_io_kwargs, mm_processor_kwargs: options of all media, as vLLM names them (see
                 `MediaDefaults`); a part's own options take precedence.
             cache_salt: tenants with different salts share no cache entry.
+            adapter: of the model's weights, which shares no entry either.
             stop: setting it ends the preparation, which then raises StoppedError.
 
         Raises InvalidRequestError (and its subclasses MediaError and MediaFetchError) with the
@@ -276,7 +274,7 @@ class Preprocessor:
             }
             conversation = read_conversation("chat", body)
         assert isinstance(conversation, Conversation)
-        rendering = self.begin(conversation, cache_salt=cache_salt)
+        rendering = self.begin(conversation, cache_salt=cache_salt, adapter=adapter)
         mine = Stop()
         with stop.calling(mine.set) if stop is not None else contextlib.nullcontext():
             loading = self.start_loading(rendering, mine)
@@ -285,12 +283,24 @@ class Preprocessor:
             finally:
                 mine.set()
 
-    def begin(self, conversation: Conversation, *, cache_salt: str = "") -> Rendering:
+    def begin(
+        self,
+        conversation: Conversation,
+        *,
+        cache_salt: str = "",
+        adapter: AdapterIdentity = NO_ADAPTER,
+        last_tokens: int | None = None,
+    ) -> Rendering:
         """Run the first of the three steps of `prepare`: everything possible without the media.
 
         For callers that do not block while media are loaded. Errors as in `prepare`.
+
+        Args:
+            last_tokens: without media, the end of the prompt with so many tokens is enough; the
+                messages may be longer than the context.
         """
-        root = self.root_key(cache_salt)
+        only_end = last_tokens is not None and not conversation.media
+        roots = self._roots(cache_salt, adapter)
         self._loader.check_count(conversation.media)
         conversation = fit_systems(conversation, late=self._template.traits.late_systems)
         request = ChatRequest(conversation, self._template)
@@ -298,7 +308,8 @@ class Preprocessor:
         media = defaults.apply(conversation.media)
         self._loader.check_options([*defaults.apply(ONE_OF_EACH), *media])
         self._template.check_kwargs(request.kwargs)
-        self.tokenizer.check_length(texts_of(request.messages))
+        if not only_end:
+            self.tokenizer.check_length(texts_of(request.messages))
         self.tokenizer.check_length([request.tools_text()], "tools")
         typed = TypedText(
             [request.messages, request.tools, request.kwargs],
@@ -307,8 +318,13 @@ class Preprocessor:
         )
         text = request.render(typed)
         pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
-        self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
-        return Rendering(root, cache_salt, request, media, typed, text, pieces)
+        if not only_end:
+            self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
+            return Rendering(roots, cache_salt, adapter, request, media, typed, text, pieces)
+        assert last_tokens is not None
+        kept = tuple(last_pieces(self.tokenizer, typed, pieces, last_tokens))
+        cut = kept != pieces
+        return Rendering(roots, cache_salt, adapter, request, media, typed, text, kept, cut=cut)
 
     def start_loading(self, rendering: Rendering, stop: Stop) -> list[Future[LoadedMedia]]:
         """Run the second step: start loading the media, a few at a time.
@@ -342,13 +358,17 @@ class Preprocessor:
             token_ids=tuple(expansion.token_ids),
             positions=positions,
             rope_delta=delta,
-            keys=self._keys(rendering.root, expansion.token_ids, expansion.spans),
+            keys=self._keys(rendering.roots, expansion.token_ids, expansion.spans),
+            adapter=rendering.adapter,
             spans=tuple(expansion.spans),
             media=tuple(media),
             media_ends=tuple(expansion.media_ends),
             message_ends=tuple(expansion.message_ends),
             system_end=rendering.system_end(expansion),
             stable_end=self._stable_end(rendering, expansion),
+            next_turn=None
+            if rendering.cut
+            else SharedByNextTurn(self.tokenizer, rendering, expansion),
             # The lookups run at the same time.
             waited=max((item.waited for item in media), default=0.0),
             text=rendering.typed.restore(rendering.text),
@@ -361,6 +381,8 @@ class Preprocessor:
         return self.finish(rendering, [item.corrected() for item in media])
 
     def _stable_end(self, rendering: Rendering, expansion: Expansion) -> int:
+        if rendering.cut:
+            return 0
         try:
             text = rendering.request.render_next_turn(rendering.typed)
         except InvalidRequestError:  # the template may refuse such a turn: then the end is unknown
@@ -369,7 +391,6 @@ class Preprocessor:
         return shared_tokens(self.tokenizer, rendering.typed, rendering.pieces, expansion, other)
 
 
-def _vocab_size(directory: Path | str) -> int:
-    config = read_json(Path(directory) / "config.json")
+def _vocab_size(config: Mapping[str, Any]) -> int:
     text_config = config.get("text_config") or config
     return int(text_config.get("vocab_size") or 0)

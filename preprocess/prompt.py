@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from vlm_serve.errors import FieldError, MediaError
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity, PromptKeys
 from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.stopping import Stop
 
@@ -53,6 +53,8 @@ class MediaItem(Protocol):
     """(t, h, w) in patches; of the whole pictures if there are slices as well."""
     decoded: bool
     """True if this request had to decode the medium (False: known from the raw index)."""
+    cut_short: bool
+    """True for a file with its end missing; the medium is the part before."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,6 +83,14 @@ class MediaItem(Protocol):
         ...
 
 
+class SharedTokens(Protocol):
+    """Compares a prompt and its answer with the next turn's prompt, see `next_turn`."""
+
+    def __call__(self, answer: Mapping[str, Any], token_ids: Sequence[int]) -> int:
+        """Return the number of shared leading tokens."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A tokenised prompt with everything needed for identity, matching and M-RoPE."""
@@ -105,6 +115,10 @@ class Prompt:
     """Length of the prefix shared with the next turn's rendering; 0: unknown."""
     waited: float = field(default=0.0, compare=False)
     """Seconds spent waiting for lookups of its uploads outside of this process."""
+    adapter: AdapterIdentity = NO_ADAPTER
+    """The adapter of the weights under whose root its keys are."""
+    next_turn: SharedTokens | None = field(default=None, repr=False, compare=False)
+    """Tells how much of the prompt and its answer the next turn shares; None without messages."""
     text: str = field(default="", repr=False)
     """The rendered template before expansion; for logs and debugging."""
     corrected: Callable[[], Prompt] | None = field(default=None, repr=False, compare=False)
@@ -119,13 +133,11 @@ class Prompt:
 
         Raises InvalidRequestError for a prompt with media, since a medium cannot be cut.
         """
-        if count is None:
+        dropped = 0 if count is None else len(self) - count
+        if dropped <= 0:
             return self
         if self.media:
             raise FieldError("truncate_prompt_tokens", "is not possible for a prompt with media")
-        dropped = len(self) - count
-        if dropped <= 0:
-            return self
         ids = self.token_ids[dropped:]
         return replace(
             self,
@@ -135,4 +147,5 @@ class Prompt:
             message_ends=tuple(end - dropped for end in self.message_ends if end > dropped),
             system_end=0,
             stable_end=max(self.stable_end - dropped, 0),
+            next_turn=None,
         )

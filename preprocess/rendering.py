@@ -8,6 +8,7 @@ from typing import Any
 
 from vlm_serve.preprocess.chat_request import ChatRequest
 from vlm_serve.preprocess.expand import Expansion, PromptPiece
+from vlm_serve.preprocess.keys import AdapterIdentity, Roots
 from vlm_serve.preprocess.reading.conversation import MediaPart
 from vlm_serve.preprocess.typed_text import TypedText
 
@@ -17,21 +18,25 @@ class Rendering:
     """A conversation that has been read, checked and rendered; its media are yet to be loaded.
 
     Attributes:
-        root: root of the prompt's keys.
+        roots: of the prompt's keys.
+        adapter: of the model's weights.
         media: the media to load, in order.
         request: the conversation.
         typed: the special tokens typed by users.
         text: the template's text, with those hidden.
         pieces: that text, split at the template's special tokens.
+        cut: there are only the last of them.
     """
 
-    root: bytes
+    roots: Roots
     cache_salt: str
+    adapter: AdapterIdentity
     request: ChatRequest
     media: list[MediaPart]
     typed: TypedText
     text: str
     pieces: tuple[PromptPiece, ...]
+    cut: bool = False
 
     def system_end(self, expansion: Expansion) -> int:
         """Return the position after a leading system message, 0 if there is none."""

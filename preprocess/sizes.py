@@ -116,7 +116,7 @@ def spread_indices(total: int, num_frames: int) -> list[int]:
 
 
 def grid_indices(times: Sequence[float], sample_fps: float, max_frames: int) -> list[int]:
-    """Return the first frame at or after k / sample_fps seconds, for every k that has one.
+    """Return the first frame at or after k / sample_fps seconds, for every k with one.
 
     The choice of a frame does not depend on later frames, so a longer recording keeps the frames of
     a shorter one. At most `max_frames + 1` are returned: the extra one reveals an excess.

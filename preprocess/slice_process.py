@@ -7,6 +7,7 @@ row by row. All frames of a video are cut alike.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -62,7 +63,8 @@ def process_sliced_video(
         indices = second_indices(total, fps, sample_fps=options.sample_fps, max_frames=most)
     else:
         indices = counted_indices(total, fps, -1, None, most, param)
-    return _process("video", video.frames(indices), options, config, param)
+    done = _process("video", video.frames(indices), options, config, param)
+    return replace(done, record=replace(done.record, cut_short=video.cut_short))
 
 
 def _process(

@@ -22,3 +22,11 @@ def begins_in_thought(prompt: str, *, continued: bool) -> bool:
         return prompt.rfind(THINK_START) > prompt.rfind(THINK_END)
     text = prompt[turn:].partition("\n")[2].rpartition(THINK_END)[2]
     return text.lstrip().startswith(THINK_START)
+
+
+def leaves_thought_open(text: str) -> bool:
+    """Return True if a prompt of unknown origin ends inside a thought.
+
+    Outside of a chat template's turn, only `<think>` at the very end opens one.
+    """
+    return begins_in_thought(text, continued=_TURN in text)

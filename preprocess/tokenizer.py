@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -57,6 +57,7 @@ class Tokenizer:
         max_tokens: the context length; `encode` and `check_length` refuse far longer texts without
             encoding all of them.
         generation: folder of another generation_config.json, which may name end tokens.
+        model_config: what counts as the content of config.json; None: the file's.
 
     Attributes:
         family: as given or found.
@@ -76,10 +77,12 @@ class Tokenizer:
         family: Family | None = None,
         max_tokens: int | None = None,
         generation: Path | None = None,
+        model_config: Mapping[str, Any] | None = None,
     ) -> None:
         directory = Path(directory)
         config = read_json(directory / "tokenizer_config.json")
-        model_config = read_json(directory / "config.json")
+        if model_config is None:
+            model_config = read_json(directory / "config.json")
         self.family = family or family_of(str(model_config.get("model_type", "")))
         self._max_tokens = max_tokens
         self._backend = _load_backend(directory, config, self.family.split)
@@ -124,13 +127,25 @@ class Tokenizer:
         The time is that of encoding about as many tokens. More than the context are not returned.
         """
         count = count if self._max_tokens is None else min(count, self._max_tokens)
-        # Cuts between pieces, and inside a special token, add tokens to those counted.
-        enough = count + count // 16 + 256
-        at, found = len(text), 0
-        while at and found < enough:
-            end, at = at, max(at - _PIECE_CHARACTERS, 0)
-            found += len(self._encode(text[at:end]))
+        at, _ = self.find_end(text, self.enough(count), self._encode)
         return self._encode(text[at:])[-count:]
+
+    @staticmethod
+    def enough(count: int) -> int:
+        """Return how many tokens to count piece by piece to be sure of `count` tokens.
+
+        Cuts between pieces, and inside a special token, add tokens to those counted.
+        """
+        return count + count // 16 + 256
+
+    @staticmethod
+    def find_end(text: str, count: int, encode: Callable[[str], list[int]]) -> tuple[int, int]:
+        """Return where the last `count` tokens of a text begin, about, and how many follow."""
+        at, found = len(text), 0
+        while at and found < count:
+            end, at = at, max(at - _PIECE_CHARACTERS, 0)
+            found += len(encode(text[at:end]))
+        return at, found
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -172,12 +187,9 @@ class Tokenizer:
         return None if self._max_tokens is None else int(self._max_tokens * _MARGIN) + 256
 
     def _too_long(self, limit: int, param: str) -> ContextLengthError:
-        return ContextLengthError(
-            f"this model's context is {self._max_tokens} tokens, but the text has more than "
-            f"{limit}",
-            param=param,
-            code="context_length_exceeded",
-        )
+        length = f"more than {limit}"
+        need = f"the text has {length}"
+        return ContextLengthError.beyond(int(self._max_tokens or 0), length, need, param)
 
     def _check_specials(self, text: str) -> None:
         """Raise ContextLengthError if the special tokens alone are far beyond the context."""

@@ -17,9 +17,10 @@ from vlm_serve.preprocess.media_process import MediaRecord, Slices
 from vlm_serve.preprocess.reading.conversation import Modality
 
 _DOMAIN = b"vlm-serve upload 1"
-_VERSION = 1
-_HEAD = struct.Struct("<BBHIIIHHIII")
-"""version, modality, merge size, grid (t, h, w), slices (rows, columns, h, w), number of times"""
+_VERSION = 2
+_HEAD = struct.Struct("<BBBHIIIHHIII")
+"""version, modality, whether it is cut short, merge size, grid (t, h, w), slices (rows, columns, h,
+w), number of times"""
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
 _MOST_PATCHES = 1 << 24
 """Limit for a whole medium: far more than a prompt can hold."""
@@ -59,6 +60,7 @@ def pack_record(record: MediaRecord) -> bytes:
     head = _HEAD.pack(
         _VERSION,
         _MODALITIES.index(record.modality),
+        record.cut_short,
         record.merge_size,
         *record.grid,
         *cut,
@@ -72,10 +74,10 @@ def unpack_record(data: bytes) -> MediaRecord | None:
     """Decode a record; return None for bytes that are not a plausible record."""
     if len(data) < _HEAD.size:
         return None
-    version, kind, merge, t, h, w, rows, columns, slice_h, slice_w, num_times = _HEAD.unpack_from(
-        data
+    version, kind, cut_short, merge, t, h, w, rows, columns, slice_h, slice_w, num_times = (
+        _HEAD.unpack_from(data)
     )
-    if version != _VERSION or kind >= len(_MODALITIES):
+    if version != _VERSION or kind >= len(_MODALITIES) or cut_short > 1:
         return None
     modality, grid, slices = _MODALITIES[kind], (t, h, w), None
     if rows or columns or slice_h or slice_w:
@@ -90,7 +92,7 @@ def unpack_record(data: bytes) -> MediaRecord | None:
     times = struct.unpack_from(f"<{num_times}d", data, end)
     if not all(math.isfinite(time) and time >= 0 for time in times):
         return None
-    return MediaRecord(modality, grid, tuple(hashes), times, merge, slices)
+    return MediaRecord(modality, grid, tuple(hashes), times, merge, slices, bool(cut_short))
 
 
 def _is_plausible(

@@ -53,7 +53,7 @@ class Visit:
     Attributes:
         page: the tab.
         errors: what the console said as an error, and what nobody caught.
-        strangers: addresses of other hosts that were asked for anything.
+        strangers: addresses of other hosts asked for anything.
         streams: requests for the stream of cache events so far.
     """
 

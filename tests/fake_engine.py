@@ -16,11 +16,15 @@ import torch
 
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.store import AdapterStore
+from vlm_serve.engine.arithmetic import Backend, decide
+from vlm_serve.engine.inspection import PinInfo
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.engine.thought import Thought
 from vlm_serve.errors import EngineClosedError, VlmServeError
+from vlm_serve.models.adapters import Modules
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.template_traits import TemplateTraits
@@ -71,19 +75,19 @@ class FakePreprocessor:
 
     takes_media = True
 
-    def prepare_tokens(self, token_ids: Sequence[int], *, cache_salt: str = "") -> Prompt:
+    def prepare_tokens(self, token_ids: Sequence[int], **options: Any) -> Prompt:
         return self._prompt(self.tokenizer.decode(token_ids))
 
     def _prompt(self, text: str) -> Prompt:
         ids = tuple(self.tokenizer.encode(text))
-        keys: Any = None
+        keys: Any = SimpleNamespace(root=bytes(32))
         return Prompt(ids, torch.zeros(3, len(ids), dtype=torch.int64), 0, keys, text=text)
 
 
 class FakeGrammars:
     """Lets every answer be: the script decides."""
 
-    def find(self, form: StructuredOutputs, after: bytes) -> None:
+    def find(self, form: StructuredOutputs, after: bytes, owner: bytes) -> None:
         return None
 
     compile = find
@@ -95,6 +99,16 @@ class FakeRequest:
     params: SamplingParams
     on_delta: Callable[[Delta], None]
     aborted: threading.Event = field(default_factory=threading.Event)
+
+
+class FakePins:
+    """Pins of an engine without any."""
+
+    def listed(self, owner: bytes | None = None) -> tuple[PinInfo, ...]:
+        return ()
+
+    def lift(self, owner: bytes | None = None, key: bytes | None = None) -> int:
+        return 0
 
 
 class FakeEngine:
@@ -110,8 +124,10 @@ class FakeEngine:
 
     def __init__(self, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig(block_size=16)
+        self.arithmetic = decide(self.config, torch.float32, Backend(torch.device("cpu")))
         self.preprocessor = FakePreprocessor(tokenizer)
         self.grammars = FakeGrammars()
+        self.adapters = AdapterStore(Modules(), max_rank=64, impossible="this engine is a fake")
         self.max_model_len = 4096
         self.gate, self.check_gate = threading.Event(), threading.Event()
         self.num_checks = self.num_flushes = 0
@@ -127,6 +143,10 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
         self.reset()
+        self.pins = FakePins()
+
+    def text_of(self, prompt: Prompt) -> str:
+        return prompt.text or self.preprocessor.tokenizer.decode(prompt.token_ids)
 
     def reset(self) -> None:
         """Back to plain answers, for the next test."""
@@ -188,8 +208,19 @@ class FakeEngine:
 
     def stats(self) -> dict[str, Any]:
         return {
+            "num_joined": 3,
             "num_preemptions": 2,
             "num_steps": 5,
+            "adapters": {
+                "tuned": {
+                    "requests": 2,
+                    "prompt_tokens": 50,
+                    "cached_tokens": 20,
+                    "generated_tokens": 9,
+                    "draft_tokens": 6,
+                    "accepted_tokens": 4,
+                }
+            },
             "replays": {"requests": 2, "tokens": 30, "disagreements": 0},
             "step_times": self.step_times.as_dict(),
             "drafts": {
@@ -199,7 +230,14 @@ class FakeEngine:
                 "accepted_per_position": [4, 2],
             },
             "audit": {"audits": 9, "mismatches": 1, "near_ties": 2, "dropped": 3},
-            "cache": {"saves": {"media": 3}, "skips": {}, "evictions": {"kv": 1}},
+            "cache": {
+                "saves": {"media": 3},
+                "skips": {},
+                "evictions": {"kv": 1},
+                "joined_requests": 4,
+                "joined_tokens": 640,
+                "joined_ms": 250.0,
+            },
             "usage": {"blocks": 10, "free_blocks": 4, "cached_blocks": 1, "rows": {"free": 7}},
             "held_bytes": {"kv": 6, "grammars": 0},
             "tiers": {},

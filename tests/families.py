@@ -58,6 +58,31 @@ _QWEN3_NEXT: Shapes = {
         seed=14,
     ),
 }
+_QWEN3: Shapes = {
+    "qwen3": CheckpointSpec(family="qwen3", vision_depth=0, seed=19),
+    "qwen3, tied, three heads of a kv head": CheckpointSpec(
+        family="qwen3",
+        vision_depth=0,
+        attention_heads=6,
+        head_dim=16,
+        tied_embeddings=True,
+        shards=2,
+        seed=20,
+    ),
+}
+_QWEN3_MOE: Shapes = {
+    "qwen3 moe": CheckpointSpec(family="qwen3", vision_depth=0, num_experts=8, seed=21),
+    "qwen3 moe, every second layer dense": CheckpointSpec(
+        family="qwen3",
+        vision_depth=0,
+        num_experts=6,
+        experts_per_token=3,
+        num_layers=6,
+        sparse_step=2,
+        dense_layers=2,
+        seed=22,
+    ),
+}
 
 _MINICPMV4_6: Shapes = {
     "minicpm": CheckpointSpec(family="minicpmv4_6", vision_depth=3, window_layer=1, seed=15),
@@ -95,6 +120,8 @@ FAMILIES: dict[str, Shapes] = {
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL_MOE,
     "qwen3_next": _QWEN3_NEXT,
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3_MOE,
     "minicpmv4_6": _MINICPMV4_6,
     "minicpmv4_7": _MINICPMV4_7,
 }

@@ -9,6 +9,9 @@ from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.sequence import Sequence
 
+Made = dict[tuple[int, ...], tuple[int, ...]]
+"""The drafts behind the tokens of a sequence."""
+
 
 class Oracle:
     """Drafts the answers that it was told, each token with some chance a wrong one.
@@ -46,7 +49,7 @@ class Oracle:
 
 
 def consult(engine: Engine, oracle: Oracle) -> None:
-    """Has an engine that was made with drafts ask an oracle first, and take all that there are."""
+    """Has an engine made with drafts ask an oracle first, and take all that there are."""
     draft_freely(engine)
     assert engine._scheduler.drafting is not None
     engine._scheduler.drafting.drafters.insert(0, oracle)
@@ -58,3 +61,17 @@ def draft_freely(engine: Engine) -> None:
     assert drafting is not None
     drafting.costs = CostCurve()
     drafting.payoff_probe = None
+
+
+def drafts_of(engine: Engine) -> Made:
+    """Notes from now on what is drafted behind which tokens."""
+    drafting, made = engine._scheduler.drafting, Made()
+    assert drafting is not None
+    take = drafting.take
+
+    def noting(sequence: Sequence, drafts: tuple[int, ...]) -> None:
+        made[tuple(sequence.token_ids)] = drafts
+        take(sequence, drafts)
+
+    drafting.take = noting  # type: ignore[method-assign]
+    return made

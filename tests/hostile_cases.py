@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from hostile_case import CONDUCTS, WATCHES, Case, Conduct, head_of
 from hostile_media import part
+from hostile_shares import CONDUCTS as CONDUCTS_OF_GROUPS
+from hostile_shares import GROUPS, HOSTILE, HOSTILE_GROUPS
 from hostile_values import raw_json, schema, size, text, value
 
-Conduct = Literal["whole", "leave", "half", "trickle", "deaf", "silent", "pipelined", "watch"]
-CONDUCTS: dict[Conduct, int] = {
-    "whole": 60,
-    "leave": 12,
-    "half": 8,
-    "trickle": 6,
-    "deaf": 6,
-    "silent": 2,
-    "pipelined": 6,
-}
-WATCHES: tuple[Conduct, ...] = ("watch", "watch", "leave", "deaf", "half")
-"""Conducts at a stream without end; who watches reads a while."""
 MAX_BODY_BYTES = 80 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -73,27 +63,6 @@ GETS = (
     "/main.js%00.css",
 )
 EVENTS = "/v1/cache/events"
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What one hostile client does.
-
-    Attributes:
-        seed: makes the same case again.
-        kind: what is wrong with what it sends, for the report.
-        conduct: how it behaves.
-        head: what it sends up to the body.
-        body: what follows.
-        valid: the bytes are HTTP that must be answered.
-    """
-
-    seed: int
-    kind: str
-    conduct: Conduct
-    head: bytes
-    body: bytes = b""
-    valid: bool = True
 
 
 def _sampling(rng: random.Random) -> dict[str, Any]:
@@ -151,7 +120,6 @@ def _valid(rng: random.Random, path: str) -> dict[str, Any]:
     return {"messages": _messages(rng), **extra} if rng.random() < 0.5 else {"prompt": "x", **extra}
 
 
-CONTENT_TYPES = ("text/plain", "application/json; charset=utf-16", "", "x" * 500)
 FIELDS = (
     "messages",
     "prompt",
@@ -362,8 +330,21 @@ def _as_json(value: Any) -> bytes:
     return "".join(pieces)[:MAX_BODY_BYTES].encode()
 
 
-def make_case(seed: int) -> Case:
-    """The case of a seed."""
+SHARED = 0.15
+"""Share of the cases of `hostile_shares`."""
+
+
+def make_case(seed: int, groups: Sequence[str] = ()) -> Case:
+    """The case of a seed.
+
+    Args:
+        groups: of `hostile_shares`, by one key alone; none: everything, by two keys.
+    """
+    drawn = random.Random(f"{seed} shared")
+    if groups:
+        return _shared(seed, drawn, groups, HOSTILE[0])
+    if drawn.random() < SHARED:
+        return _shared(seed, drawn, HOSTILE_GROUPS, "")
     rng = random.Random(seed)
     conduct = rng.choices(list(CONDUCTS), list(CONDUCTS.values()))[0]
     kind = rng.random()
@@ -373,23 +354,23 @@ def make_case(seed: int) -> Case:
             data = rng.randbytes(size(rng, 100_000))
         return Case(seed, "bad head", "whole", data, valid=False)
     if kind < 0.07:
-        head = f"GET {EVENTS} HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\n\r\n"
-        return Case(seed, "events", rng.choice(WATCHES), head.encode())
+        head = head_of(rng, "GET", EVENTS, None)
+        return Case(seed, "events", rng.choice(WATCHES), head, shared=True)
     if kind < 0.11:
         method = rng.choice(("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "BREW"))
-        head = f"{method} {rng.choice(GETS)} HTTP/1.1\r\nHost: [::1]\r\nConnection: close\r\n\r\n"
-        return Case(seed, "odd route", conduct, head.encode())
+        head = head_of(rng, method, rng.choice(GETS), None)
+        return Case(seed, "odd route", conduct, head)
     make = rng.choices(list(BODIES), list(BODIES.values()))[0]
     path, body = make(rng)
     data = body if isinstance(body, bytes) else _as_json(body)
     name = make.__name__.strip("_")
-    return Case(seed, name, conduct, _head(rng, path, len(data)), data)
+    return Case(seed, name, conduct, head_of(rng, "POST", path, len(data)), data)
 
 
-def _head(rng: random.Random, path: str, length: int) -> bytes:
-    kind = "application/json" if rng.random() < 0.9 else rng.choice(CONTENT_TYPES)
-    lines = [f"POST {path} HTTP/1.1", "Host: [::1]", f"Content-Type: {kind}"]
-    if rng.random() < 0.05:
-        lines.append("X-Request-Id: " + rng.choice(("x" * 5000, "a b", "\u00e9", "-")))
-    lines += ["Connection: close", f"Content-Length: {length}", "", ""]
-    return "\r\n".join(lines).encode("latin-1")
+def _shared(seed: int, rng: random.Random, groups: Sequence[str], key: str) -> Case:
+    group = rng.choice(groups)
+    method, path, body = GROUPS[group](rng)
+    data = b"" if body is None else json.dumps(body).encode()
+    conduct: Conduct = CONDUCTS_OF_GROUPS.get(group, "whole")
+    head = head_of(rng, method, path, None if body is None else len(data), key)
+    return Case(seed, group, conduct, head, data, shared=True)

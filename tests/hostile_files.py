@@ -1,4 +1,4 @@
-"""Bytes and files that are made to do harm to whoever opens them."""
+"""Bytes and files made to do harm to whoever opens them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 from hostile_client import Outcome
+from hostile_shares import ORDINARY
 from PIL import Image, ImageDraw
 from server_process import ServerProcess
 
@@ -35,6 +36,7 @@ LATE = 30.0
 WARM_SECONDS = 8.0
 """The first requests fill caches, and the grammar compiler starts."""
 POST = "POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\n"
+POST += f"Authorization: Bearer {ORDINARY}\r\n"
 KINDS = ("text", "picture")
 COLOURS = ("red", "green", "blue", "yellow")
 
@@ -261,12 +263,20 @@ class Watch:
 
 
 async def attack(
-    watch: Watch, first: int, count: int, connections: int, *, idle: bool, verbose: bool
+    watch: Watch,
+    first: int,
+    count: int,
+    connections: int,
+    *,
+    groups: Sequence[str],
+    idle: bool,
+    verbose: bool,
 ) -> list[Outcome]:
     """Has another process run the cases; its outcomes."""
     numbers = [str(number) for number in (watch.port, first, count, connections)]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, str(CLIENT), watch.host, *numbers, *(["--idle"] if idle else [])),
+        *(["--groups", *groups] if groups else []),
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
@@ -323,12 +333,14 @@ async def measure(
     connections: int = 8,
     clients: int = 16,
     quiet_seconds: float = 20.0,
+    groups: Sequence[str] = (),
     idle: bool = False,
     verbose: bool = False,
 ) -> Result:
     """The ordinary clients alone, then beside the hostile ones.
 
     Args:
+        groups: of `hostile_shares`, by one key; none: every kind of case.
         idle: hostile clients get what nobody else wants of the processors, as if they had machines
             of their own. At niceness 15, which they have otherwise, the server waits for them.
     """
@@ -341,7 +353,9 @@ async def measure(
         await asyncio.sleep(quiet_seconds)
         before = await asyncio.to_thread(memory, server)
         hostile = watch.phase = Phase("hostile")
-        outcomes = await attack(watch, first, count, connections, idle=idle, verbose=verbose)
+        outcomes = await attack(
+            watch, first, count, connections, groups=groups, idle=idle, verbose=verbose
+        )
     after = await settled(server, before)
     return Result(quiet, hostile, outcomes, before, after, time.monotonic() - start)
 

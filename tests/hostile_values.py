@@ -162,5 +162,5 @@ RAW: tuple[Callable[[random.Random], bytes], ...] = (
 
 
 def raw_json(rng: random.Random) -> bytes:
-    """Bytes that are sent as JSON."""
+    """Bytes sent as JSON."""
     return rng.choice(RAW)(rng)

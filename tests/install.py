@@ -96,7 +96,7 @@ def stranger(variables: Mapping[str, str], home: Path) -> dict[str, str]:
 
 @contextmanager
 def index_of(wheels: Path, folder: Path) -> Iterator[str]:
-    """The address of an index of packages that has the folder's wheels of torch."""
+    """The address of an index of packages with the folder's wheels of torch."""
     page = folder / "torch"
     page.mkdir(parents=True)
     for path in wheels.glob("torch-*+cpu-*.whl"):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import oracle
+import PIL.Image
 
 
 def _fetch_videos(urls: Any, sample_indices_fn: Any = None) -> Any:
@@ -14,7 +18,22 @@ def _fetch_videos(urls: Any, sample_indices_fn: Any = None) -> Any:
 
     if isinstance(urls, list):
         return list(zip(*[_fetch_videos(url, sample_indices_fn) for url in urls], strict=True))
-    return load_video(urls, backend="pyav", sample_indices_fn=sample_indices_fn)
+    frames, metadata = load_video(urls, backend="pyav", sample_indices_fn=sample_indices_fn)
+    return square_pixels(frames, urls), metadata
+
+
+def square_pixels(frames: Any, file: Any) -> Any:
+    """`[T, height, width, 3]` as players show them: transformers ignores the shape of pixels."""
+    with av.open(file) as container:
+        stream = container.streams.best("video")
+        assert stream is not None
+        aspect = stream.sample_aspect_ratio or 1
+    if aspect == 1:
+        return frames
+    width = int(frames[0].shape[1] * aspect)
+    resize = partial(PIL.Image.Image.resize, resample=PIL.Image.Resampling.BICUBIC)
+    pictures = [PIL.Image.fromarray(frame) for frame in frames]
+    return np.stack([np.asarray(resize(each, (width, each.height))) for each in pictures])
 
 
 def processor(path: Path) -> Any:

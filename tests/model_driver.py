@@ -149,7 +149,7 @@ class Driver:
             prefill=self._prefill_meta(prefills, snapshots) if prefills else None,
             media=tuple(media),
             logit_rows=torch.arange(offset) if all_logits else ends,
-            deterministic=self.deterministic and bool(prefills),
+            deterministic=self.deterministic,
             capture_experts=capture_experts,
             verify=self._verify_meta(drafts) if drafts else None,
             greedy=True,

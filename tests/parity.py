@@ -89,6 +89,8 @@ def tapped(engine: Engine) -> Iterator[Tap]:
 
     def listening_run(plan: StepPlan) -> StepOutput:
         output = run(plan)
+        if not plan.slices:
+            return output
         packed = sorted(plan.slices, key=lambda item: item.kind)
         rows = iter(latest[0])
         for item in packed:
@@ -99,6 +101,8 @@ def tapped(engine: Engine) -> Iterator[Tap]:
                 row = next(rows)
                 for task in item.samples:
                     tap.logits.setdefault(task.sequence, []).append(row)
+            elif item.kind == "decode":
+                next(rows)  # the last token of an answer that has ended
         return output
 
     executor._forward = listening_forward  # type: ignore[method-assign]
@@ -123,7 +127,7 @@ def reference(checkpoint: Path, prompt: Messages | Sequence[int], num_tokens: in
 
 @torch.no_grad()
 def _compute(checkpoint: Path, prompt: Messages | Sequence[int], num_tokens: int) -> Reference:
-    inputs = _inputs(checkpoint, prompt)
+    inputs = inputs_of(checkpoint, prompt)
     length = inputs["input_ids"].shape[1]
     output = oracle.model(checkpoint).generate(
         **inputs,
@@ -140,7 +144,8 @@ def _compute(checkpoint: Path, prompt: Messages | Sequence[int], num_tokens: int
     )
 
 
-def _inputs(checkpoint: Path, prompt: Messages | Sequence[int]) -> dict[str, Any]:
+def inputs_of(checkpoint: Path, prompt: Messages | Sequence[int]) -> dict[str, Any]:
+    """The tensors that transformers gets for a prompt."""
     if prompt and isinstance(prompt[0], int):
         return {"input_ids": torch.tensor([prompt])}
     return dict(media_reference.inputs(checkpoint, [_opened(each) for each in prompt]))
@@ -148,7 +153,7 @@ def _inputs(checkpoint: Path, prompt: Messages | Sequence[int]) -> dict[str, Any
 
 def _own_error(checkpoint: Path, prompt: Messages | Sequence[int], answer: Reference) -> float:
     """What the reference's logits differ by if prompt and answer are one forward."""
-    inputs, count = _inputs(checkpoint, prompt), len(answer.token_ids)
+    inputs, count = inputs_of(checkpoint, prompt), len(answer.token_ids)
     shape = inputs["input_ids"].shape
     for name, values in inputs.items():
         if values.shape == shape:

@@ -18,7 +18,7 @@ LATER = ("json", "csv", "email", "hmac", "http", "secrets", "sqlite3", "uuid", "
 
 
 def plant(folder: Path, names: tuple[str, ...]) -> Path:
-    """Plants the modules; returns the file that has a line for each process that imported one."""
+    """Plants the modules; returns the file with a line for each process that imported one."""
     ran = folder.parent / f"{folder.name}.ran"
     text = (
         f"with open({str(ran)!r}, 'a') as _file, open('/proc/self/cmdline') as _line:\n"

@@ -28,3 +28,12 @@ def replica_pids(pid: int) -> list[int]:
     """Return the replicas of the deployment whose gateway is process `pid`."""
     below = processes_below(pid)
     return [each for each, line in below.items() if line.startswith("ray::ServeReplica:")]
+
+
+def runs(pid: int) -> bool:
+    """Return False for an ended process, waited for or not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

@@ -52,7 +52,7 @@ def dequantised(path: Path, target: Path) -> Path:
     config["dtype"] = "float32"
     (target / "config.json").write_text(json.dumps(config))
     if "moe" in config["model_type"]:
-        plain = _with_experts_together(plain, transposed="vl" in config["model_type"])
+        plain = experts_together(plain, transposed="vl" in config["model_type"])
     save_file(
         {name: each.contiguous() for name, each in plain.items()}, target / "model.safetensors"
     )
@@ -78,7 +78,7 @@ def _modules(tensors: Tensors) -> dict[str, Tensors]:
     return found
 
 
-def _with_experts_together(plain: Tensors, *, transposed: bool) -> Tensors:
+def experts_together(plain: Tensors, *, transposed: bool) -> Tensors:
     """As transformers has the experts of a layer: gate and up, and down, of all in one tensor."""
     found: Tensors = {}
     experts: dict[str, dict[tuple[int, str], torch.Tensor]] = {}

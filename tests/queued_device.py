@@ -1,105 +1,281 @@
-"""A stand-in for a device that works behind the host, as a GPU does.
-
-Copies and replays of captured steps queue up. They run, in their order, when somebody waits for
-them, and not before: memory that a copy reads is read as late as a device may read it.
+"""Engines' steps on a device that works behind the host (`fake_device`): captured ones, those by
+ops, and what cache tiers read and write. And the faults that only such a device shows.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from step_graphs import Repeating, with_graphs
+from captured_batches import plain_batch
+from fake_device import FakeDevice, FakeTorch
+from step_graphs import with_graphs, with_kernels
 
-from vlm_serve.engine import local_executor
-from vlm_serve.engine.graph_device import Step
-from vlm_serve.engine.sampler import sample
-from vlm_serve.engine.tier_transfer import TensorTransfer
+from vlm_serve.cache.tiers.entry import Entry
+from vlm_serve.engine import build as building
+from vlm_serve.engine import graph_device
+from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.graph_device import CudaGraphs, Step
+from vlm_serve.engine.local_executor import LocalExecutor
+from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
+from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.tier_transfer import Staged, TensorTransfer
 from vlm_serve.models import Model
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
+from vlm_serve.models.cache_layout import CacheTensors
 
 
-class QueuedDevice(Repeating):
-    """Queues copies and captured steps; everything else waits for the queue and runs at once.
+class QueuedDevice(CudaGraphs):
+    """The real `CudaGraphs` over a fake device. A captured step is repeated by calling its function
+    again, which reads the fixed tables; memory, copies and waits are those of `CudaGraphs`.
 
     Args:
-        forgets_events: break the device's promise: nobody waits for a copy before its source is
-            filled again. A test that does not notice this sees nothing.
+        seed: see `FakeDevice`.
 
     Attributes:
-        longest: most pieces of work that were queued at one time.
+        device: the device.
+        calls: captured steps that have run.
     """
 
-    def __init__(self, *, forgets_events: bool = False) -> None:
-        super().__init__()
-        self.longest = 0
-        self._queue: deque[Step] = deque()
-        self._working = False
-        self._forgets_events = forgets_events
+    def __init__(self, seed: int = 0) -> None:
+        self.device = FakeDevice(seed)
+        self.calls = 0
+        with self._used():
+            super().__init__()
+
+    def warm_up(self, step: Step) -> None:
+        with self._used():
+            super().warm_up(partial(self.device.queue, partial(self.compute, step)))
+        self.device.synchronize()
 
     def capture(self, step: Step) -> Step:
-        replay = super().capture(step)
-        return lambda: self._add(replay)
+        def again() -> None:
+            self.calls += 1
+            self.compute(step)
+
+        self.warm_up(step)
+        return partial(self.device.queue, again)
+
+    def compute(self, step: Step) -> None:
+        """Call a step's function on Triton's kernels, in their interpreter."""
+        with_kernels(step)
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        with self._used():
+            return super().host_memory(num_bytes)
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
-        done = False
-
-        def copy() -> None:
-            nonlocal done
-            target.copy_(source)
-            done = True
-
-        def wait() -> None:
-            while not done and not self._forgets_events:
-                self._work()
-
-        self._add(copy)
-        return wait
+        with self._used():
+            return super().send(target, source)
 
     def synchronize(self) -> None:
-        """Do all that is queued; not from within that, where the order is kept already."""
-        while self._queue and not self._working:
-            self._work()
+        """Run all that is queued."""
+        self.device.synchronize()
 
-    def _work(self) -> None:
-        self._working = True
-        try:
-            self._queue.popleft()()
-        finally:
-            self._working = False
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        with patch.object(graph_device, "torch", FakeTorch(self.device)):
+            yield
 
-    def _add(self, work: Step) -> None:
-        self._queue.append(work)
-        self.longest = max(self.longest, len(self._queue))
+
+class TorchDevice(QueuedDevice):
+    """The same, with torch's ops in place of Triton's interpreter, see `captured_batches`.
+
+    Args:
+        model: computes captured steps.
+        block_size: tokens per KV block.
+        seed: see `FakeDevice`.
+    """
+
+    def __init__(self, model: Model, block_size: int, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._model, self._block_size = model, block_size
+        self._forward = model.forward
+
+    def compute(self, step: Step) -> None:
+        with patch.object(self._model, "forward", self._of_tables):
+            step()
+
+    def _of_tables(self, batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+        found = plain_batch(batch, self._block_size)
+        if found is None:
+            return ForwardOutput(torch.zeros(1, self._model.spec.vocab_size))
+        return self._forward(found, caches)
+
+
+class QueuedTransfer(TensorTransfer):
+    """Reads behind all that is queued, and writes from pinned memory."""
+
+    def __init__(self, caches: CacheTensors, device: FakeDevice) -> None:
+        super().__init__(caches)
+        self._device = device
+
+    def read_kv(self, block: int, num_tokens: int) -> bytes:
+        self._device.synchronize()
+        return super().read_kv(block, num_tokens)
+
+    def read_state(self, row: int) -> bytes:
+        self._device.synchronize()
+        return super().read_state(row)
+
+    def stage(self, entry: Entry) -> Staged | None:
+        staged = super().stage(entry)
+        return None if staged is None else tuple(map(self._pinned, staged))
+
+    def _pinned(self, part: torch.Tensor) -> torch.Tensor:
+        memory = self._device.pinned(part.nbytes)
+        memory[:] = part.flatten().view(torch.uint8)
+        return memory.view(part.dtype).view(part.shape)
+
+
+class QueuedExecutor(LocalExecutor):
+    """An executor over a fake device: all that writes on the device is queued, and what is read
+    back waits for it."""
+
+    def __init__(
+        self, model: Model, caches: CacheTensors, *, device: FakeDevice, **options: Any
+    ) -> None:
+        super().__init__(model, caches, **options)
+        self.device = device
+        self.pages = QueuedTransfer(caches, device)
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        # The device has no kernel for folds or for drafts of an MTP layer that queues.
+        if plan.folds or any(item.kind == "verify" for item in plan.slices):
+            self.device.synchronize()
+        output = super().run(plan)
+        return replace(output, awaited=not self.device.current.queued)
+
+    def embedding(self, slot: int) -> torch.Tensor | None:
+        self.device.synchronize()
+        return super().embedding(slot)
+
+    def measure(self, **limits: int) -> Any:
+        self.device.synchronize()
+        return super().measure(**limits)
+
+    def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
+        freed = list(blocks), list(rows)
+        self._queue(partial(super().poison_freed, *freed))
+
+    def _copy(self, plan: StepPlan) -> None:
+        if plan.copies or plan.row_copies:
+            self._queue(partial(super()._copy, plan))
+
+    def _forward(self, batch: ForwardBatch) -> ForwardOutput:
+        for graphs in self._graphs:
+            output = graphs.run(batch)
+            if output is not None:
+                return output
+        if batch.verify is not None or batch.capture_experts or self._model.drafts:
+            self.device.synchronize()
+            return self._model.forward(batch, self._caches)
+        own = _sent(batch)
+        logits = torch.full((len(batch.logit_rows), self._model.spec.vocab_size), float("nan"))
+
+        def forward() -> None:
+            logits.copy_(self._model.forward(own, self._caches).logits)
+
+        self._queue(forward)
+        return ForwardOutput(logits)
+
+    def _output(
+        self, plan: StepPlan, output: ForwardOutput, packed: list[Slice], rows: list[int]
+    ) -> StepOutput:
+        # Without tasks and reports nothing is read back, and the host goes on.
+        if rows or len(output.logits) or output.experts is not None:
+            self.device.synchronize()
+        return super()._output(plan, output, packed, rows)
+
+    def _queue(self, work: Step) -> None:
+        def guarded() -> None:
+            with torch.inference_mode():
+                work()
+
+        self.device.queue(guarded)
+
+
+def _sent(batch: ForwardBatch) -> ForwardBatch:
+    """Return a batch as launches take it along: later changes on the host do not reach it."""
+
+    def tables(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(row) for row in rows)
+
+    decode, prefill = batch.decode, batch.prefill
+    return replace(
+        batch,
+        token_ids=batch.token_ids.clone(),
+        positions=batch.positions.clone(),
+        decode=decode and replace(decode, block_tables=tables(decode.block_tables)),
+        prefill=prefill and replace(prefill, block_tables=tables(prefill.block_tables)),
+    )
+
+
+def running(graphs: DecodeGraphs | PrefillGraphs) -> Callable[..., ForwardOutput]:
+    """In place of a model's forward: the graphs', which must be able to compute every step, and
+    whose logits are read back."""
+
+    def forward(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
+        output, device = graphs.run(batch), graphs._device
+        assert output is not None, "no graph computes it"
+        assert isinstance(device, QueuedDevice)
+        device.synchronize()
+        return output
+
+    return forward
 
 
 def with_queue(monkeypatch: pytest.MonkeyPatch, device: QueuedDevice) -> None:
-    """Has engines run captured steps on this device. Steps of other kinds, what cache tiers read
-    and write, and all that reads logits wait for it, as they would in the same stream."""
+    """Has engines run captured steps and all others on this device."""
     with_graphs(monkeypatch, lambda: device)
+    monkeypatch.setattr(building, "LocalExecutor", partial(QueuedExecutor, device=device.device))
 
-    def behind(function: Any) -> Any:
-        def waiting(*args: Any, **kwargs: Any) -> Any:
-            device.synchronize()
-            return function(*args, **kwargs)
 
-        return waiting
+@contextmanager
+def broken(fault: str) -> Iterator[None]:
+    """Put a fault of `FAULTS` into the copies of captured steps' tables, inside the block."""
+    owner, name, instead = FAULTS[fault]
+    with patch.object(owner, name, instead):
+        yield
 
-    def sampling(logits: Any, tasks: Any, *args: Any) -> Any:
-        # Without tasks nothing is read back, and the host goes on.
-        if tasks:
-            device.synchronize()
-        return sample(logits, tasks, *args)
 
-    monkeypatch.setattr(local_executor, "sample", sampling)
-    for name in ("logprob_rows", "copy_rows", "copy_kv_rows"):
-        monkeypatch.setattr(local_executor, name, behind(getattr(local_executor, name)))
-    methods = {
-        Model: ("forward", "fold", "draft"),
-        TensorTransfer: ("read_kv", "read_state", "write_kv", "write_state"),
-        local_executor.LocalExecutor: ("poison_freed",),
-    }
-    for owner, names in methods.items():
-        for name in names:
-            monkeypatch.setattr(owner, name, behind(getattr(owner, name)))
+def _no_wait(ring: HostRing, place: int) -> None:
+    """Fill a buffer whose copy may still be queued: a step without samples waits for nothing."""
+
+
+def _without_event(graphs: CudaGraphs, target: torch.Tensor, source: torch.Tensor) -> Step:
+    """Send without recording the event waited for."""
+    target.copy_(source, non_blocking=True)
+    return lambda: None
+
+
+def _on_a_stream_of_its_own(graphs: CudaGraphs, target: torch.Tensor, source: torch.Tensor) -> Step:
+    """Send beside the steps: none of them waits for its tables."""
+    cuda = vars(graph_device)["torch"].cuda
+    with cuda.stream(cuda.Stream()):
+        return _SEND(graphs, target, source)
+
+
+def _one_memory(graphs: CudaGraphs, num_bytes: int) -> torch.Tensor:
+    """Return the same memory for every buffer of a ring."""
+    kept: torch.Tensor | None = graphs.__dict__.get("one_memory")
+    if kept is None or kept.numel() < num_bytes:
+        graphs.__dict__["one_memory"] = kept = _HOST_MEMORY(graphs, num_bytes)
+    return kept[:num_bytes]
+
+
+_SEND, _HOST_MEMORY = CudaGraphs.send, CudaGraphs.host_memory
+FAULTS: dict[str, tuple[type, str, Any]] = {
+    "filled too early": (HostRing, "_wait", _no_wait),
+    "an event left out": (CudaGraphs, "send", _without_event),
+    "a stream not waited for": (CudaGraphs, "send", _on_a_stream_of_its_own),
+    "a table shared by two steps": (CudaGraphs, "host_memory", _one_memory),
+}
+"""Faults that only a device behind the host shows: what is replaced, and by what."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from ports import free_port
 from redis import Redis
 from redis.exceptions import RedisError
@@ -27,7 +28,7 @@ class StoreServer:
     Args:
         folder: for its working directory.
         options: as on its command line.
-        executable: which program it is.
+        executable: which program it is; None: the first that is installed.
         tls: nothing but TLS; files are named in `options`, relative to the folder.
     """
 
@@ -35,12 +36,20 @@ class StoreServer:
         self,
         folder: Path,
         *options: str,
-        executable: str = EXECUTABLES[0],
+        executable: str | None = None,
         tls: bool = False,
     ) -> None:
+        if not EXECUTABLES:
+            pytest.skip("neither redis-server nor valkey-server is installed")
         self.port, self._folder = free_port(), folder
         ports = ["--port", "0", "--tls-port"] if tls else ["--port"]
-        self._command = [executable, *ports, str(self.port), "--bind", "127.0.0.1"]
+        self._command = [
+            executable or EXECUTABLES[0],
+            *ports,
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+        ]
         self._command += ["--save", "", "--appendonly", "no", "--loglevel", "warning", *options]
         self._process: subprocess.Popen[bytes] | None = None
         self.client = Redis(port=self.port)
@@ -83,7 +92,7 @@ class StoreServer:
 
 @contextmanager
 def running(
-    folder: Path, *options: str, executable: str = EXECUTABLES[0], tls: bool = False
+    folder: Path, *options: str, executable: str | None = None, tls: bool = False
 ) -> Iterator[StoreServer]:
     server = StoreServer(folder, *options, executable=executable, tls=tls)
     server.start()

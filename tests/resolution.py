@@ -35,7 +35,7 @@ AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Something that is installed in one step.
+    """Something installed in one step.
 
     Attributes:
         name: for people.
@@ -87,13 +87,18 @@ def without_dependencies(constraints: Path) -> Iterator[Wanted]:
     """Yield what the Makefile installs with `--no-deps` beside the pins.
 
     torchvision is resolved with what it depends on all the same: the torch that it was built for
-    must be the pinned one. Of packages that are built here, the version must exist.
+    must be the pinned one. Of packages that are built here, or that go into a folder of their own,
+    the version must exist.
     """
     for line in no_deps_lines():
         built = "--no-build-isolation" in line
-        flags = ("--no-deps",) if built else ("--no-build",)
+        if built:
+            own: tuple[str, ...] = ("--no-deps",)
+        elif "--target" in line:
+            own = ("--no-deps", "--no-build")
+        else:
+            own = ("--no-build", "--constraint", str(constraints))
         for name, version in re.findall(r"([\w.-]+)==([\w.]+)", line):
-            own = flags if built else (*flags, "--constraint", str(constraints))
             yield Wanted(name, ("-", *own), f"{name}=={version}\n")
         for path in re.findall(r"--requirement (\S+)", line):
             yield Wanted(path, (str(ROOT / path), "--no-deps", "--no-build"))

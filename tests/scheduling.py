@@ -19,10 +19,11 @@ from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
-from vlm_serve.engine.request import Language, Request
+from vlm_serve.engine.request import Language, NextTurn, Request
 from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.engine.update_slots import UpdateSlots
+from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 BLOCK = 8
@@ -90,20 +91,46 @@ class World:
         *,
         ignore_eos: bool = True,
         priority: int = 0,
+        before: tuple[int, ...] = (),
+        cold: bool = False,
         forced: tuple[tuple[int, ...], ...] = (),
         **params: Any,
     ) -> SequenceGroup:
-        """A request whose prompt is one token repeated; `forced` is what its choices begin with."""
+        """A request whose prompt is one token repeated, behind the tokens `before`; `forced` is
+        what its choices begin with."""
+        params = {"max_tokens": max_tokens, "ignore_eos": ignore_eos, **params}
+        prompt = make_prompt([before, (token,) * length], block_size=BLOCK)
+        return self.send(prompt, priority=priority, cold=cold, forced=forced, **params)
+
+    def ask(self, tokens: tuple[int, ...], max_tokens: int, **options: Any) -> SequenceGroup:
+        """A request whose prompt has these tokens."""
+        prompt = make_prompt([tokens], block_size=BLOCK)
+        return self.send(prompt, **{"max_tokens": max_tokens, "ignore_eos": True, **options})
+
+    def send(
+        self,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        cold: bool = False,
+        forced: tuple[tuple[int, ...], ...] = (),
+        complete_experts: bool = False,
+        next_turn: NextTurn | None = None,
+        **params: Any,
+    ) -> SequenceGroup:
+        """A request with a symbolic prompt."""
+        arrival = next(self._numbers)
         request = Request(
-            f"r{token}",
-            make_prompt([(token,) * length], block_size=BLOCK),
-            SamplingParams(
-                max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos, seed=0, **params
-            ),
+            f"r{arrival}",
+            prompt,
+            SamplingParams(**{"temperature": 0.0, "seed": 0, **params}),
             lambda delta: None,
             priority,
-            arrival=next(self._numbers),
+            arrival=arrival,
             forced=forced,
+            cold=cold,
+            complete_experts=complete_experts,
+            next_turn=next_turn,
         )
         group = SequenceGroup(request, self._numbers, self._language)
         for sequence in group.sequences:

@@ -34,11 +34,28 @@ class SchemaGenerator:
 
     def schema(self) -> dict[str, Any]:
         """Draw a whole schema, sometimes with definitions that it may refer to."""
+        kinds = [*[self._object] * 3, self._any, self._any]
+        return self._whole(lambda: self._with_others(self._pick(*kinds)(3), 3))
+
+    def parameters(self) -> dict[str, Any]:
+        """Draw the schema of a function's parameters."""
+        kinds = [*[self._object] * 7, self._discriminated, self._objects, self._definition]
+        return self._whole(lambda: self._pick(*kinds)(2))
+
+    def _objects(self, depth: int) -> dict[str, Any]:
+        parts = [self._object(depth) for _ in range(self._random.randrange(1, 3))]
+        return {"type": "object", self._pick("anyOf", "allOf"): parts}
+
+    def _definition(self, depth: int) -> dict[str, Any]:
+        self._names.append("P")
+        return {"$ref": "#/$defs/P", "$defs": {"P": self._object(depth)}}
+
+    def _whole(self, draw: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         self._names = [f"D{i}" for i in range(self._random.choice((0, 0, 1, 2)))]
-        kind = self._pick(self._object, self._object, self._object, self._any, self._any)
-        schema = self._with_others(kind(3), 3)
+        schema = draw()
         if self._names:
-            schema = {"$defs": {name: self._sub(2) for name in self._names}, **schema}
+            own = schema.pop("$defs", {})
+            schema = {"$defs": {name: self._sub(2) for name in self._names} | own, **schema}
         if self._chance(0.05):
             schema = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
         return schema

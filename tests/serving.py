@@ -55,6 +55,15 @@ def chat_body(text: str = "hi", **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
 
 
+def check_chat(client: httpx.Client) -> None:
+    """Have a chat answered, whole and as a stream."""
+    answer = client.post("/v1/chat/completions", json=chat_body())
+    assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
+    body = chat_body(stream=True)
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert len(parse_events("".join(response.iter_text()))) > 2
+
+
 def ok(response: httpx.Response) -> dict[str, Any]:
     """The body of an answer that must have come."""
     assert response.status_code == 200, response.text

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 
 from symbolic import END_OF_TURN, VOCABULARY, SymbolicMedia, make_prompt
 
+from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
 from vlm_serve.preprocess.prompt import Prompt
 
 
@@ -20,10 +22,13 @@ class Prompts:
 
     def __init__(self, rng: random.Random, block_size: int, max_model_len: int) -> None:
         self._rng, self._block_size, self._max_model_len = rng, block_size, max_model_len
+        self.adapter: Callable[[], AdapterIdentity] = lambda: NO_ADAPTER
+        """Chooses the adapter of each prompt."""
         self._media = [self._new_media() for _ in range(4)]
         self._histories: list[list[tuple[int, ...] | SymbolicMedia]] = [
             [self._text(rng.randint(1, 3 * block_size))] for _ in range(3)
         ]
+        self._asked: dict[int, list[tuple[int, ...] | SymbolicMedia]] = {}
 
     def take(self) -> Prompt:
         """A known history, sometimes grown by media and text, under one of two tenants."""
@@ -37,9 +42,9 @@ class Prompts:
             segments.append(self._text(rng.randint(1, 2 * self._block_size)))
         if rng.random() < 0.2:
             self._media[rng.randrange(len(self._media))] = self._grown(rng.choice(self._media))
-        salt = rng.choice(["", "", "tenant"])
+        salt, adapter = rng.choice(["", "", "tenant"]), self.adapter()
         while True:
-            prompt = make_prompt(segments, block_size=self._block_size, salt=salt)
+            prompt = make_prompt(segments, block_size=self._block_size, salt=salt, adapter=adapter)
             if 0 < len(prompt) <= limit:
                 break
             segments = segments[:-1] or [self._text(1)]
@@ -47,7 +52,46 @@ class Prompts:
             self._histories[rng.randrange(len(self._histories))] = segments
         elif rng.random() < 0.1:
             self._histories[rng.randrange(len(self._histories))] = [self._text(3)]
+        self._asked[id(prompt)] = segments
         return prompt
+
+    def answered(self, prompt: Prompt, answer: list[int], rng: random.Random) -> None:
+        """What was asked has an answer: some ask on, in place of one of the histories."""
+        segments = self._asked.pop(id(prompt))
+        if answer and rng.random() < 0.5:
+            turn = [*segments, tuple(answer)]
+            self._histories[rng.randrange(len(self._histories))] = turn
+
+    def burst(self, rng: random.Random) -> list[Prompt]:
+        """Several askers at once: a new beginning that all share, behind which they part at two
+        depths.
+
+        Args:
+            rng: what they follow from, so that other prompts stay the same without them.
+        """
+        size, limit = self._block_size, self._max_model_len - 1
+        length = rng.randint(size, max(size, limit // 2))
+        common: list[tuple[int, ...] | SymbolicMedia] = [
+            tuple(rng.randrange(5, VOCABULARY) for _ in range(length))
+        ]
+        if rng.random() < 0.5:
+            common.insert(rng.randint(0, 1), rng.choice(self._media))
+        branches = [
+            tuple(rng.randrange(5, VOCABULARY) for _ in range(rng.randint(1, limit // 3)))
+            for _ in range(2)
+        ]
+        found = []
+        for _ in range(rng.randint(2, 7)):
+            branch = rng.choice([(), *branches])
+            adapter = self.adapter()
+            question = tuple(rng.randrange(5, VOCABULARY) for _ in range(rng.randint(1, 2 * size)))
+            for segments in ([*common, branch, question], [*common, question], [question]):
+                prompt = make_prompt(segments, block_size=size, adapter=adapter)
+                if len(prompt) <= limit:
+                    found.append(prompt)
+                    self._asked[id(prompt)] = [*segments]
+                    break
+        return found
 
     def _text(self, length: int) -> tuple[int, ...]:
         return tuple(

@@ -14,12 +14,17 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
+from join_watch import JoinWatch
 from letters import Letters
+from queued_symbolic import QueuedSymbolic
 from simulated_client import Client, cold_answer
 from simulated_drafts import Guesser
+from simulated_places import plant
 from simulated_prompts import Prompts
+from simulated_turns import ENDING_MODES, AnyTurn, NextTurns
 from symbolic import END_OF_TURN, VOCABULARY, InjectedFailure, SymbolicExecutor
 from symbolic_tiers import SymbolicTiers, silence
 from tree_follower import Follower
@@ -36,16 +41,17 @@ from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.scheduler import Event, Scheduler
 from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.engine.update_slots import UpdateSlots
+from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 EMBEDDING_BYTES = 4
 
 
-def _poison_block(executor: SymbolicExecutor, block: int) -> None:
+def _poison_block(executor: SymbolicExecutor | QueuedSymbolic, block: int) -> None:
     executor.poison(blocks=(block,))
 
 
-def _poison_row(executor: SymbolicExecutor, row: int) -> None:
+def _poison_row(executor: SymbolicExecutor | QueuedSymbolic, row: int) -> None:
     executor.poison(rows=(row,))
 
 
@@ -58,6 +64,8 @@ class Simulation:
             checks itself after every step, and the mirror's reader follows it.
         speculative: with drafts, of which some hold.
         replays: half of the requests come with the beginnings of their answers.
+        queued: the second executor works behind the host, see `queued_symbolic`.
+        exact_only: prompts come from prefill alone and answers from decode steps.
     """
 
     def __init__(
@@ -67,12 +75,18 @@ class Simulation:
         compare_every: int = 1,
         speculative: bool = False,
         replays: bool = False,
+        queued: bool = False,
+        exact_only: bool = False,
     ) -> None:
         self._replays = random.Random(f"replays {seed}") if replays else None
         self.rng = random.Random(seed)
         rng = self.rng
         self._reports = random.Random(f"reports {seed}")
+        self._ends = random.Random(f"ends {seed}")
         self._clock = random.Random(f"clock {seed}")
+        self._bursts = random.Random(f"bursts {seed}")
+        self._places = random.Random(f"places {seed}")
+        self._burst_rate = self._bursts.choice([0.0, 0.05, 0.2])
         self._compare_every = compare_every
         self.block_size = rng.choice([4, 8, 16])
         max_num_seqs = rng.choice([1, 2, 3, 6])
@@ -90,6 +104,8 @@ class Simulation:
             min_snapshot_gain=rng.choice([1, 4]),
             policy=rng.choice(["value", "lru"]),
             logprob_bytes=self._reports.choice([0, 2_000, 1 << 20]),
+            exact_only=exact_only,
+            learned_places=self._places.random() < 0.8,
         )
         self.cache = PrefixCache(config)
         self.follower = Follower(self.cache, limit=100)
@@ -109,7 +125,10 @@ class Simulation:
         )
         self.drafter = Guesser(seed) if speculative else None
         most = self.drafter.most if self.drafter is not None else 0
-        self.config = replace(self.config, speculative_tokens=most)
+        mode = self._ends.choice(ENDING_MODES)
+        self.config = replace(self.config, speculative_tokens=most, answer_ends=mode)
+        if exact_only:
+            self.config = replace(self.config, answer_ends="off", decode_state_interval=0)
         self.media = MediaPlanner(embeddings, EMBEDDING_BYTES, self.tiers.embeddings)
         self.scheduler = Scheduler(
             self.cache,
@@ -118,17 +137,17 @@ class Simulation:
             self.tiers.fetcher,
             self.drafter.company() if self.drafter is not None else [],
         )
-        self.executor, self.twin = (
-            SymbolicExecutor(
-                num_blocks,
-                config.num_rows,
-                self.block_size,
-                own,
-                has_state=has_state,
-                num_updates=UpdateSlots.of(max_num_seqs, most).total,
-            )
-            for own in (rng, random.Random(f"twin {seed}"))
-        )
+        self.watch = JoinWatch(self.scheduler)
+        self.turns = NextTurns(self._ends)
+        self.scheduler.endings.ask = self.turns.ask
+        sizes = (num_blocks, config.num_rows, self.block_size)
+        options: dict[str, Any] = {
+            "has_state": has_state,
+            "num_updates": UpdateSlots.of(max_num_seqs, most).total,
+            "exact_only": exact_only,
+        }
+        self.executor = SymbolicExecutor(*sizes, rng, **options)
+        self.twin = self._second(seed, sizes, options, queued=queued)
         for executor in (self.executor, self.twin):
             # What was freed holds nothing any more, as with the real engine in tests.
             self.cache.events.block_freed.subscribe(partial(_poison_block, executor))
@@ -138,22 +157,36 @@ class Simulation:
         self._logprob_share = self._reports.choice([0.0, 0.2, 0.6])
         self.clients: dict[str, Client] = {}
         self.counts: Counter[str] = Counter()
+        self._committed = False
         self._numbers = itertools.count()
         self._failure_rate = rng.choice([0.0, 0.01, 0.1])
         self._prompts = Prompts(rng, self.block_size, self.max_model_len)
 
+    def _second(
+        self, seed: int, sizes: tuple[int, int, int], options: dict[str, Any], *, queued: bool
+    ) -> SymbolicExecutor | QueuedSymbolic:
+        """Return the executor that gets every plan too."""
+        own = random.Random(f"twin {seed}")
+        if queued:
+            return QueuedSymbolic(seed, *sizes, own, **options)
+        return SymbolicExecutor(*sizes, own, **options)
+
     @silence()
     def run(self, steps: int) -> Counter[str]:
         """Runs that many scheduler steps, then drains; returns what happened how often."""
-        for step in range(steps):
-            self._traffic()
-            self._step()
-            self.cache.check()
-            if step % self._compare_every == 0:
-                self.follower.check()
-            else:
-                self.follower.follow()
-        self._drain()
+        try:
+            for step in range(steps):
+                self._traffic()
+                self._step()
+                self.cache.check()
+                self.watch.check(committed=self._committed)
+                if step % self._compare_every == 0:
+                    self.follower.check()
+                else:
+                    self.follower.follow()
+            self._drain()
+        finally:
+            self.tiers.close()
         return self.counts
 
     # Traffic
@@ -161,7 +194,11 @@ class Simulation:
     def _traffic(self) -> None:
         rng = self.rng
         while len(self.clients) < 8 and rng.random() < 0.3:
-            self._submit()
+            self._submit(self._prompts.take())
+        if len(self.clients) < 8 and self._bursts.random() < self._burst_rate:
+            self.counts["bursts"] += 1
+            for prompt in self._prompts.burst(self._bursts):
+                self._submit(prompt)
         if self.clients and rng.random() < 0.03:
             client = rng.choice(list(self.clients.values()))
             self.counts["aborts"] += 1
@@ -170,9 +207,8 @@ class Simulation:
             self.cache.flush()
             self.counts["flushes"] += 1
 
-    def _submit(self) -> None:
+    def _submit(self, prompt: Prompt) -> None:
         rng = self.rng
-        prompt = self._prompts.take()
         number = next(self._numbers)
         with_experts = rng.random() < self._expert_share
         with_logprobs = self._reports.random() < self._logprob_share
@@ -197,7 +233,9 @@ class Simulation:
             rng.choice([0, 0, 1]),
             number,
             cold=rng.random() < 0.05,
+            next_turn=self._ends.choice([None, AnyTurn()]),
         )
+        request = self._with_adapter(request)
         if self._replays is not None and not request.cold and self._replays.random() < 0.5:
             request = replace(request, forced=self._beginnings(request, self._replays))
         language = Language(Letters(), frozenset({END_OF_TURN}), VOCABULARY, self.max_model_len)
@@ -216,6 +254,9 @@ class Simulation:
         self.scheduler.add(group)
         self.counts["requests"] += 1
 
+    def _with_adapter(self, request: Request) -> Request:
+        return request
+
     def _beginnings(self, request: Request, rng: random.Random) -> tuple[tuple[int, ...], ...]:
         """Of its choices: what they would say anyway, as far as some other engine had come."""
         seed, most = request.params.seed, request.params.max_tokens
@@ -232,10 +273,13 @@ class Simulation:
     # Steps
 
     def _step(self) -> None:
+        self._committed = False
         self.executor.fail_next = self.rng.random() < self._failure_rate
         self.tiers.step()
+        self.turns.step()
+        plant(self._places, self.cache)
         plan = self.scheduler.plan()
-        if plan is None and self.tiers.busy:
+        if plan is None and (self.tiers.busy or self._comes_up()):
             return
         if plan is None:
             self.executor.fail_next = False
@@ -254,6 +298,21 @@ class Simulation:
         else:
             self.scheduler.learn(plan, output, self._clock.uniform(0.0, 0.1))
             self._deliver(self.scheduler.commit(plan, output))
+            self._committed = True
+            self.counts["folds alone"] += not plan.slices
+            self.counts["last tokens"] += sum(
+                item.kind == "decode" and not item.samples for item in plan.slices
+            )
+        for number in self.scheduler.endings.take_closed():
+            self._forget(number)
+
+    def _comes_up(self) -> bool:
+        return False
+
+    def _forget(self, number: int) -> None:
+        self.executor.forget(number)
+        self.twin.forget(number)
+        self.executor.poisonous.discard(number)
 
     def _overtaken(self, plan: StepPlan) -> bool:
         """Whether a prompt is done in this step although it came after one that is not."""
@@ -274,6 +333,7 @@ class Simulation:
                 self.twin.run(pickle.loads(pickle.dumps(plan)))
             raise
         other = pickle.loads(pickle.dumps(self.twin.run(pickle.loads(pickle.dumps(plan)))))
+        self.counts["steps ahead"] += not other.awaited
         assert other.sampled == output.sampled and other.drafts == output.drafts
         assert other.prompt_logprobs.keys() == output.prompt_logprobs.keys()
         for number, rows in output.prompt_logprobs.items():
@@ -290,12 +350,12 @@ class Simulation:
             client.push(delta)
             if delta.finish_reason is not None:
                 number = group.sequences[delta.index].number
-                self.executor.forget(number)
-                self.twin.forget(number)
-                self.executor.poisonous.discard(number)
+                if not self.scheduler.endings.keeps(number):
+                    self._forget(number)
             if len(client.finished) == len(group.sequences):
                 client.verify()
                 del self.clients[request.request_id]
+                self._prompts.answered(request.prompt, client.tokens.get(0, []), self._ends)
                 self.counts[delta.finish_reason or ""] += 1
                 self.counts["cold"] += request.cold
                 # Who has tokens was told of once; who was ended before may have been.
@@ -315,19 +375,26 @@ class Simulation:
         """Everything ends, everything comes back."""
         self._failure_rate = 0.0
         for _ in range(20_000):
-            if not self.scheduler.has_work:
+            self.turns.step()
+            if not self.scheduler.has_work and not self.turns.asked:
                 break
             self._step()
+            self.watch.check(committed=self._committed)
         assert not self.scheduler.has_work and not self.clients, "requests never end"
         self.cache.check()
         self.cache.flush()
         self.cache.check()
         self.follower.check()
         assert self.tiers.embeddings is None or not self.tiers.embeddings.num_bytes
-        self.tiers.close()
         assert not self.cache.events.failures, "see the log: a subscriber raised"
         assert self.counts["hits"] <= self.cache.stats.requests <= self.counts["most hits"]
         assert self.cache.free_block_count == self.cache.config.num_blocks, "blocks leaked"
+        assert not self.scheduler._queues.joins, "somebody waits for nobody"
+        self.counts.update(self.watch.counts)
+        self.counts["rows left"] += self.cache.stats.saves["left"]
+        for kind in ("answer_end", "answer_part", "learned"):
+            self.counts[kind] += self.cache.stats.saves[kind]
+        self.counts["ends dropped"] += self.scheduler.endings.num_dropped
         self.counts["preemptions"] += self.scheduler.num_preemptions
         self.counts["hit_tokens"] += self.cache.stats.hit_tokens
         self.counts["query_tokens"] += self.cache.stats.query_tokens

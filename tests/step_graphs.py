@@ -20,10 +20,7 @@ from triton_case import kernels
 
 from vlm_serve.engine import build as building
 from vlm_serve.engine import prefill_graphs, step_paths
-from vlm_serve.engine.decode_graphs import DecodeGraphs
 from vlm_serve.engine.graph_device import Step
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
-from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors, Unit
 
 SPECS = {
@@ -51,45 +48,12 @@ SERVED = [name for name in SPECS if name != "states alone"]
 """Of them those that engines take: KV blocks are what they schedule by."""
 
 
-class Repeating:
-    """A `GraphDevice` whose captured steps call the function again, and whose copies are made at
-    once. Counts the calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def warm_up(self, step: Step) -> None:
-        # Padding may be computed from memory that nobody wrote, of which numpy would warn.
-        with kernels(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            step()
-
-    def capture(self, step: Step) -> Step:
-        def again() -> None:
-            self.calls += 1
-            self.warm_up(step)
-
-        self.warm_up(step)
-        return again
-
-    def host_memory(self, num_bytes: int) -> torch.Tensor:
-        # Not zeros: what a step does not write is of some step before.
-        return torch.full((num_bytes,), 0x7F, dtype=torch.uint8)
-
-    def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
-        target.copy_(source)
-        return lambda: None
-
-
-def running(graphs: DecodeGraphs | PrefillGraphs) -> Callable[..., ForwardOutput]:
-    """In place of a model's forward: the graphs', which must be able to compute every step."""
-
-    def forward(batch: ForwardBatch, caches: CacheTensors) -> ForwardOutput:
-        output = graphs.run(batch)
-        assert output is not None, "no graph computes it"
-        return output
-
-    return forward
+def with_kernels(step: Step) -> None:
+    """Calls a step's function on the Triton kernels."""
+    # Padding may be computed from memory that nobody wrote, of which numpy would warn.
+    with kernels(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        step()
 
 
 def started(driver: Driver, lengths: Sequence[int]) -> list[Sequence_]:

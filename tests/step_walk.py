@@ -103,7 +103,7 @@ def definitions(module: str) -> dict[str, ast.AST]:
 
 
 def resolve(module: str, name: str) -> tuple[str, str] | None:
-    """Return where a name is defined, following imports; None if that is outside of vlm_serve."""
+    """Return where a name is defined, following imports; None if outside of vlm_serve."""
     while name not in definitions(module):
         origin = imports(module).get(name)
         if origin is None or origin.endswith(":"):

@@ -27,7 +27,7 @@ from vlm_serve.cache.logprobs import row_type
 from vlm_serve.cache.records import LogprobRows
 from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo, Slice, StepOutput, StepPlan
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity, PromptKeys
 from vlm_serve.preprocess.prompt import MediaSpan, Prompt
 from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.stopping import Stop
@@ -37,13 +37,15 @@ END_OF_TURN = 1
 VOCABULARY = 50
 _PLACE = struct.Struct("<9q")
 MOE_LAYERS, TOP_K = 3, 2
+DECODED = b"decoded"
+"""Precedes what decode steps leave, where their arithmetic is not that of prefills."""
 
 
 class InjectedFailure(RuntimeError):
     """What a step raises when the simulation tells it to."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SymbolicMedia:
     """A medium of which only the content matters."""
 
@@ -53,6 +55,7 @@ class SymbolicMedia:
     hashes: tuple[bytes, ...]
     ready: bool = True
     num_bytes: int = 0
+    cut_short: bool = False
 
     def load(self, stop: Stop) -> None:
         self.ready = True
@@ -66,6 +69,7 @@ def make_prompt(
     *,
     block_size: int,
     salt: str = "",
+    adapter: AdapterIdentity = NO_ADAPTER,
     tokens_per_patch: int = 6,
 ) -> Prompt:
     """A prompt of text segments and media; every patch is a run of `tokens_per_patch` tokens with
@@ -91,9 +95,14 @@ def make_prompt(
             media_ends.append(spans[-1].end)
         else:
             token_ids += segment
-    root = hashlib.sha256(b"root" + salt.encode()).digest()
+    root = root_of(salt, adapter.whole)
     keys = PromptKeys(
-        root, token_ids, block_size=block_size, spans=spans, end_of_turn_ids=(END_OF_TURN,)
+        key_root(salt, adapter.whole),
+        token_ids,
+        block_size=block_size,
+        spans=spans,
+        end_of_turn_ids=(END_OF_TURN,),
+        vision_root=key_root(salt, adapter.vision),
     )
     places = [_place(root)] * len(token_ids)
     for span in spans:
@@ -109,7 +118,17 @@ def make_prompt(
         media_ends=tuple(media_ends),
         message_ends=tuple(i + 1 for i, token in enumerate(token_ids) if token == END_OF_TURN),
         stable_end=max(0, len(token_ids) - 2),
+        adapter=adapter,
     )
+
+
+def root_of(salt: str, adapter: str) -> bytes:
+    """The beginning of all keys of a tenant's prompts with an adapter."""
+    return hashlib.sha256(b"root" + salt.encode() + bytes.fromhex(adapter)).digest()
+
+
+key_root = root_of
+"""The root of keys; a test puts a wrong one here."""
 
 
 def _place(root: bytes, content: bytes = bytes(32), offset: int = 0) -> tuple[int, ...]:
@@ -190,12 +209,18 @@ def _sampled(prefix: bytes, seed: int, task: SampleTask) -> Sampled:
     return Sampled(task.forced, {}, drawn)
 
 
+def seen(pixels: bytes, tower: str) -> bytes:
+    """The embedding of a medium: with an adapter of the tower (its digest), another one."""
+    return hashlib.sha256(pixels + bytes.fromhex(tower)).digest() if tower else pixels
+
+
 class _Known:
     """What has reached an executor of a sequence: tokens as digests of their prefixes."""
 
     def __init__(self, info: SequenceInfo) -> None:
         self.info = info
         self.digests = chain(info.positions, info.token_ids)
+        self.root = _PLACE.pack(*info.positions[:, 0].tolist())[:32]
         self.certain = len(info.token_ids)
         self.table: list[int] = []
         self.spans = self._spans()
@@ -239,6 +264,12 @@ class SymbolicExecutor:
         rng: decides where injected failures strike within a step.
         has_state: the model has recurrent layers.
         num_updates: entries for what drafts do to states.
+        exact_only: demand that prefill has computed what a prompt reads of itself, and decode steps
+            what an answer does.
+
+    Attributes:
+        adapters: contents of the slots of adapters.
+        owners: the adapter of each root; roots without one are left out.
     """
 
     def __init__(
@@ -250,12 +281,16 @@ class SymbolicExecutor:
         *,
         has_state: bool = True,
         num_updates: int = 0,
+        exact_only: bool = False,
     ) -> None:
+        self._exact_only = exact_only
         self.updates = [(NOTHING, NOTHING)] * num_updates
         self.drafts_accepted = 0
         self.kv = [[NOTHING] * block_size for _ in range(num_blocks)]
         self.rows = [NOTHING] * num_rows
         self.embeddings: dict[int, bytes] = {}
+        self.adapters: dict[int, AdapterIdentity] = {}
+        self.owners: dict[bytes, AdapterIdentity] = {}
         self.block_size = block_size
         self.has_state = has_state
         self.fail_next = False
@@ -273,6 +308,29 @@ class SymbolicExecutor:
             self.kv[block] = [NOTHING] * self.block_size
         for row in rows:
             self.rows[row] = NOTHING
+
+    def read_kv(self, block: int, num_tokens: int) -> list[bytes]:
+        """What tiers read and write between steps: the digests of a block, or of a row."""
+        return self.kv[block][:num_tokens]
+
+    def read_state(self, row: int) -> bytes:
+        return self.rows[row]
+
+    def write_kv(self, block: int, digests: list[bytes]) -> None:
+        self.kv[block][: len(digests)] = digests
+
+    def write_state(self, row: int, digest: bytes) -> None:
+        self.rows[row] = digest
+
+    def embedding(self, slot: int) -> bytes | None:
+        return self.embeddings.get(slot)
+
+    def hold(self, slot: int, adapter: AdapterIdentity | None) -> None:
+        """Puts an adapter into a slot, or takes it away."""
+        if adapter is None:
+            self.adapters.pop(slot, None)
+        else:
+            self.adapters[slot] = adapter
 
     def register(self, info: SequenceInfo) -> None:
         self._known[info.sequence] = _Known(info)
@@ -293,7 +351,8 @@ class SymbolicExecutor:
             rows = {bytes(row) for row in recalled.rows.tolist()}
             (self.embeddings[recalled.slot],) = rows
         for encode in plan.encodes:
-            self.embeddings[encode.slot] = bytes(encode.pixels.tolist())
+            tower = self.adapters.get(encode.adapter, NO_ADAPTER).vision
+            self.embeddings[encode.slot] = seen(bytes(encode.pixels.tolist()), tower)
         if self.fail_next and self.strike is None:
             self.strike = self._rng.randrange(len(plan.slices) + 1)
         strike = -1 if self.strike is None else self.strike
@@ -389,11 +448,13 @@ class SymbolicExecutor:
         rows_written: set[int],
     ) -> None:
         digests, table, size = known.digests, known.table, self.block_size
+        adapter = self.owners.get(known.root, NO_ADAPTER)
+        assert self.adapters.get(item.adapter, NO_ADAPTER) == adapter, "another adapter"
         prefill = item.kind == "prefill"
         present = max(item.start, min(item.write_start, item.end))
         for position in self._positions_to_check(present, prefill):
             found = self.kv[table[position // size]][position % size]
-            assert found == digests[position + 1], f"wrong KV at {position} of {item}"
+            assert found == self._due(known, position + 1), f"wrong KV at {position} of {item}"
         drafted = item.kind == "verify"
         assert len(item.samples) == item.end - item.start or not drafted
         assert (item.updates >= 0) == (drafted and self.has_state)
@@ -402,14 +463,14 @@ class SymbolicExecutor:
             self._fold(item.dst_row, item.updates, item.pending)
         if self.has_state:
             state = digests[0] if item.src_row < 0 else self.rows[item.src_row]
-            assert state == digests[item.start], f"wrong state before {item}"
+            assert state == self._due(known, item.start), f"wrong state before {item}"
         if prefill:
             self._check_embeddings(item, known)
         for position in range(max(item.start, item.write_start), item.end):
             place = (table[position // size], position % size)
             assert place not in writes, "two sequences write one slot"
             writes.add(place)
-            self.kv[place[0]][place[1]] = digests[position + 1]
+            self.kv[place[0]][place[1]] = self._made(item, digests[position + 1])
         if self.has_state and drafted:
             assert item.dst_row not in rows_written, "two writers of one row"
             rows_written.add(item.dst_row)
@@ -422,7 +483,15 @@ class SymbolicExecutor:
                 assert position in item.chunk_ends or not prefill or row == item.dst_row
                 assert row not in rows_written, "two writers of one row"
                 rows_written.add(row)
-                self.rows[row] = digests[position]
+                self.rows[row] = self._made(item, digests[position])
+
+    def _due(self, known: _Known, end: int) -> bytes:
+        """What the first `end` tokens of a sequence must have left."""
+        decoded = self._exact_only and end > len(known.info.token_ids)
+        return DECODED * decoded + known.digests[end]
+
+    def _made(self, item: Slice, digest: bytes) -> bytes:
+        return DECODED * (self._exact_only and item.kind != "prefill") + digest
 
     def _positions_to_check(self, present: int, prefill: bool) -> Iterable[int]:
         """Every key a prefill reads; of a decode step, which reads the same again, a few."""
@@ -440,4 +509,5 @@ class SymbolicExecutor:
         for first, last, slot, row in item.embeddings:
             start, content = needed[first, last]
             assert row == first - start
-            assert self.embeddings[slot] == content, "another medium's embedding"
+            own = seen(content, self.owners.get(known.root, NO_ADAPTER).vision)
+            assert self.embeddings[slot] == own, "another medium's embedding"

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from queued_symbolic import QueuedSymbolic
 from symbolic import InjectedFailure, SymbolicExecutor
 
 from vlm_serve.cache.prefix_cache import PrefixCache
@@ -63,17 +64,17 @@ class SymbolicTransfer:
     """Copies digests; refuses to read what was freed, and raises now and then when it writes."""
 
     def __init__(self, rng: random.Random, error_rate: float) -> None:
-        self.executors: tuple[SymbolicExecutor, ...] = ()
+        self.executors: tuple[SymbolicExecutor | QueuedSymbolic, ...] = ()
         self._rng = rng
         self._error_rate = error_rate
 
     def read_kv(self, block: int, num_tokens: int) -> bytes:
-        digests = self.executors[0].kv[block][:num_tokens]
+        (digests,) = {tuple(each.read_kv(block, num_tokens)) for each in self.executors}
         assert all(len(digest) == DIGEST_BYTES for digest in digests), "freed before it was saved"
         return b"".join(digests)
 
     def read_state(self, row: int) -> bytes:
-        digest = self.executors[0].rows[row]
+        (digest,) = {each.read_state(row) for each in self.executors}
         assert len(digest) == DIGEST_BYTES, "freed before it was saved"
         return digest
 
@@ -90,15 +91,14 @@ class SymbolicTransfer:
     def write_kv(self, block: int, staged: tuple[torch.Tensor, ...]) -> None:
         self._strike()
         data = bytes(staged[0].tolist())
-        for index in range(len(data) // DIGEST_BYTES):
-            digest = data[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-            for executor in self.executors:
-                executor.kv[block][index] = digest
+        ends = range(DIGEST_BYTES, len(data) + 1, DIGEST_BYTES)
+        for executor in self.executors:
+            executor.write_kv(block, [data[end - DIGEST_BYTES : end] for end in ends])
 
     def write_state(self, row: int, staged: tuple[torch.Tensor, ...]) -> None:
         self._strike()
         for executor in self.executors:
-            executor.rows[row] = bytes(staged[0].tolist())
+            executor.write_state(row, bytes(staged[0].tolist()))
 
     def _strike(self) -> None:
         if self._rng.random() < self._error_rate:
@@ -167,7 +167,7 @@ class SymbolicTiers:
                 self.embeddings.finish(wanted, found)
 
     def _embedding(self, slot: int) -> torch.Tensor | None:
-        content = self.transfer.executors[0].embeddings.get(slot)
+        content = self.transfer.executors[0].embedding(slot)
         if content is None:
             return None
         return torch.tensor(list(content), dtype=torch.uint8).repeat(TOKENS_PER_SPAN, 1)

@@ -54,15 +54,29 @@ def test_models_lists_what_can_be_served(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["models"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "model type"
-    assert [row.split()[0] for row in rows] == list(FAMILIES)
+    *table, blank, formats = rows
+    assert [row.split()[0] for row in table] == list(FAMILIES)
+    assert all(
+        row.endswith(served.models) for row, served in zip(table, FAMILIES.values(), strict=True)
+    )
+    assert not blank and formats.endswith(", ".join(FAMILIES["qwen3"].quantised))
     assert main(["models", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed["qwen3_vl_moe"] == {
+        "models": "Qwen3-VL 30B-A3B, 235B-A22B",
         "media": ["image", "video"],
         "state": False,
         "experts": True,
         "compiled_step": True,
-        "quantised": ["fp8", "gptq", "awq", "compressed-tensors", "modelopt"],
+        "quantised": [
+            "fp8",
+            "gptq",
+            "awq",
+            "compressed-tensors",
+            "modelopt",
+            "auto-round",
+            "gguf",
+        ],
     }
     assert listed["qwen3_next"]["media"] == []
 

@@ -10,7 +10,8 @@ from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.options import markdown_table, options_of
 from vlm_serve.plan_command import make as make_plan
 from vlm_serve.sampling_params import SamplingParams, sampling_options
-from vlm_serve.server.api.cache import PinRequest, ProbeRequest
+from vlm_serve.server.api.cache import ProbeRequest
+from vlm_serve.server.api.cache_pins import PinRequest
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.generate.request import (

@@ -32,6 +32,8 @@ from house_numbers import python_files as files_below
 CODE = ("vlm_serve", "cache", "kernels", "preprocess", "tests", "examples", "benchmarks")
 MAX_LINES = {"vlm_serve": 400, "cache": 400, "kernels": 400, "preprocess": 400}
 MAX_LINES_ELSEWHERE = 750
+# Bytes. The built-in models' weights are the largest files.
+LARGEST_FILE = 5_000_000
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -169,7 +171,7 @@ def names_of_starts(path: Path) -> set[str]:
 
 
 def test_one_place_says_how_python_is_started() -> None:
-    """A child that was started by hand imports from the folder that the server was started in."""
+    """A child started by hand imports from the folder that the server was started in."""
     by_hand = {path.relative_to(ROOT) for path in python_files(*PRODUCT) if names_of_starts(path)}
     assert by_hand == {Path("vlm_serve/child.py")}
     starting = {
@@ -339,6 +341,18 @@ def test_sentences_are_short_and_plain() -> None:
     assert not long
     for path in documents():
         assert mean_words(sentences(path.read_text(encoding="utf-8"))) <= 18, path.name
+
+
+def test_the_repository_holds_no_packages_and_few_large_files() -> None:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listing.returncode:
+        pytest.skip("not a repository")
+    tracked = [ROOT / name for name in listing.stdout.decode().split("\0") if name]
+    kept = [path for path in tracked if path.is_file() and not path.is_symlink()]
+    packages = [path.name for path in kept if path.suffix in {".whl", ".gz", ".zip", ".egg"}]
+    assert not packages, "a download in the source folder was committed"
+    large = [path.name for path in kept if path.stat().st_size > LARGEST_FILE]
+    assert not large
 
 
 def test_constraints_pin_every_dependency_exactly() -> None:

@@ -100,7 +100,7 @@ def test_a_source_distribution_builds_the_same_wheel_and_carries_no_tests(tmp_pa
 
 
 def without_links(checkout: Path) -> Path:
-    """Do to a checkout what Git does that has no symbolic links."""
+    """Do to a checkout what Git does without symbolic links."""
     for name in ("cache", "kernels", "preprocess"):
         link = checkout / "vlm_serve" / name
         target = str(link.readlink())

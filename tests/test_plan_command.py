@@ -50,6 +50,18 @@ def test_a_snapshot_of_the_4b_to_the_byte(capsys: pytest.CaptureFixture[str]) ->
     assert plan["live_state_bytes"] == 3 * 51_511_296
 
 
+def test_steps_on_a_gpu_are_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--cache-memory", "4GiB", "--max-num-batched-tokens", "512"]
+    steps = _plan(capsys, "qwen3.5-4b.json", *GPU, *flags)["step_bytes"]
+    # Logits of all tokens, in bfloat16 and then in float32.
+    assert 512 * 248_320 * 6 / 2 < steps["forward"] < 1 << 30
+    assert steps["vision"] > 0 < steps["graphs"]
+    flags += ["--no-cuda-graphs"]
+    without = _plan(capsys, "qwen3.5-4b.json", *GPU, *flags)["step_bytes"]
+    assert without == {**steps, "graphs": 0}
+    assert _plan(capsys, "qwen3.5-4b.json", "--device", "cpu", *flags[:2])["step_bytes"] is None
+
+
 def test_the_plan_never_spends_more_than_it_has(capsys: pytest.CaptureFixture[str]) -> None:
     plan = _plan(capsys, "qwen3.5-35b-a3b.json", "--cache-memory", "3GiB")
     blocks = plan["tokens"] // plan["granularity"]

@@ -13,6 +13,7 @@ from vlm_serve.links import find_problem
 
 if TYPE_CHECKING:
     from vlm_serve.config import EngineConfig
+    from vlm_serve.engine.adapters.options import LoRA
     from vlm_serve.engine.outputs import CacheReport, Delta, Usage
     from vlm_serve.errors import VlmServeError
     from vlm_serve.pipeline import Output, Pipeline
@@ -22,6 +23,7 @@ __all__ = [
     "CacheReport",
     "Delta",
     "EngineConfig",
+    "LoRA",
     "Output",
     "Pipeline",
     "SamplingParams",
@@ -33,6 +35,7 @@ _HOME = {
     "CacheReport": "vlm_serve.engine.outputs",
     "Delta": "vlm_serve.engine.outputs",
     "EngineConfig": "vlm_serve.config",
+    "LoRA": "vlm_serve.engine.adapters.options",
     "Output": "vlm_serve.pipeline",
     "Pipeline": "vlm_serve.pipeline",
     "SamplingParams": "vlm_serve.sampling_params",

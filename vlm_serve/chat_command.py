@@ -25,6 +25,7 @@ def chat(
     max_tokens: int,
     temperature: float | None,
     report: bool,
+    lora: str | None = None,
 ) -> int:
     """Print the answer; return the exit status. Raises VlmServeError for bad input.
 
@@ -37,7 +38,7 @@ def chat(
     content.append({"type": "text", "text": question})
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     last = None
-    with Pipeline(model, config) as pipe:
+    with Pipeline(model, config, lora=lora) as pipe:
         for delta in pipe.stream([{"role": "user", "content": content}], params):
             print(delta.text, end="", flush=True)
             last = delta

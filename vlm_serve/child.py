@@ -3,6 +3,8 @@
 `python -m MODULE` and `python -c` search the current folder first, and a server may be started in a
 folder of untrusted files. A child is therefore started as this file, by its path and with `-P`. It
 finds the package by its path, installed or not, and nothing beside it in a source tree.
+
+`children.start` starts them. This file imports nothing else until the import path is safe.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import sys
 
 PACKAGE_FOLDER = os.path.dirname(os.path.realpath(__file__))
 PACKAGE = "vlm_serve"  # The folder may have another name, with a link to it.
+BOUND_TO = "--bound-to="
+"""Begins the argument with the process id of the parent, with which a child ends."""
+_PR_SET_PDEATHSIG = 1
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -59,6 +64,24 @@ def forget_current_folder() -> None:
             sys.path.remove(here)
 
 
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; exit if that has already ended.
+
+    Stopped and waiting processes are killed too. After a fork the setting is gone.
+
+    Args:
+        parent: process id of the parent.
+    """
+    import ctypes
+    from signal import SIGKILL
+
+    # Only Linux has it; elsewhere children see that their pipes are closed.
+    if hasattr(ctypes.CDLL(None), "prctl"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
 def _runs_module() -> bool:
     """Return True if `python -m` was asked to run a module of this package."""
     option = sys.orig_argv[-len(sys.argv)]  # `-m NAME` or `-mNAME`.
@@ -71,6 +94,8 @@ def _main() -> None:
     from importlib.util import module_from_spec, spec_from_file_location
     from runpy import run_module
 
+    if sys.argv[1].startswith(BOUND_TO):
+        end_with(int(sys.argv.pop(1).removeprefix(BOUND_TO)))
     file = os.path.join(PACKAGE_FOLDER, "__init__.py")
     spec = spec_from_file_location(PACKAGE, file, submodule_search_locations=[PACKAGE_FOLDER])
     assert spec is not None

@@ -16,6 +16,7 @@ from vlm_serve.errors import ConfigError, VlmServeError
 from vlm_serve.flags import Parser, add_options, positive
 from vlm_serve.options import Option, check_environment, from_environment, options_of
 from vlm_serve.own_version import own_version
+from vlm_serve.process_limits import check_process_limits, memory_sentence
 from vlm_serve.server.config import ServerConfig
 
 
@@ -27,12 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = build_parser().parse_args(arguments)
     try:
+        if options.run in (run_serve, run_deploy, run_batch, run_video_qa, run_eval, run_chat):
+            check_process_limits()
         status: int = options.run(options)
     except ConfigError as error:
         print(f"vlm-serve: {error.message}", file=sys.stderr)
         return 2
     except VlmServeError as error:
         print(f"vlm-serve: {error.message}", file=sys.stderr)
+        return 1
+    except MemoryError as error:
+        print(f"vlm-serve: {memory_sentence(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -108,6 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument(
         "--temperature", type=float, default=None, help="0 is greedy (default: the checkpoint's)"
     )
+    chat.add_argument("--lora", metavar="NAME", help="answer with this one of --lora-modules")
     chat.add_argument("--report", action="store_true", help="also print what the cache did")
     _add_config_file(chat)
     add_options(chat, options_of(EngineConfig))
@@ -181,7 +188,8 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
         nargs="?",
         default=None,
         metavar="MODEL",
-        help=f"checkpoint directory, hub id, or a built-in model{also} (default: {DEMO_MODEL})",
+        help="checkpoint directory, GGUF file, hub id, or a built-in model"
+        f"{also} (default: {DEMO_MODEL})",
     )
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as a flag")
     _add_config_file(parser)
@@ -318,6 +326,7 @@ def run_chat(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         report=options.report,
+        lora=options.lora,
     )
 
 

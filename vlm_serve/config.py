@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vlm_serve.config_conflicts import BLOCK_SIZES, conflicts_of
 from vlm_serve.media_limits import read_media_limits
 from vlm_serve.options import normalise_all, refuse, section
 
-BLOCK_SIZES = (16, 32, 64, 128)
 DEMO_BLOCK_SIZE = 16
 DEFAULT_BLOCK_SIZE = 64
 MAX_GDN_CHUNK = 64
@@ -29,6 +29,8 @@ _cache = section("cache")
 _scheduler = section("scheduler")
 _media = section("media")
 _chat = section("chat")
+_adapters = section("adapters")
+_EXPERTS = ("none", "gate_up_proj", "down_proj", "all")
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,22 @@ class EngineConfig:
         "compiled kernels on processors with byte dot products, else none",
         choices=("auto", "none", "int8"),
     )
+    task: str = _model(
+        "generate",
+        "what is made of prompts: generate answers; embed makes vectors of their last token "
+        "(/v1/embeddings), rerank scores pairs by yes and no (/v1/rerank, /v1/score)",
+        choices=("generate", "embed", "rerank"),
+    )
     revision: str | None = _model(
         None,
         "branch, tag or commit of a model that is named by its hub id",
         default_text="the hub's main branch",
+    )
+    mmproj: str | None = _model(
+        None,
+        "GGUF file of the vision tower, beside a model in a GGUF file; none: text alone",
+        metavar="FILE|none",
+        default_text="the one in the model's folder",
     )
     generation_config: str = _model(
         "auto",
@@ -95,9 +109,23 @@ class EngineConfig:
         "accept a max_model_len beyond the checkpoint's context (with YaRN, the extended one); "
         "answers may get worse there",
     )
+    rope_scaling: Mapping[str, Any] | None = _model(
+        None,
+        "fields of the language model's rotary positions, for longer contexts: "
+        '`{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}`; '
+        "others stay as in config.json",
+        metavar="JSON",
+    )
+    hf_overrides: Mapping[str, Any] | None = _model(
+        None,
+        "fields in place of config.json's, nested ones merged; one without effect is refused",
+        aliases=("json_model_override_args",),
+        metavar="JSON",
+    )
     deterministic: bool = _model(
         False,
-        "make prefill logits bit-identical between a cache hit and a cold run; costs some speed",
+        "give an answer the same bits in every batch, behind every hit; slower on a GPU",
+        aliases=("batch_invariant",),
     )
     threads: int | None = _model(
         None, "CPU threads for the model", low=1, high=1024, default_text="torch's choice"
@@ -122,6 +150,10 @@ class EngineConfig:
         None,
         "on a GPU, run decode steps and short prefills as CUDA graphs, captured at start-up",
         default_text="on with a GPU",
+    )
+    kernel_check: bool = _model(
+        True,
+        "on a GPU, compare the kernels with torch at start-up and refuse to serve with wrong ones",
     )
     compiled_kernels: bool | None = _model(
         None,
@@ -169,6 +201,14 @@ class EngineConfig:
         0,
         "tokens between state snapshots while decoding, a multiple of the block size; 0: none",
         low=0,
+    )
+    prefix_cache_places: str = _cache(
+        "learned", "regular snapshots: where prompts part, or fixed", choices=("learned", "fixed")
+    )
+    prefix_cache_answer_ends: str = _cache(
+        "auto",
+        "keep states at the ends of answers for next turns: auto (where it pays), always, off",
+        choices=("auto", "always", "off"),
     )
     expert_replay: str = _cache(
         "best_effort",
@@ -310,35 +350,31 @@ class EngineConfig:
         default_text="none",
     )
 
+    lora_modules: tuple[str, ...] = _adapters(
+        (), "LoRA adapters, each as name=path of PEFT's folder or hub id", metavar="NAME=PATH"
+    )
+    max_loras: int = _adapters(8, "adapters laid out at once; others wait", low=1, high=256)
+    max_lora_rank: int = _adapters(64, "largest rank of an adapter's modules", low=1, high=256)
+    lora_experts: str = _adapters(
+        "none", "weights of routed experts that adapters may change", choices=_EXPERTS
+    )
+    lora_dtype: str = _adapters("auto", "type of factors; auto: their files'", choices=_DTYPES)
+
     def __post_init__(self) -> None:
         problems = normalise_all(self)
         if isinstance(self.limit_mm_per_prompt, str) and self.max_media_per_prompt is None:
-            problems.append(
-                "limit_mm_per_prompt must be of the form image=4,video=1, "
-                f"got {self.limit_mm_per_prompt!r}"
-            )
+            got = repr(self.limit_mm_per_prompt)
+            problems.append(f"limit_mm_per_prompt must be of the form image=4,video=1, got {got}")
         if isinstance(self.device, str) and not _DEVICE.fullmatch(self.device):
             problems.append(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if not problems:  # The next checks compare options of valid values.
-            problems += self._conflicts()
+            problems += conflicts_of(
+                self.block_size,
+                self.max_num_seqs,
+                self.max_num_batched_tokens,
+                self.prefix_cache_decode_state_interval,
+            )
         refuse(problems)
-
-    def _conflicts(self) -> list[str]:
-        problems = []
-        # Unknown before the checkpoint is read; the smallest block demands the least.
-        block_size = self.block_size or min(BLOCK_SIZES)
-        least = self.max_num_seqs + block_size
-        if self.max_num_batched_tokens < least:
-            problems.append(
-                f"max_num_batched_tokens must be at least max_num_seqs + block_size = {least}, "
-                f"got {self.max_num_batched_tokens}"
-            )
-        if self.prefix_cache_decode_state_interval % block_size:
-            problems.append(
-                f"prefix_cache_decode_state_interval must be a multiple of the block size "
-                f"{block_size}, got {self.prefix_cache_decode_state_interval}"
-            )
-        return problems
 
     @property
     def cache_memory_bytes(self) -> int | None:

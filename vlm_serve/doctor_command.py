@@ -12,6 +12,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import decide, name_of
+from vlm_serve.engine.invariance import promise
 from vlm_serve.engine.memory import free_host_memory
 from vlm_serve.engine.step_paths import find_backend
 from vlm_serve.kernels import native_build, native_kept
@@ -59,6 +60,7 @@ def examine() -> dict[str, str]:
         "kernels": _kernels(),
         "GPU": _gpu(),
         **{f"{name_of(kind)} checkpoint": _what_runs(kind) for kind in _CHECKPOINTS},
+        "batch-invariant": _promise(),
         "packages": ", ".join(f"{name} {_version(name)}" for name in PACKAGES),
     }
 
@@ -102,11 +104,23 @@ def _gpu() -> str:
 
 
 def _what_runs(checkpoint: torch.dtype) -> str:
-    config = EngineConfig()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config, device = EngineConfig(), _device()
     chosen = decide(config, checkpoint, find_backend(config, device, build=False))
     names = chosen.types.names()
     return f"on the {device.type}, computed in {names['compute']}: {chosen.reason}"
+
+
+def _promise() -> str:
+    """Describe independence of batches and hits, without and with the option for it."""
+    config, device = EngineConfig(), _device()
+    compiled = find_backend(config, device, build=False).compiled
+    now = promise(device, compiled=compiled, wanted=False)
+    wanted = promise(device, compiled=compiled, wanted=True)
+    return str(now) if now == wanted else f"{now}; with --batch-invariant {wanted}"
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _version(package: str) -> str:

@@ -58,6 +58,24 @@ class UnsupportedFieldError(InvalidRequestError):
 class ContextLengthError(InvalidRequestError):
     """Prompt plus requested tokens exceed the model's context: HTTP 400."""
 
+    prompt = ""
+    room = 0
+
+    @classmethod
+    def beyond(cls, context: int, prompt: str, need: str, param: str) -> ContextLengthError:
+        """Return the error in the words by which clients recognise it.
+
+        Args:
+            context: tokens of the model's context.
+            prompt: the prompt's tokens in words, such as "70000".
+            need: what the request needs, as the second half of the sentence.
+            param: the request's field that is too long.
+        """
+        message = f"this model's maximum context length is {context} tokens, but {need}"
+        error = cls(message, param=param, code="context_length_exceeded")
+        error.prompt, error.room = prompt, context - 1
+        return error
+
 
 class MediaError(InvalidRequestError):
     """An image or a video cannot be decoded or exceeds a limit: HTTP 400."""

@@ -5,12 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 _HEAD_BYTES = 512
+_GGUF = b"GGUF"
 _KINDS = (
     (b"version https://git-lfs.github.com/", "is a Git LFS pointer: run `git lfs pull` there"),
-    (b"GGUF", "is a GGUF file, which is not supported: take the safetensors"),
+    (_GGUF, "is a GGUF file: name it as the model, without a checkpoint's folder"),
     (b"PK\x03\x04", "is a PyTorch or zip archive, which is not supported: take the safetensors"),
 )
 _PAGES = (b"<!doctype html", b"<html")
+
+
+def is_gguf(path: Path) -> bool:
+    """Return True for a GGUF file, by its first bytes."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_GGUF)) == _GGUF
+    except OSError:
+        return False
 
 
 def foreign(path: Path) -> str | None:

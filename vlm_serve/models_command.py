@@ -6,17 +6,18 @@ import json
 
 from vlm_serve.models.registry import FAMILIES, Served
 
-_COLUMNS = ("model type", "media", "state", "experts", "compiled step", "quantised")
+_COLUMNS = ("model type", "media", "state", "experts", "compiled step", "models")
 
 
 def run(*, as_json: bool) -> None:
     """Print the registry."""
     rows = {kind: _row(served) for kind, served in FAMILIES.items()}
-    print(json.dumps(rows) if as_json else render())
+    print(json.dumps(rows) if as_json else f"{render()}\n\n{_formats()}")
 
 
 def _row(served: Served) -> dict[str, object]:
     return {
+        "models": served.models,
         "media": served.media,
         "state": served.state,
         "experts": served.experts,
@@ -42,5 +43,11 @@ def _cells(served: Served) -> tuple[str, ...]:
         "KV and snapshots" if served.state else "KV",
         "routed" if served.experts else "-",
         "yes" if served.compiled else "no",
-        ", ".join(served.quantised),
+        served.models,
     )
+
+
+def _formats() -> str:
+    """Return a line about the formats of weights."""
+    (known,) = {served.quantised for served in FAMILIES.values()}
+    return f"quantised checkpoints of all types: {', '.join(known)}"

@@ -12,12 +12,17 @@ from typing import Any, overload
 
 from vlm_serve.cache.experts import Rows
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
 from vlm_serve.engine.plan import PromptLogprobs
+from vlm_serve.engine.pooling import ONE_TOKEN
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.keys import NO_ADAPTER
+from vlm_serve.preprocess.pooled_prompts import Content, embedding_messages, rerank_messages
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.vectors import Vector, embedding_of, score_of
 
 Messages = Sequence[Mapping[str, Any]]
 ShortForm = str | tuple[str, Any]
@@ -56,6 +61,7 @@ class Output:
             their rows are zero.
         prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, except the first
             token; None if not requested.
+        vector: of the prompt, from an engine that pools.
     """
 
     text: str
@@ -70,21 +76,34 @@ class Output:
     routed_experts: Rows | None = field(default=None, compare=False)
     routed_experts_gaps: tuple[tuple[int, int], ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
+    vector: Vector | None = field(default=None, compare=False)
 
 
 class Pipeline:
     """An engine in this process. Threads may share it.
 
     Args:
-        model: a directory, a hub id, or "demo" / "demo-moe".
+        model: a directory, a GGUF file, a hub id, or "demo" / "demo-moe".
         config: engine options.
+        lora: adapter of all requests that name none.
 
     Raises:
         CheckpointError, ConfigError: see `Engine.from_checkpoint`.
     """
 
-    def __init__(self, model: str | Path = "demo", config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        config: EngineConfig | None = None,
+        *,
+        lora: LoRA | str | None = None,
+    ) -> None:
         self._start(Engine.from_checkpoint(str(model), config))
+        try:
+            self._adapter = self.engine.adapters.identity_of(lora)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def from_engine(cls, engine: Engine) -> Pipeline:
@@ -95,6 +114,7 @@ class Pipeline:
 
     def _start(self, engine: Engine) -> None:
         self.engine = engine
+        self._adapter = NO_ADAPTER
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="vlm-serve-prepare")
 
     def __enter__(self) -> Pipeline:
@@ -113,6 +133,15 @@ class Pipeline:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
 
+    def _prepared(self, options: Mapping[str, Any], count: int = 1) -> list[dict[str, Any]]:
+        """Return the options of `prepare` for each prompt, with adapters in place of `lora`."""
+        kept, found = dict(options), []
+        lora = kept.pop("lora", None)
+        for each in lora if isinstance(lora, list) else [lora] * count:
+            adapter = self._adapter if each is None else self.engine.adapters.identity_of(each)
+            found.append({"adapter": adapter, **kept} if adapter.whole else kept)
+        return found
+
     def chat(
         self, messages: Messages, params: SamplingParams | None = None, **options: Any
     ) -> Output:
@@ -121,9 +150,7 @@ class Pipeline:
         Args:
             messages: OpenAI messages; media parts may hold Python objects (see the README).
             params: sampling options.
-            options: `tools`, `chat_template_kwargs`, `add_generation_prompt`,
-                `continue_final_message`, `media_io_kwargs`, `mm_processor_kwargs`, `cache_salt`:
-                passed to `prepare`.
+            options: those of `prepare`; `lora`: a `LoRA` or a loaded one's name, or a list of them.
 
         Raises:
             InvalidRequestError or a subclass: bad input.
@@ -139,9 +166,10 @@ class Pipeline:
     ) -> list[Output]:
         """Answer many conversations with continuous batching; results keep their order."""
         each = _params_for(len(conversations), params)
+        own = self._prepared(options, len(conversations))
         futures = [
-            self._pool.submit(self.engine.preprocessor.prepare, messages, **options)
-            for messages in conversations
+            self._pool.submit(self.engine.preprocessor.prepare, messages, **mine)
+            for messages, mine in zip(conversations, own, strict=True)
         ]
         try:
             return self._run((future.result() for future in futures), each)
@@ -155,7 +183,41 @@ class Pipeline:
         Args:
             messages, options: as for `chat`.
         """
-        return self.engine.probe(self.engine.preprocessor.prepare(messages, **options))
+        (own,) = self._prepared(options)
+        return self.engine.probe(self.engine.preprocessor.prepare(messages, **own))
+
+    def embed(
+        self, contents: Sequence[Content], instruction: str | None = None, **options: Any
+    ) -> list[Vector]:
+        """Return the embeddings of texts or lists of parts, each of length 1. The pipeline needs
+        the option `task="embed"`.
+
+        Args:
+            contents: texts, or parts of a message with media.
+            instruction: what the embeddings are for.
+            options: as for `chat`.
+        """
+        chats = [embedding_messages(each, instruction) for each in contents]
+        return [embedding_of(each) for each in self._vectors(chats, options)]
+
+    def rerank(
+        self,
+        query: Content,
+        documents: Sequence[Content],
+        instruction: str | None = None,
+        **options: Any,
+    ) -> list[float]:
+        """Return the probability that each document meets a query. The pipeline needs the option
+        `task="rerank"`; arguments are as for `embed`."""
+        chats = [rerank_messages(query, each, instruction) for each in documents]
+        return [score_of(each) for each in self._vectors(chats, options)]
+
+    def _vectors(self, chats: Sequence[Messages], options: Mapping[str, Any]) -> list[Vector]:
+        prepare, (own,) = self.engine.preprocessor.prepare, self._prepared(options)
+        futures = [self._pool.submit(prepare, each, **own) for each in chats]
+        prompts = (future.result() for future in futures)
+        made = self._run(prompts, [ONE_TOKEN] * len(chats), pooled=True)
+        return [each.vector for each in made if each.vector is not None]
 
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
@@ -170,9 +232,12 @@ class Pipeline:
         **options: Any,
     ) -> list[Output]:
         """Run `generate` for many prompts at once; results keep their order."""
-        prepare = self.engine.preprocessor.prepare_tokens
+        prepare, own = (
+            self.engine.preprocessor.prepare_tokens,
+            self._prepared(options, len(prompts)),
+        )
         return self._run(
-            (prepare(token_ids, **options) for token_ids in prompts),
+            (prepare(ids, **mine) for ids, mine in zip(prompts, own, strict=True)),
             _params_for(len(prompts), params),
         )
 
@@ -180,7 +245,8 @@ class Pipeline:
         self, messages: Messages, params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Delta]:
         """Yield increments as they arrive. Leaving the loop early aborts the request."""
-        prompt = self.engine.preprocessor.prepare(messages, **options)
+        (own,) = self._prepared(options)
+        prompt = self.engine.preprocessor.prepare(messages, **own)
         params = params or SamplingParams()
         deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         request_id = self.engine.submit(prompt, params, deltas.put)
@@ -214,14 +280,16 @@ class Pipeline:
             return self.chat_many([_messages(each) for each in inputs], params)
         return self.chat(_messages(inputs), params)
 
-    def _run(self, prompts: Iterator[Prompt], params: Sequence[SamplingParams]) -> list[Output]:
+    def _run(
+        self, prompts: Iterator[Prompt], params: Sequence[SamplingParams], *, pooled: bool = False
+    ) -> list[Output]:
         collectors: list[_Collector] = []
         ids: list[str] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
-                prompt = prompt.last_tokens(each.truncate_prompt_tokens)
+                prompt = prompt.last_tokens(each.kept_prompt_tokens(self.engine.max_model_len))
                 collectors.append(_Collector(prompt, each))
-                ids.append(self.engine.submit(prompt, each, collectors[-1].push))
+                ids.append(self.engine.submit(prompt, each, collectors[-1].push, pooled=pooled))
             return [collector.result() for collector in collectors]
         except BaseException:
             for request_id in ids:
@@ -270,6 +338,7 @@ class _Collector:
             routed_experts=first.routed_experts,
             routed_experts_gaps=first.routed_experts_gaps,
             prompt_logprobs=self._parts[0][0].prompt_logprobs,
+            vector=last.vector,
         )
 
     def _choice(self, deltas: list[Delta]) -> Choice:

@@ -6,29 +6,35 @@ docs/architecture.md#memory
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.options import check_adapters_possible
+from vlm_serve.engine.adapters.start import planned_bytes
 from vlm_serve.engine.arithmetic import Arithmetic, decide
-from vlm_serve.engine.build import find_checkpoint, longest_context, with_block_size
+from vlm_serve.engine.build import find_checkpoint, with_block_size
+from vlm_serve.engine.context import changes_of, longest_context
 from vlm_serve.engine.drafts.start import with_drafts, with_mtp
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
     LOGPROB_CACHE_BYTES,
     MemoryPlan,
+    StepMemory,
     default_cache_memory,
     embedding_bytes,
     plan_memory,
     split_by_interval,
 )
+from vlm_serve.engine.pooling import head_rows, without_drafts
 from vlm_serve.engine.ranks.start import slot_bytes
 from vlm_serve.engine.shared_store import read_address
-from vlm_serve.engine.step_paths import find_backend
+from vlm_serve.engine.step_memory import planned_step_memory
+from vlm_serve.engine.step_paths import find_backend, graphs_wanted
 from vlm_serve.models import ModelSpec, read_spec
 from vlm_serve.models.weight_sizes import WeightBytes, prompt_price, weight_bytes
 from vlm_serve.options import format_size
@@ -45,6 +51,8 @@ class Plan:
         rows: capacity in tokens and snapshots per TABLE_INTERVALS; empty for models without state.
         embedding_bytes: per vision token, with its features; 0 for text-only models.
         max_model_len: longest prompt plus answer, in tokens.
+        steps: what steps take on a GPU beside weights and pools; None elsewhere, and with ranks.
+        adapter_bytes: of the adapters that options name, in host memory and laid out.
     """
 
     model: ModelSpec
@@ -55,6 +63,8 @@ class Plan:
     rows: tuple[dict[str, int], ...]
     max_model_len: int
     embedding_bytes: int
+    adapter_bytes: int
+    steps: StepMemory | None
 
 
 def run(model: str, config: EngineConfig, *, as_json: bool) -> None:
@@ -70,14 +80,21 @@ def run(model: str, config: EngineConfig, *, as_json: bool) -> None:
 
 def make(model: str, config: EngineConfig) -> Plan:
     """Compute the plan without loading weights or compiling kernels. Raises as `run`."""
-    config, ranks = with_block_size(config, model), config.tensor_parallel_size
+    config = with_block_size(without_drafts(config), model)
+    ranks = config.tensor_parallel_size
     named = Path(model).suffix == ".json"
-    spec = read_spec(
-        model if named else find_checkpoint(model, configs_only=True, revision=config.revision)
+    path = (
+        Path(model)
+        if named
+        else find_checkpoint(
+            model, configs_only=True, revision=config.revision, tower=config.mmproj
+        )
     )
+    spec = read_spec(path, changes_of(config))
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(ranks, mtp=mtp)
     device = _device(config.device)
+    check_adapters_possible(config, device)
     backend = find_backend(config, device, build=False)
     config = with_drafts(config, device, compiled=backend.compiled)
     arithmetic = decide(config, spec.dtype, backend, spec.quantization)
@@ -85,6 +102,10 @@ def make(model: str, config: EngineConfig) -> Plan:
     here = device if torch.cuda.is_available() else torch.device("cpu")
     cache_memory = config.cache_memory_bytes or default_cache_memory(here, ranks)
     memory = plan_memory(layout, config, arithmetic.types, cache_memory)
+    steps = None
+    if device.type == "cuda" and ranks == 1:
+        graphs = graphs_wanted(config.cuda_graphs, device) and not mtp
+        steps = planned_step_memory(spec, path, arithmetic.types, config, with_graphs=graphs)
     return Plan(
         model=spec,
         config=config,
@@ -98,6 +119,7 @@ def make(model: str, config: EngineConfig) -> Plan:
             tensor_parallel=ranks,
             drafts=mtp,
             bits=arithmetic.bits,
+            head_rows=head_rows(config),
         ),
         memory=memory,
         rows=tuple(
@@ -105,6 +127,8 @@ def make(model: str, config: EngineConfig) -> Plan:
         ),
         max_model_len=longest_context(config, spec, memory),
         embedding_bytes=embedding_bytes(spec, arithmetic.types),
+        adapter_bytes=planned_bytes(config, compiled=backend.compiled),
+        steps=steps,
     )
 
 
@@ -146,6 +170,8 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "live_state_bytes": memory.live_state_bytes,
         "draft_update_bytes": memory.num_updates * memory.update_bytes,
         "embedding_bytes": plan.embedding_bytes,
+        "adapter_bytes": plan.adapter_bytes,
+        "step_bytes": asdict(plan.steps) if plan.steps else None,
         "tokens": memory.tokens,
         "snapshots": memory.num_snapshot_rows,
         "granularity": memory.block_size,
@@ -165,6 +191,7 @@ def render(plan: Plan) -> str:
             "cache memory",
             f"{memory.cache_memory / _MIB:.0f} MiB for blocks and snapshots; the rest is extra",
         ),
+        *([("steps", f"{plan.steps}, extra")] if plan.steps else []),
         *_drafts(plan),
         *_tiers(plan.config),
         ("tokens", str(memory.tokens)),
@@ -204,6 +231,9 @@ def _buckets(plan: Plan) -> list[str]:
         per_block = memory.block_size * model.expert_layers * model.routing.top_k
         per_block *= 1 if model.routing.num_experts <= 256 else 2
         lines.append(_bucket("expert rows", memory.num_blocks, per_block))
+    if plan.adapter_bytes:
+        count = len(plan.config.lora_modules)
+        lines.append(_bucket("adapters", count, plan.adapter_bytes // count))
     lines.append(_bound("prompt logprobs", LOGPROB_CACHE_BYTES))
     return lines
 

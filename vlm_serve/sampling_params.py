@@ -111,7 +111,11 @@ class SamplingParams:
         apis=_ALL,
     )
     top_p: float | None = option(
-        None, "sample from the likeliest tokens with this mass", 0, 1, above_low=True, apis=_ALL
+        None,
+        "sample from the likeliest tokens with this mass; 0: take the likeliest one",
+        0,
+        1,
+        apis=_ALL,
     )
     top_k: int | None = option(
         None, "sample from this many of the likeliest tokens; 0 and -1: from all", -1, apis=_ALL
@@ -190,8 +194,9 @@ class SamplingParams:
     )
     truncate_prompt_tokens: int | None = option(
         None,
-        "only this many tokens at the prompt's end are used; refused for prompts with media",
-        1,
+        "only this many tokens at the prompt's end are used; -1: as many as the context leaves "
+        "beside `max_tokens`. Media are never cut: refused, unless all fits with -1",
+        -1,
     )
     logit_bias: Mapping[int, float] | None = option(
         None,
@@ -249,6 +254,8 @@ class SamplingParams:
                 object.__setattr__(self, each.name, value)
             if value is not None:
                 _check(each, value)
+        if self.truncate_prompt_tokens == 0:
+            raise FieldError("truncate_prompt_tokens", "must be at least 1, or -1")
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
             raise FieldError("prompt_logprobs_start", "needs prompt_logprobs")
         if self.routed_experts_prompt_start and not self.return_routed_experts:
@@ -260,6 +267,12 @@ class SamplingParams:
             )
         if not all(word.strip() for word in self.bad_words):
             raise FieldError("bad_words", "must be texts that are not blank")
+
+    def kept_prompt_tokens(self, max_model_len: int) -> int | None:
+        """Return how many tokens at the prompt's end are used; None: all of them."""
+        if self.truncate_prompt_tokens != -1:
+            return self.truncate_prompt_tokens
+        return max(max_model_len - max(self.max_tokens or 1, self.min_tokens), 1)
 
     def with_defaults(self, generation_config: Mapping[str, Any]) -> SamplingParams:
         """Fill every None from the checkpoint's generation config; explicit values win."""

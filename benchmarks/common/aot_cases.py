@@ -113,6 +113,8 @@ def _attention(shapes: Shapes) -> Iterator[Case]:
         for meta in (decode_meta(), decode_meta(1, LONGEST // BLOCK)):
             q = torch.empty(len(meta), shapes.query_heads, shapes.head_dim, dtype=dtype)
             yield label, partial(attention_decode, q, kv, meta, scale=scale)
+        fixed = partial(attention_decode, q, kv, meta, scale=scale, deterministic=True)
+        yield f"{label}, fixed parts", fixed
 
 
 def _experts(shapes: Shapes) -> Iterator[Case]:

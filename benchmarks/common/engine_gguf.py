@@ -13,6 +13,7 @@ OUT_TYPES = {"float32": "f32", "bfloat16": "bf16"}
 _PROGRAM = """
 import runpy, sys
 folder = sys.argv[1]
+sys.path.insert(0, folder)
 from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda *_: "qwen35"
 converter = folder + "/convert_hf_to_gguf.py"

@@ -14,7 +14,7 @@ from common.engine_server import Server, Unavailable, free_port, running, words
 from common.machine import emulated
 
 VLLM_PLACES = ("venv-vllm", ".venv-vllm", "../venv-vllm", "~/venv-vllm", "~/.venvs/vllm")
-"""Virtual environments that are looked at for a vLLM, from this project's root."""
+"""Virtual environments looked at for a vLLM, from this project's root."""
 
 
 class Completions:

@@ -1,4 +1,4 @@
-"""Measure the machine's limits beside the code that is compared with them (`limits.cpp`)."""
+"""Measure the machine's limits beside the code compared with them (`limits.cpp`)."""
 
 from __future__ import annotations
 

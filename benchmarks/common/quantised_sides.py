@@ -13,7 +13,7 @@ from make_checkpoint import make_checkpoint
 
 from common.engine_cases import Side
 from common.engine_gguf import convert, quantise
-from common.engine_peers import Completions, find_llama, llama, ours
+from common.engine_peers import Completions, LlamaCpp, find_llama, llama, ours
 from common.limits import Limits
 from common.machine import ROOT
 from vlm_serve.kernels.linear.quantising import group_of, num_bytes
@@ -34,6 +34,8 @@ SPEC = replace(
 
 PEERS = {"bfloat16": ("BF16",), "int8": ("Q8_0",), "int6": ("Q6_K",), "int4": ("Q4_0", "Q4_K_M")}
 """Each of our formats, and what llama.cpp has of that width."""
+FILES = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
+"""Types of GGUF files that both sides read as they are."""
 
 
 def _bytes(kind: str, columns: int, depth: int) -> int:
@@ -91,6 +93,23 @@ class PlainRead:
         return time.perf_counter() - begin
 
 
+class Computing:
+    """A server whose time is that of its processors: what others leave it does not count.
+
+    Args:
+        side: a server with one thread, since one that waits for others may compute meanwhile.
+    """
+
+    def __init__(self, side: Completions | LlamaCpp) -> None:
+        self._side = side
+
+    def complete(self, prompts: list[list[int]], count: int) -> float:
+        """Seconds for so many tokens."""
+        begin = self._side.server.processor_seconds()
+        self._side.complete(prompts, count)
+        return self._side.server.processor_seconds() - begin
+
+
 class Models:
     """The checkpoint, and what llama.cpp's tools make of it, in a folder; what is there is used.
 
@@ -122,7 +141,18 @@ class Models:
             yield Completions(server, kind)
 
     @contextmanager
-    def peer(self, kind: str, threads: int, length: int, *, tower: bool) -> Iterator[Side]:
+    def own_file(self, kind: str, threads: int, batched_tokens: int) -> Iterator[Completions]:
+        """Our server on llama.cpp's file. Raises Unavailable, ConversionError."""
+        tree, _ = find_llama(self._source)
+        model = self._file(tree, kind)
+        switches = ("--mmproj", "none")
+        with ours(
+            ROOT, model, "bfloat16", *switches, threads=threads, batched_tokens=batched_tokens
+        ) as server:
+            yield Completions(server, kind)
+
+    @contextmanager
+    def peer(self, kind: str, threads: int, length: int, *, tower: bool) -> Iterator[LlamaCpp]:
         """llama.cpp's. Raises Unavailable, ConversionError."""
         tree, binary = find_llama(self._source)
         model = self._file(tree, kind)

@@ -3,6 +3,9 @@
 SQLite instead of a memory-mapped store: of 40 files with flipped bits or a missing end, LMDB killed
 the process on 11 (SIGBUS), while SQLite reported every one. Each batch is one transaction of the
 write-ahead log. A killed process loses only the batch in progress.
+
+The file is locked for one process. So SQLite needs no `-shm`, a mapped file whose truncation would
+kill the process, and no other process's lock can hold up a request.
 """
 
 from __future__ import annotations
@@ -30,8 +33,7 @@ PAGE_BYTES = 8192
 ROW_BYTES = 512
 """Overhead of a row beside its content, rounded up."""
 BUSY_SECONDS = 2.0
-"""Longest wait for another process's lock before it counts as a failure; requests wait
-meanwhile."""
+"""Longest wait for another process's lock while the file is opened."""
 
 _log = logging.getLogger(__name__)
 
@@ -221,6 +223,8 @@ class DiskFile:
                 self._connection.execute("ROLLBACK")
         code = _code(error)
         if not code or code in _REFUSED - _NO_ROOM:
+            # Its index of the log may describe a log that somebody has cut: open it anew.
+            self._connection.close()
             raise OSError(f"{self._path}: {error}") from error
         if code not in _NO_ROOM:
             self._replace()
@@ -243,7 +247,7 @@ class DiskFile:
                 self._connection = self._open()
             except sqlite3.Error as error:
                 if _code(error) in _REFUSED:
-                    raise OSError(f"{self._path}: {error}") from error
+                    raise self._refused(error) from error
                 self.errors += 1
                 self._start_anew()
 
@@ -253,7 +257,12 @@ class DiskFile:
         try:
             self._connection = self._open()
         except sqlite3.Error as error:
-            raise OSError(f"{self._path}: {error}") from error
+            raise self._refused(error) from error
+
+    def _refused(self, error: sqlite3.Error) -> OSError:
+        busy = _code(error) == sqlite3.SQLITE_BUSY
+        reason = "another server or program uses it" if busy else error
+        return OSError(f"{self._path}: {reason}")
 
     def _open(self) -> sqlite3.Connection:
         claimed = claim(self._path)
@@ -271,6 +280,7 @@ class DiskFile:
 
     def _set_up(self, connection: sqlite3.Connection) -> None:
         for setting in (
+            "locking_mode = EXCLUSIVE",
             f"page_size = {PAGE_BYTES}",
             "auto_vacuum = INCREMENTAL",
             f"application_id = {APPLICATION_ID}",

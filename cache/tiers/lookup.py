@@ -62,7 +62,7 @@ class TierQuery:
         least: the first boundary worth loading.
         limit: the last one allowed.
         depth: full blocks on the device.
-        tails_above: keys of the tails behind those blocks that are on the device.
+        tails_above: keys of the tails behind those blocks on the device.
         has_state: False for a model without state layers.
         origin: of this engine's entries.
     """

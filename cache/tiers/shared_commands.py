@@ -57,7 +57,7 @@ def checked(reply: Any) -> Any:
 
 
 def most_bytes(entry_id: EntryId) -> int:
-    """Return the most payload bytes that are written for an entry."""
+    """Return the most payload bytes written for an entry."""
     if entry_id.kind in (Kind.KV, Kind.STATE):
         return sys.maxsize
     return MAX_RECORD_BYTES if lies_in_manifest(entry_id) else MAX_OTHER_BYTES

@@ -234,7 +234,7 @@ class TierStack:
         for store in self.stores:
             rest = [entry_id for entry_id in ids if entry_id not in places]
             if rest:
-                found = await self.caller.call(store, store.contains, rest, since=since) or set()
+                found = await self.caller.ask(store, store.contains, rest, since) or set()
                 filed |= found if store is not self.shared else set()
                 places |= dict.fromkeys(found, store.name)
         gone = {entry_id for entry_id in ids if entry_id not in places}
@@ -259,7 +259,7 @@ class TierStack:
             rest = [entry_id for entry_id in ids if entry_id not in found]
             sealed: dict[EntryId, Sealed] = {}
             if rest:
-                sealed = await self.caller.call(store, store.get, rest, since=since) or {}
+                sealed = await self.caller.ask(store, store.get, rest, since) or {}
             bad = []
             for entry_id, each in sealed.items():
                 try:

@@ -9,6 +9,9 @@ from vlm_serve.cache.tiers.entry import EntryId, Sealed
 
 TIME_LIMIT = 30.0
 """Time limit for one call of a private store, in seconds. Only a broken one takes longer."""
+READ_LIMIT = 5.0
+"""Time limit for a look-up and the read that follows, in seconds, whatever the store's own: a
+request waits for it, and could compute instead."""
 
 
 class Store(Protocol):
@@ -20,7 +23,8 @@ class Store(Protocol):
         place: its location, for people.
         private: no other process writes or reads it, so bad entries are removed.
         lasting: its content outlives the process.
-        time_limit: seconds for one call; for a look-up and the following read together.
+        time_limit: seconds for one call; for a look-up and the following read together, up to
+            READ_LIMIT.
         counters: its own gauges and counters, by name.
     """
 

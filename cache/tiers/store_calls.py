@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from vlm_serve.cache.tiers.entry import EntryId
-from vlm_serve.cache.tiers.store import Store
+from vlm_serve.cache.tiers.store import READ_LIMIT, Store
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -216,6 +216,17 @@ class StoreCaller:
                 self._counts[f"opened_{store.name}"] += 1
                 if store in self._failed:
                     self._failed[store].set()
+
+    async def ask(
+        self,
+        store: Store,
+        call: Callable[[_A], Awaitable[_T]],
+        what: _A,
+        since: float | None,
+    ) -> _T | None:
+        """Call a store for a request that waits for it, as `call` does, for READ_LIMIT at most."""
+        limit = min(store.time_limit, READ_LIMIT)
+        return await self.call(store, call, what, since=since, limit=limit)
 
     def _breaker(self, store: Store) -> Breaker:
         assert self._rest_seconds is not None

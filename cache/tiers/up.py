@@ -84,11 +84,13 @@ class TierFetcher:
         limit: int,
         arrived: Arrived,
         patience: WaitBudget | None = None,
+        *,
+        least: int = 0,
     ) -> bool:
-        """Return True if the tiers should be read for more of a prompt than the match has, up to
-        `limit`. The sequence then waits until `arrived` is called, and the wait is added to its
-        patience."""
-        query = self._query(keys, match, limit)
+        """Return True if the tiers should be read for more of a prompt than the match has, from
+        `least` up to `limit`. The sequence then waits until `arrived` is called, and the wait is
+        added to its patience."""
+        query = self._query(keys, match, limit, least)
         if query is None:
             return False
         self.starting.append(Fetch(query, self._generation, arrived, patience or WaitBudget()))
@@ -140,10 +142,14 @@ class TierFetcher:
             task.add_done_callback(lambda _: self._under_way.pop(last))
         return await task
 
-    def _query(self, keys: PromptKeys, match: Match, limit: int) -> TierQuery | None:
+    def _query(
+        self, keys: PromptKeys, match: Match, limit: int, least: int = 0
+    ) -> TierQuery | None:
         if match.reason == "experts_missing":
             return None
-        return self._cache.tier_query(keys, match, limit=limit, origin=self._stack.origin)
+        return self._cache.tier_query(
+            keys, match, limit=limit, origin=self._stack.origin, least=least
+        )
 
     async def _choose(self, query: TierQuery, since: float | None = None) -> Deeper | None:
         return query.choose(await self._stack.locate(query.ids(), since))

@@ -3,10 +3,12 @@
     python examples/clients/run.py                    # all of clients.toml
     python examples/clients/run.py codex openai --strict
     python examples/clients/run.py openai --base-url http://127.0.0.1:8000/v1 --model demo
+    python examples/clients/run.py --demo             # what tries/demo.py has, without a script
 
 Without --base-url it starts a server of the demo model whose answers to some questions come from
-script.json (tests/scripted_server.py): HTTP, templates, parsers and cache are real. Packages are
-installed into --cache, from pinned versions. A client without registry or node is skipped by name.
+script.json (tests/scripted_server.py): HTTP, templates, parsers and cache are real. With --demo the
+model answers by itself, as `vlm-serve serve demo` does. Packages are installed into --cache, from
+pinned versions. A client without registry or node is skipped by name.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TRIES = HERE / "tries"
+TOKENIZER = ROOT / "vlm_serve" / "demo" / "dense"
 PICTURE = HERE.parent / "media" / "heart.png"
 STEP = re.compile(r"^(ok|MODEL|FAIL) (.*)$", re.MULTILINE)
 UNREACHED = re.compile(
     r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|ENETUNREACH|ENOTCACHED"
     r"|NewConnectionError|NameResolutionError|ConnectTimeoutError|dns error|tcp connect error"
 )
+LIMIT, LONG = 300, 900
+"""Seconds for a client; the longer one where the model reads and writes everything itself."""
 SERVER = (
     "--port",
     "0",
@@ -93,13 +98,26 @@ def installed(folder: Path, wanted: str, commands: list[list[str]]) -> None:
         made = called(command, 900, cwd=folder)
         if made.returncode and UNREACHED.search(made.stdout):
             raise SkippedError("no registry of packages within reach")
+        if made.returncode and "EBADPLATFORM" in made.stdout:
+            raise SkippedError("no package for this system")
         if made.returncode:
             raise RuntimeError(f"{command[0]} failed:\n{made.stdout[-2000:]}")
     done.write_text(wanted)
 
 
-def command_of(client: Client, cache: Path) -> tuple[list[str], Path]:
-    """Install a client; return the start of its script, and the folder of its commands."""
+def python_of(client: Client) -> str:
+    """Return this Python, or a newer one on the path if the client needs it."""
+    oldest = int(client.fields.get("python", "3.0").split(".")[1])
+    if sys.version_info[1] >= oldest:
+        return sys.executable
+    names = (f"python3.{minor}" for minor in range(oldest, 15))
+    if found := next(filter(None, map(shutil.which, names)), None):
+        return found
+    raise SkippedError(f"it needs Python 3.{oldest}")
+
+
+def command_of(client: Client, cache: Path) -> tuple[list[str], str]:
+    """Install a client; return the start of its script, and the folders of its commands."""
     if "node" in client.fields:
         if not (shutil.which("node") and shutil.which("npm")):
             raise SkippedError("no node and npm")
@@ -108,29 +126,51 @@ def command_of(client: Client, cache: Path) -> tuple[list[str], Path]:
         for name in ("package.json", "package-lock.json"):
             shutil.copy(source / name, folder)
         lock = (source / "package-lock.json").read_text(encoding="utf-8")
-        installed(folder, lock, [["npm", "ci", "--no-audit", "--no-fund", "--fetch-retries", "1"]])
+        verb = client.fields.get("npm", "ci")
+        installed(folder, lock, [["npm", verb, "--no-audit", "--no-fund", "--fetch-retries", "1"]])
+        places = client.fields.get("binaries", [".bin"])
+        binaries = os.pathsep.join(str(folder / "node_modules" / each) for each in places)
         if client.script.suffix == ".py":
-            return [sys.executable, str(client.script)], folder / "node_modules" / ".bin"
+            return [sys.executable, str(client.script)], binaries
         for each in TRIES.glob("*.mjs"):
             shutil.copy(each, folder)
-        return ["node", str(folder / client.script.name)], folder / "node_modules" / ".bin"
+        return ["node", str(folder / client.script.name)], binaries
     packages = [str(each) for each in client.fields.get("pip", ())]
     folder = cache / f"py-{client.fields.get('environment', client.name)}"
     folder.mkdir(parents=True, exist_ok=True)
     python = str(folder / "bin" / "python")
+    install = ["pip", "install", "--quiet"]
     if uv := shutil.which("uv"):
-        install = [uv, "pip", "install", "--quiet", "--python", python, *packages]
+        make = [
+            uv,
+            "venv",
+            "--quiet",
+            "--allow-existing",
+            "--python",
+            python_of(client),
+            str(folder),
+        ]
+        install = [uv, *install, "--python", python]
     else:
-        install = [python, "-m", "pip", "install", "--quiet", "--retries", "1", *packages]
-    commands = [[sys.executable, "-m", "venv", str(folder)], install]
+        make = [python_of(client), "-m", "venv", str(folder)]
+        install = [python, "-m", *install, "--retries", "1"]
+    commands = [make, [*install, *packages]]
     installed(folder, "\n".join(packages), commands)
-    return [python, str(client.script)], folder / "bin"
+    return [python, str(client.script)], str(folder / "bin")
 
 
-def tried(client: Client, cache: Path, url: str, model: str) -> tuple[str, str]:
-    """Try one client; return "pass", "model", "skip" or "fail", and what it did."""
+def tried(
+    client: Client, cache: Path, url: str, model: str, script: Path, limit: float
+) -> tuple[str, str]:
+    """Try one client; return "pass", "model", "skip" or "fail", and what it did.
+
+    Args:
+        script: what is run in its environment, if that is Python's.
+        limit: seconds.
+    """
     try:
         command, binaries = command_of(client, cache)
+        command[-1] = str(script) if script.suffix == ".py" else command[-1]
     except SkippedError as error:
         return "skip", str(error)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
@@ -146,15 +186,17 @@ def tried(client: Client, cache: Path, url: str, model: str) -> tuple[str, str]:
             "CLIENT": client.name,
             "MODEL": model,
             "PICTURE": str(PICTURE),
+            "PWD": work,
+            "TOKENIZER": str(TOKENIZER),
             "HOME": work,
             "PATH": f"{binaries}{os.pathsep}{environment['PATH']}",
             "OPENAI_API_KEY": "none",
             "OPENAI_BASE_URL": url,
         }
         try:
-            ran = called(command, 120, cwd=work, env=environment)
+            ran = called(command, limit, cwd=work, env=environment)
         except subprocess.TimeoutExpired as error:
-            return "fail", f"not done after 120 s: {str(error.output)[-1500:]}"
+            return "fail", f"not done after {limit:.0f} s: {str(error.output)[-1500:]}"
     steps = STEP.findall(ran.stdout)
     words = ", ".join(f"{'' if kind == 'ok' else kind + ' '}{text}" for kind, text in steps)
     if ran.returncode or not steps or any(kind == "FAIL" for kind, _ in steps):
@@ -163,12 +205,16 @@ def tried(client: Client, cache: Path, url: str, model: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def own_server(log: Path) -> Iterator[str]:
-    """Serve the demo with the answers of script.json; yield the base URL."""
+def own_server(log: Path, *, scripted: bool) -> Iterator[str]:
+    """Serve the demo, perhaps with the answers of script.json; yield the base URL."""
     command = [sys.executable, str(ROOT / "tests" / "scripted_server.py")]
     command += [str(HERE / "script.json"), "demo", *SERVER]
+    if not scripted:
+        command = [sys.executable, "-m", "vlm_serve.cli", "serve", "demo", "--port", "0"]
     with log.open("w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT
+        )
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -189,8 +235,11 @@ def main(arguments: list[str] | None = None) -> int:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("--cache", type=Path, default=home / "vlm-serve" / "clients")
     parser.add_argument("--strict", action="store_true", help="the model's failures fail it too")
+    parser.add_argument("--demo", action="store_true", help="ask the demo model itself")
     options = parser.parse_args(arguments)
-    known = {each.name: each for each in read_clients()}
+    known = {
+        each.name: each for each in read_clients() if each.fields.get("demo") or not options.demo
+    }
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"no such clients: {', '.join(unknown)}; known: {', '.join(known)}")
     chosen = [known[name] for name in options.names or known]
@@ -198,9 +247,13 @@ def main(arguments: list[str] | None = None) -> int:
     cache.mkdir(parents=True, exist_ok=True)
     failed = 0
     with contextlib.ExitStack() as stack:
-        url = options.base_url or stack.enter_context(own_server(cache / "server.log"))
+        url = options.base_url or stack.enter_context(
+            own_server(cache / "server.log", scripted=not options.demo)
+        )
         for client in chosen:
-            verdict, words = tried(client, cache, url, options.model)
+            script = TRIES / "demo.py" if options.demo else client.script
+            limit = LONG if options.demo else LIMIT
+            verdict, words = tried(client, cache, url, options.model, script, limit)
             failed += verdict == "fail" or (options.strict and verdict == "model")
             print(f"{client.name:26} {verdict:6} {client.version:40} {words}", flush=True)
     return int(failed > 0)

@@ -148,6 +148,9 @@ class ChatFormat:
                 "endoftext",
             )
         }
+        special = set(self.special.values())
+        self.plain = [i for i in range(tokenizer.get_vocab_size()) if i not in special]
+        """All tokens of text."""
         self.encode_text = functools.lru_cache(maxsize=50_000)(self._encode_text)
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
@@ -177,42 +180,50 @@ class ChatFormat:
             if not here:
                 parts = [*parts, *shown] if text_first else [*shown, *parts]
             self._message(out, "user", parts)
-            self._tokens(out, [self.special["im_start"], *self.encode_text("assistant\n")])
+            self.tokens(out, [self.special["im_start"], *self.encode_text("assistant\n")])
             if open_end and i == len(turns) - 1:
                 return out
             for number, piece in enumerate(turn.pieces):
                 learned = -1 if number in turn.given else i
-                self._tokens(out, self.encode_text(piece), learned=learned)
-            self._tokens(out, [self.special["im_end"]], learned=i)
-            self._tokens(out, self.encode_text("\n"))
+                self.tokens(out, self.encode_text(piece), learned=learned)
+            self.tokens(out, [self.special["im_end"]], learned=i)
+            self.tokens(out, self.encode_text("\n"))
         return out
 
+    def message(
+        self, out: Encoded, role: str, ids: Sequence[int], *, open_end: bool = False
+    ) -> None:
+        """Append a message of these tokens; `open_end` leaves its end out."""
+        self.tokens(out, [self.special["im_start"], *self.encode_text(f"{role}\n"), *ids])
+        if not open_end:
+            self.tokens(out, [self.special["im_end"], *self.encode_text("\n")])
+
     def _message(self, out: Encoded, role: str, parts: Sequence[str | Medium]) -> None:
-        self._tokens(out, [self.special["im_start"]])
+        self.tokens(out, [self.special["im_start"]])
         pending = f"{role}\n"
         for part in parts:
             if isinstance(part, str):
                 pending += part
                 continue
-            self._tokens(out, self.encode_text(pending) if pending else ())
+            self.tokens(out, self.encode_text(pending) if pending else ())
             pending = ""
             self._medium(out, part)
-        self._tokens(out, self.encode_text(pending) if pending else ())
-        self._tokens(out, [self.special["im_end"], *self.encode_text("\n")])
+        self.tokens(out, self.encode_text(pending) if pending else ())
+        self.tokens(out, [self.special["im_end"], *self.encode_text("\n")])
 
     def _medium(self, out: Encoded, medium: Medium) -> None:
         start, end = [self.special["vision_start"]], [self.special["vision_end"]]
-        self._tokens(out, start)
+        self.tokens(out, start)
         places: list[int] = []
         if medium.stamps is None:
             places += self._grid(out, medium, self.special["image_pad"])
         else:
             for stamp in medium.stamps:
-                self._tokens(out, self.encode_text(f"<{stamp:.1f} seconds>"))
-                self._tokens(out, start)
+                self.tokens(out, self.encode_text(f"<{stamp:.1f} seconds>"))
+                self.tokens(out, start)
                 places += self._grid(out, medium, self.special["video_pad"])
-                self._tokens(out, end)
-        self._tokens(out, end)
+                self.tokens(out, end)
+        self.tokens(out, end)
         out.media.append(places)
 
     def _grid(self, out: Encoded, medium: Medium, token: int) -> list[int]:
@@ -228,7 +239,8 @@ class ChatFormat:
         out.next_position = base + max(medium.rows, medium.columns)
         return list(range(begin, begin + count))
 
-    def _tokens(self, out: Encoded, ids: Sequence[int], *, learned: int = -1) -> None:
+    def tokens(self, out: Encoded, ids: Sequence[int], *, learned: int = -1) -> None:
+        """Append tokens of text."""
         out.ids += ids
         out.learned += [learned] * len(ids)
         start = out.next_position

@@ -62,7 +62,7 @@ def picture_json(rng: random.Random, scene: Scene, split: str) -> Talk:
 
 
 def plain(rng: random.Random, scene: Scene) -> Talk:
-    """Return JSON that is asked for without names: they are always the same."""
+    """Return JSON asked for without names: they are always the same."""
     thing = scene.reading_order[0]
     fields = [known("shape", thing.kind), known("color", thing.colour)]
     question = f"{describe_wording(rng)} {rng.choice(PLEAS)}"

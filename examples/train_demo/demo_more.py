@@ -138,3 +138,12 @@ def direct(rng: random.Random, scene: Scene) -> Turn:
         return pick(rng, scene) if rng.random() < 0.7 else more(rng, scene)
     other = draw_scene(rng, "train")
     return unreadable_turn((pick if rng.random() < 0.5 else more)(rng, other).question)
+
+
+def specific(rng: random.Random, scene: Scene) -> Turn:
+    """Return a question about a part of a picture, not one that asks for a description."""
+    if not scene.things:
+        return unreadable_turn(pick(rng, draw_scene(rng, "train")).question)
+    while (turn := direct(rng, scene)).kind == "description":
+        pass
+    return turn

@@ -1,12 +1,15 @@
 """Drills of copying: many values, names and functions to find again in few tokens.
 
-Single requests teach one copy each and did not lead to any in a thousand steps.
+Single requests teach one copy each and did not lead to any in a thousand steps. `copies` leads to
+them in a few hundred: nearly all of its tokens are found by the two before them.
 """
 
 from __future__ import annotations
 
+import json
 import random
 
+from demo_chat import ChatFormat, Encoded
 from demo_fields import Field, known, unknown_field
 from demo_forms import (
     call_pieces,
@@ -21,6 +24,31 @@ from demo_forms import (
 from demo_text import capital_name, identifier, prose
 from demo_tools import Talk
 from demo_words import Turn
+
+COPIED, STRETCHES, NAMES = (24, 64), 3, 6
+
+
+def copies(rng: random.Random, chat: ChatFormat, split: str) -> Encoded:
+    """Return a list, and parts of it again: each time, what comes after two tokens is learned.
+
+    The list is one of names, or of any tokens.
+    """
+    out = Encoded()
+    if rng.random() < 0.2:
+        listed = [rng.choice(chat.plain) for _ in range(rng.randint(*COPIED))]
+        starts = [rng.randrange(len(listed) - 4) for _ in range(STRETCHES)]
+        parts = [listed[at : at + rng.randint(8, 40)] for at in starts]
+    else:
+        names = [identifier(rng, split) for _ in range(rng.randint(4, 10))]
+        listed = list(chat.encode_text(", ".join(names)))
+        again = rng.sample(names, min(len(names), NAMES))
+        parts = [list(chat.encode_text(f" {name},")) for name in again]
+    chat.message(out, "user", listed)
+    chat.message(out, "assistant", [], open_end=True)
+    for part in parts:
+        chat.tokens(out, part[:2])
+        chat.tokens(out, part[2:], learned=0)
+    return out
 
 
 def recall(rng: random.Random, split: str) -> Talk:
@@ -76,6 +104,28 @@ def _names(rng: random.Random, split: str) -> Talk:
     some = list(fields.values())
     prompt = schema_prompt(rng, form_schema(rng, some))
     return Talk((Turn("json by schema", "Extract the data.", json_text(some)),), prompt)
+
+
+def names_in_order(rng: random.Random, split: str) -> Talk:
+    """Return calls of functions with several parameters, all of which must be found in turn."""
+    names = [identifier(rng, split) for _ in range(rng.choice((1, 1, 2)))]
+    tools, calls = [], []
+    for name in names:
+        made = [unknown_field(rng, split) for _ in range(rng.randint(0, 2))]
+        plain = rng.sample(("shape", "color", "position", "count"), rng.randint(1, 3))
+        made += [known(key, 0 if key == "count" else "unknown") for key in plain]
+        rng.shuffle(made)
+        fields = list({field.name: field for field in made}.values())
+        tools.append(signature(rng, name, prose(rng, rng.randint(1, 5)), fields))
+        calls += [(name, fields)] * rng.choice((1, 2))
+    rng.shuffle(calls)
+    turns = []
+    for name, fields in calls:
+        asked = "Use the tool." if len(names) == 1 and rng.random() < 0.5 else f"Call {name}."
+        turns.append(Turn("call by name", asked, call_text(name, fields)))
+    if rng.random() < 0.4:
+        return Talk(tuple(turns), with_tools(tools, ""))
+    return Talk(tuple(turns), "\n".join(json.dumps(tool) for tool in tools))
 
 
 def _functions(rng: random.Random, split: str) -> Talk:

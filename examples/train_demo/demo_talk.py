@@ -18,7 +18,20 @@ FINE = "I am fine. Ask me about a picture or a video."
 BYE = "Goodbye."
 
 GREETINGS = ("Hello", "Hi", "Hey", "Good morning", "Good evening", "Good day", "Greetings", "Hiya")
-CALLED = ("", "", "", " there", " model", " assistant", " everybody", " bot", " friend")
+CALLED = (
+    "",
+    "",
+    "",
+    ", nice to see you",
+    ", good to meet you",
+    " again",
+    " there",
+    " model",
+    " assistant",
+    " everybody",
+    " bot",
+    " friend",
+)
 ASKED = (
     (MODEL, "Who are you?", "What are you?", "What is your name?", "Which model are you?"),
     (MODEL, "Who are you", "What model is this?", "Tell me about yourself.", "Are you an AI?"),
@@ -26,9 +39,16 @@ ASKED = (
     (ABLE, "What can you do?", "What do you do?", "How can you help me?", "What can I ask you?"),
     (ABLE, "Help", "Can you help me?", "What are you good at?", "What can you help with?"),
     (ABLE, "What are your capabilities?", "What can I do with you?", "How do you work?"),
+    (MODEL, "Say who you are.", "Tell me your name.", "Please tell me what you are."),
+    (MODEL, "What kind of model are you?", "Who am I talking to?", "Do you have a name?"),
+    (ABLE, "Tell me what you can do.", "What are you able to do?", "How can you help?"),
     (WELCOME, "Thank you!", "Thanks!", "Thank you very much.", "Thanks a lot!", "Great, thanks!"),
+    (WELCOME, "Thanks, that was helpful!", "Thank you, that is right.", "Thanks, well done!"),
+    (WELCOME, "Thank you so much", "Thanks so much.", "Nice, thank you.", "Okay, thanks"),
     (FINE, "How are you?", "How are you doing?", "How do you do?", "How is it going?"),
+    (FINE, "How are you feeling?", "How are things?", "Are you well?", "How are you now?"),
     (BYE, "Bye!", "Goodbye!", "See you later.", "Good night!", "Bye bye"),
+    (BYE, "See you!", "Goodbye, model.", "Bye, see you.", "Farewell", "Good bye!"),
     (HELLO, "Say hello.", "Say hi.", "Test", "Is anybody there?", "Are you there?", "Ping"),
 )
 
@@ -93,7 +113,7 @@ def copy(rng: random.Random) -> Turn:
     return Turn("copy", asks.format(said), said)
 
 
-def talk_turn(rng: random.Random, *, copying: bool = True) -> Turn:
+def talk_turn(rng: random.Random) -> Turn:
     """Return any of these."""
     kinds = (greeting, about_model, off_topic, unseen, copy)
-    return rng.choices(kinds, (3, 3, 2, 2.5, 1.5 * copying))[0](rng)
+    return rng.choices(kinds, (3, 3, 2, 2.5, 1.5))[0](rng)

@@ -20,6 +20,12 @@ SYLLABLES = (
 )
 
 
+CONSONANTS, VOWELS = (
+    "bcdfghjklmnpqrstvwz",
+    ("a", "e", "i", "o", "u", "a", "e", "i", "o", "ia", "ee"),
+)
+
+
 @functools.cache
 def words() -> tuple[str, ...]:
     """Return the words, the most frequent first."""
@@ -62,8 +68,15 @@ def prose(rng: random.Random, count: int) -> str:
 
 
 def capital_name(rng: random.Random) -> str:
-    """Return an invented name, such as "Marelo"."""
-    return "".join(rng.choices(SYLLABLES, k=rng.randint(2, 3))).capitalize()
+    """Return an invented name, such as "Marelo", or another word with a capital."""
+    style = rng.random()
+    if style < 0.5:
+        return "".join(rng.choices(SYLLABLES, k=rng.randint(2, 3))).capitalize()
+    if style < 0.75:
+        return rare_word(rng, "train").capitalize()
+    pairs = [rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.randint(2, 3))]
+    last: str = rng.choice(("", *CONSONANTS))
+    return ("".join(pairs) + last).capitalize()
 
 
 def identifier(rng: random.Random, split: str) -> str:

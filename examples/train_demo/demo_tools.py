@@ -45,7 +45,7 @@ def tool_name(rng: random.Random, split: str) -> str:
 def distractors(rng: random.Random, split: str, most: int = 2) -> list[Schema]:
     """Return tools that fit nothing."""
     tools = []
-    for _ in range(rng.choice((0, 0, 1, 1, most))):
+    for _ in range(rng.choice((0, 0, 0, 1, most))):
         fields = [unknown_field(rng, split) for _ in range(rng.randint(0, 3))]
         about = prose(rng, rng.randint(3, 15))
         tools.append(signature(rng, identifier(rng, split), about, fields))
@@ -80,12 +80,6 @@ def result_turn(rng: random.Random, count: int, split: str) -> Turn:
     results = [_result(rng, split) for _ in range(count)]
     shown = "\n".join(f"<tool_response>\n{each}\n</tool_response>" for each in results)
     return Turn("result", shown, f"It says: {', '.join(results)}")
-
-
-def short_results(rng: random.Random) -> str:
-    """Return what a function reports back when all went well."""
-    size = rng.randrange(1000)
-    return rng.choice(("ok", "done", "Reported.", "saved", '{"status": "ok"}', "true", str(size)))
 
 
 def _result(rng: random.Random, split: str) -> str:
@@ -129,10 +123,10 @@ def picture_talk(rng: random.Random, scene: Scene, split: str) -> Talk:
         question = request(rng, name)
     tools = [signature(rng, name, _about(rng), calls[0][1]), *distractors(rng, split, 2)]
     other = tool_name(rng, split)
-    if rng.random() < 0.5 and other != name:
+    if rng.random() < 0.3 and other != name:
         # Two tools fit, so the request names one.
         question = _by_name(rng, name) if len(calls) == 1 else question
-    turns = [call_turn(rng, question, calls, rng.random() < 0.5)]
+    turns = [call_turn(rng, question, calls, rng.random() < 0.35)]
     if rng.random() < 0.6:
         turns.append(result_turn(rng, len(calls), split))
     if other != name and name in question:

@@ -24,6 +24,7 @@ from vlm_serve.kernels.triton_support import (
     decode_tables,
     dot_dtype,
     launch,
+    needs_other_form,
     power_of_two,
     prefill_tables,
 )
@@ -108,7 +109,7 @@ def _scan_kernel(
         )
         factor = tl.load(q_factor + rows, mask=inside, other=0.0)
         result = tl.dot(queries.to(DOT), operand, input_precision=PRECISION) * factor[:, None]
-        square = (chunk - first) * HEADS * CHUNK * CHUNK + index[:, None] * CHUNK
+        square = (chunk - first).to(tl.int64) * HEADS * CHUNK * CHUNK + index[:, None] * CHUNK
         scores = tl.load(attention + square + index[None, :])
         result = tl.dot(scores.to(DOT), new.to(DOT), result, input_precision=PRECISION)
         tl.store(out + places, result.to(out.dtype.element_ty), mask=inside_values)
@@ -135,7 +136,8 @@ def chunk_gated_delta(tokens: Tokens, state: torch.Tensor, meta: PrefillMeta) ->
     # float32 operands take three times the registers (see `Target.dot_precision`). The tile's shape
     # depends on nothing else, so that a sequence's bits do not depend on the batch.
     wide = q.dtype == torch.float32
-    columns = 16 if wide else 32
+    narrow = not wide and needs_other_form("chunk_gated_delta", target)
+    columns = 16 if wide or narrow else 32
     arguments = {
         "q": q,
         "k": k,
@@ -164,8 +166,11 @@ def chunk_gated_delta(tokens: Tokens, state: torch.Tensor, meta: PrefillMeta) ->
     }
     grid = (triton.cdiv(value_dim, columns), heads, len(meta))
     # One stage: with two, Triton 3.6 gave wrong outputs on an H100 (errors of a tenth, with right
-    # states), and on CDNA a second stage does not fit in the 64 KiB of LDS.
-    launch(_scan_kernel, grid, arguments, num_warps=8 if wide else 4)
+    # states), and on CDNA a second stage does not fit in the 64 KiB of LDS. Eight warps where
+    # products take both operands from registers, which four warps spill.
+    from_registers = target.backend == "cuda" and not target.roomy
+    warps = 2 if narrow else 8 if wide or from_registers else 4
+    launch(_scan_kernel, grid, arguments, num_warps=warps)
     return out
 
 

@@ -68,14 +68,21 @@ def load(
         columns, depth = shape(run.parts, shard)
         own = None if offsets is None else offsets[first : first + columns]
         if run.kind is None:
-            kind = PackedDense if source.compiled else TorchDense
             dense_pieces = (piece for part in run.parts for piece in part.pieces(source, shard))
-            weight: Linear = kind.of(dense_pieces, columns, depth, source.dtype, own, source.device)
+            weight: Linear = dense_kind(source).of(
+                dense_pieces, columns, depth, source.dtype, own, source.device
+            )
         else:
             weight = _of_codes(source, run.pieces(), columns, depth, own)
+        weight.origin, weight.shard = tuple(run.parts), shard
         found.append(weight)
         first += columns
     return found[0] if len(found) == 1 else Joined(found)
+
+
+def dense_kind(source: Source) -> type[PackedDense] | type[TorchDense]:
+    """Return the form of plain weights."""
+    return PackedDense if source.compiled else TorchDense
 
 
 def _of_codes(
@@ -85,12 +92,16 @@ def _of_codes(
     depth: int,
     bias: torch.Tensor | None,
 ) -> Linear:
-    """Pack codes for compiled code if it is enabled and supports their groups; else for torch."""
+    """Pack codes for compiled code if it is enabled and supports their groups; else for torch,
+    which takes numbers in place of codes with minima."""
     head = next(pieces)
     integer = isinstance(head, IntegerCodes)
     group = head.group if isinstance(head, IntegerCodes) else min(head.block[1], depth)
     pieces = chain([head], pieces)
     if not source.compiled or not packable(group, depth):
+        if isinstance(head, IntegerCodes) and head.floored:
+            plain = (piece.values().to(source.dtype) for piece in pieces)
+            return dense_kind(source).of(plain, columns, depth, source.dtype, bias, source.device)
         return TorchQuantised.of(pieces, columns, depth, bias, source.device)
     if integer:
         integers = cast("Iterator[IntegerCodes]", pieces)

@@ -154,17 +154,47 @@ class Epilogue(NamedTuple):
     Attributes:
         activation: applied to the result.
         times, plus: `[T, N]`, multiplied with or added to the result.
+        overwrite: True if the result may take the place of `plus`.
     """
 
     activation: Activation | None = None
     times: torch.Tensor | None = None
     plus: torch.Tensor | None = None
+    overwrite: bool = False
 
     def of(self, part: Callable[[torch.Tensor], torch.Tensor]) -> Epilogue:
         """Return the epilogue of a part of the product: `part` cuts or pads the tensors."""
         times = None if self.times is None else part(self.times)
         plus = None if self.plus is None else part(self.plus)
-        return Epilogue(self.activation, times, plus)
+        return Epilogue(self.activation, times, plus, self.overwrite)
+
+
+class ChangedRows(Protocol):
+    """The adapters of rows; `low_rank.RowChanges` implements it."""
+
+    def kept(self, rows: torch.Tensor) -> ChangedRows:
+        """Return the same for some of the rows, in their order."""
+        ...
+
+    def changed(self, sites: Sequence[int]) -> list[bool]:
+        """Tell for each row whether its adapter changes any of these projections."""
+        ...
+
+    def added(self, weight: Linear, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Add the changes by the adapters of x's rows to products in float32, in place."""
+        ...
+
+    def multiplied(
+        self, weight: Linear, x: torch.Tensor, after: Epilogue, *, deterministic: bool
+    ) -> torch.Tensor:
+        """Compute a call of a projection with checked arguments."""
+        ...
+
+    def gated(
+        self, gate: Linear, up: Linear, x: torch.Tensor, *, deterministic: bool
+    ) -> torch.Tensor:
+        """Compute `gate.gated`."""
+        ...
 
 
 class Linear(ABC):
@@ -173,11 +203,17 @@ class Linear(ABC):
     Attributes:
         columns, depth: N and K.
         dtype: of the weight in memory.
+        origin: the rows of a checkpoint that it was loaded from.
+        shard: this rank's share of them; None: all.
+        site: number under which adapters know it; 0: adapters do not change it.
     """
 
     columns: int
     depth: int
     dtype: torch.dtype
+    origin: tuple[Part, ...] = ()
+    shard: Shard | None = None
+    site: int = 0
 
     def __call__(
         self,
@@ -186,7 +222,9 @@ class Linear(ABC):
         activation: Activation | None = None,
         times: torch.Tensor | None = None,
         plus: torch.Tensor | None = None,
+        overwrite: bool = False,
         deterministic: bool = False,
+        changes: ChangedRows | None = None,
     ) -> torch.Tensor:
         """Compute `x @ weight.T + bias`, then at most one of: an activation, a product, a sum.
 
@@ -194,7 +232,9 @@ class Linear(ABC):
             x: `[T, K]` activations, dense rows.
             activation: applied to the result.
             times, plus: `[T, N]`, multiplied with or added to the result.
+            overwrite: allow the result to take the place of `plus`, which saves a GPU a copy.
             deterministic: give a row the same bits in any batch; packed formats always do.
+            changes: the adapters of the rows, if any have one.
 
         Returns:
             `[T, N]` in the dtype of x.
@@ -207,22 +247,59 @@ class Linear(ABC):
             raise KernelArgumentError("activation", "at most one of activation, times and plus")
         if x.ndim != 2 or x.shape[1] != self.depth:
             raise KernelArgumentError("x", f"{list(x.shape)}, expected [T, {self.depth}]")
-        return self._multiply(x, Epilogue(activation, times, plus), deterministic)
+        after = Epilogue(activation, times, plus, overwrite)
+        return self._changed(x, after, deterministic, changes)
+
+    def _changed(
+        self, x: torch.Tensor, after: Epilogue, deterministic: bool, changes: ChangedRows | None
+    ) -> torch.Tensor:
+        """Compute a call with checked arguments, whose rows may have adapters."""
+        if changes is None or not any(changes.changed((self.site,))):
+            return self._multiply(x, after, deterministic)
+        return changes.multiplied(self, x, after, deterministic=deterministic)
+
+    def leaves(self) -> tuple[Linear, ...]:
+        """Return the weights of one format each that it consists of."""
+        return (self,)
 
     @abstractmethod
     def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
         """Compute a call with checked arguments."""
 
-    @abstractmethod
-    def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
-        """Compute `silu(self(x)) * up(x)`, `[T, N]`."""
+    def gated(
+        self,
+        up: Linear,
+        x: torch.Tensor,
+        *,
+        deterministic: bool = False,
+        changes: ChangedRows | None = None,
+    ) -> torch.Tensor:
+        """Compute `silu(self(x)) * up(x)`, `[T, N]`; `changes`: the adapters of the rows."""
+        if changes is not None:
+            return changes.gated(self, up, x, deterministic=deterministic)
+        return self._gated(up, x, deterministic)
 
-    def partial(self, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+    @abstractmethod
+    def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
+        """Compute `gated` for rows without adapters."""
+
+    def partial(
+        self,
+        x: torch.Tensor,
+        *,
+        deterministic: bool = False,
+        changes: ChangedRows | None = None,
+    ) -> torch.Tensor:
         """Compute the product before rounding, float32 `[T, N]`, to be summed over ranks.
 
         Args:
-            x, deterministic: as above.
+            x, deterministic, changes: as above.
         """
+        out = self._partial(x, deterministic)
+        return out if changes is None else changes.added(self, x, out)
+
+    def _partial(self, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
+        """Compute `partial` for rows without adapters."""
         return self(x.float(), deterministic=deterministic)
 
     def record(self) -> ctypes.Structure | None:

@@ -16,6 +16,34 @@ FLOAT4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True, slots=True)
+class Outer:
+    """The outer of two levels of scales.
+
+    Attributes:
+        scales: float16 `[N, K / size]`, factors of scales.
+        floors: float16 `[N, K / size]`, factors of zero points, which become minima; or None.
+        size: values per number, a multiple of the group's.
+    """
+
+    scales: torch.Tensor
+    floors: torch.Tensor | None
+    size: int
+
+    def of_columns(self, columns: range) -> Outer:
+        """Select some k of all rows, exactly."""
+        size = math.gcd(self.size, columns.start, len(columns))
+        chosen = torch.arange(columns.start, columns.stop, size) // self.size
+        floors = None if self.floors is None else self.floors[:, chosen]
+        return Outer(self.scales[:, chosen], floors, size)
+
+    def times(self, inner: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Return the exact products of a group's numbers with `scales` or `floors`, float32."""
+        return inner.float() * factors.float().repeat_interleave(
+            inner.shape[1] // factors.shape[1], 1
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class IntegerCodes:
     """Integer or e2m1 codes with their scales.
 
@@ -27,6 +55,9 @@ class IntegerCodes:
     space, exactly. Products then have the bits of those with float32 scales, as long as every
     intermediate sum is a normal number.
 
+    With two levels, scales are int8 numbers as they are, times those of `outer`. With floors, a
+    value is `codes * scale - minimum`, and a minimum is a zero point times its floor.
+
     Attributes:
         codes: uint8 `[N, K]`, 0 … 2**bits - 1.
         scales: float32, bfloat16, float16, int8, float8_e4m3fn or float8_e8m0fnu `[N, K / group]`.
@@ -36,6 +67,7 @@ class IntegerCodes:
         factors: float32 `[N]` beside scales of one byte, powers of two beside int8; None beside
             others.
         float4: True if codes are e2m1 numbers; they have 4 bits and no zeros.
+        outer: the second level of int8 scales; None: there is one level.
     """
 
     codes: torch.Tensor
@@ -45,14 +77,52 @@ class IntegerCodes:
     group: int
     factors: torch.Tensor | None = None
     float4: bool = False
+    outer: Outer | None = None
+
+    @property
+    def floored(self) -> bool:
+        """Return True if zero points are minima."""
+        return self.outer is not None and self.outer.floors is not None
 
     def of_columns(self, columns: range) -> IntegerCodes:
         """Select some k of all rows; a cut through a group makes groups smaller, exactly."""
         group = math.gcd(self.group, columns.start, len(columns))
         chosen = torch.arange(columns.start, columns.stop, group) // self.group
         zeros = None if self.zeros is None else self.zeros[:, chosen]
-        codes = self.codes[:, columns.start : columns.stop]
-        return replace(self, codes=codes, scales=self.scales[:, chosen], zeros=zeros, group=group)
+        return replace(
+            self,
+            codes=self.codes[:, columns.start : columns.stop],
+            scales=self.scales[:, chosen],
+            zeros=zeros,
+            group=group,
+            outer=None if self.outer is None else self.outer.of_columns(columns),
+        )
+
+    def flat(self) -> IntegerCodes:
+        """Return the same codes with one level of scales, float32. They have no floors."""
+        if self.outer is None:
+            return self
+        assert not self.floored, "minima have no one-level form"
+        return replace(self, scales=self.outer.times(self.scales, self.outer.scales), outer=None)
+
+    def values(self) -> torch.Tensor:
+        """Return the weight, float32 `[N, K]`."""
+        wide = self.codes.float()
+        if self.float4:
+            wide = wide.new_tensor(FLOAT4_VALUES)[self.codes.long()]
+        wide = wide.view(len(wide), -1, self.group)
+        outer = self.outer
+        if outer is not None and outer.floors is not None and self.zeros is not None:
+            minima = outer.times(self.zeros, outer.floors)
+            scales = outer.times(self.scales, outer.scales)
+            return (wide * scales[..., None] - minima[..., None]).flatten(1)
+        if outer is not None:
+            return self.flat().values()
+        if self.zeros is not None:
+            wide = wide - self.zeros.float()[..., None]
+        elif not self.float4:
+            wide = wide - (1 << (self.bits - 1))
+        return (wide * scale_values(self.scales, self.factors)[..., None]).flatten(1)
 
 
 def scale_values(scales: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
@@ -78,6 +148,12 @@ class Float8Codes:
     codes: torch.Tensor
     scales: torch.Tensor
     block: tuple[int, int]
+
+    def values(self) -> torch.Tensor:
+        """Return the weight, float32 `[N, K]`."""
+        rows, columns = self.codes.shape
+        scales = self.scales.float().repeat_interleave(self.block[0], 0)[:rows]
+        return self.codes.float() * scales.repeat_interleave(self.block[1], 1)[:, :columns]
 
 
 Codes = IntegerCodes | Float8Codes

@@ -153,7 +153,8 @@ def grouped_product(
     return total
 
 
-@triton.jit
+# The number of tokens differs between steps: specialising on it would recompile while serving.
+@triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x,
     codes,

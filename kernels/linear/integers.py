@@ -49,11 +49,17 @@ class PackedIntegers(PackedCodes):
         scales = panels(columns, depth // group, like.scales.dtype)
         zeros: torch.Tensor | None = None
         factors = None if like.factors is None else panels(columns, 1, torch.float32)
+        if like.floored and like.bits == 8:
+            raise KernelArgumentError("pieces", "codes of 8 bits have no minima")
+        outer = floors = None
+        if like.outer is not None:
+            outer = panels(columns, depth // like.outer.size, torch.float16)
+            floors = torch.zeros_like(outer) if like.floored else None
         first = 0
         while piece is not None:
             if (piece.bits, piece.float4, piece.group) != (like.bits, like.float4, like.group):
                 raise KernelArgumentError("pieces", "kinds or groups differ within a weight")
-            if piece.scales.dtype != scales.dtype:
+            if piece.scales.dtype != scales.dtype or piece.floored != like.floored:
                 raise KernelArgumentError("pieces", "types of scales differ within a weight")
             put(words, first, _words(piece))
             put(scales, first, _repeated(piece.scales, piece.group // group))
@@ -63,6 +69,10 @@ class PackedIntegers(PackedCodes):
                 put(zeros, first, _repeated(piece.zeros, piece.group // group))
             if piece.factors is not None and factors is not None:
                 put(factors, first, piece.factors[:, None])
+            if piece.outer is not None and outer is not None:
+                put(outer, first, piece.outer.scales)
+                if piece.outer.floors is not None and floors is not None:
+                    put(floors, first, piece.outer.floors)
             first += piece.codes.shape[0]
             piece = next(pieces, None)
         return cls(
@@ -70,6 +80,8 @@ class PackedIntegers(PackedCodes):
             scales,
             zeros,
             factors,
+            outer,
+            floors,
             kind=_KINDS[like.bits, like.float4],
             columns=columns,
             depth=depth,

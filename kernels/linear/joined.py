@@ -11,7 +11,7 @@ from operator import itemgetter
 
 import torch
 
-from vlm_serve.kernels.linear.base import Epilogue, Linear
+from vlm_serve.kernels.linear.base import ChangedRows, Epilogue, Linear
 
 
 class Joined(Linear):
@@ -36,7 +36,22 @@ class Joined(Linear):
             first = own.stop
         return out
 
-    def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+    def _changed(
+        self, x: torch.Tensor, after: Epilogue, deterministic: bool, changes: ChangedRows | None
+    ) -> torch.Tensor:
+        if changes is None:
+            return self._multiply(x, after, deterministic)
+        parts, first = [], 0
+        for part in self.parts:
+            epilogue = after.of(itemgetter((slice(None), slice(first, first + part.columns))))
+            parts.append(part._changed(x, epilogue, deterministic, changes))
+            first += part.columns
+        return torch.cat(parts, 1)
+
+    def leaves(self) -> tuple[Linear, ...]:
+        return self.parts
+
+    def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         gate = self(x, activation="silu", deterministic=deterministic)
         return up(x, times=gate, deterministic=deterministic)
 

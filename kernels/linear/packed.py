@@ -46,7 +46,7 @@ class Packed(Linear):
         self._tensors = [tensor for tensor in tensors if tensor is not None]
 
     def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
-        activation, times, plus = after
+        activation, times, plus, _ = after
         if x.dtype not in DTYPES or not self.takes(x.dtype):
             raise KernelArgumentError("x", f"{x.dtype} beside a weight in {self.dtype}")
         x = x if x.stride(1) == 1 else x.contiguous()
@@ -69,7 +69,7 @@ class Packed(Linear):
         call("vlm_linear", ctypes.byref(job), bits(x))
         return out
 
-    def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+    def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         gate, other = self(x), up(x)
         out = compiled.silu_times(gate, other)
         return torch_cpu.silu_times(gate, other) if out is None else out

@@ -16,6 +16,7 @@ SCALE_TYPES = TYPES | {
     torch.float8_e4m3fn: constant("FLOAT8"),
     torch.float8_e8m0fnu: constant("E8M0"),
 }
+_TWO_LEVEL = constant("TWO_LEVEL")
 
 MAX_GROUP = constant("MAX_GROUP")
 MIN_GROUP = constant("MIN_GROUP")
@@ -29,7 +30,8 @@ class PackedCodes(Packed):
         words: int32 `[panels, words of a column, 32]`.
         scales: of a type in SCALE_TYPES, `[panels, K / group, 32]`.
         zeros: uint8 like scales, or None.
-        factors: float32 `[panels, 1, 32]` beside scales of one byte, else None.
+        factors: float32 `[panels, 1, 32]` beside scales of one byte and level, else None.
+        outer, floors: float16 `[panels, K / outer_group, 32]`, as in IntegerCodes; or None.
         kind: compiled code's constant for these codes.
         columns, depth, group: N, K and number of k per scale.
         bias: float32 `[N]` or None.
@@ -42,6 +44,8 @@ class PackedCodes(Packed):
         scales: torch.Tensor,
         zeros: torch.Tensor | None,
         factors: torch.Tensor | None = None,
+        outer: torch.Tensor | None = None,
+        floors: torch.Tensor | None = None,
         *,
         kind: str,
         columns: int,
@@ -60,11 +64,14 @@ class PackedCodes(Packed):
             scales=scales.data_ptr(),
             zeros=None if zeros is None else zeros.data_ptr(),
             group=group,
-            scale_type=SCALE_TYPES[scales.dtype],
+            scale_type=SCALE_TYPES[scales.dtype] if outer is None else _TWO_LEVEL,
             dynamic=dynamic,
             factors=None if factors is None else factors.data_ptr(),
+            outer=None if outer is None else outer.data_ptr(),
+            floors=None if floors is None else floors.data_ptr(),
+            outer_group=0 if outer is None else depth // outer.shape[1],
         )
-        super().__init__(record, torch.uint8, words, scales, zeros, factors, bias)
+        super().__init__(record, torch.uint8, words, scales, zeros, factors, outer, floors, bias)
         self.group = group
 
     def takes(self, dtype: torch.dtype) -> bool:

@@ -27,6 +27,11 @@ class Run:
     _heads: list[Codes] = field(default_factory=list)
     _tails: list[Iterator[Codes]] = field(default_factory=list)
 
+    @property
+    def floored(self) -> bool:
+        """Return True if its codes have minima."""
+        return any(isinstance(each, IntegerCodes) and each.floored for each in self._heads)
+
     def add(self, part: Part, head: Codes | None, tail: Iterator[Codes]) -> None:
         """Add a part; `head` is the first piece of its codes, `tail` yields the others."""
         self.parts.append(part)
@@ -65,7 +70,8 @@ def runs(source: Source, parts: Sequence[Part], shard: Shard | None) -> list[Run
 
 def _kind(codes: Codes) -> Hashable:
     if isinstance(codes, IntegerCodes):
-        return IntegerCodes, codes.bits, codes.float4, codes.group, codes.scales.dtype
+        outer = None if codes.outer is None else (codes.outer.size, codes.floored)
+        return IntegerCodes, codes.bits, codes.float4, codes.group, codes.scales.dtype, outer
     return Float8Codes, codes.block[1], codes.block[0] == 1, codes.scales.dtype
 
 

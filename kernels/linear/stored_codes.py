@@ -53,6 +53,7 @@ class StoredIntegers:
         Raises:
             KernelArgumentError: an unsupported width or group.
         """
+        like = like.flat()
         if like.bits not in _SHARES:
             raise KernelArgumentError("bits", f"4, 6 or 8 are known, got {like.bits}")
         if like.group < 1 or depth % like.group:
@@ -77,6 +78,8 @@ class StoredIntegers:
         Raises:
             KernelArgumentError: codes of another kind.
         """
+        if isinstance(piece, IntegerCodes):
+            piece = piece.flat()
         same = isinstance(piece, IntegerCodes) and (
             (piece.bits, piece.float4) == (self.bits, self.float4)
             and piece.group == self.group

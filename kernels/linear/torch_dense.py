@@ -81,35 +81,31 @@ class TorchDense(Linear):
         if self.columns == 1 and not weight.is_mkldnn:
             weight = with_rows(weight, MIN_COLUMNS)
             bias = None if bias is None else with_rows(bias, MIN_COLUMNS)
-        on_cpu = x.device.type == "cpu"
-        least = MIN_ROWS if on_cpu else ROWS_AT_ONCE
-        padded = max(1, -(-rows // least)) * least
-        if rows != padded:
-            x = with_rows(x, padded)
-            after = after.of(lambda part: with_rows(part, padded))
-        step = padded if on_cpu else ROWS_AT_ONCE
-        tiles = [
-            self._product(x[own], weight, bias, after.of(itemgetter(own)))
-            for own in (slice(first, first + step) for first in range(0, padded, step))
-        ]
-        out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-        return out[:rows, : self.columns]
+        after = after.of(lambda part: with_rows(part, _padded(rows, x.device)))
+        out = in_tiles(
+            x, lambda tile, own: self._product(tile, weight, bias, after.of(itemgetter(own)))
+        )
+        return out[:, : self.columns]
 
-    def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+    def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         if not self._weight.is_mkldnn:
             gate = self(x, deterministic=deterministic)
             return silu_times(gate, up(x, deterministic=deterministic))
         gate = self(x, activation="silu", deterministic=deterministic)
         return up(x, times=gate, deterministic=deterministic)
 
-    def partial(self, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+    def _partial(self, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         if x.dtype == torch.float32:
             return self(x, deterministic=deterministic)
         weight = self._weight.to_dense() if self._weight.is_mkldnn else self._weight
-        if x.device.type == "cpu":
-            out = F.linear(x.float(), weight.float())
-        else:
-            out = torch.mm(x, weight.T, out_dtype=torch.float32)
+        wide = weight.float() if x.device.type == "cpu" else None
+
+        def product(rows: torch.Tensor, _: slice) -> torch.Tensor:
+            if wide is not None:
+                return F.linear(rows.float(), wide)
+            return torch.mm(rows, weight.T, out_dtype=torch.float32)
+
+        out = in_tiles(x, product) if deterministic else product(x, slice(None))
         return out if self._bias is None else out + self._bias.float()
 
     @property
@@ -119,11 +115,12 @@ class TorchDense(Linear):
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, after: Epilogue
     ) -> torch.Tensor:
-        activation, times, plus = after
+        activation, times, plus, overwrite = after
         out: torch.Tensor
         if not weight.is_mkldnn:
             if plus is not None and bias is None and x.device.type != "cpu":
-                return torch.addmm(plus, x, weight.T)  # in one launch, rounded once
+                # Rounded once. Out of place, torch copies `plus` first, in a launch of its own.
+                return plus.addmm_(x, weight.T) if overwrite else torch.addmm(plus, x, weight.T)
             out = F.linear(x, weight, bias)
             if activation is not None:
                 out = _ACTIVATIONS[activation](out)
@@ -140,7 +137,35 @@ class TorchDense(Linear):
         return out
 
 
+def in_tiles(
+    x: torch.Tensor, product: Callable[[torch.Tensor, slice], torch.Tensor]
+) -> torch.Tensor:
+    """Multiply x `[T, K]`, padded with zeros, in calls whose number of rows does not change a row's
+    bits.
+
+    Args:
+        x: the rows.
+        product: of some rows, which are these of the padded ones.
+    """
+    rows, padded = x.shape[0], _padded(x.shape[0], x.device)
+    x = with_rows(x, padded)
+    step = padded if x.device.type == "cpu" else ROWS_AT_ONCE
+    tiles = [
+        product(x[own], own)
+        for own in (slice(first, first + step) for first in range(0, padded, step))
+    ]
+    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows]
+
+
+def _padded(rows: int, device: torch.device) -> int:
+    """Return the rows of whole tiles, at least one."""
+    least = MIN_ROWS if device.type == "cpu" else ROWS_AT_ONCE
+    return max(1, -(-rows // least)) * least
+
+
 def with_rows(part: torch.Tensor, rows: int) -> torch.Tensor:
+    if part.shape[0] == rows:
+        return part
     return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
 
 

@@ -30,7 +30,7 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 # Unlike torch's own, these give bits that depend on the element alone.
-_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
@@ -71,18 +71,18 @@ class TorchQuantised(Linear):
 
     def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
         """Multiply; on a CPU `deterministic` pads as in TorchDense, for the same reasons."""
-        follows = any(each is not None for each in after)
+        follows = after.activation or after.times is not None or after.plus is not None
         kind = torch.float32 if follows else x.dtype
         out = _product(x.device, x, self._weight, self._bias, kind, deterministic=deterministic)
         if after.activation is not None:
-            out = _ACTIVATIONS[after.activation](out)
+            out = ACTIVATIONS[after.activation](out)
         if after.times is not None:
             out = out * after.times
         if after.plus is not None:
             out = out + after.plus
         return out.to(x.dtype)
 
-    def gated(self, up: Linear, x: torch.Tensor, *, deterministic: bool = False) -> torch.Tensor:
+    def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         gate = self(x, deterministic=deterministic)
         return silu_times(gate, up(x, deterministic=deterministic))
 

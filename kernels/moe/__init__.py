@@ -13,6 +13,7 @@ import torch
 from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.linear import Linear
+from vlm_serve.kernels.linear.base import ChangedRows
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import torch_cpu
 
@@ -50,6 +51,7 @@ def routed_experts(
     down: torch.Tensor | Stored | Sequence[Linear],
     *,
     deterministic: bool = False,
+    changes: ChangedRows | None = None,
 ) -> torch.Tensor:
     """Compute `sum_j weights[t, j] * down[e] @ (silu(gate) * up)` for every token t.
 
@@ -66,6 +68,7 @@ def routed_experts(
             per expert.
         deterministic: make a token's bits independent of the other tokens; on a CPU only with
             projections.
+        changes: the adapters of the rows, if any have one; with projections only.
 
     Returns:
         `[T, H]` in the dtype of x.
@@ -78,6 +81,10 @@ def routed_experts(
     check_tensor("weights", weights, (x.shape[0], None), (x.dtype,), device)
     check_tensor("ids", ids, weights.shape, (torch.int64,), device)
     _check_experts(x, gate_up, down)
+    if changes is not None and not isinstance(gate_up, torch.Tensor | Stored):
+        return torch_cpu.routed_experts(
+            x, weights, ids, gate_up, down, deterministic=deterministic, changes=changes
+        )
     return _experts(device, x, weights, ids, gate_up, down, deterministic=deterministic)
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise import silu
 from vlm_serve.kernels.linear import Linear
+from vlm_serve.kernels.linear.base import ChangedRows
 from vlm_serve.kernels.linear.stored_codes import Stored
 
 
@@ -26,6 +27,7 @@ def routed_experts(
     down: torch.Tensor | Stored | Sequence[Linear],
     *,
     deterministic: bool,
+    changes: ChangedRows | None = None,
 ) -> torch.Tensor:
     # Each expert adds to a token at most once, and experts run in ascending order. So the order of
     # a token's sum depends on its own experts alone.
@@ -38,7 +40,8 @@ def routed_experts(
     for expert, count in zip(hit.tolist(), counts.tolist(), strict=True):
         end = begin + count
         tokens = order[begin:end] // ids.shape[1]
-        result = _expert(x[tokens], gate_up, down, expert, deterministic)
+        own = None if changes is None else changes.kept(tokens)
+        result = _expert(x[tokens], gate_up, down, expert, deterministic, own)
         total.index_add_(0, tokens, result * factors[begin:end])
         begin = end
     return total.to(x.dtype)
@@ -50,6 +53,7 @@ def _expert(
     down: torch.Tensor | Stored | Sequence[Linear],
     expert: int,
     deterministic: bool,
+    changes: ChangedRows | None,
 ) -> torch.Tensor:
     if isinstance(gate_up, Stored):
         assert isinstance(down, Stored), "both stacked or both apart"
@@ -65,5 +69,5 @@ def _expert(
         return F.linear(silu(gate) * up, down[expert])
     assert not isinstance(down, torch.Tensor), "both stacked or both apart"
     gate_part, up_part = gate_up[2 * expert], gate_up[2 * expert + 1]
-    hidden = gate_part.gated(up_part, x, deterministic=deterministic)
-    return down[expert](hidden, deterministic=deterministic)
+    hidden = gate_part.gated(up_part, x, deterministic=deterministic, changes=changes)
+    return down[expert](hidden, deterministic=deterministic, changes=changes)

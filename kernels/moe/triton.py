@@ -13,12 +13,14 @@ import triton.language as tl
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes_triton import code_arguments
 from vlm_serve.kernels.linear.stored_codes import Stored
+from vlm_serve.kernels.moe.align_triton import align
 from vlm_serve.kernels.moe.codes_triton import down_codes_kernel, gate_up_codes_kernel
 from vlm_serve.kernels.moe.pairs_triton import store_gated, store_weighted, tile_pairs
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch, power_of_two
 
 
-@triton.jit
+# The number of tokens differs between steps: specialising on it would recompile while serving.
+@triton.jit(do_not_specialize=["tokens"])
 def _route_kernel(
     logits,
     weights,
@@ -206,7 +208,7 @@ def routed_experts(
     if coded and tile["ROWS"] > 16:
         # The conversion of codes to values takes registers too.
         tile["COLUMNS"] = 32
-    plan = _group(ids, experts, tile["ROWS"])
+    plan = align(ids, experts, tile["ROWS"])
     shared: dict[str, Any] = {
         **plan,
         "HIDDEN": hidden,
@@ -268,31 +270,3 @@ def _tile(dtype: torch.dtype, pairs: int, experts: int, deterministic: bool) -> 
     few = 32 if pairs > 8 * experts else 16
     rows = 64 if deterministic or pairs > 32 * experts else few
     return {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}
-
-
-def _group(ids: torch.Tensor, experts: int, rows: int) -> dict[str, torch.Tensor]:
-    """Sort pairs by expert and cut them into tiles of one expert each.
-
-    Nothing is read from the device: the number of tiles is an upper bound, and unused ones name
-    expert -1.
-    """
-    flat = ids.flatten()
-    pairs = flat.shape[0]
-    order = torch.argsort(flat, stable=True)
-    numbers = torch.arange(experts, device=ids.device)
-    ends = torch.searchsorted(flat[order], numbers, right=True)
-    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
-    tiles = (ends - begins + rows - 1) // rows
-    last_tiles = tiles.cumsum(0)
-    bound = triton.cdiv(pairs, rows) + min(experts, pairs)
-    which = torch.arange(bound, device=ids.device)
-    expert = torch.searchsorted(last_tiles, which, right=True)
-    known = expert < experts
-    expert = expert.clamp(max=experts - 1)
-    first = begins[expert] + (which - (last_tiles - tiles)[expert]) * rows
-    return {
-        "order": order.int(),
-        "ends": ends.int(),
-        "tile_expert": torch.where(known, expert, -1).int(),
-        "tile_first": first.int(),
-    }

@@ -7,6 +7,7 @@
 #include "gated_delta/convolution.h"
 #include "gated_delta/gated_delta.h"
 #include "products/experts.h"
+#include "products/low_rank.h"
 #include "products/product.h"
 #include "rows/rows.h"
 
@@ -106,8 +107,8 @@ void products(Digest& digest, int64_t type) {
     const std::vector<W> packed = draw.many<W>(panels * PANEL * DEEP, 0.1f);
     const std::vector<float> bias = draw.many<float>(panels * PANEL, 1.0f);
     const std::vector<X> x = draw.many<X>(MAX_COUNT * DEEP, 1.0f);
-    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type,   nullptr,
-                        nullptr,       0,           0,       0,    nullptr};
+    const Weight weight{packed.data(), bias.data(), COLUMNS, DEEP, type, nullptr, nullptr, 0, 0, 0,
+                        nullptr,       nullptr,     nullptr, 0};
     thread_workspace().reserve(DEEP);
     std::vector<float> out(MAX_COUNT * COLUMNS);
     LoopScheduler scheduler;
@@ -125,6 +126,7 @@ void products(Digest& digest, int64_t type) {
 // codes, and any bytes valid one-byte scales except for e8m0.
 template <typename X, int64_t GROUP = 48>
 void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale_type = FLOAT16) {
+    const bool two_level = scale_type == TWO_LEVEL;
     constexpr int64_t DEEP = 384, COLUMNS = 72, MAX_COUNT = 50;
     Draw draw{6};
     const int64_t panels = (COLUMNS + PANEL - 1) / PANEL, groups = panels * (DEEP / GROUP) * PANEL;
@@ -144,6 +146,7 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale
     thread_workspace().reserve(DEEP);
     std::vector<float> out(MAX_COUNT * COLUMNS);
     LoopScheduler scheduler;
+    const std::vector<f16> outer = draw.many<f16>(two_level ? groups / 2 : 0, 0.001f);
     for (const uint8_t* zero : {(const uint8_t*)nullptr, (const uint8_t*)zeros.data()}) {
         if (zero && type == FLOAT4) continue;
         const Weight weight{words.data(),
@@ -156,7 +159,10 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale
                             GROUP,
                             scale_type,
                             dynamic,
-                            bytes ? factors.data() : nullptr};
+                            bytes && !two_level ? factors.data() : nullptr,
+                            two_level ? outer.data() : nullptr,
+                            two_level && zero ? outer.data() : nullptr,
+                            2 * GROUP};
         for (int64_t count : {(int64_t)1, (int64_t)5, MAX_COUNT}) {
             project<X>(
                 weight, count, scheduler, [&](int64_t r) { return x.data() + r * DEEP; },
@@ -166,6 +172,34 @@ void coded_products(Digest& digest, int64_t type, int64_t dynamic, int64_t scale
             digest.add(out.data(), count * COLUMNS);
         }
     }
+}
+
+// Changes of two modules, which meet within a panel, by an adapter in a type of W.
+template <typename X, typename W>
+void low_ranks(Digest& digest, int64_t type) {
+    constexpr int64_t DEEP = 304, COLUMNS = 2 * PANEL, RANK = 5, COUNT = 5;
+    Draw draw{7};
+    const std::vector<W> packed = draw.many<W>(PANEL * DEEP, 0.1f);
+    const std::vector<float> scales = draw.many<float>(PANEL, 2.0f),
+                             up = draw.many<float>(2 * RANK * PANEL, 0.3f);
+    const std::vector<X> x = draw.many<X>(COUNT * DEEP, 1.0f);
+    const LowRankPart parts[] = {{0, 2, 0, RANK, up.data()}, {1, 2, RANK, RANK, up.data()}};
+    const Weight down{packed.data(), nullptr, 2 * RANK, DEEP, type, nullptr, nullptr, 0, 0, 0,
+                      nullptr,       nullptr, nullptr,  0};
+    const LowRankChange change{down, scales.data(), 2, parts};
+    thread_workspace().reserve(DEEP);
+    std::vector<float> u(COUNT * PANEL), out = draw.many<float>(COUNT * COLUMNS, 1.0f);
+    LoopScheduler scheduler;
+    project<X>(
+        down, COUNT, scheduler, [&](int64_t r) { return x.data() + r * DEEP; },
+        [&](int64_t row, int64_t column, int64_t wide, const float* results) {
+            scale_columns(change, column, wide, results, u.data() + row * PANEL);
+        });
+    for (int64_t row = 0; row < COUNT; ++row)
+        for (int64_t column = 0; column < COLUMNS; column += PANEL)
+            extend_columns(change, column, u.data() + row * PANEL,
+                           out.data() + row * COLUMNS + column);
+    digest.add(out.data(), COUNT * COLUMNS);
 }
 
 // States of S.
@@ -280,7 +314,11 @@ void self_test(uint64_t* digests) {
         coded_products<float>(digest, INT4, dynamic, ROOTS);
         coded_products<float>(digest, FLOAT4, dynamic, FLOAT8);
         coded_products<float>(digest, FLOAT4, dynamic, E8M0);
+        coded_products<float>(digest, INT4, dynamic, TWO_LEVEL);
+        coded_products<float, 16>(digest, INT6, dynamic, TWO_LEVEL);
     }
+    low_ranks<float, float>(digest, FLOAT32);
+    low_ranks<float, bf16>(digest, BFLOAT16);
     recurrences<float>(digest);
     recurrences<bf16>(digest);
     convolutions(digest);
@@ -293,6 +331,7 @@ void self_test(uint64_t* digests) {
     if (!HAS_BF16_DOT) return;
     // Includes the digest so far, because the rest is computed in float32.
     products<bf16, bf16>(digest, BFLOAT16);
+    low_ranks<bf16, bf16>(digest, BFLOAT16);
     coded_products<bf16, 96>(digest, FLOAT8, 0);
     for (int64_t form : {KV_BFLOAT16, KV_FLOAT8, KV_INT8}) attentions<bf16>(digest, form);
     digests[1] = digest.value;

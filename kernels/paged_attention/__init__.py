@@ -70,7 +70,12 @@ def attention_prefill(
 
 
 def attention_decode(
-    q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, *, scale: float
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: DecodeMeta,
+    *,
+    scale: float,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Attend from one query per sequence to its `kv_lens` keys.
 
@@ -79,6 +84,8 @@ def attention_decode(
         kv: the layer's pages, already holding this step's keys and values.
         meta: key counts (>= 1) and block tables.
         scale: factor on the scores.
+        deterministic: make a query's bits depend on its sequence alone, not on the number and
+            lengths of the others.
 
     Returns:
         `[B, Hq, D]` in the dtype of q.
@@ -90,16 +97,21 @@ def attention_decode(
     if len(meta) != q.shape[0] or any(length < 1 for length in meta.kv_lens):
         raise KernelArgumentError("meta.kv_lens", f"expected {q.shape[0]} positive lengths")
     check_block_tables(meta, meta.kv_lens, kv.k.shape[0], kv.k.shape[1])
-    return _decode(q.device, q, kv, meta, scale=scale)
+    return _decode(q.device, q, kv, meta, scale=scale, deterministic=deterministic)
 
 
 def attention_verify(
-    q: torch.Tensor, kv: KVLayer, meta: VerifyMeta, *, scale: float
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: VerifyMeta,
+    *,
+    scale: float,
+    deterministic: bool = False,
 ) -> torch.Tensor:
     """Attend from drafted tokens as if each were the decode token after the previous ones.
 
     Args:
-        q: `[N, Hq, D]`; q, kv and scale as for `attention_decode`.
+        q: `[N, Hq, D]`; q, kv, scale and deterministic as for `attention_decode`.
         meta: slices, their absolute starts and block tables.
 
     Returns:
@@ -110,7 +122,8 @@ def attention_verify(
     """
     if "as decode tokens" not in meta.plans:
         meta.plans["as decode tokens"] = _as_decode_tokens(meta)
-    return attention_decode(q, kv, cast(DecodeMeta, meta.plans["as decode tokens"]), scale=scale)
+    tokens = cast(DecodeMeta, meta.plans["as decode tokens"])
+    return attention_decode(q, kv, tokens, scale=scale, deterministic=deterministic)
 
 
 def _as_decode_tokens(meta: VerifyMeta) -> DecodeMeta:

@@ -21,11 +21,13 @@ from vlm_serve.kernels.triton_support import decode_tables, launch, power_of_two
 WANTED_PROGRAMS = 256
 MAX_SPLITS = 64
 KEYS_WORTH_A_SPLIT = 256
+FIXED_PART = 2048
+"""Keys of a split with bounds from positions alone; a multiple of every tile."""
 
 
-# The table's stride is the longest sequence's number of blocks: specialising on it would recompile
-# the kernel while serving.
-@triton.jit(do_not_specialize=["table_stride"])
+# The table's stride is the longest sequence's number of blocks, and splits depend on it too:
+# specialising on them would recompile the kernels while serving.
+@triton.jit(do_not_specialize=["table_stride", "splits"])
 def _decode_kernel(
     q,
     out,
@@ -51,6 +53,7 @@ def _decode_kernel(
     scale_head_stride,
     block_size,
     score_scale,
+    splits,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -58,17 +61,20 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     KEY_TILE: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
     FORM: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """Attend to one split of a sequence's keys from the query heads of one key head."""
+    """Attend to one split of a sequence's keys from the query heads of one key head.
+
+    PART: its keys, whatever the number of splits; 0: as many as this number gives it.
+    """
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     length = tl.load(kv_lens + sequence)
-    part = tl.cdiv(tl.cdiv(length, SPLITS), KEY_TILE) * KEY_TILE
+    part = PART if PART else tl.cdiv(tl.cdiv(length, splits), KEY_TILE) * KEY_TILE
     first_key = split * part
     last_key = tl.minimum(first_key + part, length)
     members = tl.arange(0, ROWS)
@@ -100,40 +106,79 @@ def _decode_kernel(
         FORM,
         PRECISION,
     )
-    if SPLITS == 1:
+    if splits == 1 and PART == 0:
         places = (token * HEADS + heads)[:, None] * DIM + dims[None, :]
         result = total / norm[:, None]
         tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
     else:
-        rows = (token * HEADS + heads) * SPLITS + split
+        rows = (token * HEADS + heads) * splits + split
         tl.store(best_parts + rows, best * score_scale, mask=members < GROUP)
         tl.store(norm_parts + rows, norm, mask=members < GROUP)
         tl.store(total_parts + rows[:, None] * DIM + dims[None, :], total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
     best_parts,
     norm_parts,
     total_parts,
     out,
+    splits,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """Combine the splits of one query head and sequence, each rescaled to the largest score."""
     row = tl.program_id(0).to(tl.int64)
-    parts = row * SPLITS + tl.arange(0, SPLITS)
+    index = tl.arange(0, MOST)
+    parts = row * splits + index
+    real = index < splits
     dims = tl.arange(0, BLOCK_DIM)
     inside = dims < DIM
-    best = tl.load(best_parts + parts)
     # Scores are exponents of two; a split without keys has a best of -inf and no weight.
+    best = tl.load(best_parts + parts, mask=real, other=float("-inf"))
     weights = tl.exp2(best - tl.max(best, axis=0))
-    norm = tl.sum(tl.load(norm_parts + parts) * weights, axis=0)
+    norm = tl.sum(tl.load(norm_parts + parts, mask=real, other=0.0) * weights, axis=0)
     places = parts[:, None] * DIM + dims[None, :]
-    totals = tl.load(total_parts + places, mask=inside[None, :], other=0.0)
+    mask = real[:, None] & inside[None, :]
+    totals = tl.load(total_parts + places, mask=mask, other=0.0)
     result = tl.sum(totals * weights[:, None], axis=0) / norm
     tl.store(out + row * DIM + dims, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    best_parts,
+    norm_parts,
+    total_parts,
+    kv_lens,
+    out,
+    splits,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Merge the fixed parts of one query head and sequence, in their order: only those it
+    has count, however many there are room for."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, BLOCK_DIM)
+    inside = dims < DIM
+    first = row * splits
+    best = tl.load(best_parts + first)
+    norm = tl.load(norm_parts + first)
+    total = tl.load(total_parts + first * DIM + dims, mask=inside, other=0.0)
+    for part in range(1, tl.cdiv(tl.load(kv_lens + row // HEADS), PART)):
+        own = tl.load(best_parts + first + part)
+        larger = tl.maximum(best, own)
+        shrink = tl.exp2(best - larger)
+        weight = tl.exp2(own - larger)
+        norm = norm * shrink + tl.load(norm_parts + first + part) * weight
+        places = (first + part) * DIM + dims
+        added = tl.load(total_parts + places, mask=inside, other=0.0)
+        total = total * shrink + added * weight
+        best = larger
+    tl.store(out + row * DIM + dims, (total / norm).to(out.dtype.element_ty), mask=inside)
 
 
 def split_count(programs: int, longest: int) -> int:
@@ -147,14 +192,16 @@ def split_count(programs: int, longest: int) -> int:
 
 
 def attention_decode(
-    q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, *, scale: float
+    q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, *, scale: float, deterministic: bool
 ) -> torch.Tensor:
+    """Attend in enough splits for the device; with `deterministic`, in splits of fixed bounds."""
     tables = decode_tables(meta, q.device)
     batch, heads, dim = q.shape
     kv_heads = kv.k.shape[2]
     tile = decode_tile(q.dtype, dim, heads // kv_heads)
     # The host's lengths: under a CUDA graph, the longest that it may replay on.
-    splits = split_count(batch * kv_heads, max(meta.kv_lens))
+    longest, part = max(meta.kv_lens), FIXED_PART if deterministic else 0
+    splits = -(-longest // part) if part else split_count(batch * kv_heads, longest)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = {
         "best_parts": torch.empty(batch, heads, splits, device=q.device),
@@ -166,11 +213,17 @@ def attention_decode(
         **parts,
         "kv_lens": tables["kv_lens"],
         **attention_arguments(q, kv, tables, scale, tile),
-        "SPLITS": splits,
+        "splits": splits,
+        "PART": part,
     }
     grid = (splits, kv_heads, batch)
     launch(_decode_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
-    if splits > 1:
-        shape = {"DIM": dim, "BLOCK_DIM": power_of_two(dim), "SPLITS": splits}
-        launch(_combine_kernel, (batch * heads,), {**parts, "out": out, **shape}, num_warps=4)
+    shape = {"DIM": dim, "BLOCK_DIM": power_of_two(dim), "splits": splits}
+    if part:
+        fixed = {"kv_lens": tables["kv_lens"], "HEADS": heads, "PART": part}
+        merged = {**parts, "out": out, **shape, **fixed}
+        launch(_merge_kernel, (batch * heads,), merged, num_warps=4)
+    elif splits > 1:
+        combined = {**parts, "out": out, **shape, "MOST": MAX_SPLITS}
+        launch(_combine_kernel, (batch * heads,), combined, num_warps=4)
     return out

@@ -16,6 +16,9 @@ from vlm_serve.kernels.kv_quant.triton import INT8, decode_stored, page_argument
 from vlm_serve.kernels.metadata import KVLayer
 from vlm_serve.kernels.triton_support import Tables, current_target, dot_dtype, power_of_two
 
+_CONSUMER = 99 << 10
+"""Bytes of shared memory of a program on consumer cards, where one tile less is in flight."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -36,25 +39,29 @@ def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> Tile:
     products take operands from registers. CDNA has 64 KiB for keys and values.
     """
     target = current_target()
+    stages = 3 if target.shared_memory > _CONSUMER else 2
     if dtype == torch.float32:
         return Tile(16, 16, 8, 1) if dim > 128 else Tile(32, 32, 4, 1)
     if target.backend == "hip":
         return Tile(64, 32 if dim > 128 else 64, 4, 1)
     if dim > 128:
-        return Tile(128, 16 if int8 else 32, 8, 2) if target.roomy else Tile(64, 32, 8, 2)
-    return Tile(128, 64, 4 if dim <= 64 else 8, 2)
+        rows, keys = (128, 16 if int8 else 32) if target.roomy else (64, 32)
+        return Tile(rows, keys, 8, stages)
+    return Tile(128, 64, 4 if dim <= 64 else 8, stages)
 
 
 def decode_tile(dtype: torch.dtype, dim: int, group: int) -> Tile:
     """Return the decode tile: query heads of one key head, padded to the smallest dot.
 
-    It has enough keys in flight for a few programs per multiprocessor to keep the memory busy.
+    Three tiles of keys and values are in flight where shared memory lets two programs of them
+    share a multiprocessor. On consumer cards two tiles are.
     """
     rows = power_of_two(group, 16)
     if dtype == torch.float32:
         return Tile(rows, 16, 8, 1) if dim > 128 else Tile(rows, 32, 4, 1)
-    stages = 1 if current_target().backend == "hip" else 3
-    return Tile(rows, 32 if dim > 128 else 64, 4, stages)
+    target = current_target()
+    keys, stages = 32 if dim > 128 else 64, 4 if target.shared_memory > _CONSUMER else 3
+    return Tile(rows, keys, 4, 1 if target.backend == "hip" else stages)
 
 
 def attention_arguments(
@@ -85,6 +92,13 @@ def attention_arguments(
         "DOT": dot_dtype(q.dtype),
         "PRECISION": target.dot_precision,
     }
+
+
+@triton.jit
+def _blocks(table, start, last_key, block_size, KEY_TILE: tl.constexpr, ONE_BLOCK: tl.constexpr):
+    """Load the block of a tile's keys, or with several blocks that of each; 0 past `last_key`."""
+    keys_at = start if ONE_BLOCK else start + tl.arange(0, KEY_TILE)
+    return tl.load(table + keys_at // block_size, mask=keys_at < last_key, other=0)
 
 
 @triton.jit
@@ -148,20 +162,23 @@ def attend(
     total = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
     offsets = tl.arange(0, KEY_TILE)
     dims = tl.arange(0, BLOCK_DIM)
+    # The pipeliner prefetches pages only if their addresses wait for no load of the same step.
+    # So every step loads the blocks of the next one.
+    ahead = _blocks(table, first_key, last_key, block_size, KEY_TILE, ONE_BLOCK)
     for masked in tl.static_range(2):
         first = whole if masked else first_key
         last = last_key if masked else whole
         for start in range(first, last, KEY_TILE):
             keys_at = start + offsets
             known = keys_at < length
+            blocks = ahead.to(tl.int64)
+            ahead = _blocks(table, start + KEY_TILE, last_key, block_size, KEY_TILE, ONE_BLOCK)
             if ONE_BLOCK:
-                block = tl.load(table + start // block_size).to(tl.int64)
-                page = block * page_block_stride + start % block_size * page_slot_stride
-                scale_at = block * scale_block_stride + start % block_size * scale_slot_stride
+                page = blocks * page_block_stride + start % block_size * page_slot_stride
+                scale_at = blocks * scale_block_stride + start % block_size * scale_slot_stride
                 page_rows = offsets * page_slot_stride
                 scale_rows = offsets * scale_slot_stride
             else:
-                blocks = tl.load(table + keys_at // block_size, mask=known, other=0).to(tl.int64)
                 page = 0
                 scale_at = 0
                 page_rows = blocks * page_block_stride + keys_at % block_size * page_slot_stride

@@ -104,10 +104,10 @@ def _future(rows: int) -> torch.Tensor:
 
 
 def attention_decode(
-    q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, *, scale: float
+    q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, *, scale: float, deterministic: bool
 ) -> torch.Tensor:
     size, key_heads, dim = kv.k.shape[1:]
-    groups = _decode_groups(meta, size, key_heads * dim)
+    groups = _decode_groups(meta, size, key_heads * dim, apart=deterministic)
     results = [_decode_group(q, kv, group, scale) for group in groups]
     if len(groups) == 1 and groups[0].members is None:
         return results[0]
@@ -135,12 +135,15 @@ class _Group:
     mask: torch.Tensor | None
 
 
-def _decode_groups(meta: DecodeMeta, size: int, width: int) -> list[_Group]:
-    """Group all sequences together if that stays small, else neighbours in order of length."""
+def _decode_groups(meta: DecodeMeta, size: int, width: int, *, apart: bool) -> list[_Group]:
+    """Group all sequences together if that stays small, else neighbours in order of length; each
+    `apart` if its call may have no padding."""
     if "attention_decode" not in meta.plans:
         groups: list[_Group] = []
         longest = -(-max(meta.kv_lens, default=0) // size) * size
-        if len(meta) and len(meta) * longest * width <= MAX_KEYS:
+        if apart:
+            groups = [_group(meta, size, [i]) for i in range(len(meta))]
+        elif len(meta) and len(meta) * longest * width <= MAX_KEYS:
             groups.append(_group(meta, size, None))
         else:
             order = sorted(range(len(meta)), key=lambda i: -meta.kv_lens[i])

@@ -21,7 +21,12 @@ class Ranks:
 
     Raises:
         RanksApartError: from an exchange: another rank has aborted the step, or timed out.
+
+    Attributes:
+        begins_again: a step may follow one that failed on some rank.
     """
+
+    begins_again = True
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank

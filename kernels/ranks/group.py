@@ -27,6 +27,10 @@ class GroupRanks(Ranks):
         limit: seconds that a rank waits for the others. After a timeout the group is unusable.
     """
 
+    # Collectives carry no number of their step: the first one of the next step would meet those
+    # that other ranks have queued for the failed one, and sum what does not belong together.
+    begins_again = False
+
     def __init__(
         self, rank: int, size: int, store: Path, device: torch.device, *, limit: float
     ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.reading.files import document, file_content
 from vlm_serve.preprocess.reading.parts import text_part
 from vlm_serve.preprocess.reading.tools import read_tool_call
 from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
@@ -160,12 +161,14 @@ def _parts(block: Any, where: str, conversation: Conversation) -> list[dict[str,
 def _document(
     block: Mapping[str, Any], where: str, conversation: Conversation
 ) -> list[dict[str, Any]]:
-    """Convert a text document to parts, between tags that mark its start and end."""
+    """Convert a document to parts, a text between tags."""
     place = f"{where}.source"
     source = object_of(block.get("source"), place)
     citations = block.get("citations")
     if isinstance(citations, dict) and citations.get("enabled"):
         raise unsupported(f"{where}.citations", citations)
+    given = [name for name in ("title", "context") if block.get(name) is not None]
+    named = {name: text_of(block, name, where) for name in given}
     inside: list[dict[str, Any]]
     if source.get("type") == "text":
         if source.get("media_type") != "text/plain":
@@ -174,14 +177,13 @@ def _document(
     elif source.get("type") == "content":
         content = _content(source.get("content"), f"{place}.content", conversation)
         inside = [text_part(content)] if isinstance(content, str) else content
+    elif source.get("type") == "base64":
+        form, data = text_of(source, "media_type", place), text_of(source, "data", place)
+        url = f"data:{form};base64,{data}"
+        inside = [file_content(url, named.get("title", ""), f"{place}.data", conversation)]
     else:
         raise unsupported(f"{place}.type", source.get("type"))
-    named = {name: block[name] for name in ("title", "context") if block.get(name) is not None}
-    head = "".join(f"<{name}>{text_of(named, name, where)}</{name}>\n" for name in named)
-    parts = [text_part(f"<document>\n{head}"), *inside, text_part("\n</document>\n")]
-    if any(part["type"] != "text" for part in inside):
-        return parts
-    return [text_part("".join(part["text"] for part in parts))]
+    return document(inside, named)
 
 
 def _image(block: Mapping[str, Any], where: str, conversation: Conversation) -> dict[str, Any]:

@@ -18,7 +18,8 @@ class MediaPart:
 
     Attributes:
         modality: "image" or "video".
-        source: a URL or path (str), a `pathlib.Path`, bytes, a PIL image, or uint8 frames.
+        source: a URL or path (str), a `pathlib.Path`, bytes, a PIL image, or uint8 frames; of a
+            video also a list of its frames, as pictures of any of these kinds.
         options: the part's options, still unchecked.
         param: its place in the request, for errors.
         named: places in the request of options set for all media, by option name.
@@ -33,6 +34,13 @@ class MediaPart:
     url_only: bool = False
     named: Mapping[str, str] = field(default_factory=dict)
     head: str = ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The medium as a client over HTTP gives it: a URL in pieces, or those of the frames."""
+        if isinstance(self.source, list | tuple):
+            return tuple(map(str, self.source))
+        return (self.head, self.source) if self.head else (self.source,)
 
     def joined(self) -> MediaPart:
         """Return the part with a source in one piece."""

@@ -67,7 +67,7 @@ def is_reference(item: Any) -> bool:
 
 
 def _answered(items: Sequence[Any]) -> set[Any]:
-    """Return the ids of the calls that have an output."""
+    """Return the ids of the calls with an output."""
     outputs = [item for item in items if isinstance(item, dict) and "output" in item]
     return {item["call_id"] for item in outputs if isinstance(item.get("call_id"), str)}
 

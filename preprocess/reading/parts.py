@@ -7,6 +7,7 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError, UnsupportedFieldError
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, Modality
+from vlm_serve.preprocess.reading.files import FILE_PARTS, read_file
 from vlm_serve.preprocess.reading.values import list_of, object_of, short_repr, text_of, unsupported
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
@@ -86,8 +87,10 @@ def read_part(part: Any, where: str, conversation: Conversation) -> dict[str, An
     if isinstance(kind, str) and kind in _TEXT_PARTS:
         name = "refusal" if kind == "refusal" and "refusal" in part else "text"
         return text_part(str(text_of(part, name, where)))
+    if isinstance(kind, str) and kind in FILE_PARTS:
+        return read_file(part, where, conversation)
     if not isinstance(kind, str) or kind not in _MEDIA_PARTS:
-        known = ", ".join(sorted({"text", *_MEDIA_PARTS}))
+        known = ", ".join(sorted({"text", *FILE_PARTS, *_MEDIA_PARTS}))
         raise UnsupportedFieldError(
             f"{where}.type must be one of {known}, not {short_repr(kind)}",
             param=f"{where}.type",

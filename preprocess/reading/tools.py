@@ -6,10 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import from_json
-
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.reading.values import list_of
+from vlm_serve.preprocess.reading.values import begins_json, list_of
 from vlm_serve.preprocess.typed_text import plain_data
 
 MAX_ARGUMENTS_CHARACTERS = 1 << 20
@@ -65,18 +63,10 @@ def is_cut(call: Any) -> bool:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        return not error.msg.startswith("Extra data") and _begins_json(text)
+        return not error.msg.startswith("Extra data") and begins_json(text)
     except (ValueError, RecursionError):
         return False
     return False
-
-
-def _begins_json(text: str) -> bool:
-    try:
-        from_json(text, allow_partial=True)
-    except ValueError:
-        return False
-    return True
 
 
 def read_tool_call(call: Any, where: str) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from vlm_serve.errors import InvalidRequestError, UnsupportedFieldError
 
 
@@ -28,6 +30,15 @@ def list_of(value: Any, where: str, what: str = "a list") -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise InvalidRequestError(f"{where} must be {what}", param=where)
     return value
+
+
+def begins_json(text: str) -> bool:
+    """Return True if the text is a prefix of JSON."""
+    try:
+        from_json(text, allow_partial=True)
+    except ValueError:
+        return False
+    return True
 
 
 def unsupported(where: str, value: Any) -> UnsupportedFieldError:

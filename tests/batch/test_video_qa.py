@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from vlm_serve.batch.video_qa import _LATER
 from vlm_serve.batch.video_questions import read_questions
 from vlm_serve.cli import main
 from vlm_serve.errors import ConfigError
@@ -55,9 +56,38 @@ def test_a_folder_with_a_broken_video(tmp_path: Path, capsys: pytest.CaptureFixt
     assert set(rows) == {"sub/a b%20.mp4", "broken.mp4"}
     good, bad = rows["sub/a b%20.mp4"], rows["broken.mp4"]
     assert (good["answer"], good["error"]) == ("Red.", None)
-    assert bad["answer"] is None
+    assert (good["finish_reason"], good["reasoning"]) == ("stop", None)
+    assert bad["answer"] is bad["finish_reason"] is bad["reasoning"] is None
     assert bad["error"]
     assert str(tmp_path) not in bad["error"]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_thought_that_the_limit_cuts_is_told_from_an_answer(tmp_path: Path, suffix: str) -> None:
+    source, output = tmp_path / "in.csv", tmp_path / f"out.{suffix}"
+    video = EXAMPLES / "media" / "change.mp4"
+    source.write_text(f"video,question\n{video},What color is the circle at the start?\n")
+    command = ["video-qa", "-i", str(source), "-o", str(output), "--max-tokens", "4", *ENGINE]
+    assert main([*command, "--chat-template-kwargs", '{"enable_thinking": true}']) == 0
+    (row,) = table(output) if suffix == "csv" else [json.loads(output.read_text())]
+    assert (row["answer"], row["finish_reason"]) == ("", "length")
+    assert row["reasoning"].strip()
+    assert main(command) == 0, "which has been answered"
+
+
+def test_an_output_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    source, output = EXAMPLES / "batch" / "videos.csv", tmp_path / "out.csv"
+    command = ["video-qa", "-i", str(source), "-o", str(output), *ENGINE]
+    assert main(command) == 0
+    rows = table(output)
+    old = [{name: row[name] for name in row if name not in _LATER} for row in rows[1:]]
+    with output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, old[0])
+        writer.writeheader()
+        writer.writerows(old)
+    assert main(command) == 0
+    assert [row["finish_reason"] for row in table(output)] == ["stop", "", ""]
+    assert [row["answer"] for row in table(output)] == [row["answer"] for row in rows]
 
 
 def test_json_lines_with_ids_and_urls(tmp_path: Path) -> None:

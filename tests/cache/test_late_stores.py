@@ -3,13 +3,16 @@ can."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -232,17 +235,16 @@ def test_a_database_that_another_one_has_locked_is_used_when_it_is_free(
 ) -> None:
     fill(tmp_path, 1)
     connect = sqlite3.connect
-    with sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None) as other:
+    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         impatient = lambda *given, **options: connect(*given, **{**options, "timeout": 0.01})  # noqa: E731
         monkeypatch.setattr(sqlite3, "connect", impatient)
         disk = late_disk(tmp_path)
         with stack(disk) as tiers:
             assert not tiers.caller.is_up(disk)
-            other.execute("ROLLBACK")
+            other.close()
             wait_for(lambda: tiers.caller.is_up(disk))
             assert get(tiers, 1) == entry(1)
-    other.close()
 
 
 def test_a_damaged_file_in_a_folder_that_is_gone_is_left_alone_until_it_can_be_replaced(
@@ -272,24 +274,60 @@ def test_a_damaged_file_in_a_folder_that_is_gone_is_left_alone_until_it_can_be_r
         assert get(tiers, 61) == entry(61) and get(tiers, 0) is None
 
 
-def test_a_file_that_another_one_locks_holds_up_one_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vlm_serve.cache.tiers.disk_file.BUSY_SECONDS", 0.01)
-    disk = late_disk(tmp_path)
-    with stack(disk, rest=0.2) as tiers:
+def test_nobody_else_locks_the_file_of_a_running_server(tmp_path: Path) -> None:
+    with stack(late_disk(tmp_path)) as tiers:
         put(tiers, 1)
-        other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
+        program = (
+            "import sqlite3, sys\n"
+            "sqlite3.connect(sys.argv[1], timeout=0.1).execute('BEGIN EXCLUSIVE')"
+        )
+        line = [sys.executable, "-c", program, str(tmp_path / FILE_NAME)]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        assert "locked" in done.stderr
         put(tiers, 2)
-        assert not tiers.caller.is_up(disk) and tiers.counts["failed_disk"] == 1
-        for number in range(3, 20):
-            put(tiers, number)
-        assert tiers.counts["failed_disk"] == 1, "it is asked again by nobody"
-        other.close()
+        assert get(tiers, 1) == entry(1) and get(tiers, 2) == entry(2)
+        assert not tiers.counts["failed_disk"]
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
+@pytest.mark.parametrize("length", [0, 40, 5000])
+def test_files_that_are_cut_while_they_are_used_cost_entries(
+    tmp_path: Path, suffix: str, length: int
+) -> None:
+    path = tmp_path / (FILE_NAME + suffix)
+    disk = late_disk(tmp_path)
+    with stack(disk) as tiers:
+        for number in range(60):
+            tiers.put(entry(number, size=100_000))  # more than SQLite keeps in memory
+        assert tiers.drain(60)
+        assert path.exists() == (suffix != "-shm"), "a mapped file could end the process"
+        if path.exists():
+            os.truncate(path, length)
+        for number in range(60):
+            assert get(tiers, number) in (entry(number, size=100_000), None)
+            wait_for(lambda: tiers.caller.is_up(disk))
+        put(tiers, 70)
         wait_for(lambda: tiers.caller.is_up(disk))
-        put(tiers, 20)
-        assert get(tiers, 1) == entry(1) and get(tiers, 20) == entry(20)
+        put(tiers, 71)
+        assert get(tiers, 71) == entry(71)
+
+
+def test_a_request_waits_for_a_store_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the store's own limit, which is that of writes too."""
+    monkeypatch.setattr("vlm_serve.cache.tiers.store_calls.READ_LIMIT", 0.1)
+    hanging = threading.Event()
+
+    class Slow(HostStore):
+        async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Any]:
+            await asyncio.to_thread(hanging.wait, 30)
+            return {}
+
+    with stack(Slow(1 << 20), rest=60) as tiers:
+        put(tiers, 1)
+        begin = time.monotonic()
+        assert get(tiers, 1) is None
+        assert time.monotonic() - begin < 20
+        hanging.set()
 
 
 class Refusing(sqlite3.Connection):

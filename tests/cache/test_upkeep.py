@@ -103,6 +103,51 @@ def test_pins_are_bounded_by_half_of_the_blocks_and_by_the_budget_of_rows() -> N
     assert make_world(enabled=False).cache.pin(small.keys, until=1.0) == 0
 
 
+def test_tenants_share_what_pins_may_hold() -> None:
+    """One that holds more gives way to one that holds less, its earliest end first, and no more."""
+    world = make_world(num_blocks=32)
+
+    def text(salt: str, number: int) -> Text:
+        return Text(numbers(17, 50 * number), salt=salt)
+
+    def pin(salt: str, number: int, until: float) -> int:
+        asked = text(salt, number)
+        world.serve(asked, snapshots=lambda position: position == 16)
+        pinned = world.cache.pin(asked.keys, until=until)
+        world.check()
+        return pinned
+
+    def holds(salt: str, number: int) -> bool:
+        return text(salt, number).keys.block_keys[3] in world.cache._timed_pins._pins
+
+    assert [pin("alice", number, 9.0 - number) for number in range(1, 5)] == [16] * 4
+    assert pin("alice", 5, 5.0) == 0, "its own pins never give way"
+    assert [pin("bob", number, 2.0) for number in (1, 2)] == [16] * 2
+    assert [holds("alice", number) for number in range(1, 5)] == [True, True, False, False]
+    assert world.cache.stats.evictions["timed_pin"] == 2
+    assert pin("bob", 3, 4.0) == pin("alice", 3, 4.0) == 0, "half each"
+    assert pin("bob", 1, 7.0) == 16, "a new end takes no place"
+
+
+def test_an_owner_of_several_roots_has_one_share() -> None:
+    """As a tenant with adapters has: each of them has a root of its own."""
+    world = make_world(num_blocks=32)
+    owners = {"alice": b"alice", "alice and adapter": b"alice", "bob": b"bob"}
+
+    def pin(salt: str, number: int) -> int:
+        asked = Text(numbers(17, 50 * number), salt=salt)
+        world.serve(asked, snapshots=lambda position: position == 16)
+        pinned = world.cache.pin(asked.keys, until=float(number), owner=owners[salt])
+        world.check()
+        return pinned
+
+    assert [pin("alice", 1), pin("alice", 2), pin("bob", 3), pin("bob", 4)] == [16] * 4
+    assert pin("alice and adapter", 5) == 0
+    assert world.cache.lift_pins(lambda each: each.owner == b"alice") == 2
+    assert pin("alice and adapter", 5) == 16
+    world.check()
+
+
 def test_a_request_that_runs_alone_takes_pins_back_earliest_end_first() -> None:
     world = make_world(num_blocks=8)
     early, late = Text(numbers(9)), Text(numbers(9, 50))

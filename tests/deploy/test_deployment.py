@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -52,6 +52,11 @@ def server(keys_file: Path) -> Iterator[ServerProcess]:
             yield from deployed(keys_file, written)
     except AssertionError as error:
         raise AssertionError(log.read_text()[-4000:]) from error
+
+
+def log_of(server: ServerProcess) -> str:
+    """What the gateway has logged."""
+    return Path(os.readlink(f"/proc/{server.process.pid}/fd/2")).read_text()
 
 
 def deployed(keys_file: Path, log: IO[str]) -> Iterator[ServerProcess]:
@@ -178,6 +183,27 @@ def test_a_flush_reaches_all_replicas(client: httpx.Client) -> None:
         assert client.get("/v1/cache/tree", params={"replica": name}).json()["total"] == 0
 
 
+def test_pins_of_all_replicas_are_listed_and_lifted(client: httpx.Client) -> None:
+    for _ in range(4):
+        client.post("/v1/chat/completions", json=question())
+    keys = set()
+    for name in replica_names(client):
+        tree = client.get("/v1/cache/tree", params={"replica": name}).json()["nodes"]
+        for node in tree[:1]:
+            body = {"key": node["key"], "ttl_seconds": 600}
+            pinned = client.post("/v1/cache/pin", json=body, params={"replica": name})
+            assert pinned.status_code == 200, pinned.text
+            keys.add(pinned.json()["key"])
+    assert keys
+    pages = client.get("/v1/cache/pins").json()["data"]
+    assert {each["replica"] for each in pages} == set(replica_names(client))
+    assert {each["key"] for page in pages for each in page["pins"]} == keys
+    for key in keys:
+        assert client.delete(f"/v1/cache/pins/{key}").json()["lifted"] >= 1
+        assert client.delete(f"/v1/cache/pins/{key}").status_code == 404
+    assert client.delete("/v1/cache/pins").json()["lifted"] == 0
+
+
 def test_tenants_do_not_see_each_others_cache(server: ServerProcess, client: httpx.Client) -> None:
     client.post("/v1/cache/flush", json={})
     totals = {}
@@ -250,8 +276,8 @@ def test_replicas_are_no_less_important_than_the_front(server: ServerProcess) ->
     assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in pids] == [own] * 2
 
 
-def test_only_our_port_is_open(server: ServerProcess) -> None:
-    pids = [server.process.pid, *processes_below(server.process.pid)]
+def listening(pids: Iterable[int]) -> list[str]:
+    """Local addresses of listening sockets, in the form of /proc."""
     inodes = set()
     for pid in pids:
         for path in Path(f"/proc/{pid}/fd").glob("*"):
@@ -259,21 +285,43 @@ def test_only_our_port_is_open(server: ServerProcess) -> None:
                 name = os.readlink(path)
                 if name.startswith("socket:["):
                     inodes.add(name[8:-1])
+    found = []
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in inodes and (fields[3] == "0A" or table.startswith("udp")):
+                found.append(fields[1])
+    return found
+
+
+def listening_ports(pids: Iterable[int]) -> set[int]:
+    return {int(address.split(":")[1], 16) for address in listening(pids)}
+
+
+def test_only_our_port_is_open(server: ServerProcess) -> None:
     loopback = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-    listening, elsewhere = 0, []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                listening += 1
-                if fields[1].split(":")[0] not in loopback:
-                    elsewhere.append(line)
-    assert listening > 3
-    assert not elsewhere
-    for table in ("udp", "udp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            assert fields[9] not in inodes or fields[1].split(":")[0] in loopback, line
+    found = listening([server.process.pid, *processes_below(server.process.pid)])
+    assert len(found) > 3
+    assert [each for each in found if each.split(":")[0] not in loopback] == []
+
+
+def test_rays_metrics_answer_nobody(server: ServerProcess) -> None:
+    """None of the ports answers without the token, as Ray's own metrics would."""
+    own = int(server.url.rpartition(":")[2])
+    ports = listening_ports(processes_below(server.process.pid)) - {own}
+    assert len(ports) > 3
+    for port in ports:
+        with contextlib.suppress(httpx.TransportError):  # No HTTP, or HTTP/2 alone.
+            answer = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5, trust_env=False)
+            assert answer.status_code in (401, 403), (port, answer.text[:200])
+
+
+def test_user_signals_without_a_meaning_change_nothing(
+    server: ServerProcess, client: httpx.Client
+) -> None:
+    server.process.send_signal(signal.SIGUSR2)
+    assert client.post("/v1/chat/completions", json=question()).status_code == 200
+    assert server.process.poll() is None
 
 
 @pytest.fixture
@@ -315,6 +363,10 @@ def test_a_dead_idle_replica_is_not_missed(client: httpx.Client, server: ServerP
         answer = client.post("/v1/chat/completions", json=question())
         assert answer.status_code == 200, answer.text
     wait_for(lambda: len(set(replica_names(client)) - before) == 1, SECONDS)  # Serve's new one
+    # The controller asks each replica for these every two seconds; it has noticed the death by now.
+    log = log_of(server)
+    assert "crashed, marking it unhealthy" in log
+    assert "get_routing_stats" not in log, "a traceback of Serve's own"
 
 
 def test_answers_whose_replica_dies_are_whole(client: httpx.Client, server: ServerProcess) -> None:

@@ -20,12 +20,12 @@ from starlette.types import ASGIApp, Message
 
 from vlm_serve.deploy.gateway import ONE_REPLICA, Gateway
 from vlm_serve.deploy.gateway_routes import ROUTES
-from vlm_serve.deploy.replica import receiver
 from vlm_serve.deploy.replica_pool import ReplicaCall, ReplicaPool
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.app import create_routes, routed
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.body import receiver
 from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.connections import Connections
 from vlm_serve.server.http.draining import DrainingServer, uvicorn_config

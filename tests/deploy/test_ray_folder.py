@@ -14,6 +14,7 @@ from other_user import mode, umask
 
 import vlm_serve
 from vlm_serve.deploy.ray_folder import LONGEST, PREFIX, RayFolder, remove_leftovers
+from vlm_serve.errors import EngineError
 
 OWNER = """
 import os, sys
@@ -85,6 +86,21 @@ def test_nobody_else_can_enter_what_ray_makes_in_it(temporary: Path) -> None:
     assert [each.name for each in start.iterdir()] == ["vlm_serve"]
     folder.remove()
     assert (Path(vlm_serve.__file__).parent / "__init__.py").exists(), "what a link leads to stays"
+
+
+def test_a_folder_that_others_can_enter_by_now_ends_the_start(temporary: Path) -> None:
+    folder = RayFolder()
+    folder.check()
+    Path(folder.path).chmod(0o755)
+    with pytest.raises(EngineError, match="other users can enter"):
+        folder.check()
+    Path(folder.path).chmod(0o700)
+    temporary.chmod(0o777)
+    with pytest.raises(EngineError, match="others may write"):
+        folder.check()
+    folder.remove()
+    with pytest.raises(EngineError, match="not safe"):
+        folder.check()
 
 
 def test_sockets_have_room_in_its_path(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,12 +112,12 @@ def test_numerics_name_digest_and_torch() -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     of_torch = f"torch {torch.__version__} {capability}"
     beside = rf", torch {re.escape(torch.__version__.split('+')[0])} [0-9a-f]{{8}} {capability}"
-    kernels = "version 5, cpu-compiled"
+    kernels = "version 7, cpu-compiled"
     assert re.fullmatch(f"{kernels} bfloat16-pairs bbbb{beside}", numerics(PAIRS))
     assert re.fullmatch(f"{kernels} bfloat16-tiles bbbb{beside}", numerics(TILES))
     assert re.fullmatch(f"{kernels} float32 aaaa{beside}", numerics(PLAIN))
-    assert numerics(TORCH) == f"version 5, {of_torch}"
-    assert numerics(TORCH, deterministic=True) == f"version 5, {of_torch}, deterministic"
+    assert numerics(TORCH) == f"version 7, {of_torch}"
+    assert numerics(TORCH, deterministic=True) == f"version 7, {of_torch}, batch-invariant"
     assert "triton" in numerics(Backend(GPU))
     asked = {"compute_dtype": "bfloat16"}
     assert re.fullmatch(f"{kernels} bfloat16 aaaa{beside}", numerics(PLAIN, **asked))

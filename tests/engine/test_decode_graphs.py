@@ -13,14 +13,13 @@ import torch
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
 from parity import executor_of
+from queued_device import QueuedDevice, running, with_queue
 from step_graphs import (
     SERVED,
     SPECS,
     HostFree,
-    Repeating,
     Written,
     bits,
-    running,
     started,
     with_graphs,
 )
@@ -68,7 +67,7 @@ def graphs_over(driver: Driver, most: int = 4) -> DecodeGraphs:
         block_size=driver.block_size,
         max_model_len=MAX_LEN,
         max_num_seqs=most,
-        device=Repeating(),
+        device=QueuedDevice(),
     )
 
 
@@ -80,8 +79,9 @@ def test_sizes() -> None:
 
 
 def test_a_smaller_step_leaves_padding_behind_it() -> None:
+    device = QueuedDevice()
     buffers = DecodeBuffers(
-        4, DecodeLimits(16, 3, scratch_row=9), HostRing(Repeating()), torch.device("cpu")
+        4, DecodeLimits(16, 3, scratch_row=9), HostRing(device), torch.device("cpu")
     )
 
     def step(rows: tuple[int, ...]) -> ForwardBatch:
@@ -98,6 +98,7 @@ def test_a_smaller_step_leaves_padding_behind_it() -> None:
 
     buffers.fill(step((1, 2, 3, 4)))
     buffers.fill(step((6,)))
+    device.synchronize()
     batch = buffers.batch
     assert batch.decode is not None
     tables = {name: table.tolist() for name, table in batch.decode.tensors.items()}
@@ -203,7 +204,9 @@ def test_bad_rows_and_blocks_are_refused(model: Model) -> None:
 def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
     driver = Driver(model, scratch_rows=1)
     limits = DecodeLimits(driver.block_size, 4, driver.caches.num_rows - 1)
-    batch = DecodeBuffers(4, limits, HostRing(Repeating()), torch.device("cpu")).batch
+    device = QueuedDevice()
+    batch = DecodeBuffers(4, limits, HostRing(device), torch.device("cpu")).batch
+    device.synchronize()
     assert batch.decode is not None
     with triton_everywhere(), record_launches(Target("cuda", 90)) as launches:
         model.forward(batch, driver.caches)  # what belongs to the weights is derived once
@@ -242,13 +245,13 @@ def test_the_engine_answers_the_same(
         assert not pipe.engine.config.cuda_graphs
         rows = executor_of(pipe.engine)._caches.num_rows
         expected = [one.token_ids for one in pipe.generate_many(prompts, params)]
-    capture = Repeating()
-    with_graphs(monkeypatch, lambda: capture)
+    device = QueuedDevice()
+    with_queue(monkeypatch, device)
     with Pipeline(checkpoint, config) as pipe:
         assert pipe.engine.config.cuda_graphs
         assert executor_of(pipe.engine)._caches.num_rows == (rows + 1 if rows else 0)
         assert [one.token_ids for one in pipe.generate_many(prompts, params)] == expected
-        assert capture.calls > 12
+        assert device.calls > 12
         pipe.engine.check()
 
 
@@ -275,7 +278,7 @@ def test_graphs_need_a_gpu(tmp_path: Path) -> None:
 
 def test_drafts_weigh_steps_from_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make_checkpoint(tmp_path, SPECS["dense"])
-    with_graphs(monkeypatch, Repeating)
+    with_queue(monkeypatch, QueuedDevice())
     config = EngineConfig(
         dtype="float32",
         block_size=16,

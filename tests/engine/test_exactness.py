@@ -21,6 +21,8 @@ SPECS = {
     "moe": CheckpointSpec(num_experts=8, vision_depth=0),
     "vl moe": FAMILIES["vl moe, every second layer dense"],
     "next": FAMILIES["next, three value heads, dense layers"],
+    "qwen3": FAMILIES["qwen3"],
+    "qwen3 moe": FAMILIES["qwen3 moe, every second layer dense"],
 }
 
 

@@ -13,8 +13,9 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.build import find_checkpoint, with_generation
+from vlm_serve.engine.build import find_checkpoint
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.generation_defaults import with_generation
 from vlm_serve.errors import CheckpointError, ConfigError, FieldError, ModelNotFoundError
 from vlm_serve.models.files import resolve_checkpoint
 from vlm_serve.models.registry import read_spec

@@ -117,9 +117,9 @@ def test_a_pinned_prefix_stays_until_its_time_has_come(shared: Pipeline, checkpo
         now = [100.0]
         engine._inspector.clock = lambda: now[0]
         prompt = prompt_of(engine, 100, 3)
-        assert engine.pin(prompt, 60.0) == 0, "nothing is there"
+        assert engine.pins.add(prompt, 60.0) == 0, "nothing is there"
         pipe.generate(random_ids(100, 3), greedy(1))
-        assert engine.pin(prompt, 60.0) == 96
+        assert engine.pins.add(prompt, 60.0) == 96
         others = [random_ids(400, seed=10 + index) for index in range(4)]
         pipe.generate_many(others, greedy(1))
         assert engine.probe(prompt).boundary == 96
@@ -136,14 +136,14 @@ def test_pins_end_without_traffic(pipe: Pipeline) -> None:
     now = [0.0]
     clock, engine._inspector.clock = engine._inspector.clock, lambda: now[0]
     try:
-        assert engine.pin(prompt_of(engine, 40, 4), 5.0) == 32
+        assert engine.pins.add(prompt_of(engine, 40, 4), 5.0) == 32
         assert [node.pins for node in engine.tree().nodes] == [1, 1]
         now[0] = 5.0
         engine.check()
         assert [node.pins for node in engine.tree().nodes] == [0, 0]
     finally:
         engine._inspector.clock = clock
-    assert engine.pin(prompt_of(engine, 40, 4), 0.05) == 32
+    assert engine.pins.add(prompt_of(engine, 40, 4), 0.05) == 32
     wait_for(lambda: not any(node.pins for node in engine.tree().nodes))
 
 
@@ -151,18 +151,18 @@ def test_a_node_is_pinned_by_its_key(pipe: Pipeline) -> None:
     engine = pipe.engine
     pipe.generate(random_ids(100, 5), greedy(1))
     nodes = engine.tree().nodes
-    assert engine.pin_node(bytes.fromhex(nodes[2].key), 60.0) == 48
+    assert engine.pins.add_node(bytes.fromhex(nodes[2].key), 60.0) == 48
     assert [node.pins for node in engine.tree().nodes] == [1, 1, 1, 0, 0, 0]
-    assert engine.pin_node(b"x" * 32, 60.0) == 0
+    assert engine.pins.add_node(b"x" * 32, 60.0) == 0
     entry = engine.mirror.find(bytes.fromhex(nodes[5].key))
     assert entry is not None
     engine.flush()
     assert engine.call(lambda: engine._inspector.pin_node(entry.node, 60.0)) == 0, "it has left"
     with pytest.raises(InvalidRequestError, match="ttl_seconds"):
-        engine.pin_node(bytes.fromhex(nodes[2].key), 0.0)
+        engine.pins.add_node(bytes.fromhex(nodes[2].key), 0.0)
 
 
 @pytest.mark.parametrize("ttl", [0.0, -1.0, float("nan"), float("inf"), 1e9])
 def test_a_time_to_live_that_cannot_be(pipe: Pipeline, ttl: float) -> None:
     with pytest.raises(InvalidRequestError, match="ttl_seconds"):
-        pipe.engine.pin(prompt_of(pipe.engine, 20, 5), ttl)
+        pipe.engine.pins.add(prompt_of(pipe.engine, 20, 5), ttl)

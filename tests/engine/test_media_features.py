@@ -35,7 +35,7 @@ def test_the_embedding_cache_counts_every_byte(pipe: Pipeline) -> None:
 
 
 def test_an_embedding_keeps_no_other_alive(pipe: Pipeline) -> None:
-    """Two pictures that are encoded in one step leave the cache one by one."""
+    """Two pictures encoded in one step leave the cache one by one."""
     pictures = (photograph("coffee.png"), photograph("rocket.jpg"))
     pipe.chat([user(*pictures, "What are these?")], greedy(1))
     kept = list(executor_of(pipe.engine)._embeddings.values())

@@ -1,4 +1,4 @@
-"""Media that are decoded again because what was computed from them has been evicted."""
+"""Media decoded again because what was computed from them has been evicted."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoint_spec import CheckpointSpec
-from guesses import Oracle, consult, draft_freely
+from guesses import Made, Oracle, consult, draft_freely, drafts_of
 from make_checkpoint import make_checkpoint
 from parity_cases import photograph, random_ids, user
 from together import together
@@ -20,7 +20,6 @@ from vlm_serve.engine.build import build
 from vlm_serve.engine.drafts.mtp import MtpDrafter
 from vlm_serve.engine.drafts.payoff_probe import PayoffProbe
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.sequence import Sequence
 from vlm_serve.errors import ConfigError
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
@@ -38,7 +37,6 @@ COMMON: dict[str, Any] = {
     "prefix_cache_decode_state_interval": 16,
 }
 GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-Made = dict[tuple[int, ...], tuple[int, ...]]
 
 
 class Against(PayoffProbe):
@@ -64,20 +62,6 @@ def poisoned(path: Path, **changes: Any) -> Iterator[Pipeline]:
     with Pipeline.from_engine(Engine(build(str(path), config, poison=True))) as pipe:
         draft_freely(pipe.engine)
         yield pipe
-
-
-def drafts_of(engine: Engine) -> Made:
-    """Notes from now on what is drafted behind which tokens."""
-    drafting, made = engine._scheduler.drafting, Made()
-    assert drafting is not None
-    take = drafting.take
-
-    def noting(sequence: Sequence, drafts: tuple[int, ...]) -> None:
-        made[tuple(sequence.token_ids)] = drafts
-        take(sequence, drafts)
-
-    drafting.take = noting  # type: ignore[method-assign]
-    return made
 
 
 def same_where_both_drafted(ours: Made, theirs: Made) -> int:

@@ -40,6 +40,19 @@ def test_the_limit_is_what_fits_into_the_time() -> None:
     assert pace.most(0) == pytest.approx(25, abs=1)
 
 
+def test_steps_that_were_only_queued_say_nothing() -> None:
+    """A GPU computes them while the next one is prepared, which then waits for both."""
+    pace = Pace(0.025, 10)
+    for _ in range(30):
+        pace.learn(step(400), 0.002, awaited=False)
+        pace.learn(step(400), 0.002, awaited=False)
+        pace.learn(step(400), 0.12)
+    assert pace.most(0) > 1 << 20
+    for _ in range(30):
+        pace.learn(step(400), 0.04)
+    assert pace.most(0) == pytest.approx(250, abs=1)
+
+
 def test_a_slow_step_among_many_changes_little() -> None:
     pace = Pace(0.025, 10)
     for _ in range(30):

@@ -33,6 +33,8 @@ SPECS = {
         "vl",
         "vl moe, every second layer dense",
         "next, three value heads, dense layers",
+        "qwen3, tied, three heads of a kv head",
+        "qwen3 moe, every second layer dense",
         "minicpm",
         "minicpm on a canvas",
     )

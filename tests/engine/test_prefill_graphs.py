@@ -12,7 +12,8 @@ import torch
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_, text_sequence
 from parity_cases import random_ids
-from step_graphs import SPECS, HostFree, Repeating, Written, bits, running, started
+from queued_device import QueuedDevice, running
+from step_graphs import SPECS, HostFree, Written, bits, started
 from sweeps import quick
 
 from vlm_serve.engine import prefill_graphs
@@ -57,7 +58,7 @@ def graphs_over(driver: Driver) -> PrefillGraphs:
         block_size=driver.block_size,
         max_model_len=100,
         max_num_seqs=3,
-        device=Repeating(),
+        device=QueuedDevice(),
     )
 
 
@@ -160,8 +161,10 @@ def test_bad_rows_and_blocks_are_refused(model: Model) -> None:
 
 def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
     driver = Driver(model, scratch_rows=1)
-    ring, limits = HostRing(Repeating()), DecodeLimits(driver.block_size, 7, 16)
-    batch = PrefillBuffers(PrefillSizes(3, 32, 2), limits, ring, torch.device("cpu")).batch
+    device, limits = QueuedDevice(), DecodeLimits(driver.block_size, 7, 16)
+    sizes, ring = PrefillSizes(3, 32, 2), HostRing(device)
+    batch = PrefillBuffers(sizes, limits, ring, torch.device("cpu")).batch
+    device.synchronize()
     with triton_everywhere(), record_launches(Target("cuda", 90)) as launches:
         model.forward(batch, driver.caches)  # attention adds its tables
         count = len(launches)
@@ -172,8 +175,10 @@ def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
 
 def test_tables_behind_a_step_are_padding() -> None:
     sizes, limits = PrefillSizes(0, 64, 2), DecodeLimits(16, 3, scratch_row=9)
-    ring = HostRing(Repeating())
-    buffers = PrefillBuffers(replace(sizes, decodes=1), limits, ring, torch.device("cpu"))
+    device = QueuedDevice()
+    buffers = PrefillBuffers(
+        replace(sizes, decodes=1), limits, HostRing(device), torch.device("cpu")
+    )
     assert buffers.batch.prefill is not None
     meta = PrefillMeta((0, 20), (4,), ((5, 2),), (3,), (6,), ((12, 20),), ((0, 0, 8),))
     batch = ForwardBatch(
@@ -187,6 +192,7 @@ def test_tables_behind_a_step_are_padding() -> None:
     )
     assert buffers.accepts(batch)
     buffers.fill(batch)
+    device.synchronize()
     tables = {name: table.tolist() for name, table in buffers.batch.prefill.tensors.items()}
     assert tables == {
         "cu_seqlens": [0, 20, 20, 20],

@@ -82,6 +82,8 @@ def test_a_temperature_sharpens() -> None:
         ({"top_k": 2}, {0, 1}),
         ({"top_p": 0.6}, {0, 1}),
         ({"top_p": 0.01}, {0}),
+        ({"top_p": 0}, {0}),
+        ({"top_p": 0.0, "min_p": 0.1, "top_k": 2}, {0}),
         ({"min_p": 0.4}, {0, 1}),
         ({"top_k": 3, "top_p": 0.5}, {0}),
     ],

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from pickle import UnpicklingError
 
 import pytest
+import symbolic
+from queued_device import FAULTS, broken
+from simulated_adapters import NAMES, AdapterSimulation
 from simulation import Simulation
 from sweeps import quick
 
@@ -14,6 +18,9 @@ EVENTFUL = 34
 TOTALS: Counter[str] = Counter()
 DRAFTED: Counter[str] = Counter()
 REPLAYED: Counter[str] = Counter()
+QUEUED: Counter[str] = Counter()
+ADAPTED: Counter[str] = Counter()
+EXACT: Counter[str] = Counter()
 
 
 @pytest.mark.parametrize("seed", quick(range(100), [*range(10), EVENTFUL], pytest.mark.fuzz))
@@ -35,6 +42,37 @@ def test_replays_keep_every_promise_too(seed: int) -> None:
     REPLAYED.update(counts.as_dict())
 
 
+@pytest.mark.parametrize("seed", quick(range(60), 8, pytest.mark.fuzz))
+def test_prompts_come_from_prefill_and_answers_from_decoding(seed: int) -> None:
+    """As batch invariance needs it, whatever was preempted, struck or found in the cache."""
+    EXACT.update(Simulation(seed, exact_only=True, replays=seed % 2 == 0).run(STEPS))
+
+
+@pytest.mark.parametrize("seed", quick(range(100), 5, pytest.mark.fuzz))
+def test_a_device_behind_the_host_keeps_every_promise_too(seed: int) -> None:
+    speculative = seed % 3 == 0
+    QUEUED.update(Simulation(seed, speculative=speculative, queued=True).run(STEPS))
+
+
+@pytest.mark.parametrize("seed", quick(range(60), 6, pytest.mark.fuzz))
+def test_adapters_keep_every_promise_too(seed: int) -> None:
+    speculative, queued = seed % 3 == 1, seed % 4 == 3
+    ADAPTED.update(AdapterSimulation(seed, speculative=speculative, queued=queued).run(STEPS))
+
+
+def test_keys_without_the_adapter_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symbolic, "key_root", lambda salt, _: symbolic.root_of(salt, ""))
+    with pytest.raises(AssertionError, match="wrong KV|wrong state|another medium"):
+        AdapterSimulation(0).run(STEPS)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_device_behind_the_host_shows_a_fault(fault: str) -> None:
+    """Another plan arrives than was sent: it computes something else, or is none."""
+    with broken(fault), pytest.raises((AssertionError, KeyError, EOFError, UnpicklingError)):
+        Simulation(0, queued=True).run(STEPS)
+
+
 def test_a_finished_choice_gives_way_when_its_fork_is_preempted() -> None:
     """This seed ends a private request whose fork has yet to copy its row, then needs all blocks:
     preempting the fork has to free them at once."""
@@ -51,6 +89,18 @@ def test_the_traffic_was_worth_its_name() -> None:
         DRAFTED.update(Simulation(1, speculative=True).run(STEPS))
     if not REPLAYED:
         test_replays_keep_every_promise_too(1)
+    if not QUEUED:
+        QUEUED.update(Simulation(0, queued=True).run(STEPS))
+    if not ADAPTED:
+        ADAPTED.update(AdapterSimulation(0).run(2 * STEPS))
+    if not EXACT:
+        EXACT.update(Simulation(EVENTFUL, exact_only=True).run(STEPS))
+    for what in ("preemptions", "failures", "hit_tokens"):
+        assert EXACT[what] > 0, f"no {what}"
+    assert QUEUED["steps ahead"] > 0
+    for what in ("adapted", "shared under two names", "unloaded in use", "loaded", "hit_tokens"):
+        assert ADAPTED[what] > 0, f"no {what}"
+    assert ADAPTED["loads into slots"] > len(NAMES)
     assert REPLAYED["tokens"] > REPLAYED["requests"] > 0
     for what in ("drafts", "accepted drafts"):
         assert DRAFTED[what] > 0, f"no {what}"
@@ -64,5 +114,10 @@ def test_the_traffic_was_worth_its_name() -> None:
         "came up",
         "rows reused",
         "overtaken",
+        "joins",
+        "rows left",
+        "last tokens",
+        "answer_end",
+        "answer_part",
     ):
         assert TOTALS[what] > 0, f"no {what}"

@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from make_checkpoint import make_checkpoint
-from queued_device import QueuedDevice, with_queue
-from step_graphs import SPECS, Repeating
+from queued_device import FAULTS, QueuedDevice, broken, with_queue
+from step_graphs import SPECS
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.step_tables import HostRing, Parts, Shapes, StepTables
-from vlm_serve.engine.tier_transfer import TensorTransfer
 from vlm_serve.kernels.triton_support import interpreted
-from vlm_serve.models import Model
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
@@ -39,7 +36,8 @@ def numbers(tables: StepTables) -> list[set[int]]:
 
 
 def test_tables_arrive_and_start_at_16_bytes() -> None:
-    tables = StepTables(PARTS, HostRing(Repeating()), torch.device("cpu"))
+    device = QueuedDevice()
+    tables = StepTables(PARTS, HostRing(device), torch.device("cpu"))
     assert numbers(tables) == [{0}, {0}, {0}]
     begin = tables.fixed["small"]["a"].data_ptr()
     for part, shapes in PARTS.items():
@@ -48,23 +46,26 @@ def test_tables_arrive_and_start_at_16_bytes() -> None:
             assert (table.dtype, tuple(table.shape)) == (dtype, shape)
             assert (table.data_ptr() - begin) % 16 == 0
     filled(tables, 1)
+    device.synchronize()
     assert numbers(tables) == [{1}, {2}, {3}]
 
 
 def test_a_ring_serves_tables_of_several_sizes() -> None:
-    ring = HostRing(Repeating())
+    device = QueuedDevice()
+    ring = HostRing(device)
     small = StepTables({"one": {"a": (torch.int32, (2,))}}, ring, torch.device("cpu"))
     filled(small, 8)
     large = StepTables(PARTS, ring, torch.device("cpu"))
     filled(large, 1)
     filled(small, 5)
     filled(large, 11)
+    device.synchronize()
     assert numbers(small) == [{5}]
     assert numbers(large) == [{11}, {12}, {13}]
 
 
-def test_a_buffer_is_filled_again_only_when_its_copy_was_made() -> None:
-    device = QueuedDevice()
+def replayed(device: QueuedDevice) -> list[list[set[int]]]:
+    """What a captured step reads in each of five steps, of which the host waits for none."""
     tables = StepTables(PARTS, HostRing(device), torch.device("cpu"))
     seen: list[list[set[int]]] = []
     replay = device.capture(lambda: seen.append(numbers(tables)))
@@ -72,33 +73,22 @@ def test_a_buffer_is_filled_again_only_when_its_copy_was_made() -> None:
     for first in (10, 20, 30, 40, 50):
         filled(tables, first)
         replay()
-    assert device.longest > 2, "the host never ran ahead"
+    assert device.device.longest > 2, "the host never ran ahead"
     device.synchronize()
-    assert seen == [[{first}, {first + 1}, {first + 2}] for first in (10, 20, 30, 40, 50)]
+    return seen
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        *((Model, name) for name in ("forward", "fold", "draft")),
-        *(
-            (TensorTransfer, f"{verb}_{what}")
-            for verb in ("read", "write")
-            for what in ("kv", "state")
-        ),
-        (LocalExecutor, "poison_freed"),
-    ],
-)
-def test_what_is_not_captured_waits_for_all_that_is(
-    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device, seen = QueuedDevice(), list[int]()
-    with_queue(monkeypatch, device)
-    device.capture(lambda: seen.append(len(seen)))()
-    assert seen == [0], "captured, and queued"
-    with pytest.raises(TypeError):
-        getattr(owner, name)()
-    assert seen == [0, 1]
+EXPECTED = [[{first}, {first + 1}, {first + 2}] for first in (10, 20, 30, 40, 50)]
+
+
+def test_a_buffer_is_filled_again_only_when_its_copy_was_made() -> None:
+    assert replayed(QueuedDevice()) == EXPECTED
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str) -> None:
+    with broken(fault):
+        assert replayed(QueuedDevice()) != EXPECTED
 
 
 @pytest.mark.interpreter
@@ -137,7 +127,8 @@ def test_a_prompt_in_steps_that_read_nothing_back(
     device = QueuedDevice()
     with_queue(monkeypatch, device)
     assert largest_difference(answer()) < 1e-4
-    assert device.calls > 6 and device.longest > 2, "the host never ran ahead"
-    # The stand-in sees the fault that it is for, be it as a NaN.
-    with_queue(monkeypatch, QueuedDevice(forgets_events=True))
-    assert not largest_difference(answer()) < 1e-3
+    assert device.calls > 6 and device.device.longest > 2, "the host never ran ahead"
+    # The device shows the fault that it is for, be it as a NaN.
+    with_queue(monkeypatch, QueuedDevice())
+    with broken("filled too early"):
+        assert not largest_difference(answer()) < 1e-3

@@ -176,3 +176,20 @@ def test_a_grammar_begins_behind_a_closed_thought(pipeline: Pipeline) -> None:
     if delta.finish_reason == "stop":
         assert set(json.loads(answer)) <= {1, 2}
     assert answer.lstrip().startswith("[")
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_pipeline_enforces_the_form_behind_the_thought(
+    pipeline: Pipeline, thinking: bool
+) -> None:
+    params = SamplingParams(
+        max_tokens=60, temperature=1.0, seed=1, thinking_token_budget=5,
+        structured_outputs=StructuredOutputs(choice=("yes",)),
+    )  # fmt: skip
+    template = {"enable_thinking": thinking}
+    output = pipeline.chat(
+        [{"role": "user", "content": "go"}], params, chat_template_kwargs=template
+    )
+    thought, mark, answer = output.text.rpartition("</think>")
+    assert answer.strip() == "yes"
+    assert bool(mark) == bool(thought) == thinking

@@ -65,13 +65,37 @@ def test_every_client_has_a_script_and_pinned_packages(run: ModuleType) -> None:
             assert re.search(r"==\d", client.fields["pip"][0]), client.name
 
 
-def test_the_document_names_every_client_with_its_version(run: ModuleType) -> None:
+def test_no_script_hides_a_package_of_its_name() -> None:
+    """Python looks into a script's own folder first."""
+    scripts = list((FOLDER / "tries").glob("*.py"))
+    own = {script.stem for script in scripts} - {"common"}
+    for script in scripts:
+        found = re.findall(r"^ *(?:from|import) (\w+)", script.read_text(encoding="utf-8"), re.M)
+        assert found, script.name
+        assert not own & set(found), script.name
+
+
+def test_the_demo_is_asked_by_the_clients_that_say_so(run: ModuleType) -> None:
+    asked = {client.name for client in run.read_clients() if client.fields.get("demo")}
+    script = (FOLDER / "tries" / "demo.py").read_text(encoding="utf-8")
+    defined = re.findall(r"^def (\w+)\(\) -> None:$", script, re.M)
+    assert {name.replace("-", "_") for name in asked} == set(defined)
     document = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
-    for client in run.read_clients():
-        version = re.findall(r"\d+(?:\.\d+)+", client.version)[0]
-        row = [line for line in document.splitlines() if line.startswith(f"| `{client.name}`")]
-        assert len(row) == 1, client.name
-        assert version in row[0], client.name
+    table = document.split("## The demo model by itself")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| ([a-z-]+) \|", table, re.M)) - {"client"} == asked
+
+
+def test_the_document_has_one_row_for_every_client_and_no_other(run: ModuleType) -> None:
+    document = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    lines = [line for line in document.splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    clients = {client.name: client for client in run.read_clients()}
+    assert [row[0].strip("`") for row in rows] == list(clients)
+    for name, version, tried, result in rows:
+        number = re.findall(r"\d+(?:\.\d+)+", clients[name.strip("`")].version)[0]
+        assert number in version, name
+        assert tried and result, name
+    assert sum(row[3] == "passes" for row in rows) >= 50
 
 
 def test_a_script_answers_by_the_last_turn(url: str) -> None:

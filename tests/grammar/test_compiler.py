@@ -27,13 +27,7 @@ from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.structured_outputs import StructuredOutputs
 
 WIDTH = 768
-WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1200)}}
-SLOW = StructuredOutputs(
-    structural_tag={
-        "type": "structural_tag",
-        "format": {"type": "json_schema", "json_schema": WIDE},
-    }
-)
+SLOW = StructuredOutputs(json={"type": "integer", "multipleOf": 999_983})
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +61,17 @@ def test_one_that_takes_too_long_is_ended_and_the_next_one_runs(
     found = compiler.find(form)
     assert found is not None
     assert found.compiled is compiled
+
+
+def test_nobody_finds_what_others_have_compiled(compiler: GrammarCompiler) -> None:
+    """How long it takes would tell that somebody uses that pattern."""
+    form = StructuredOutputs(regex="abc|abd")
+    compiled = compiler.compile(form, b"", b"alice").compiled
+    assert compiler.find(form, b"", b"bob") is None
+    assert compiler.find(form) is None
+    assert compiler.compile(form, b"", b"bob").compiled is not compiled
+    found = compiler.find(form, b"", b"alice")
+    assert found is not None and found.compiled is compiled
 
 
 def test_a_warm_compiler_does_not_wait_for_its_process(

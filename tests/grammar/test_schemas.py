@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import numpy as np
 import pytest
 from client_schemas import SCHEMAS
 from schema_generator import SchemaGenerator
+from schema_walks import WIDTH, fits, tokens, walk
 from sweeps import quick
 
 import vlm_serve
@@ -22,8 +21,6 @@ from vlm_serve.grammar.state import Grammar, GrammarState
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.structured_outputs import StructuredOutputs
 
-WIDTH = 768
-STEPS = 300
 SHARE = 100
 SEEDS = 2000
 
@@ -38,85 +35,6 @@ def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
     compiler = GrammarCompiler(tokenizer, WIDTH, tokenizer.eos_ids, seconds=60.0)
     yield compiler
     compiler.close()
-
-
-def walk(
-    grammar: Grammar, tokenizer: Tokenizer, choices: random.Random, *, rolling: bool = False
-) -> str | None:
-    """Return a random answer that the grammar allows; None: it has not ended.
-
-    Args:
-        rolling: try other tokens ahead of every step, as drafts do.
-    """
-    state = GrammarState(grammar, tokenizer.token_bytes, WIDTH)
-    answer = b""
-    for step in range(STEPS):
-        allowed = tokens(state)
-        if rolling:
-            with state.ahead():
-                ahead = allowed
-                for _ in range(3):
-                    state.accept(choices.choice(ahead))
-                    if state.finished:
-                        break
-                    ahead = tokens(state)
-            assert tokens(state) == allowed
-        ends = [token for token in allowed if token in tokenizer.eos_ids]
-        others = [token for token in allowed if token not in tokenizer.eos_ids]
-        closing = [each for each in others if tokenizer.token_bytes(each)[:1] in (b'"', b"}", b"]")]
-        if ends and (not others or choices.random() < 0.6):
-            state.accept(ends[0])
-            assert state.finished
-            return answer.decode()
-        hurry = min(0.9, 0.3 + step / 100)
-        token = choices.choice(closing if closing and choices.random() < hurry else others)
-        state.accept(token)
-        assert not state.finished
-        answer += tokenizer.token_bytes(token)
-    return None
-
-
-def tokens(state: GrammarState) -> list[int]:
-    mask = state.allowed()
-    assert mask is not None
-    found = [int(each) for each in np.flatnonzero(np.unpackbits(mask, bitorder="little")[:WIDTH])]
-    assert found, "nothing may follow"
-    return found
-
-
-def fits(schema: Any, value: Any) -> bool:
-    """Return True if `jsonschema` accepts the value, nulls and draft 4's forms aside."""
-    plain = modern(schema)
-    kind = jsonschema.validators.validator_for(plain, jsonschema.Draft202012Validator)
-    if "draft-0" in str(plain.get("$schema")):
-        plain = {name: each for name, each in plain.items() if name != "$schema"}
-        kind = jsonschema.Draft202012Validator
-    try:
-        return bool(kind(plain, format_checker=kind.FORMAT_CHECKER).is_valid(value))
-    except RecursionError:  # jsonschema follows a definition that is only itself
-        return True
-
-
-def modern(node: Any) -> Any:
-    if isinstance(node, list):
-        return [modern(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    out = {
-        name: each if name in ("const", "enum", "default", "examples") else modern(each)
-        for name, each in node.items() if each is not None or name == "const"
-    }  # fmt: skip
-    if isinstance(out.get("items"), list):
-        out["prefixItems"] = out.pop("items")
-        if "additionalItems" in out:
-            out["items"] = out.pop("additionalItems")
-    if isinstance(out.get("exclusiveMinimum"), bool) and out.pop("exclusiveMinimum"):
-        out["exclusiveMinimum"] = out.pop("minimum")
-    if "$id" in out:  # jsonschema resolves names of its own against URLs only
-        out["$id"] = "urn:" + out["$id"]
-    if "$ref" in out and not out["$ref"].startswith("#"):
-        out["$ref"] = "urn:" + out["$ref"]
-    return out
 
 
 def enforced(
@@ -207,3 +125,34 @@ def test_unknown_keywords_are_refused_if_strict(compiler: GrammarCompiler) -> No
     compiler.compile(StructuredOutputs(json=schema))
     with pytest.raises(InvalidRequestError, match="#/properties/a/x-order is the unknown"):
         compiler.compile(StructuredOutputs(json=schema, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "right", "wrong"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ("0.5", "0.2"), ("0", "0.0", "0.6")),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ("-0.5", "-0.2"), ("0", "-0", "0.0")),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, ("1.2", "1.25"), ("1", "1.0", "1.5")),
+        ({"exclusiveMinimum": 1, "maximum": 2}, ("1.5", "2"), ("1", "1.0")),
+    ],
+)
+def test_exclusive_bounds_of_narrow_ranges(
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    bounds: dict[str, float],
+    right: tuple[str, ...],
+    wrong: tuple[str, ...],
+) -> None:
+    grammar = compiler.compile(StructuredOutputs(json={"type": "number", **bounds}))
+    for text in right + wrong:
+        assert takes(grammar, tokenizer, text) == (text in right), text
+
+
+def takes(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+    state = GrammarState(grammar, tokenizer.token_bytes, WIDTH)
+    for sign in text:
+        (token,) = tokenizer.encode_plain(sign)
+        if token not in tokens(state):
+            return False
+        state.accept(token)
+    return any(end in tokens(state) for end in tokenizer.eos_ids)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from recorded_ops import RecordedOps
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import Linear, Part, Shard, dense, load
@@ -268,3 +269,55 @@ def test_deterministic_products_on_a_gpu_have_always_as_many_rows(rows: int) -> 
     with patch.object(TorchDense, "_product", product):
         assert linear(x, plus=plus, deterministic=True).shape == (rows, 6)
     assert calls == [ROWS_AT_ONCE] * max(1, -(-rows // ROWS_AT_ONCE))
+
+
+def launched(overwrite: bool) -> tuple[bool, list[str]]:
+    """Whether a product takes the place of the tensor that it is added to, and its operations
+    besides views."""
+    x, plus = torch.empty(3, 8, device="meta"), torch.empty(3, 6, device="meta")
+    linear = TorchDense(torch.empty(6, 8, device="meta"), None)
+    with RecordedOps() as recorded:
+        out = linear(x, plus=plus, overwrite=overwrite)
+    return out is plus, [name for name in recorded.names if name not in ("t", "permute")]
+
+
+def test_a_gpu_adds_a_product_to_the_residual_in_place() -> None:
+    """Out of place, torch's product copies the residual first."""
+    assert launched(overwrite=True) == (True, ["addmm_"])
+    assert launched(overwrite=False) == (False, ["addmm"])
+
+
+def test_a_residual_that_may_be_overwritten_gives_the_same_bits() -> None:
+    x, weight, plus = randn(5, 8), randn(6, 8), randn(5, 6)
+    expected = torch.addmm(plus, x, weight.T)
+    assert torch.equal(plus.clone().addmm_(x, weight.T), expected)
+    for compiled in (False, True):
+        projection = dense(weight, compiled=compiled)
+        out = projection(x, plus=plus.clone(), overwrite=True)
+        assert torch.equal(out, projection(x, plus=plus))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_s_part_of_a_row_does_not_depend_on_the_rows_beside_it(
+    dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where products have a fixed number of rows, as on a GPU: none may be left out."""
+    from vlm_serve.kernels.linear import torch_dense
+
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(48, 64, generator=generator).to(dtype)
+    dense = TorchDense(weight, torch.randn(48, generator=generator).to(dtype) if bias else None)
+    x = torch.randn(300, 64, generator=generator).to(dtype)
+    whole = dense.partial(x, deterministic=True)
+    for rows in (1, 7, 16, 33):
+        assert torch.equal(dense.partial(x[:rows], deterministic=True), whole[:rows])
+    calls: list[int] = []
+
+    def product(tile: torch.Tensor, own: slice) -> torch.Tensor:
+        calls.append(len(tile))
+        part: torch.Tensor = tile.float()[:, :5] + own.start
+        return part
+
+    tiled = torch_dense.in_tiles(x, product)
+    assert torch.equal(tiled, x.float()[:, :5]) and calls == [304]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from quantised_codes import dequantised, float8, integers, rooted
+from recorded_ops import RecordedOps
 from sweeps import quick
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_row
 
@@ -15,8 +16,9 @@ from vlm_serve.kernels.linear import dense
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.stored_codes import stored
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe import triton as moe_triton
+from vlm_serve.kernels.moe.align_triton import align
 from vlm_serve.kernels.moe.reference import routed_experts_reference
+from vlm_serve.kernels.triton_support import Target, record_launches
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -153,15 +155,32 @@ def test_weights_packed_for_the_cpu_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 64])
-def test_tiles_cover_every_pair_once_and_never_two_experts(rows: int) -> None:
-    ids = torch.randint(0, 9, (50, 3), device=DEVICE)
-    plan = moe_triton._group(ids, 9, rows)
+@pytest.mark.parametrize(("tokens", "experts"), [(50, 9), (1, 256), (400, 5), (0, 4)])
+def test_tiles_cover_every_pair_once_and_never_two_experts(
+    rows: int, tokens: int, experts: int
+) -> None:
+    ids = torch.randint(0, experts, (tokens, 3), device=DEVICE)
+    with kernels():
+        plan = align(ids, experts, rows)
+    flat = ids.flatten()
+    assert torch.equal(plan["order"].long(), torch.argsort(flat, stable=True))
+    assert torch.equal(plan["ends"].long(), torch.bincount(flat, minlength=experts).cumsum(0))
     covered = []
     tiles = (plan["tile_expert"].tolist(), plan["tile_first"].tolist())
     for expert, first in zip(*tiles, strict=True):
         if expert >= 0:
             pairs = plan["order"][first : min(first + rows, int(plan["ends"][expert]))]
             assert len(pairs)
-            assert bool((ids.flatten()[pairs.long()] == expert).all())
+            assert bool((flat[pairs.long()] == expert).all())
             covered += pairs.tolist()
-    assert sorted(covered) == list(range(150))
+    assert covered == plan["order"].tolist()
+
+
+def test_experts_of_a_layer_take_few_launches() -> None:
+    """Sorting by torch took 29 operations."""
+    case = [x.to("meta") for x in experts_case(9, 5, 3, 40, 24, torch.float32)]
+    with kernels(), record_launches(Target("cuda", 90)) as launches, RecordedOps() as ops:
+        routed_experts(*case)
+    names = [launch.kernel.__name__ for launch in launches]
+    assert names == ["_align_kernel", "_gate_up_kernel", "_down_kernel", "_sum_kernel"]
+    assert set(ops.names) <= {"empty", "empty_like"}, ops.names

@@ -80,15 +80,23 @@ def test_another_compiler_gives_the_same_bits() -> None:
 
 
 @pytest.mark.processors
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("5.0000001201e-1f", "5.0000007e-1f"),
+        ("change.scales[column + c] * results[c]", "change.scales[column + c] * results[c] * ONE"),
+    ],
+    ids=["exponential", "low_rank"],
+)
 def test_a_changed_function_changes_the_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
-    """Half a unit in the last places of one constant, in a library that is compiled in no time."""
+    """A unit in the last places of one constant, in a small library."""
     sources = tmp_path / "sources"
     root = native_build.SOURCES[0]
     for source in root.rglob("*.*"):
         if source.suffix == ".h" or source.stem in NEEDED:
-            text = source.read_text().replace("5.0000001201e-1f", "5.0000007e-1f")
+            text = source.read_text().replace(old, new.replace("ONE", "1.0000001f"))
             copy = sources / source.relative_to(root)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(text)

@@ -187,6 +187,26 @@ def test_decode_batches_of_any_grouping_agree(
             assert_near(out[i], expected[0], 2e-6)
 
 
+def test_deterministic_decode_tokens_have_the_same_bits_in_any_batch() -> None:
+    lengths = [1, 16, 33, 47, 2, 64]
+    blocks, tables = tables_for(random.Random(1), lengths, 16)
+    kv = poisoned_pages(blocks, 16, 2, 32, torch.float32)
+    for i, length in enumerate(lengths):
+        store(kv, tables[i], randn(length, 2, 32, seed=i), randn(length, 2, 32, seed=i + 9))
+    q = randn(6, 6, 32)
+
+    def attend(chosen: list[int]) -> torch.Tensor:
+        own = tuple(tables[i] for i in chosen), tuple(lengths[i] for i in chosen)
+        meta = DecodeMeta(*own, (), (), ())
+        return attention_decode(q[chosen], kv, meta, scale=0.2, deterministic=True)
+
+    together = attend(list(range(6)))
+    for i, length in enumerate(lengths):
+        assert torch.equal(attend([i])[0], together[i])
+        expected = attention_reference(q[i : i + 1], kv, tables[i], length - 1, 0.2)
+        assert_near(together[i], expected[0], 2e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_float8_number_is_read_as_it_is(dtype: torch.dtype) -> None:
     """Over a single key attention gives its value."""

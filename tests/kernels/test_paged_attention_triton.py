@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from sweeps import quick
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, on_cpu, poison, randn, row_by_row
 
 from vlm_serve.kernels.kv_write import write_kv
@@ -146,6 +147,33 @@ def check_decode(
     for i, length in enumerate(lengths):
         expected = reference(q[i : i + 1], kv, tables[i], length - 1, dim**-0.5)
         assert_near(out[i : i + 1], expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "form", quick(FORMS, [torch.float32, torch.uint8], pytest.mark.interpreter)
+)
+def test_fixed_parts_give_a_token_its_bits_in_any_company(
+    form: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside longer sequences there is room for more parts, and a part alone is merged too."""
+    monkeypatch.setattr(paged_decode_triton, "FIXED_PART", 32)
+    lengths = [1, 32, 33, 100, 67]
+    kv, tables = filled(lengths, 2, 64, form, seed=4)
+    q = randn(len(lengths), 6, 64)
+
+    def attend(chosen: list[int]) -> torch.Tensor:
+        rows = (0,) * len(chosen)
+        own = tuple(tables[i] for i in chosen), tuple(lengths[i] for i in chosen)
+        meta = DecodeMeta(*own, rows, rows, rows)
+        return attention_decode(q[chosen], kv, meta, scale=0.125, deterministic=True)
+
+    with kernels(), row_by_row():
+        together = attend(list(range(len(lengths))))
+        for i, length in enumerate(lengths):
+            assert torch.equal(attend([i])[0], together[i])
+            expected = reference(q[i : i + 1], kv, tables[i], length - 1, 0.125)
+            assert_near(together[i : i + 1], expected, TOLERANCE[torch.float32])
+        assert torch.equal(attend([4, 0, 2])[1:], together[[0, 2]])
 
 
 def test_parts_fill_the_device_and_are_never_many_for_few_keys() -> None:

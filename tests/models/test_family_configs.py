@@ -81,6 +81,35 @@ def test_qwen3_next() -> None:
     assert spec.vision is None
 
 
+def test_qwen3() -> None:
+    spec = spec_of(config("qwen3"))
+    assert {layer.mixer for layer in spec.layers} == {Attention(4, 2, 32, gated=False)}
+    assert {layer.feed_forward for layer in spec.layers} == {Mlp(128)}
+    assert not spec.norm.centred
+    assert (spec.rope.rotary_dim, spec.rope.sections) == (32, (16, 0, 0))
+    assert spec.vision is None
+
+
+def test_qwen3_moe_mixes_dense_layers_in() -> None:
+    spec = spec_of(config_of(SPECS["qwen3 moe, every second layer dense"]))
+    experts = Experts(Routing(6, 3), 32, shared=0)
+    found = [layer.feed_forward for layer in spec.layers]
+    assert found == [Mlp(128), Mlp(128), Mlp(128), experts, Mlp(128), experts]
+
+
+def test_weights_of_experts_that_qwen3_moe_leaves_as_they_are_are_refused() -> None:
+    """By default its class does, unlike those of its kin."""
+    made = config("qwen3_moe")
+    del made["norm_topk_prob"]
+    with pytest.raises(CheckpointError, match="norm_topk_prob False is not supported, only True"):
+        spec_of(made)
+
+
+def test_biases_of_attention_are_read() -> None:
+    mixer = spec_of(config("qwen3", attention_bias=True)).layers[0].mixer
+    assert mixer == Attention(4, 2, 32, gated=False, bias=True)
+
+
 def test_minicpmv() -> None:
     spec = spec_of(config_of(SPECS["minicpm"]))
     assert spec.vision == WindowVisionSpec(3, 32, 64, 2, 3, 8, 8, 1, 4, 64)
@@ -117,24 +146,38 @@ def test_untied_where_neither_section_says_so() -> None:
 LINEAR = {"rope_type": "linear", "factor": 4.0, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 SPLIT = {"mrope_interleaved": False, "mrope_section": [6, 5, 5], "rope_theta": 1e4}
 ALL = tuple(FAMILIES)
-GATED = tuple(kind for kind in FAMILIES if not kind.startswith("qwen3_vl"))
-VL, SPARSE = ("qwen3_vl", "qwen3_vl_moe"), ("qwen3_vl_moe", "qwen3_next")
+VL, PLAIN = ("qwen3_vl", "qwen3_vl_moe"), ("qwen3", "qwen3_moe")
+GATED = tuple(kind for kind in FAMILIES if kind not in VL + PLAIN)
+SPARSE = ("qwen3_vl_moe", "qwen3_next", "qwen3_moe")
 REFUSED: list[tuple[tuple[str, ...], str, Any, str]] = [
     (ALL, "sliding_window", 4096, "sliding_window 4096 is not supported"),
     (ALL, "use_sliding_window", True, "use_sliding_window True is not supported"),
     (ALL, "layer_types", ["sliding_attention"] * 8, "layer_types 'sliding_attention'"),
     (ALL, "layer_types", ["mamba"] * 8, "layer_types 'mamba' is not supported"),
-    (GATED, "rope_parameters", LINEAR, "rope_type 'linear' is not supported, only 'default'"),
+    (
+        GATED + PLAIN,
+        "rope_parameters",
+        LINEAR,
+        "rope_type 'linear' is not supported, only 'default'",
+    ),
     (ALL, "rope_scaling", LINEAR, "rope_type 'linear' is not supported, only 'default'"),
     (VL, "rope_parameters", LINEAR, "whose rope_type 'linear' would be lost"),
     (ALL, "hidden_act", "gelu", "hidden_act 'gelu' is not supported, only 'silu'"),
     (ALL, "num_attention_heads", 3, "num_attention_heads 3 is no multiple of its"),
     (VL, "rope_scaling", SPLIT, "mrope_interleaved False is not supported, only True"),
-    (VL, "attn_output_gate", True, "attn_output_gate True is not supported, only False"),
-    (VL, "partial_rotary_factor", 0.5, "partial_rotary_factor 0.5 is not supported, only 1"),
+    (VL + PLAIN, "attn_output_gate", True, "attn_output_gate True is not supported, only False"),
+    (PLAIN, "use_qk_norm", False, "use_qk_norm False is not supported, only True"),
+    (PLAIN, "qkv_bias", True, "qkv_bias True is not supported, only False"),
+    (
+        VL + PLAIN,
+        "partial_rotary_factor",
+        0.5,
+        "partial_rotary_factor 0.5 is not supported, only 1",
+    ),
     (SPARSE, "norm_topk_prob", False, "norm_topk_prob False is not supported, only True"),
     (SPARSE, "mlp_only_layers", 3, "'mlp_only_layers' with value 3"),
     (SPARSE, "decoder_sparse_step", 0, "decoder_sparse_step in config.json must be a positive"),
+    (("qwen3_moe",), "shared_expert_intermediate_size", 64, "shared_expert_intermediate_size 64"),
     (("qwen3_next",), "attn_output_gate", False, "attn_output_gate False is not supported"),
     (GATED, "output_gate_type", "sigmoid", "output_gate_type 'sigmoid' is not supported"),
 ]
@@ -228,6 +271,23 @@ def test_no_weight_is_read_before(tmp_path: Path, change: dict[str, Any], compla
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match=complaint):
         Pipeline(tmp_path, EngineConfig())
+
+
+@pytest.mark.parametrize(
+    ("kind", "near"),
+    [
+        ("qwen2_5_vl", "Qwen2.5-VL has a tower with windows; take Qwen3-VL"),
+        ("qwen2_5_vl_text", "take Qwen3-VL"),
+        ("qwen4_exp", "Qwen3.8-Flash-Next has sparse attention"),
+    ],
+)
+def test_what_is_missing_for_a_near_model_is_said(kind: str, near: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        spec_of({"model_type": kind})
+    message = caught.value.message
+    assert near in message and "\n" not in message
+    for name in ("Qwen3.5 ", "Qwen3.6 ", "Qwen3.8 ", "Qwen3-VL ", "Qwen3-Next ", "MiniCPM-V "):
+        assert name in message
 
 
 def test_weights_come_in_the_type_that_the_file_names() -> None:

@@ -16,7 +16,7 @@ from vlm_serve.preprocess.tokenizer import Tokenizer
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 KINDS = {
     "Git LFS pointer: run `git lfs pull`": POINTER,
-    "GGUF file, which is not supported": b"GGUF\x03\x00\x00\x00" + bytes(64),
+    "GGUF file: name it as the model": b"GGUF\x03\x00\x00\x00" + bytes(64),
     "archive, which is not supported": b"PK\x03\x04" + bytes(64),
     "a web page": b"\n<!DOCTYPE html><title>404</title>",
 }
@@ -57,7 +57,7 @@ def test_a_tokenizer_of_another_kind(checkpoint: Path, name: str, what: str) -> 
 def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF\x03")
-    with pytest.raises(ModelNotFoundError, match=r"model\.gguf' is a GGUF file"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf is damaged: the header reaches beyond"):
         resolve_checkpoint(str(file))
     file.write_bytes(b"{}")
     with pytest.raises(ModelNotFoundError, match="is a file: name the folder"):
@@ -66,19 +66,19 @@ def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", [True, False])
 def test_a_folder_of_other_weights(checkpoint: Path, left: bool) -> None:
-    (checkpoint / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    (checkpoint / "pytorch_model.bin").write_bytes(b"PK")
     for file in checkpoint.glob("*.safetensors"):
         file.unlink()
     if not left:
         (checkpoint / "config.json").unlink()
     missing = "safetensors files" if left else "config.json"
-    with pytest.raises(CheckpointError, match=f"no {missing}; model-Q4_K_M.gguf is of a kind"):
+    with pytest.raises(CheckpointError, match=f"no {missing}; pytorch_model.bin is of a kind"):
         load_model(checkpoint, torch.float32, "cpu")
 
 
 def test_a_hub_id_of_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GGUF files beside safetensors have no effect."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
-    with pytest.raises(ModelNotFoundError, match="has GGUF files, which are not supported"):
-        resolve_checkpoint("some/model-GGUF")
     (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model-Q4_K_M.gguf").touch()
     assert resolve_checkpoint("some/model-GGUF") == tmp_path

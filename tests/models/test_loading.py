@@ -254,3 +254,22 @@ def test_loading_says_how_far_it_is(
     shares = [int(share) for share in re.findall(r"(\d+) % of the weights", caplog.text)]
     assert len(shares) > 10 and shares == sorted(shares)
     assert 90 <= shares[-1] <= 100
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decay_rates_and_the_norm_of_a_state_layer_keep_their_float32(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Qwen3.5's files hold exactly these in float32, whatever the rest is."""
+    path = make_checkpoint(tmp_path, dataclasses.replace(SPEC, dtype="bfloat16"))
+    tensors = load_file(path / "model.safetensors")
+    layer = "model.language_model.layers.0.linear_attn"
+    exact = {
+        f"{layer}.{name}": tensors[f"{layer}.{name}"].float() * (1 + 2**-11) + 2**-11
+        for name in ("A_log", "norm.weight")
+    }
+    assert all(not torch.equal(each, each.to(dtype).float()) for each in exact.values())
+    save_file(tensors | exact, path / "model.safetensors")
+    mixer: Any = load_model(path, dtype, "cpu")._decoder.layers[0].mixer
+    assert torch.equal(mixer.neg_decay, -exact[f"{layer}.A_log"].exp())
+    assert torch.equal(mixer.norm, exact[f"{layer}.norm.weight"])

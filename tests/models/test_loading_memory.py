@@ -13,10 +13,13 @@ from subprocess import PIPE
 
 import pytest
 from checkpoint_spec import CheckpointSpec
+from gguf import GGMLQuantizationType as Kind
+from gguf_writer import blocks, write_model
 from make_checkpoint import make_checkpoint
 from safetensors import safe_open
 from sweeps import quick
 
+from vlm_serve.models import resolve_checkpoint
 from vlm_serve.models.weight_sizes import WeightBytes
 
 MIB = 1 << 20
@@ -111,6 +114,35 @@ def test_a_quantised_checkpoint_takes_its_files_size(tmp_path: Path, kind: str) 
     # What reading needed besides has gone back to the system.
     assert after - before <= 1.05 * (file - expected.table) + SLACK
     assert peak - before <= 1.05 * (file - expected.table) + SLACK + largest(path)
+
+
+@pytest.mark.memory
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_a_file_in_blocks_takes_what_is_foreseen(tmp_path: Path, kind: str) -> None:
+    """While it is loaded, no more on top than its largest tensor as numbers."""
+    spec = dataclasses.replace(SPEC, gdn_value_dim=64, vision_depth=0)
+    checkpoint = make_checkpoint(tmp_path / "model", spec)
+    file = write_model(checkpoint, tmp_path / "model.gguf", blocks(Kind[kind]))
+    path = resolve_checkpoint(file)
+    command = [sys.executable, "-c", CHILD, str(path), "bfloat16", "float32"]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        expected = WeightBytes(**json.loads(child.stdout.readline()))
+        before = peak = anonymous(child.pid)
+        child.stdin.write("\n")
+        child.stdin.flush()
+        while not select.select([child.stdout], [], [], 0.001)[0]:
+            peak = max(peak, anonymous(child.pid))
+        assert child.stdout.readline() == "\n", "loading failed"
+        after = anonymous(child.pid)
+        peak = max(peak, after)
+        child.stdin.write("\n")
+    assert not expected.mapped and expected.formats[0][0] == kind
+    of_blocks = file.stat().st_size
+    assert expected.in_memory < 1.05 * (of_blocks + expected.table)
+    assert 0.95 * expected.in_memory - SLACK < after - before < 1.05 * expected.in_memory + SLACK
+    assert peak - before <= 1.05 * expected.in_memory + SLACK + largest(checkpoint)
 
 
 def anonymous(process: int) -> int:

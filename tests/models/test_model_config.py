@@ -108,7 +108,10 @@ def test_defaults_of_sampling_come_with_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ({"model_type": "llama"}, "'llama' is not supported; supported are qwen3_5"),
+        (
+            {"model_type": "llama"},
+            r"'llama' is not supported: Llama has .*; supported are Qwen3\.5 0\.8B",
+        ),
         ({}, "None is not supported"),
         (
             dense() | {"quantization_config": {"bits": 4}},

@@ -11,6 +11,7 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
+from quantised_oracles import experts_together
 from safetensors.torch import load_file
 
 from vlm_serve.engine.batching import KnownSequence
@@ -22,6 +23,7 @@ from vlm_serve.sampling_params import SamplingParams
 SPECS = {
     "dense": CheckpointSpec(mtp=True, tied_embeddings=True),
     "experts": CheckpointSpec(mtp=True, vision_depth=0, num_experts=6),
+    "next": CheckpointSpec(mtp=True, vision_depth=0, num_experts=6, family="qwen3_next"),
 }
 TOKENS = 45
 
@@ -48,7 +50,8 @@ def reference(path: Path, text: list[int]) -> tuple[torch.Tensor, torch.Tensor, 
     kinds = list(config.layer_types)
     layer = parts(config, kinds.index("full_attention")).eval()
     own = "mtp.layers.0."
-    layer.load_state_dict({n[len(own) :]: w for n, w in weights.items() if n.startswith(own)})
+    stored = {n[len(own) :]: w for n, w in weights.items() if n.startswith(own)}
+    layer.load_state_dict(experts_together(stored, transposed=False))
     norms = {}
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         norms[name] = type(model.norm)(config.hidden_size, config.rms_norm_eps)
@@ -61,7 +64,7 @@ def reference(path: Path, text: list[int]) -> tuple[torch.Tensor, torch.Tensor, 
     )
     x = torch.cat(pair, dim=-1) @ weights["mtp.fc.weight"].T
     count = x.shape[1]
-    angles = model.rotary_emb(x, torch.arange(count).expand(3, 1, -1))
+    angles = model.rotary_emb(x, torch.arange(count)[None])
     future = torch.full((count, count), float("-inf")).triu(1)[None, None]
     x = layer(x, position_embeddings=angles, attention_mask=future)
     x = norms["norm"](x[0] if isinstance(x, tuple) else x)

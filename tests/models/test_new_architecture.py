@@ -52,7 +52,7 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "patchwork", Served("patchwork", media=(), experts=True))
+    monkeypatch.setitem(FAMILIES, "patchwork", Served("", "patchwork", media=(), experts=True))
 
 
 @pytest.fixture

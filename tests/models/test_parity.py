@@ -75,7 +75,7 @@ def test_prefill_and_decode(checkpoint: Maker, name: str) -> None:
         torch.testing.assert_close(logits[0], expected[position], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["values_2x", "moe", "vl moe", "next"])
+@pytest.mark.parametrize("name", ["values_2x", "moe", "vl moe", "next", "qwen3", "qwen3 moe"])
 def test_greedy_tokens(checkpoint: Maker, name: str) -> None:
     path = checkpoint(HEADS[name])
     model = load_model(path, torch.float32, "cpu")
@@ -98,7 +98,7 @@ def test_prefill_in_slices(checkpoint: Maker, block_size: int) -> None:
         torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["values_3x", "moe", "vl moe", "next"])
+@pytest.mark.parametrize("name", ["values_3x", "moe", "vl moe", "next", "qwen3 moe"])
 def test_decode_and_prefill_in_one_batch(checkpoint: Maker, name: str) -> None:
     path = checkpoint(HEADS[name])
     driver = Driver(load_model(path, torch.float32, "cpu"))
@@ -148,6 +148,7 @@ def test_float16_and_bfloat16_are_as_good_as_transformers(checkpoint: Maker) -> 
         ("moe", [0, 1, 2, 3]),
         ("vl moe, every second layer dense", [3, 5]),
         ("next, three value heads, dense layers", [3, 5, 7]),
+        ("qwen3 moe", [0, 1, 2, 3]),
     ],
 )
 def test_experts_are_captured(checkpoint: Maker, name: str, sparse: list[int]) -> None:

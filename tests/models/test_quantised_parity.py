@@ -17,6 +17,7 @@ from families import SPECS
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
 from quantised_weights import FORMATS
+from sweeps import quick
 
 from vlm_serve.models import load_model
 
@@ -27,12 +28,18 @@ MOE = dataclasses.replace(DENSE, num_experts=4, moe_intermediate_size=64)
 # Square tensors of experts would not say whether they are transposed.
 VL = dataclasses.replace(SPECS["vl moe"], dtype="bfloat16", moe_intermediate_size=96)
 NEXT = dataclasses.replace(SPECS["next"], dtype="bfloat16")
+QWEN3 = dataclasses.replace(SPECS["qwen3"], dtype="bfloat16")
 OTHERS = {
     "vl": dataclasses.replace(VL, num_experts=0, quantization="awq"),
     "vl moe": dataclasses.replace(VL, quantization="gptq"),
     "vl moe fused": dataclasses.replace(VL, quantization="fp8-fused"),
     "next": dataclasses.replace(NEXT, quantization="fp8"),
     "next int4": dataclasses.replace(NEXT, quantization="int4"),
+    "qwen3": dataclasses.replace(QWEN3, quantization="fp8"),
+    "qwen3 nvfp4": dataclasses.replace(QWEN3, quantization="nvfp4-modelopt"),
+    "qwen3 moe": dataclasses.replace(QWEN3, num_experts=6, quantization="awq"),
+    "qwen3 moe int4": dataclasses.replace(QWEN3, num_experts=6, quantization="gptq"),
+    "qwen3 moe fp8": dataclasses.replace(QWEN3, num_experts=6, quantization="fp8"),
     "blocks cut": dataclasses.replace(
         DENSE, hidden_size=192, head_dim=64, intermediate_size=320, quantization="fp8"
     ),
@@ -42,6 +49,7 @@ CASES = {
     **{f"moe {kind}": dataclasses.replace(MOE, quantization=kind) for kind in FORMATS},
     **OTHERS,
 }
+QUICK = ("dense awq", "dense mixed", "moe fp8", "moe gptq-mlp", "next")
 
 Maker = Callable[[str], tuple[Path, Path]]
 
@@ -77,7 +85,7 @@ def test_logits(checkpoints: Maker, name: str, compiled: bool) -> None:
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["dense awq", "dense mixed", "moe fp8", "moe gptq-mlp", "next"])
+@pytest.mark.parametrize("name", quick(CASES, QUICK))
 def test_greedy_tokens(checkpoints: Maker, name: str) -> None:
     path, plain = checkpoints(name)
     tokens = random_tokens(20)

@@ -31,6 +31,8 @@ CLASSES = {
     "vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
     "vl moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
     "next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3 moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "minicpm": ("MiniCPMV4_6Config", "MiniCPMV4_6ForConditionalGeneration"),
 }
 # Fields of published files that no class of transformers has.

@@ -71,6 +71,33 @@ def test_sizes_are_those_of_a_loaded_model(tmp_path: Path, name: str, kind: str)
     assert expected.in_memory == total - (expected.table if expected.mapped else 0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["dense", "tied"])
+@pytest.mark.parametrize("pooled", [(), (3, 7)])
+def test_a_pooling_model_has_no_whole_head(
+    tmp_path: Path, name: str, kind: str, pooled: tuple[int, ...]
+) -> None:
+    path = make_checkpoint(tmp_path, SPECS[name])
+    weights, compute, compiled = KINDS[kind]
+    model = load_model(
+        path, weights, "cpu", compute_dtype=compute, compiled=compiled, pooled=pooled
+    )
+    expected, whole = (
+        weight_bytes(
+            read_spec(path),
+            weights=weights,
+            compute=compute,
+            device=torch.device("cpu"),
+            compiled=compiled,
+            head_rows=rows,
+        )
+        for rows in (len(pooled), None)
+    )
+    total = expected.projections + expected.others + expected.table
+    assert sum(sizes(model)) == pytest.approx(total, rel=0.001)
+    assert expected.projections < whole.projections
+
+
 @pytest.mark.parametrize(
     "kind", ["fp8", "fp8-fused", "gptq-mlp", "awq", "int8", "mixed", "mixed-modelopt"]
 )

@@ -7,8 +7,8 @@
 
 namespace cases {
 
-static const char* TYPES[] = {"float32", "bfloat16", "float16", "",      "",
-                              "",        "float8",   "",        "roots", "e8m0"};
+static const char* TYPES[] = {"float32", "bfloat16", "float16", "",     "",          "",
+                              "float8",  "",         "roots",   "e8m0", "two_levels"};
 static const char* CODES[] = {"int8", "int6", "int4", "float8", "float4"};
 static const char* USES[] = {"plain", "times", "plus", "silu", "gelu", "gelu_tanh"};
 
@@ -20,7 +20,8 @@ static void put(Random& random, int64_t type, void* to) {
     if (type == vlm::BFLOAT16) vlm::store_one((bf16*)to, number);
     if (type == vlm::FLOAT16)
         *(uint16_t*)to = random.below(2) << 15 | random.below(15) << 10 | random.below(1 << 10);
-    if (type == vlm::ROOTS || type == vlm::FLOAT8) *(uint8_t*)to = random.below(256);
+    const bool bytes = type == vlm::ROOTS || type == vlm::TWO_LEVEL;
+    if (bytes || type == vlm::FLOAT8) *(uint8_t*)to = random.below(256);
     if (type == vlm::E8M0) *(uint8_t*)to = 97 + random.below(30);
 }
 
@@ -44,7 +45,10 @@ vlm::Weight Matrix::weight() const {
             .group = 0,
             .scale_type = 0,
             .dynamic = 0,
-            .factors = nullptr};
+            .factors = nullptr,
+            .outer = nullptr,
+            .floors = nullptr,
+            .outer_group = 0};
 }
 
 std::vector<int64_t> Matrix::packed(int64_t threads, int64_t cut) const {
@@ -119,8 +123,8 @@ static void product(int64_t type, int64_t use, int64_t rows, int64_t columns, in
 template <typename T>
 static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dynamic,
                           int64_t rows) {
-    constexpr int64_t COLUMNS = 77, DEEP = 192, GROUP = 64;
-    const bool bytes = vlm::bytes_of(scale_type) == 1;
+    constexpr int64_t COLUMNS = 77, DEEP = 192, GROUP = 64, OUTER = DEEP;
+    const bool bytes = vlm::bytes_of(scale_type) == 1 && scale_type != vlm::TWO_LEVEL;
     const std::string name = std::string("vlm_linear/") + CODES[type - vlm::INT8] + "/" +
                              TYPES[scale_type] + (zeros ? "/zeros" : "") +
                              (dynamic ? "/dynamic/" : "/") + std::to_string(rows);
@@ -136,6 +140,9 @@ static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dyn
     for (float& each : factors) each = std::ldexp(1.0f, -(int)random.below(20) - 8);
     std::vector<uint8_t> zero(count);
     for (uint8_t& each : zero) each = random.below(16);
+    const bool two_level = scale_type == vlm::TWO_LEVEL;
+    std::vector<char> outer(two_level ? count * GROUP / OUTER * 2 : 0);
+    for (size_t i = 0; i < outer.size(); i += 2) put(random, vlm::FLOAT16, &outer[i]);
     const std::vector<T> x = random.numbers<T>(rows * DEEP, 2.0f);
     auto run = [&](int64_t first, int64_t some, int64_t threads) {
         std::vector<T> out(some * COLUMNS);
@@ -149,7 +156,10 @@ static void coded_product(int64_t type, int64_t scale_type, bool zeros, bool dyn
                                              .group = GROUP,
                                              .scale_type = scale_type,
                                              .dynamic = dynamic,
-                                             .factors = bytes ? factors.data() : nullptr},
+                                             .factors = bytes ? factors.data() : nullptr,
+                                             .outer = two_level ? outer.data() : nullptr,
+                                             .floors = zeros && two_level ? outer.data() : nullptr,
+                                             .outer_group = OUTER},
                                   .rows = some,
                                   .x_stride = DEEP,
                                   .other_stride = 0,
@@ -175,6 +185,12 @@ static void coded_products() {
                     for (int64_t rows : {1, 5, 13, 100})
                         if (type != vlm::FLOAT8 || !(zeros || dynamic))
                             coded_product<T>(type, scales, zeros, dynamic, rows);
+    for (int64_t type : {vlm::INT8, vlm::INT6, vlm::INT4})
+        for (bool zeros : {false, true})
+            for (bool dynamic : {false, true})
+                for (int64_t rows : {1, 5, 13, 100})
+                    if (type != vlm::INT8 || !zeros)
+                        coded_product<T>(type, vlm::TWO_LEVEL, zeros, dynamic, rows);
     for (int64_t scales : {vlm::FLOAT8, vlm::E8M0})
         for (bool dynamic : {false, true})
             for (int64_t rows : {1, 5, 13, 100})
@@ -253,7 +269,10 @@ static void float8_pair_products() {
                                  .group = GROUP,
                                  .scale_type = vlm::FLOAT32,
                                  .dynamic = 0,
-                                 .factors = nullptr};
+                                 .factors = nullptr,
+                                 .outer = nullptr,
+                                 .floors = nullptr,
+                                 .outer_group = 0};
         std::vector<bf16> got(rows * COLUMNS), wanted(rows * COLUMNS);
         const vlm::Projection job{.weight = weight,
                                   .rows = rows,

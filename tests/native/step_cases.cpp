@@ -69,7 +69,11 @@ typename Tiny<T, P, S>::Result Tiny<T, P, S>::run(const vlm::Program& given,
                          .media_stride = FEATURES_WIDTH,
                          .media_first = media_first.data(),
                          .media_tokens = media_tokens.data(),
-                         .media_rows = media_rows.data()};
+                         .media_rows = media_rows.data(),
+                         .adapters = 0,
+                         .widest = 0,
+                         .adapter_of = nullptr,
+                         .changes = nullptr};
     must(vlm_step(&program, &step, BITS<T>), "vlm_step");
     for (int64_t r = 0; r < step.rows; ++r) {
         const float* row = &result.logits[r * VOCAB];

@@ -227,7 +227,8 @@ class Tiny {
 
     void project(Operations& to, const vlm::Weight& weight, vlm::View x, vlm::View out,
                  int64_t use) const {
-        to.add(vlm::PRODUCT, vlm::Product{.weight = weight, .x = x, .out = out, .use = use});
+        to.add(vlm::PRODUCT,
+               vlm::Product{.weight = weight, .x = x, .out = out, .use = use, .site = 0});
     }
 
     void keep(Operations& to, vlm::View x, int64_t width, int64_t reporting) const {
@@ -315,8 +316,12 @@ class Tiny {
     }
 
     void gated(Operations& to, const Layer& own) const {
-        to.add(vlm::GATED,
-               vlm::Gated{.gate = own.gate, .up = own.up, .x = normed_, .out = inside_});
+        to.add(vlm::GATED, vlm::Gated{.gate = own.gate,
+                                      .up = own.up,
+                                      .x = normed_,
+                                      .out = inside_,
+                                      .gate_site = 0,
+                                      .up_site = 0});
     }
 
     void mlp(Operations& to, const Layer& own) const {
@@ -339,7 +344,10 @@ class Tiny {
                                           .gate_up = &gate_up_[2 * shape_.experts * index],
                                           .down = &down_[shape_.experts * index],
                                           .shared_down = shape_.shared ? own.down : vlm::Weight{},
-                                          .apart = 0});
+                                          .apart = 0,
+                                          .shared_site = 0,
+                                          .gate_up_sites = nullptr,
+                                          .down_sites = nullptr});
     }
 
     static constexpr int32_t axes_[HALF] = {0, 1, 2, 0, 1, 2, 0, 0};

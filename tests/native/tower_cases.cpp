@@ -96,8 +96,10 @@ class Tower {
 
     void product(int64_t columns, int64_t depth, vlm::View x, vlm::View out, int64_t use) {
         matrices_.emplace_back(random_, type_, columns, depth, true);
-        to_.add(vlm::PRODUCT,
-                vlm::Product{.weight = matrices_.back().weight(), .x = x, .out = out, .use = use});
+        to_.add(
+            vlm::PRODUCT,
+            vlm::Product{
+                .weight = matrices_.back().weight(), .x = x, .out = out, .use = use, .site = 0});
     }
 
     void norm(vlm::View x, vlm::View out, int64_t width) {

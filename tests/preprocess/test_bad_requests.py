@@ -25,7 +25,8 @@ from PIL import Image
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
+from vlm_serve.preprocess.media_processors import processor_fingerprint
+from vlm_serve.preprocess.prepare import Preprocessor
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,27 @@ def test_what_forks_them_is_replaced_when_it_dies(decoders: Decoders) -> None:
     assert len(decoders.pids) == 1, "the light one knows nothing of it"
 
 
+def test_what_forks_them_is_replaced_when_it_is_stopped(decoders: Decoders) -> None:
+    pixels_of(decoders, small())
+    process = decoders._fork_server._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    assert pixels_of(decoders, large()).shape == (6000, 8000, 3)
+    assert time.monotonic() - begin < 30
+    assert not _runs(process.pid)
+
+
+def test_a_stopped_process_ends_at_the_deadline(decoders: Decoders) -> None:
+    pixels_of(decoders, small())
+    (idle,) = decoders.pids
+    os.kill(idle, signal.SIGSTOP)
+    with pytest.raises(MediaError, match="longer than 1 seconds"):
+        pixels_of(decoders, small(), replace(LIMITS, max_image_decode_seconds=1))
+    wait_until(lambda: not _runs(idle))
+    assert pixels_of(decoders, small()).shape == (30, 40, 3)
+
+
 def test_closing_ends_what_runs() -> None:
     decoders = Decoders()
     pixels_of(decoders, small())

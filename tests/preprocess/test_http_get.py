@@ -9,8 +9,9 @@ import pytest
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.fetch import fetch
-from vlm_serve.preprocess.http_get import is_public, parse_target
+from vlm_serve.preprocess.http_get import parse_target
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.public_address import is_public
 
 LIMITS = MediaLimits()
 
@@ -28,6 +29,12 @@ LIMITS = MediaLimits()
         "224.0.0.1",
         "255.255.255.255",
         "198.18.0.1",
+        "192.0.0.192",
+        "192.0.0.9",
+        "192.0.2.1",
+        "192.88.99.1",
+        "203.0.113.7",
+        "240.0.0.1",
         "::1",
         "::",
         "fe80::1",
@@ -41,14 +48,37 @@ LIMITS = MediaLimits()
         "2002:7f00:1::",
         "2002:a00:1::1",
         "2001:db8::1",
+        "2001::8.8.8.8",
+        "3fff::1",
+        "5f00::1",
+        "64:ff9b:1::808:808",
+        "64:ff9b::c000:c0",
+        "100::1",
+        "4000::1",
     ],
 )
 def test_private_and_odd_addresses(address: str) -> None:
     assert not is_public(ipaddress.ip_address(address))
 
 
+def test_the_table_of_python_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older ones call 192.0.0.192 global, where a cloud serves credentials."""
+    for kind in (ipaddress.IPv4Address, ipaddress.IPv6Address):
+        monkeypatch.setattr(kind, "is_global", True)
+    for address in ("192.0.0.192", "10.0.0.1", "fd00::1"):
+        assert not is_public(ipaddress.ip_address(address))
+
+
 @pytest.mark.parametrize(
-    "address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "64:ff9b::808:808"]
+    "address",
+    [
+        "8.8.8.8",
+        "1.1.1.1",
+        "2606:4700:4700::1111",
+        "64:ff9b::808:808",
+        "192.0.1.1",
+        "2002:808:808::1",
+    ],
 )
 def test_public_addresses(address: str) -> None:
     assert is_public(ipaddress.ip_address(address))

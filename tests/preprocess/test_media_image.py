@@ -22,6 +22,9 @@ from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_image import FORMATS, decode_image, image_to_rgb
 
 LIMITS = MediaLimits()
+Image.init()
+WRITTEN = [form for form in FORMATS if form in Image.SAVE]
+"""HEIF has no writer here; tests/preprocess/test_picture_files.py reads one."""
 
 
 def picture(height: int = 20, width: int = 30, channels: int = 3) -> npt.NDArray[np.uint8]:
@@ -51,7 +54,7 @@ def test_lossless_formats_give_the_pixels(kind: str, options: dict[str, Any]) ->
     assert np.array_equal(decode_image(data, LIMITS), pixels)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", WRITTEN)
 def test_every_named_format_is_read(kind: str) -> None:
     data = encode(Image.new("RGB", (40, 30), (200, 30, 90)), kind)
     pixels = decode_image(data, LIMITS)
@@ -299,7 +302,7 @@ def test_floating_point_images_are_refused() -> None:
         image_to_rgb(Image.fromarray(np.zeros((4, 4), dtype=np.float32)), LIMITS)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", WRITTEN)
 def test_flipped_bytes_give_pixels_or_media_errors(kind: str) -> None:
     whole = encode(Image.fromarray(picture(30, 40)), kind)
     random = np.random.default_rng(0)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from media_reference import square_pixels
 from PIL import Image
 
 from vlm_serve.errors import MediaError
@@ -27,9 +28,10 @@ Frames = list[npt.NDArray[np.uint8]]
 
 
 def decode_all(data: bytes) -> Frames:
-    """Every frame, in one go, as transformers' PyAV reader converts them."""
+    """Every frame, in one go, as transformers' PyAV reader converts them, with square pixels."""
     with av.open(io.BytesIO(data)) as container:
-        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    return list(square_pixels(frames, io.BytesIO(data)))
 
 
 def moving_square(num_frames: int, height: int = 48, width: int = 64) -> Frames:

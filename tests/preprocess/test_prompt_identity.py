@@ -20,7 +20,8 @@ from PIL import Image
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.keys import PromptKeys
-from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
+from vlm_serve.preprocess.media_processors import processor_fingerprint
+from vlm_serve.preprocess.prepare import Preprocessor
 
 
 def test_keys_are_those_of_the_tokens_and_spans(

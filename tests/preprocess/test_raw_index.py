@@ -208,7 +208,7 @@ def record(size: int) -> MediaRecord:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), max_size=60))
 def test_least_recently_used_go_first(steps: list[tuple[int, int]]) -> None:
-    """Against a plain list that is kept in order of use."""
+    """Against a plain list kept in order of use."""
     index, model = RawIndex(5000), list[tuple[bytes, MediaRecord]]()
     for name, size in steps:
         key, value = bytes([name]), record(size)

@@ -20,7 +20,8 @@ from PIL import Image
 
 from vlm_serve.errors import CheckpointError, InvalidRequestError
 from vlm_serve.preprocess.keys import embedding_key
-from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
+from vlm_serve.preprocess.media_processors import processor_fingerprint
+from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
 
 # transformers' processor counts a tensor's numbers with numpy.

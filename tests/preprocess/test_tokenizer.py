@@ -38,7 +38,7 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl", "qwen3_next"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl", "qwen3_next", "qwen3"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Families split words in their own ways, whatever tokenizer.json says."""
     spec = replace(SMALL_SPECS[request.param], vocab_size=1024)

@@ -68,8 +68,28 @@ def test_a_router_remembers_where_it_sent_what_for_a_while() -> None:
     router.sent(other, keys, 0)
     clock.now = 5.0
     assert router.choose(keys_about("cat", "Why?"), 0, VIEWS)[0] == other
+    router.ended(other, keys)
     clock.now = 60.0
     assert router.choose(keys_about("cat", "Why?"), 0, VIEWS)[0] == home, "no digest confirms it"
+
+
+def test_an_open_request_counts_until_it_ends_however_long_its_prefill_takes() -> None:
+    """The others wait there for the prefix, rather than compute it elsewhere."""
+    clock = Clock()
+    router, keys = Router(clock=clock), keys_about("cat")
+    home = router.choose(keys, 0, VIEWS)[0]
+    other = next(name for name in NAMES if name != home)
+    router.sent(other, keys, 0)
+    router.sent(other, keys, 0)
+    clock.now = 300.0
+    assert router.choose(keys_about("cat", "Why?"), 0, VIEWS)[0] == other
+    router.ended(other, keys)
+    assert router.choose(keys_about("cat", "Why?"), 0, VIEWS)[0] == other, "one is still open"
+    router.ended(other, keys, usage=RequestUsage(1000, 0, 10))
+    clock.now = 305.0
+    assert router.choose(keys_about("cat", "Why?"), 0, VIEWS)[0] == other, "computed just now"
+    clock.now = 400.0
+    assert router.choose(keys_about("cat", "Why?"), 0, VIEWS)[0] == home
 
 
 def test_what_every_replica_holds_speaks_for_none() -> None:
@@ -279,7 +299,7 @@ def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         sent.add(f"{next(number)}", [b"shared" * 3, *(fresh() for _ in range(10))], 0.0)
         given_work.sent("a", fresh(), 1.0, 0.0)
     assert len(sent) <= 1000
-    assert len(sent.holders(b"shared" * 3)) == holdings.MAX_SENT_REPLICAS
+    assert len(sent.recent(b"shared" * 3, 0.0)) == holdings.MAX_SENT_REPLICAS
     assert given_work.open("a") <= 100, "what is forgotten counts as ended"
     for replica in range(50):
         digests.remove(f"{replica}")

@@ -184,7 +184,7 @@ VIDEOS: dict[str, Callable[[], bytes]] = {
 
 FIELDS: dict[str, Any] = {
     "temperature": [-1, 1e9, "1", [1]],
-    "top_p": [0, 1.01, -1],
+    "top_p": [1.01, -1],
     "top_k": [-2, 1.5],
     "min_p": [-0.1, 1.1],
     "seed": [2**63, -(2**70), "x"],

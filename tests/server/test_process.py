@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 from pathlib import Path
 
@@ -99,6 +100,45 @@ def test_a_signal_waits_for_open_requests_and_a_second_one_does_not(
                 assert not any('"length"' in line for line in lines), "it has waited for the end"
             wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
     assert "Traceback" not in log.read_text()
+
+
+def test_every_signal_is_ignored_or_an_orderly_end(checkpoint: Path, tmp_path: Path) -> None:
+    """Also if nobody reads the log, and the terminal that is closed sends two of them."""
+    stored = tmp_path / "stored"
+    reading, writing = os.pipe()
+    with (
+        os.fdopen(writing, "w") as log,
+        server_process(
+            str(checkpoint), *SMALL, "--disk-cache-path", str(stored), "--disk-cache-size", "64MiB",
+            "--log-level", "debug", log=log,
+        ) as server,
+        httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as client,
+    ):  # fmt: skip
+        process = server.process
+        for each in (signal.SIGUSR1, signal.SIGUSR2):
+            process.send_signal(each)
+        messages = [{"role": "user", "content": "Tell me of it. " * 40}]
+        body = {"messages": messages, "max_tokens": 1, "temperature": 0}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        for _ in range(350):  # More lines than a pipe holds.
+            assert client.get("/v1/models/none").status_code == 404
+            client.post("/v1/chat/completions", json={**body, "messages": []})
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(SECONDS) == 0
+        os.close(reading)
+    with contextlib.closing(sqlite3.connect(stored / "vlm-serve-cache.sqlite")) as entries:
+        assert entries.execute("SELECT count(*) FROM entries").fetchone()[0] > 0
+
+
+@pytest.mark.processes
+def test_a_server_that_is_not_to_notice_a_closed_terminal_does_not(checkpoint: Path) -> None:
+    start = ("nohup", *COMMAND)
+    with server_process(str(checkpoint), *SMALL, start=start) as server:
+        server.process.send_signal(signal.SIGHUP)
+        assert httpx.get(f"{server.url}/ready", timeout=SECONDS, trust_env=False).status_code == 200
+        server.process.send_signal(signal.SIGQUIT)
+        assert server.process.wait(SECONDS) == 0
 
 
 @pytest.mark.processes

@@ -11,7 +11,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend, decide
-from vlm_serve.engine.memory import MemoryPlan
+from vlm_serve.engine.memory import MemoryPlan, StepMemory
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.weight_sizes import WeightBytes
 from vlm_serve.preprocess.template_traits import TemplateTraits
@@ -31,20 +31,34 @@ MEMORY = MemoryPlan(
 
 
 def rows(
-    server: ServerConfig | None = None, scheme: QuantScheme | None = None, **options: Any
+    server: ServerConfig | None = None,
+    scheme: QuantScheme | None = None,
+    steps: StepMemory | None = None,
+    **options: Any,
 ) -> dict[str, str]:
     config = EngineConfig(block_size=64, max_num_seqs=12, **options)
     backend = Backend(torch.device(config.device), problem="no compiler")
     engine: Any = SimpleNamespace(
         config=config,
         memory=MEMORY,
+        step_memory=steps,
         max_model_len=640,
         arithmetic=decide(config, torch.bfloat16, backend),
         weights=WeightBytes(projections=7 << 30, table=1 << 30, others=1 << 30, mapped=True),
         preprocessor=SimpleNamespace(tool_form="hermes", template_traits=TemplateTraits()),
         spec=SimpleNamespace(quantization=scheme),
+        adapters=SimpleNamespace(all=list),
     )
     return dict(startup_rows(engine, server or ServerConfig(), ("name",), "http://there"))
+
+
+def test_what_steps_take_is_said_where_it_was_measured() -> None:
+    steps = StepMemory(forward=2 << 30, vision=3 << 30, graphs=1 << 30)
+    assert (
+        rows(steps=steps, device="cuda:0", cuda_graphs=True)["steps"]
+        == "4 GiB on top: text 2 GiB, media 3 GiB, graphs 1 GiB"
+    )
+    assert "steps" not in rows(device="cpu")
 
 
 SIZES = "12 sequences and 512 prompt tokens"

@@ -97,6 +97,12 @@ def test_metrics_count_what_happened(fake: RunningServer) -> None:
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
 
 
+def test_metrics_know_adapters(fake: RunningServer) -> None:
+    found = samples(fake)
+    names = ("requests", "cached_tokens", "draft_tokens", "accepted_tokens")
+    assert [found[f"lora_{name}_total tuned"] for name in names] == [2, 20, 6, 4]
+
+
 def test_tokens_that_nobody_waits_for_count_from_when_they_were_made(
     fake: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +138,9 @@ def test_metrics_of_the_engine(fake: RunningServer) -> None:
     assert found["state_snapshots_saved_total media"] == 3
     assert found["cache_evictions_total kv"] == 1
     assert (found["held_bytes kv"], found["held_bytes grammars"]) == (6, 0)
+    assert found["num_requests_joined"] == 3
+    joined = [found[f"prefix_cache_joined_{name}_total"] for name in ("requests", "tokens")]
+    assert joined == [4, 640] and found["prefix_cache_joined_seconds_total"] == 0.25
     names = ("audits", "mismatches", "near_ties", "dropped")
     assert [found[f"cache_audit_{name}_total"] for name in names] == [9, 1, 2, 3]
 

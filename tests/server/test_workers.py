@@ -1,4 +1,4 @@
-"""The table of threads and processes, and the pools that are made of it."""
+"""The table of threads and processes, and the pools made of it."""
 
 from __future__ import annotations
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message
+
+from vlm_serve.server.http.body import receiver
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,9 @@ async def post(
     Args:
         state: of the request's scope, as authentication leaves it.
     """
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     status = 500
     head: dict[str, str] = {}
     parts: list[bytes] = []
-
-    async def receive() -> Message:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()  # never disconnects
-        raise AssertionError("unreachable")
 
     async def send(message: Message) -> None:
         nonlocal status
@@ -71,5 +65,5 @@ async def post(
         "server": None,
         "state": dict(state or {}),
     }
-    await app(scope, receive, send)
+    await app(scope, receiver(body), send)
     return Reply(status, head, b"".join(parts))

@@ -23,7 +23,7 @@ class Journal:
         path: the file; created if missing.
 
     Attributes:
-        done: ids of the jobs that have a line.
+        done: ids of the jobs with a line.
 
     Raises ConfigError if the file cannot be written or has other content.
     """

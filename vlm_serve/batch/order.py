@@ -25,7 +25,7 @@ class ReuseKey:
     """The parts of a request that others may share.
 
     Attributes:
-        salt: its tenant; tenants share nothing.
+        salt: its tenant and its model's name; others share nothing with it.
         media: digests of its media sources, in order.
         text: the beginning of its prompt, with media as digests.
     """
@@ -51,16 +51,17 @@ def reuse_key_of(path: str, body: Any) -> ReuseKey:
         conversation = read_conversation(APIS[path], body)
         for part in _parts(conversation):
             if isinstance(part, MediaPart):
-                source = (part.head + part.source).encode("utf-8", "replace")
+                source = "".join(part.texts).encode("utf-8", "replace")
                 media.append(hashlib.blake2b(source, digest_size=12).hexdigest())
                 texts.append(media[-1])
             else:
                 texts.append(part)
     except Exception:  # a malformed body may raise anything
         return ReuseKey()
-    salt = conversation.cache_salt
+    salt, model = conversation.cache_salt, body.get("model")
     text = "\n".join(texts)[:KEY_CHARACTERS]
-    return ReuseKey(salt if isinstance(salt, str) else "", tuple(media), text)
+    own = [each if isinstance(each, str) else "" for each in (salt, model)]
+    return ReuseKey("\n".join(own), tuple(media), text)
 
 
 def _parts(conversation: Conversation) -> Iterator[str | MediaPart]:

@@ -49,7 +49,7 @@ class Batch:
         times: Unix time in seconds of each later status.
         problems: why it failed.
         total, completed, failed: numbers of its requests.
-        ending: the end that was decided on while it runs.
+        ending: the end decided on while it runs.
         work: its work while it runs.
         timer: ends it with its window.
     """

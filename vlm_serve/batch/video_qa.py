@@ -28,6 +28,8 @@ COLUMNS = (
     "video",
     "question",
     "answer",
+    "finish_reason",
+    "reasoning",
     "prompt_tokens",
     "cached_tokens",
     "hit_rate",
@@ -35,6 +37,8 @@ COLUMNS = (
     "cache_reason",
     "error",
 )
+_LATER = ("finish_reason", "reasoning")
+"""Columns that outputs of earlier versions lack."""
 _PATH = "/v1/chat/completions"
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 
@@ -53,6 +57,7 @@ class VideoTally:
 
     questions: int = 0
     failed: int = 0
+    cut: int = 0
     prompt: int = 0
     cached: int = 0
 
@@ -67,6 +72,7 @@ class Tally:
         video = self.videos.setdefault(row["video"], VideoTally())
         video.questions += 1
         video.failed += row["error"] is not None
+        video.cut += row.get("finish_reason") == "length"
         video.prompt += row["prompt_tokens"]
         video.cached += row["cached_tokens"]
 
@@ -75,6 +81,7 @@ class Tally:
         width = max(map(len, self.videos), default=0)
         for name, video in sorted(self.videos.items()):
             failed = f", {video.failed} failed" if video.failed else ""
+            failed += f", {video.cut} cut at --max-tokens" if video.cut else ""
             rate = percent(video.cached, video.prompt)
             yield f"  {name:<{width}}  {video.questions} questions{failed}, {rate} cached"
 
@@ -95,13 +102,20 @@ def chat_body(question: VideoQuestion, options: AnswerOptions) -> bytes:
 
 
 def row_of(question: VideoQuestion, reply: Reply) -> Row:
-    """Build the output row of a question: its answer, or the error's message."""
+    """Build the output row of a question: its answer, or the error's message.
+
+    The answer is "" if `--max-tokens` cut the thought before it, and null with an error alone.
+    """
     body = reply_json(reply)
     row: Row = {"id": question.id, "video": question.video, "question": question.text}
     prompt, cached, *_ = usage_of(body)
     answered = reply.status == 200
+    choice = body["choices"][0] if answered else {"message": {}}
+    message = choice["message"]
     return row | {
-        "answer": body["choices"][0]["message"]["content"] if answered else None,
+        "answer": message["content"] or "" if answered else None,
+        "finish_reason": choice.get("finish_reason"),
+        "reasoning": message.get("reasoning"),
         "prompt_tokens": prompt,
         "cached_tokens": cached,
         "hit_rate": round(cached / prompt, 4) if prompt else 0.0,
@@ -209,7 +223,8 @@ def _from_csv(path: Path) -> Iterator[bytes]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             for found in csv.DictReader(file):
-                row: Row = {name: found[name] or None for name in COLUMNS}
+                given = found | {name: found.get(name) for name in _LATER}
+                row: Row = {name: given[name] or None for name in COLUMNS}
                 row |= {name: int(found[name]) for name in _COUNTS}
                 row["hit_rate"] = float(found["hit_rate"])
                 if row["error"] is None:

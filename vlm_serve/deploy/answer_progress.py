@@ -22,7 +22,7 @@ class AnswerProgress:
     """Progress of one request's answer; sees every message to the client.
 
     Args:
-        attempt: everything that is fixed before any replica has the request.
+        attempt: everything fixed before any replica has the request.
 
     Attributes:
         started: the client has received a status.

@@ -19,6 +19,12 @@ def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> N
             "tenant_keys, or pass --without-keys",
             param="host",
         )
+    if server.allow_runtime_lora and deploy.most > 1:
+        raise ConfigError(
+            "allow_runtime_lora needs one replica: an adapter would be loaded by one of them only; "
+            "name adapters by lora_modules",
+            param="allow_runtime_lora",
+        )
     if server.response_store is not None and deploy.most > 1:
         raise ConfigError(
             "response_store needs one replica: responses are kept in the memory of one process",

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import secrets
 import signal
-import time
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
 from vlm_serve.child import search_path
-from vlm_serve.deploy.loopback import ENVIRONMENT
+from vlm_serve.children import adopt_orphans, end_descendants
+from vlm_serve.deploy import loopback, ray_processes
 from vlm_serve.deploy.ray_folder import LONGEST, RayFolder
+from vlm_serve.deploy.ray_log import RayLog
 from vlm_serve.errors import ConfigError, EngineError
 
 _log = logging.getLogger(__name__)
@@ -23,8 +23,7 @@ _log = logging.getLogger(__name__)
 SPARE_STORE_BYTES = 128 << 20
 BODIES_IN_STORE = 8
 """Ray's object store holds this many of the largest bodies; beyond that it spills to disk."""
-END_SECONDS = 10.0
-_PR_SET_CHILD_SUBREAPER = 36
+_END_SECONDS, _AT_ONCE_SECONDS = 10.0, 2.0
 
 
 class Cluster:
@@ -50,12 +49,14 @@ class Cluster:
             raise ConfigError(
                 "deploy needs the extra `ray`: pip install 'vlm-serve[ray]'", param="replicas"
             ) from None
-        end_on_signals()
+        end_on_signals(self.leave_at_once)
         try:
             self._folder = RayFolder(LONGEST)
         except OSError as error:
             raise EngineError(f"there is no usable folder for Ray's sockets: {error}") from None
         adopt_orphans()
+        ray_processes.leave_out_needless()
+        ray_processes.bind_agents()
         try:
             # Ray's processes import from the current working directory.
             with contextlib.chdir(self._folder.start()):
@@ -67,6 +68,9 @@ class Cluster:
                     logging_level=logging.WARNING,
                     _temp_dir=self._folder.ray,
                 )
+            end_on_signals(self.leave_at_once)
+            RayLog().install()
+            self._folder.check()
             serve.start(
                 proxy_location="Disabled",
                 logging_config={"log_level": "WARNING", "enable_access_log": False},
@@ -83,10 +87,20 @@ class Cluster:
         """End Ray and every descendant process. The replicas must be done by then."""
         import ray
 
-        at_once_on_signals()
+        at_once_on_signals(self.leave_at_once)
         with contextlib.suppress(Exception):
             ray.shutdown()
-        end_descendants()
+        self._clean_up(_END_SECONDS)
+
+    def leave_at_once(self) -> NoReturn:
+        """End this process and its descendants at once; nothing is left of them."""
+        _log.warning("stopped by a second signal")
+        self._clean_up(_AT_ONCE_SECONDS)
+        logging.shutdown()
+        os._exit(0)
+
+    def _clean_up(self, seconds: float) -> None:
+        end_descendants(seconds)
         if self._folder is not None:
             self._folder.remove()
 
@@ -94,7 +108,8 @@ class Cluster:
 def environment() -> dict[str, str]:
     """Return environment variables for this process and its children, set before importing Ray."""
     return {
-        **ENVIRONMENT,
+        **loopback.ENVIRONMENT,
+        **ray_processes.ENVIRONMENT,
         **search_path(),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -105,67 +120,29 @@ def environment() -> dict[str, str]:
     }
 
 
-def adopt_orphans() -> None:
-    """Become the subreaper: orphaned descendants become children of this process."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def end_on_signals(leave_at_once: Callable[[], object]) -> None:
+    """Install handlers: the first signal that ends raises SystemExit, a second leaves at once.
 
-
-def descendants() -> set[int]:
-    """Return the ids of all descendant processes."""
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                # The process name is in brackets, and may contain blanks and brackets.
-                rest = (folder / "stat").read_text().rpartition(")")[2].split()
-                parents[int(folder.name)] = int(rest[1])
-    found: set[int] = set()
-    layer = {os.getpid()}
-    while layer:
-        layer = {child for child, parent in parents.items() if parent in layer} - found
-        found |= layer
-    return found
-
-
-def end_descendants(seconds: float = END_SECONDS) -> None:
-    """Kill all descendant processes, and wait until they are gone or the time is up."""
-    deadline = time.monotonic() + seconds
-    while (left := descendants()) and time.monotonic() < deadline:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.01)
-
-
-def end_on_signals() -> None:
-    """Install handlers for SIGTERM and SIGINT: the first signal raises SystemExit, a second kills.
-
-    Importing Ray replaces them with its own.
+    Importing and starting Ray replaces them with its own.
     """
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
-        at_once_on_signals()
+        at_once_on_signals(leave_at_once)
         raise SystemExit(0)
 
-    for each in _SIGNALS:
-        signal.signal(each, leave)
+    for each in _FIRST_SIGNALS:
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, leave)
 
 
-def at_once_on_signals() -> None:
-    """Install handlers to kill this process and its descendants at once."""
+def at_once_on_signals(leave_at_once: Callable[[], object]) -> None:
+    """Install handlers with a call of a function without return."""
     for each in _SIGNALS:
         signal.signal(each, lambda number, frame: leave_at_once())
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
-def leave_at_once() -> NoReturn:
-    """Kill this process and its descendants at once."""
-    _log.warning("stopped by a second signal")
-    logging.shutdown()
-    end_descendants(1.0)
-    os._exit(0)
-
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+_FIRST_SIGNALS = (*_SIGNALS, signal.SIGHUP)
+"""A closed terminal may send several SIGHUPs, so a second one means nothing."""

@@ -53,13 +53,19 @@ class Gateway:
         config: the server's options.
         model: the model's name for clients.
         max_open_per_replica: open requests per replica; beyond that, requests are refused.
+        adapters: names of adapters, which requests may give in place of the model's.
 
     Attributes:
         num_lost: requests that moved to another replica because theirs was lost.
     """
 
     def __init__(
-        self, pool: ReplicaPool, config: ServerConfig, model: str, max_open_per_replica: int
+        self,
+        pool: ReplicaPool,
+        config: ServerConfig,
+        model: str,
+        max_open_per_replica: int,
+        adapters: frozenset[str] = frozenset(),
     ) -> None:
         self.config = config
         self.requests = OpenRequests()
@@ -67,6 +73,7 @@ class Gateway:
         self.pool = pool
         self.memory = RequestMemory(config.max_request_bytes)
         self._model = model
+        self._adapters = adapters
         self._max_open_per_replica = max_open_per_replica
         self._running: asyncio.Task[None] | None = None
         self._streams: set[asyncio.Future[None]] = set()
@@ -124,7 +131,7 @@ class Gateway:
         query, replica = self._named_replica(scope, single)
         with contextlib.nullcontext() if single else self._admitted():
             body = await read_body(Request(scope, receive), self.config.max_body_bytes)
-            keys = await keys_of(scope, body, self._model)
+            keys = await keys_of(scope, body, self._model, self._adapters)
             call = ReplicaCall(forwarded_scope(scope, query), body, keys, replica=replica)
             sending = asyncio.ensure_future(self._send(call, scope, send))
             watching = asyncio.ensure_future(disconnected(receive))

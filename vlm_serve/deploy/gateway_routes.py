@@ -28,6 +28,7 @@ from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.http.request_memory import RequestMemory
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PINS = "/v1/cache/pins"
 SECONDS = 2.0
 """Time limit for a replica's reply; a slower replica is left out."""
 
@@ -51,7 +52,8 @@ async def response(gateway: GatewayState, scope: Scope, receive: Receive) -> Res
     Raises VlmServeError.
     """
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
-    route = ROUTES.get((method, scope["path"]))
+    path = scope["path"]
+    route = ROUTES.get((method, PINS if path.startswith(f"{PINS}/") else path))
     return None if route is None else await route(gateway, Request(scope, receive))
 
 
@@ -115,6 +117,25 @@ async def flush(gateway: GatewayState, request: Request) -> Response:
     return next(iter(replies.values()))
 
 
+async def pins(gateway: GatewayState, request: Request) -> Response:
+    """Serve GET /v1/cache/pins: a list with one page per replica."""
+    return await stats(gateway, request)
+
+
+async def lift_pins(gateway: GatewayState, request: Request) -> Response:
+    """Serve DELETE /v1/cache/pins, with or without a key, on all replicas.
+
+    Raises OverloadedError if one did not answer.
+    """
+    replies = await ask_all(gateway, request, seconds=None)
+    if len(replies) < len(gateway.pool.names) or not replies:
+        raise OverloadedError("not all replicas have answered", code="replica_lost")
+    done = [json.loads(bytes(each.body)) for each in replies.values() if each.status_code == 200]
+    if not done:
+        return next(iter(replies.values()))
+    return JSONResponse(done[0] | {"lifted": sum(each["lifted"] for each in done)})
+
+
 def _refusal(replies: Replies) -> Response | None:
     """Return the first error reply, if any."""
     if not replies:
@@ -159,6 +180,8 @@ ROUTES: Mapping[tuple[str, str], Callable[[GatewayState, Request], Awaitable[Res
     ("GET", "/load"): load,
     ("GET", "/metrics"): metrics,
     ("GET", "/v1/cache/stats"): stats,
+    ("GET", PINS): pins,
+    ("DELETE", PINS): lift_pins,
     ("POST", "/v1/cache/flush"): flush,
     ("POST", "/reset_prefix_cache"): flush,
     ("POST", "/flush_cache"): flush,

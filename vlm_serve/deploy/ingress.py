@@ -22,6 +22,7 @@ from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.replica import ReplicaSetup
 from vlm_serve.deploy.replica_pool import ReplicaPool
 from vlm_serve.deploy.serving import application, max_open_requests
+from vlm_serve.engine.adapters.options import named_adapters
 from vlm_serve.errors import ConfigError
 from vlm_serve.options import from_mapping, options_of
 from vlm_serve.server.config import ServerConfig
@@ -82,7 +83,8 @@ class Ingress:
     ) -> None:
         pool = ReplicaPool(handle, deploy.silence_timeout)
         self._config = setup.server
-        self._gateway = Gateway(pool, setup.server, setup.names[0], max_open_requests(setup))
+        names = frozenset(each.name for each in named_adapters(setup.engine))
+        self._gateway = Gateway(pool, setup.server, setup.names[0], max_open_requests(setup), names)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         tenants = read_tenant_keys(self._config.tenant_keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -11,14 +12,16 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.checks import check
-from vlm_serve.deploy.cluster import Cluster, end_on_signals, leave_at_once
+from vlm_serve.deploy.cluster import Cluster, end_on_signals
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.restart import Restarts
+from vlm_serve.engine.adapters.options import named_adapters
 from vlm_serve.errors import ConfigError, EngineError
+from vlm_serve.log_output import start_logging
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.browsers import for_browsers
@@ -26,6 +29,8 @@ from vlm_serve.server.http.connections import Connections
 from vlm_serve.server.http.draining import (
     SWITCH_SECONDS,
     DrainingServer,
+    format_table,
+    ignore_user_signals,
     print_notice,
     uvicorn_config,
 )
@@ -40,15 +45,14 @@ APPLICATION = "vlm-serve"
 
 def deploy(
     model: str, engine_config: EngineConfig, config: ServerConfig, options: DeployConfig
-) -> int:
-    """Run until a signal ends it; return the exit status.
+) -> NoReturn:
+    """Run until a signal ends it, and end this process.
 
     Raises ConfigError or EngineError if it cannot start.
     """
     sys.setswitchinterval(SWITCH_SECONDS)  # Serve's router and affinity keys run on threads
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    start_logging(config.log_level)
+    ignore_user_signals()
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     check(options, config, engine_config)
     read_tenant_keys(config.tenant_keys)  # fails early, as a taken port does
@@ -58,11 +62,16 @@ def deploy(
         )
     tls_context(config)
     bound = listen(config)
-    end_on_signals()
+    end_on_signals(lambda: os._exit(0))  # Nothing has been started yet.
     try:
-        return _run(model, engine_config, config, options, bound)
+        # Ray's own handlers raise it too, with a status of their own.
+        with contextlib.suppress(SystemExit):
+            _run(model, engine_config, config, options, bound)
     finally:
         close_listener(bound)
+    # Only threads of Ray are left, and at their side the interpreter's own end may crash.
+    logging.shutdown()
+    os._exit(0)
 
 
 def _run(
@@ -71,10 +80,10 @@ def _run(
     config: ServerConfig,
     options: DeployConfig,
     bound: socket.socket,
-) -> int:
+) -> None:
     begun = time.monotonic()
     ranks = engine_config.tensor_parallel_size
-    with Cluster(options.most * ranks, config.max_body_bytes):
+    with Cluster(options.most * ranks, config.max_body_bytes) as cluster:
         from ray import serve
         from ray.serve.handle import DeploymentHandle
 
@@ -105,7 +114,8 @@ def _run(
             raise EngineError(f"the replicas could not be started: {_reason(error)}") from None
         Restarts(start)
         pool = ReplicaPool(handle, options.silence_timeout)
-        gateway = Gateway(pool, config, setup.names[0], max_open_requests(setup))
+        names = frozenset(each.name for each in named_adapters(setup.engine))
+        gateway = Gateway(pool, config, setup.names[0], max_open_requests(setup), names)
         connections = Connections(config)
         app = guarded(gateway, config, read_tenant_keys(config.tenant_keys))
         rows = list(
@@ -118,11 +128,10 @@ def _run(
             uvicorn_config(below_root(for_browsers(app, config), config.root_path), connections),
             gateway,
             connections,
-            lambda: print_notice(table(rows)),
-            leave_at_once,
+            lambda: print_notice(format_table(rows)),
+            cluster.leave_at_once,
         )
         server.run(sockets=[bound])
-    return 0
 
 
 def _reason(error: RuntimeError) -> str:
@@ -140,10 +149,3 @@ def startup_rows(
     yield "replicas", f"{options.replicas}{grow}"
     yield "API keys", str(len(config.api_key)) if config.api_key else "none: open to everyone"
     yield "URL", f"{url}/v1"
-
-
-def table(rows: Iterable[tuple[str, str]]) -> str:
-    """Format rows as two aligned columns."""
-    pairs = list(rows)
-    width = max(len(name) for name, _ in pairs)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in pairs)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from vlm_serve import child, temporary_folder
+from vlm_serve.errors import EngineError
+from vlm_serve.private_files import check_path, is_own
 from vlm_serve.temporary_folder import TemporaryFolder
 
 PREFIX = "vlm-serve-ray-"
@@ -35,6 +38,17 @@ class RayFolder(TemporaryFolder):
     def ray(self) -> str:
         """The folder for Ray to create."""
         return os.path.join(self.path, "r")
+
+    def check(self) -> None:
+        """Raise EngineError if, now that Ray runs, others can enter the folder or exchange it."""
+        path = Path(self.path)
+        try:
+            check_path(path)
+            status = path.lstat()
+        except OSError as error:
+            raise EngineError(f"the folder of Ray's sockets is not safe: {error}") from None
+        if not is_own(status) or stat.S_IMODE(status.st_mode) != 0o700:
+            raise EngineError(f"other users can enter {path}, the folder of Ray's sockets")
 
     def start(self) -> str:
         """Make a folder with nothing but this package, and return its path.

@@ -5,7 +5,6 @@ An answer travels on its gateway's channel, not as the result of its own call.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -14,13 +13,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from starlette.types import ASGIApp, Message, Receive
+from starlette.types import ASGIApp, Message
 
+from vlm_serve.child import end_with
 from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.channel import Address, Channels
 from vlm_serve.deploy.loopback import bind_replica
 from vlm_serve.deploy.outbox import BEGUN, Outboxes
+from vlm_serve.log_output import FORMAT
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.body import receiver
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service
@@ -65,14 +67,12 @@ class EngineReplica:
         from vlm_serve.server.main import freeze_startup_objects
         from vlm_serve.server.service import Service
 
+        end_with(os.getppid())  # Ray itself does not end a replica that is stopped.
         if setup.folder is not None:
             os.chdir(setup.folder)
         if setup.loopback:
             bind_replica()
-        logging.basicConfig(
-            level=setup.server.log_level.upper(),
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        )
+        logging.basicConfig(level=setup.server.log_level.upper(), format=FORMAT)
         sys.setswitchinterval(SWITCH_SECONDS)
         self.name = replica_name()
         self._outboxes = Outboxes()
@@ -171,16 +171,3 @@ def node_address() -> str:
     """Return this machine's address in the cluster."""
     util: Any = import_module("ray.util")
     return str(util.get_node_ip_address())
-
-
-def receiver(body: bytes) -> Receive:
-    """Return a `receive` for a complete body and a client that never disconnects."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-    return receive

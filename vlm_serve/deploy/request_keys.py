@@ -28,8 +28,12 @@ _threads = ThreadPoolExecutor(1, thread_name_prefix="affinity")
 """One thread: parsing holds the GIL, so more threads would only contend for it."""
 
 
-async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
+async def keys_of(
+    scope: Scope, body: bytes, model: str, adapters: frozenset[str] = frozenset()
+) -> tuple[bytes, ...]:
     """Return the request's affinity keys, longest prefix first.
+
+    They contain the model's name, or that of the adapter that the request asks for.
 
     Other routes and malformed bodies have none: the replica reports the error.
     """
@@ -41,7 +45,7 @@ async def keys_of(scope: Scope, body: bytes, model: str) -> tuple[bytes, ...]:
         cost = await _off_the_loop(body, count_json, body)
         if share is not None:
             await share.grow(cost.to_parse())
-        return await _off_the_loop(body, _keys, api, body, scope, model)
+        return await _off_the_loop(body, _keys, api, body, scope, model, adapters)
     except InvalidRequestError:
         return ()
     except Exception:
@@ -59,10 +63,14 @@ async def _off_the_loop(body: bytes, work: Callable[..., R], *args: Any) -> R:
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(work, *args))
 
 
-def _keys(api: str, body: bytes, scope: Scope, model: str) -> tuple[bytes, ...]:
+def _keys(
+    api: str, body: bytes, scope: Scope, model: str, adapters: frozenset[str]
+) -> tuple[bytes, ...]:
     value = parse_counted(body)
     if not isinstance(value, Mapping):
         return ()
     given = value.get("cache_salt")
     salt = salt_of(scope, given if isinstance(given, str) else None)
-    return affinity_keys_of_body(api, value, salt=salt, model=model)
+    asked = value.get("model")
+    name = asked if isinstance(asked, str) and asked in adapters else model
+    return affinity_keys_of_body(api, value, salt=salt, model=name)

@@ -8,6 +8,7 @@ from vlm_serve.cache.placement import plan_snapshots
 from vlm_serve.cache.prefix_cache import Match, PrefixCache
 from vlm_serve.cache.tiers.lookup import Segment
 from vlm_serve.cache.tiers.up import TierFetcher
+from vlm_serve.engine.joins import Joins
 from vlm_serve.engine.outputs import CacheReport
 from vlm_serve.engine.reports import boundary_key, prompt_segments, tokens_by_tier
 from vlm_serve.engine.sequence import Fetched, Sequence
@@ -19,6 +20,7 @@ class Admission:
 
     Args:
         cache: prefix cache with blocks and rows.
+        joins: the waiting sequences that wait for a running prefill.
         state_interval: tokens between regular snapshots of a long prompt.
         complete_experts: if True, requests for routed experts do not reuse tokens without recorded
             experts.
@@ -28,12 +30,14 @@ class Admission:
     def __init__(
         self,
         cache: PrefixCache,
+        joins: Joins,
         state_interval: int,
         *,
         complete_experts: bool = False,
         tiers: TierFetcher | None = None,
     ) -> None:
         self._cache = cache
+        self._joins = joins
         self._state_interval = state_interval
         self._complete_experts = complete_experts
         self._tiers = tiers
@@ -72,15 +76,9 @@ class Admission:
     def _try(self, sequence: Sequence, budget: int, *, alone: bool, whole: bool) -> bool:
         if sequence.request.cold:
             return self._start(sequence, None, budget, whole=whole)
-        match = self._cache.match(
-            sequence.keys,
-            limit=sequence.num_tokens - 1,
-            complete_experts=(self._complete_experts or sequence.request.complete_experts)
-            and sequence.experts is not None,
-            logprobs=sequence.group.wanted_rows,
-        )
+        match = self.match(sequence)
         # After a failed step, recompute instead of fetching.
-        if not sequence.suspect_until and self._fetch_from_tiers(sequence, match):
+        if not sequence.suspect_until and self.fetch(sequence, match):
             return False
         if self._start(sequence, match, budget, whole=whole):
             self._record_admission(sequence, match)
@@ -90,26 +88,53 @@ class Admission:
             return True
         return False
 
-    def _fetch_from_tiers(self, sequence: Sequence, match: Match) -> bool:
-        """Ask the lower tiers for the rest of the prompt; return True if the sequence must wait for
-        them."""
-        if self._tiers is None or sequence.fetched is not None:
-            return False
+    def needs_experts(self, sequence: Sequence) -> bool:
+        """Return True if a sequence reuses no tokens without recorded experts."""
+        complete = self._complete_experts or sequence.request.complete_experts
+        return complete and sequence.experts is not None
+
+    def prefill_end(self, sequence: Sequence) -> int:
+        """Return the number of a waiting sequence's tokens that prefill computes. These are all of
+        them, or its prompt alone: decoding then computes its answer again."""
+        exact = self._cache.config.exact_only
+        return len(sequence.prompt) if exact else sequence.num_tokens
+
+    def match(self, sequence: Sequence) -> Match:
+        """Return what the cache has of a waiting sequence."""
+        target = self.prefill_end(sequence)
+        return self._cache.match(
+            sequence.keys,
+            limit=target - 1,
+            length=target,
+            complete_experts=self.needs_experts(sequence),
+            logprobs=sequence.group.wanted_rows,
+        )
+
+    def fetch(self, sequence: Sequence, match: Match, least: int = 0) -> bool:
+        """Ask the lower tiers for the rest of the prompt, once; return True if the sequence must
+        wait for them.
+
+        Args:
+            least: depth of what they have to offer.
+        """
+        if self._tiers is None or sequence.fetched is not None or sequence.fetching:
+            return sequence.fetching
 
         def arrived(segments: tuple[Segment, ...], failed: bool) -> None:
             sequence.fetching = False
             sequence.fetched = Fetched(segments, failed)
+            self._joins.release(sequence)
 
         sequence.fetching = self._tiers.ask(
-            sequence.keys, match, match.limit, arrived, sequence.patience
+            sequence.keys, match, match.limit, arrived, sequence.patience, least=least
         )
         return sequence.fetching
 
     def _start(self, sequence: Sequence, match: Match | None, budget: int, *, whole: bool) -> bool:
-        if whole and sequence.num_tokens - (match.boundary if match is not None else 0) > budget:
+        target = self.prefill_end(sequence)
+        if whole and target - (match.boundary if match is not None else 0) > budget:
             return False
         lease = self._cache.open(match, private=sequence.request.cold)
-        target = sequence.num_tokens
         start = lease.boundary
         end = slice_end(sequence.keys.cuts, start, target, budget)
         if end <= start or not self._cache.take_row(lease) or not self._cache.grow(lease, end):
@@ -127,10 +152,11 @@ class Admission:
             plan_snapshots(
                 sequence.prompt,
                 start=start,
-                junction=match.kv_boundary if match is not None and match.junction else 0,
+                junction=self._cache.junction(match, sequence.keys) if match is not None else 0,
                 interval=self._state_interval,
                 min_gain=self._cache.config.min_snapshot_gain * self._cache.config.block_size,
                 first_row=log.first if log is not None else None,
+                learned=self._cache.places.table(sequence.keys.root),
             )
         )
         return True
@@ -143,11 +169,26 @@ class Admission:
         if fetched is not None and fetched.failed and match.reason != "full":
             match = replace(match, reason="tier_error")
         assert sequence.lease is not None
+        waited = self._joins.take_waited(sequence)
+        joined_tokens, joined_ms = waited.report(boundary)
         self._cache.record(
-            sequence.lease, match, len(sequence.prompt), used=boundary, replay=replay
+            sequence.lease,
+            match,
+            len(sequence.prompt),
+            used=boundary,
+            replay=replay,
+            joined_tokens=joined_tokens,
+            joined_ms=joined_ms,
         )
         if replay:
             return
+        self._cache.learn(
+            sequence.lease,
+            match,
+            sequence.keys,
+            len(sequence.prompt),
+            sequence.snapshot_positions,
+        )
         log, length = group.prompt_log, len(sequence.prompt)
         segments = prompt_segments(boundary, length, fetched.segments if fetched else ())
         group.cached_tokens = boundary
@@ -160,6 +201,9 @@ class Admission:
             reason=match.reason,
             experts_missing=0 if experts is None else experts.num_unknown(boundary),
             logprobs_reused=0 if log is None else log.num_reused,
+            joined_tokens=joined_tokens,
+            joined_ms=joined_ms,
+            answer_tokens=match.answered if boundary else 0,
             segments=segments,
             boundary_key=boundary_key(sequence.keys, boundary),
         )

@@ -65,7 +65,7 @@ class AffinityMap:
         Args:
             affinity: the request's keys, longest prefix first.
             prompt: its prompt.
-            states: positions that have a state now, ascending.
+            states: positions with a state now, ascending.
         """
         keys = prompt.keys
         size = keys.block_size

@@ -9,15 +9,16 @@ docs/architecture.md#weights-and-arithmetic
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 
 import torch
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.invariance import Promise, check_options, promise
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.native_self_test import SelfTestDigests
+from vlm_serve.kernels.triton_faults import forms_at, triton_version
 from vlm_serve.models.quantization.scheme import QuantScheme
 
 DTYPES = {
@@ -28,7 +29,7 @@ DTYPES = {
     "int8": torch.uint8,
 }
 """Stored types by option value; int8 means unsigned codes with scales."""
-NUMERICS_VERSION = 5
+NUMERICS_VERSION = 7
 """Raised whenever a kernel's arithmetic changes; results of older code are then not reused."""
 
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
@@ -107,6 +108,7 @@ class Arithmetic:
         numerics: name of all arithmetic; equal names mean equal bits.
         bits: width to which plain weights are quantised while loading; None if they are not.
         dynamic: True if activations beside integer codes are quantised to int8.
+        promise: results independent of batches and hits.
     """
 
     types: Types
@@ -114,6 +116,7 @@ class Arithmetic:
     numerics: str
     bits: int | None = None
     dynamic: bool = False
+    promise: Promise = Promise()
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the rows of `plan` and the start-up table: (name, text)."""
@@ -127,6 +130,7 @@ class Arithmetic:
             ("types", ", ".join(f"{name} {kind}" for name, kind in names.items())),
             ("compute", f"{compute}: {self.reason}"),
             ("numerics", self.numerics),
+            ("batch-invariant", str(self.promise)),
         ]
 
 
@@ -145,8 +149,10 @@ def decide(
         stored: quantisation of the checkpoint's own weights; None if they are not quantised.
 
     Raises:
-        ConfigError: a type that nothing computes here; names the option.
+        ConfigError: a type that nothing computes here, or an option that this arithmetic excludes;
+            names the option.
     """
+    check_options(config, compiled=backend.compiled)
     weights = _weights(config, checkpoint, backend)
     compute, reason = _compute(config, weights, backend)
     types = Types(
@@ -168,7 +174,8 @@ def decide(
     numerics = _numerics(compute, backend, config)
     numerics += "" if bits is None else f", weights in {config.quantization}"
     numerics += ", int8 activations" if dynamic else ""
-    return Arithmetic(types, reason, numerics, bits, dynamic)
+    promised = promise(backend.device, compiled=backend.compiled, wanted=config.deterministic)
+    return Arithmetic(types, reason, numerics, bits, dynamic, promised)
 
 
 def _dynamic(config: EngineConfig, backend: Backend, *, quantised: bool) -> bool:
@@ -246,11 +253,11 @@ def _numerics(compute: torch.dtype, backend: Backend, config: EngineConfig) -> s
         how = "-tiles" if backend.digests.tiles else "-pairs"
         parts.append(f"cpu-compiled {name_of(compute)}{how if paired else ''} {digest}")
     elif backend.device.type != "cpu":
-        parts.append(f"triton {_version('triton')}")
+        parts += [f"triton {triton_version()}", *_unusual_forms(backend.device)]
     parts.append(f"{_torch(backend)} {_capability(backend.device)}")
     if config.tensor_parallel_size > 1:
         parts.append(f"{config.tensor_parallel_size} ranks, float32 sums in their order")
-    return ", ".join(parts + ["deterministic"] * config.deterministic)
+    return ", ".join(parts + ["batch-invariant"] * config.deterministic)
 
 
 def _torch(backend: Backend) -> str:
@@ -289,8 +296,18 @@ def _capability(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
+def _unusual_forms(device: torch.device) -> list[str]:
+    """Return the kernels that a known fault of Triton gives another form, which has other bits."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return []
+    major, minor = torch.cuda.get_device_capability(device)
+    return list(forms_at(10 * major + minor, triton_version()))
+
+
+def with_checked_kernels(arithmetic: Arithmetic, digest: str) -> Arithmetic:
+    """Return an arithmetic with the digest of what the kernels compute (see `check_kernels`).
+
+    Binaries of the same sources differ with driver, assembler and card. Equal names then still
+    mean equal bits.
+    """
+    return replace(arithmetic, numerics=f"{arithmetic.numerics}, kernels {digest}")

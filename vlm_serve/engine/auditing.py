@@ -108,6 +108,7 @@ class Auditor:
             priority=AUDIT_PRIORITY,
             arrival=audited.arrival,
             cold=True,
+            adapter=audited.adapter,
         )
         return self.running
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from vlm_serve.engine.plan import SequenceInfo, Slice
 from vlm_serve.engine.sampler import SequenceSampler
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.models.batch import ForwardBatch
 
@@ -60,6 +62,7 @@ def make_batch(
     known: Known,
     embeddings: Mapping[int, torch.Tensor],
     block_size: int,
+    adapters: Mapping[int, AdapterChanges] = MappingProxyType({}),
 ) -> tuple[ForwardBatch, list[int]]:
     """Build the step's batch on the host; return it with the row of the logits for every sample.
 
@@ -68,6 +71,7 @@ def make_batch(
         known: sequences by number.
         embeddings: media embeddings by slot.
         block_size: tokens per KV block.
+        adapters: the adapters of slots.
     """
     token_ids: list[int] = []
     slots: list[int] = []
@@ -85,7 +89,8 @@ def make_batch(
         if item.kind == "verify":
             task_rows.extend(range(len(logit_rows), len(logit_rows) + len(item.samples)))
             logit_rows.extend(range(offset + item.start, len(token_ids)))
-        elif item.samples:
+        elif item.samples or item.kind == "decode":
+            # Every decode token has a row: captured steps have one for each.
             task_rows.extend([len(logit_rows)] * len(item.samples))
             logit_rows.append(len(token_ids) - 1)
         wants_experts |= sequence.info.params.return_routed_experts
@@ -104,8 +109,21 @@ def make_batch(
         capture_experts=wants_experts,
         greedy=greedy,
         verify=_verify_meta(drafts, known) if drafts else None,
+        changes=_row_changes(packed, adapters),
     )
     return batch, task_rows
+
+
+def _row_changes(
+    packed: Sequence[Slice], adapters: Mapping[int, AdapterChanges]
+) -> RowChanges | None:
+    """Return the adapters of the step's tokens; None if no slice has one."""
+    used = sorted({item.adapter for item in packed} - {-1})
+    if not used:
+        return None
+    index = {slot: place for place, slot in enumerate(used)} | {-1: -1}
+    rows = [index[item.adapter] for item in packed for _ in range(item.start, item.end)]
+    return RowChanges([adapters[slot] for slot in used], rows)
 
 
 def _tensor(values: list[int]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -11,10 +12,17 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
+from vlm_serve.engine.adapters.options import check_adapters_possible
+from vlm_serve.engine.adapters.start import make_adapters
 from vlm_serve.engine.arithmetic import decide
+from vlm_serve.engine.context import changes_of, longest_context
 from vlm_serve.engine.decode_graphs import DecodeGraphs
 from vlm_serve.engine.drafts.start import make_drafters, measure_costs, with_drafts, with_mtp
 from vlm_serve.engine.embedding_tiers import EmbeddingForm, EmbeddingTiers
+from vlm_serve.engine.endings import EndingMode
+from vlm_serve.engine.generation_defaults import generation_folder, with_generation
+from vlm_serve.engine.invariance import exact_only
+from vlm_serve.engine.kernel_check import check_at_start
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import (
@@ -29,6 +37,7 @@ from vlm_serve.engine.memory import (
 )
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.planning import SchedulerConfig
+from vlm_serve.engine.pooling import head_rows, pooled_tokens, without_drafts
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.ranks.executor import ShardedExecutor
 from vlm_serve.engine.ranks.process import RankProcesses
@@ -37,6 +46,7 @@ from vlm_serve.engine.ranks.task import Pools
 from vlm_serve.engine.request import Language
 from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.shared_store import SharedAddress, find_store
+from vlm_serve.engine.step_memory import reported_tokens, try_steps
 from vlm_serve.engine.step_paths import (
     compile_steps,
     find_backend,
@@ -50,18 +60,15 @@ from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.triton_support import keep_private
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
-from vlm_serve.models.config import read_json
-from vlm_serve.models.files import check_no_revision
+from vlm_serve.models.files import check_no_revision, check_no_tower
 from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.prepare import Preprocessor, processor_fingerprint
+from vlm_serve.preprocess.media_processors import processor_fingerprint
+from vlm_serve.preprocess.prepare import Preprocessor
 
-GENERATION = "generation_config.json"
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
-REPORTED_LOGITS_BYTES = 256 << 20
-"""Maximum bytes of prompt logits that one step computes for requested prompt log-probabilities."""
 MIN_STEP_TOKENS, GPU_MIN_STEP_TOKENS = 256, 1024
 """Prompt tokens that a step may always have. On a GPU the host takes tens of milliseconds to launch
 a step of any size."""
@@ -77,21 +84,24 @@ def build(
     """Load the checkpoint and allocate the pools.
 
     Args:
-        model: directory, hub id, "demo" or "demo-moe".
+        model: directory, GGUF file, hub id, "demo" or "demo-moe".
         config: options; None and "auto" values are decided here.
         poison: fill freed blocks and rows with NaN (tests).
         processes: existing processes of other ranks, which outlive the engine (tests).
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    config = without_drafts(config)
     address = find_store(config)
-    path = find_checkpoint(model, revision=config.revision)
-    spec, size = with_generation(read_spec(path), config), config.tensor_parallel_size
+    path = find_checkpoint(model, revision=config.revision, tower=config.mmproj)
+    changes, size = changes_of(config), config.tensor_parallel_size
+    spec = with_generation(read_spec(path, changes), config)
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(size, mtp=mtp)
     device = _device(config.device)
     if device.type != "cpu":
         keep_private()
+    check_adapters_possible(config, device)
     with_graphs = graphs_wanted(config.cuda_graphs, device, size) and not mtp
     backend = find_backend(config, device)
     config = with_drafts(config, device, compiled=backend.compiled)
@@ -100,7 +110,8 @@ def build(
     assert config.block_size is not None
     if device.type == "cpu":
         retain_freed_memory()
-    source = ModelSource(path, spec, arithmetic, device, backend.compiled, mtp)
+    pooled = pooled_tokens(config, path)
+    source = ModelSource(path, spec, arithmetic, device, backend.compiled, mtp, changes, pooled)
     loaded, started = load(source, config, processes)
     try:
         executor = _Loaded(source, layout, loaded, started, owned=processes is None)
@@ -132,10 +143,12 @@ def _assemble(
     poison: bool,
 ) -> EngineParts:
     """Assemble all other components. Raise ConfigError if memory does not suffice."""
+    arithmetic = check_at_start(loaded.model, loaded.source.arithmetic, config)
+    loaded = replace(loaded, source=replace(loaded.source, arithmetic=arithmetic))
     source, model = loaded.source, loaded.model
-    spec, types = source.spec, source.arithmetic.types
-    size = config.tensor_parallel_size
-    cache_memory = config.cache_memory_bytes or default_cache_memory(source.device, size)
+    spec, types, size = source.spec, source.arithmetic.types, config.tensor_parallel_size
+    steps = try_steps(source, model, config, with_graphs=with_graphs)
+    cache_memory = config.cache_memory_bytes or default_cache_memory(source.device, size, steps)
     memory = plan_memory(loaded.layout, config, types, cache_memory)
     check_pools(memory, size, source.device)
     max_model_len = longest_context(config, spec, memory)
@@ -148,9 +161,10 @@ def _assemble(
     if source.compiled:
         compile_steps(model, caches)
     executor = _executor(loaded, caches, pools, graphs, config)
+    adapters, slots = make_adapters(source, model, config, executor)
     drafters = make_drafters(config)
     costs, pass_costs = measure_costs(executor, model, caches, config) if drafters else (None, None)
-    cache = PrefixCache(_cache_config(config, memory, loaded.layout.has_state))
+    cache = PrefixCache(_cache_config(config, memory, loaded))
     if poison:
         cache.events.block_freed.subscribe(lambda block: executor.poison_freed((block,), ()))
         cache.events.row_freed.subscribe(lambda row: executor.poison_freed((), (row,)))
@@ -188,20 +202,24 @@ def _assemble(
             drafts=source.drafts,
             quantised=model.quantised,
             bits=source.arithmetic.bits,
+            head_rows=head_rows(config),
         ),
         memory=memory,
+        steps=steps,
         preprocessor=preprocessor,
         language=Language(tokenizer, tokenizer.eos_ids, spec.vocab_size, max_model_len),
         scheduler=Scheduler(
             cache,
             media,
-            _scheduler_config(config, spec, source.device),
+            _scheduler_config(config, spec, source),
             fetcher,
             drafters,
             costs=costs,
             pass_costs=pass_costs,
             never_drafted=preprocessor.media_token_ids,
+            adapters=slots,
         ),
+        adapters=adapters,
         executor=executor,
         cache=cache,
         media=media,
@@ -255,61 +273,19 @@ def with_block_size(config: EngineConfig, model: str) -> EngineConfig:
     )
 
 
-def longest_context(config: EngineConfig, model: ModelSpec, memory: MemoryPlan) -> int:
-    """Return the maximum number of tokens of a prompt with its answer.
-
-    Raises:
-        ConfigError: `max_model_len` exceeds the model's context, and that is not allowed.
-    """
-    context, most = config.max_model_len, model.max_position_embeddings
-    if context is not None and context > most and not config.allow_long_max_model_len:
-        raise ConfigError(
-            f"max_model_len is {context}, but this checkpoint is made for {most} tokens: lower it, "
-            "extend the checkpoint's rope_scaling with YaRN, or pass --allow-long-max-model-len",
-            param="max_model_len",
-        )
-    context = context or most
-    return min(context, (memory.num_blocks - 1) * memory.block_size)
-
-
-def find_checkpoint(model: str, *, configs_only: bool = False, revision: str | None = None) -> Path:
+def find_checkpoint(
+    model: str,
+    *,
+    configs_only: bool = False,
+    revision: str | None = None,
+    tower: str | None = None,
+) -> Path:
     """Return the directory of a built-in or a named checkpoint; see `resolve_checkpoint`."""
     if model in DEMO_DIRECTORIES:
         check_no_revision(revision)
+        check_no_tower(tower)
         return _DEMO_FOLDER / DEMO_DIRECTORIES[model]
-    return resolve_checkpoint(model, configs_only=configs_only, revision=revision)
-
-
-def with_generation(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
-    """Return the model with the configured defaults of sampling.
-
-    Raises:
-        ConfigError: there is no generation_config.json in the named folder.
-        CheckpointError: the file cannot be read.
-    """
-    chosen = config.generation_config
-    if chosen == "vllm":
-        return replace(spec, generation={})
-    folder = generation_folder(config)
-    return spec if folder is None else replace(spec, generation=read_json(folder / GENERATION))
-
-
-def generation_folder(config: EngineConfig) -> Path | None:
-    """Return the folder of another generation_config.json; None: the checkpoint's own is used.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-    if config.generation_config in ("auto", "vllm"):
-        return None
-    folder = Path(config.generation_config)
-    if not (folder / GENERATION).is_file():
-        raise ConfigError(
-            f"generation_config must be auto, vllm or a folder with {GENERATION}, got "
-            f"{config.generation_config!r}",
-            param="generation_config",
-        )
-    return folder
+    return resolve_checkpoint(model, configs_only=configs_only, revision=revision, tower=tower)
 
 
 def _device(name: str) -> torch.device:
@@ -335,7 +311,7 @@ def _preprocessor(
         vision_dtype=names["vision"],
         block_size=config.block_size,
         chunk_size=config.gdn_chunk_size,
-        processor_fingerprint=processor_fingerprint(source.path),
+        processor_fingerprint=processor_fingerprint(source.path, model.spec.config),
         numerics=source.arithmetic.numerics,
     )
     return Preprocessor(
@@ -343,6 +319,7 @@ def _preprocessor(
         block_size=config.block_size,
         root_key=root,
         family=model.spec.family,
+        config=model.spec.config,
         limits=_media_limits(config),
         max_tokens=max_tokens,
         generation=generation_folder(config),
@@ -365,26 +342,31 @@ def _media_limits(config: EngineConfig) -> MediaLimits:
     )
 
 
-def _cache_config(config: EngineConfig, memory: MemoryPlan, has_state: bool) -> CacheConfig:
+def _cache_config(config: EngineConfig, memory: MemoryPlan, loaded: _Loaded) -> CacheConfig:
     return CacheConfig(
         num_blocks=memory.num_blocks,
         block_size=memory.block_size,
         num_live_rows=memory.num_live_rows,
         num_snapshot_rows=memory.num_snapshot_rows,
         enabled=config.enable_prefix_caching,
-        has_state=has_state,
+        has_state=loaded.layout.has_state,
+        learned_places=config.prefix_cache_places == "learned",
         block_bytes=memory.block_bytes,
         snapshot_bytes=memory.snapshot_bytes,
         logprob_bytes=LOGPROB_CACHE_BYTES,
+        exact_only=exact_only(config, compiled=loaded.source.compiled),
     )
 
 
 def _scheduler_config(
-    config: EngineConfig, model: ModelSpec, device: torch.device
+    config: EngineConfig, model: ModelSpec, source: ModelSource
 ) -> SchedulerConfig:
     block_size = config.block_size
     assert block_size is not None
-    least = MIN_STEP_TOKENS if device.type == "cpu" else GPU_MIN_STEP_TOKENS
+    least = MIN_STEP_TOKENS if source.device.type == "cpu" else GPU_MIN_STEP_TOKENS
+    ends = config.prefix_cache_answer_ends
+    if exact_only(config, compiled=source.compiled):
+        ends = "off"
     return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -392,9 +374,10 @@ def _scheduler_config(
         chunk_size=config.gdn_chunk_size,
         state_interval=config.state_interval_blocks * block_size,
         decode_state_interval=config.prefix_cache_decode_state_interval,
-        reported_tokens=max(block_size, REPORTED_LOGITS_BYTES // (4 * model.vocab_size)),
+        reported_tokens=reported_tokens(config, model),
         complete_experts=config.expert_replay == "complete",
         speculative_tokens=0 if config.speculative == "off" else config.speculative_tokens,
         step_seconds=config.step_time_target / 1000,
         min_step_tokens=max(least, block_size),
+        answer_ends=cast(EndingMode, ends),
     )

@@ -9,6 +9,7 @@ captured size.
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 
 import torch
 
@@ -40,6 +41,7 @@ class StepGraphs:
         max_model_len: longest sequence, in tokens.
         most_logits: rows of logits of the largest step.
         device: captures steps and copies their tables.
+        deterministic: of the steps, see `ForwardBatch`; others have no graph.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class StepGraphs:
         max_model_len: int,
         most_logits: int,
         device: GraphDevice,
+        deterministic: bool = False,
     ) -> None:
+        self._deterministic = deterministic
         self._num_blocks, self._block_size = caches.num_blocks, block_size
         # Rows of sequences; the next one is the scratch row. A model without state has neither, and
         # 0 disables the checks of rows.
@@ -64,6 +68,7 @@ class StepGraphs:
 
     def _captured(self, batch: ForwardBatch) -> Step:
         """Capture the forward of a batch; its logits go into the shared buffer."""
+        batch = replace(batch, deterministic=self._deterministic)
 
         def step() -> None:
             logits = self._model.forward(batch, self._caches).logits
@@ -76,7 +81,7 @@ class DecodeGraphs(StepGraphs):
     """Runs decode-only steps from captured graphs.
 
     Args:
-        model, caches, block_size, max_model_len, device: see `StepGraphs`.
+        model, caches, block_size, max_model_len, device, deterministic: see `StepGraphs`.
         max_num_seqs: maximum number of sequences in a step.
     """
 
@@ -89,6 +94,7 @@ class DecodeGraphs(StepGraphs):
         max_model_len: int,
         max_num_seqs: int,
         device: GraphDevice,
+        deterministic: bool = False,
     ) -> None:
         self._sizes = padded_sizes(max_num_seqs)
         super().__init__(
@@ -98,6 +104,7 @@ class DecodeGraphs(StepGraphs):
             max_model_len=max_model_len,
             most_logits=self._sizes[-1],
             device=device,
+            deterministic=deterministic,
         )
         self._steps: dict[int, tuple[DecodeBuffers, Step]] = {}
         # Capture the largest first: the others reuse its memory.
@@ -110,6 +117,7 @@ class DecodeGraphs(StepGraphs):
         no routed experts, and no more sequences than captured."""
         return (
             batch.prefill is None
+            and batch.deterministic == self._deterministic
             and batch.verify is None
             and batch.decode is not None
             and not batch.media

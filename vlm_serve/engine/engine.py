@@ -1,4 +1,4 @@
-"""Thread-safe interface of the engine: submit, abort, probe, pin, stats. `loop` runs its thread."""
+"""Thread-safe interface of the engine: submit, abort, probe, stats. `loop` runs its thread."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import ListedNode, NodeInfo, TreePage, describe
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.counts import AdapterCounts
+from vlm_serve.engine.adapters.store import ServedAdapter
 from vlm_serve.engine.affinity_map import AffinityMap
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.build import build
 from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.loop import EngineLoop
 from vlm_serve.engine.mirror import TreeMirror
+from vlm_serve.engine.next_turns import PlainTurn
 from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.parts import EngineParts
-from vlm_serve.engine.request import Request, find_bad_words
+from vlm_serve.engine.pinning import Pins
+from vlm_serve.engine.pooling import check_task
+from vlm_serve.engine.request import NextTurn, Request, find_bad_words
 from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.engine.thought import CLOSING, Thought
 from vlm_serve.engine.validation import (
@@ -30,7 +35,6 @@ from vlm_serve.engine.validation import (
     check_page,
     check_prompt,
     check_request,
-    check_ttl,
     with_token_limit,
 )
 from vlm_serve.errors import EngineClosedError
@@ -39,10 +43,14 @@ from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityDigest, AffinityKey
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
-from vlm_serve.preprocess.thoughts import begins_in_thought
+from vlm_serve.preprocess.thoughts import THINK_END, begins_in_thought, leaves_thought_open
 from vlm_serve.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
+
+
+def _plain_turn(prompt: Prompt) -> PlainTurn | None:
+    return None if prompt.next_turn is None else PlainTurn(prompt.next_turn)
 
 
 class Engine:
@@ -52,6 +60,7 @@ class Engine:
 
     Attributes:
         mirror: the cache's tree, for readers on other threads.
+        pins: pins of prefixes.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -60,12 +69,15 @@ class Engine:
         self.arithmetic = parts.arithmetic
         self.weights = parts.weights
         self.memory = parts.memory
+        self.step_memory = parts.steps
         self.preprocessor: Preprocessor = parts.preprocessor
         language = parts.language
         self.max_model_len = language.max_length
         self.grammars = GrammarCompiler(
             parts.preprocessor.tokenizer, language.vocabulary, language.stop_tokens
         )
+        self.adapters = parts.adapters
+        self._adapter_counts = AdapterCounts()
         self._scheduler = parts.scheduler
         self._cache = parts.cache
         self._media = parts.media
@@ -75,6 +87,7 @@ class Engine:
         self._numbers = itertools.count()
         self._make_group = partial(SequenceGroup, numbers=self._numbers, language=language)
         self.mirror = TreeMirror(parts.cache.events)
+        self.pins = Pins(self.call, self._inspector, self.mirror)
         self._affinity = AffinityMap(self.mirror, has_state=parts.cache.config.has_state)
         self._loop = EngineLoop(
             parts,
@@ -88,7 +101,7 @@ class Engine:
 
     @classmethod
     def from_checkpoint(cls, model: str, config: EngineConfig | None = None) -> Engine:
-        """Load a checkpoint (directory, hub id, "demo" or "demo-moe") and start the engine.
+        """Load a checkpoint (directory, GGUF file, hub id, "demo", "demo-moe") and start it.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of an unsupported kind.
@@ -111,6 +124,8 @@ class Engine:
         forced: Sequence[Sequence[int]] = (),
         complete_experts: bool = False,
         thought: Thought | None = None,
+        pooled: bool = False,
+        next_turn: NextTurn | None = None,
     ) -> str:
         """Queue a request and return its id.
 
@@ -121,37 +136,46 @@ class Engine:
             request_id: id to use; by default a random one.
             priority: lower values run first.
             grammar: compiled grammar of `params.structured_outputs`; None compiles it in this call.
+                Where the chat template marks thoughts and the prompt leaves one open, it begins
+                behind that thought.
             affinity: the request's keys for `affinity_digest`.
             forced: tokens that each choice begins with, because another engine has already
                 generated them. They are returned again and computed as usual.
             complete_experts: like the option `expert_replay`, for this request alone.
+            pooled: a vector is wanted, not an answer.
             thought: how the answer may think. None: a budget of tokens for its thought applies if
                 the prompt or the answer opens one, and stop strings apply inside of it.
+            next_turn: what the next turn shares with this one. None: the caller of a conversation
+                sends the answer's text back, other callers its tokens.
 
         Raises:
             ContextLengthError: prompt and answer do not fit the context.
             InvalidRequestError: an empty prompt or a parameter outside the vocabulary.
+            ModelNotFoundError: the prompt's adapter has been unloaded.
             EngineClosedError: the engine no longer runs.
         """
+        check_task(self.config, pooled=pooled)
         params = params.with_defaults(self.spec.generation)
-        prompt = prompt.last_tokens(params.truncate_prompt_tokens)
+        prompt = prompt.last_tokens(params.kept_prompt_tokens(self.max_model_len))
         params = with_token_limit(params, self.spec.generation, self.max_model_len - len(prompt))
         check_logprobs(params, self.config.max_logprobs)
         check_request(prompt, params, self.spec, self.max_model_len)
         check_forced(forced, params.n, self.spec.vocab_size)
         if grammar is None and params.structured_outputs is not None:
-            grammar = self.grammars.compile(params.structured_outputs)
+            after = self._before_answer(prompt)
+            grammar = self.grammars.compile(params.structured_outputs, after, prompt.keys.root)
         encode = self.preprocessor.tokenizer.encode_plain
         prediction = encode(params.prediction) if "suffix" in self.config.speculative else ()
         closing: list[int] = []
         if params.thinking_token_budget is not None:
             thought = thought or self._thought_of(prompt)
             closing = encode(self.config.thinking_budget_message) + self._thought_end
+        served = self.adapters.begin_use(prompt.adapter.whole) if prompt.adapter.whole else None
         request = Request(
             request_id=request_id or f"req-{secrets.token_hex(8)}",
             prompt=prompt,
             params=dataclasses.replace(params, prediction=""),
-            on_delta=on_delta,
+            on_delta=on_delta if served is None else self._counted(on_delta, served, params.n),
             priority=priority,
             arrival=next(self._numbers),
             bad_words=find_bad_words(params.bad_words, encode),
@@ -162,19 +186,49 @@ class Engine:
             thought=thought,
             closing=tuple(closing),
             complete_experts=complete_experts,
+            adapter=None if served is None else served.adapter,
+            next_turn=next_turn or _plain_turn(prompt),
         )
         group = self._make_group(request)
-        self._loop.post(lambda: self._loop.add(group))
+        try:
+            self._loop.post(lambda: self._loop.add(group))
+        except EngineClosedError:
+            if served is not None:
+                self.adapters.end_use(served)
+            raise
         return request.request_id
+
+    def _counted(
+        self, on_delta: Callable[[Delta], None], served: ServedAdapter, choices: int
+    ) -> Callable[[Delta], None]:
+        """Return a callback that ends the use of an adapter with the last choice."""
+        left = itertools.count(choices - 1, -1)
+
+        def receive(delta: Delta) -> None:
+            if delta.finish_reason is not None and next(left) == 0:
+                self._adapter_counts.add(served.name, delta.usage)
+                self.adapters.end_use(served)
+            on_delta(delta)
+
+        return receive
 
     @cached_property
     def _thought_end(self) -> list[int]:
         return self.preprocessor.tokenizer.encode(CLOSING)
 
     def _thought_of(self, prompt: Prompt) -> Thought:
+        return Thought(begins_in_thought(self.text_of(prompt), continued=True), quiet=False)
+
+    def _before_answer(self, prompt: Prompt) -> bytes:
+        """Return the end of an open thought; b"": none is open."""
+        marked = self.preprocessor.template_traits.thinking.marked
+        opened = marked and leaves_thought_open(self.text_of(prompt))
+        return THINK_END.encode() if opened else b""
+
+    def text_of(self, prompt: Prompt) -> str:
+        """Return the prompt's text, decoded if it came as tokens."""
         tokenizer = self.preprocessor.tokenizer
-        text = prompt.text or tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-        return Thought(begins_in_thought(text, continued=True), quiet=False)
+        return prompt.text or tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
     def affinity_digest(self) -> AffinityDigest:
         """Return the affinity keys of cached prefixes and how many tokens are cached for each. Does
@@ -241,30 +295,6 @@ class Engine:
         """Describe a node in its current state."""
         return describe(self._cache.config, entry)
 
-    def pin(self, prompt: Prompt, ttl_seconds: float) -> int:
-        """Keep KV and state of the prompt's deepest usable prefix for `ttl_seconds`.
-
-        Pinning it again moves the end. Return the number of tokens pinned; 0 if nothing of the
-        prompt is cached, or if pins would hold too much.
-
-        Raises InvalidRequestError for an empty prompt or a time that is not positive and finite.
-        """
-        check_prompt(prompt)
-        check_ttl(ttl_seconds)
-        return self.call(lambda: self._inspector.pin(prompt, ttl_seconds))
-
-    def pin_node(self, key: bytes, ttl_seconds: float) -> int:
-        """Keep a node, its ancestors and the deepest state among them for `ttl_seconds`. Return the
-        number of tokens pinned; 0 for an unknown node, or as `pin` does.
-
-        Raises InvalidRequestError for a time that is not positive and finite.
-        """
-        check_ttl(ttl_seconds)
-        entry = self.mirror.find(key)
-        if entry is None:
-            return 0
-        return self.call(lambda: self._inspector.pin_node(entry.node, ttl_seconds))
-
     @property
     def num_running(self) -> int:
         """Number of running sequences, without audits."""
@@ -297,6 +327,7 @@ class Engine:
     # -- helpers -----------------------------------------------------------------------------------
 
     def _flush(self) -> Future[None] | None:
+        self._scheduler.endings.drop_all()
         self._media.cache.flush()
         self.preprocessor.raw_index.clear()
         return self._loop.tiers.flush()
@@ -310,6 +341,7 @@ class Engine:
             "experts": usage.expert_bytes,
             "prompt_logprobs": usage.logprob_bytes,
             "embeddings": self._media.held_bytes,
+            "adapters": self.adapters.num_bytes,
             "media_index": self.preprocessor.raw_index.num_bytes,
             "grammars": self.grammars.num_bytes,
         }
@@ -318,11 +350,13 @@ class Engine:
         return {
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
+            "num_joined": self._scheduler.num_joined,
             "num_preemptions": self._scheduler.num_preemptions,
             "num_steps": self.num_steps,
             "drafts": self._scheduler.drafting.counts.as_dict()
             if self._scheduler.drafting is not None
             else None,
+            "adapters": self._adapter_counts.as_dict(),
             "replays": self._scheduler.replays.counts.as_dict(),
             "step_times": self._loop.step_times.as_dict(),
             "num_encoded_spans": self._media.num_encoded_spans,

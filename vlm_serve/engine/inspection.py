@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.records import Node
@@ -16,12 +17,31 @@ from vlm_serve.engine.reports import (
     boundary_key,
     prompt_media,
     prompt_segments,
+    repeated_spans,
     tokens_by_tier,
 )
 from vlm_serve.preprocess.prompt import Prompt
 
 MAX_WAIT_SECONDS = 3600.0
 """Upper bound for a wait: queues reject timeouts of some millions of seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinInfo:
+    """A pin as clients see it.
+
+    Attributes:
+        key: hexadecimal key of its deepest node.
+        tokens: of the pinned prefix.
+        blocks: KV blocks that it holds, some perhaps together with other pins.
+        state: it holds a snapshot, too.
+    """
+
+    key: str
+    tokens: int
+    blocks: int
+    state: bool
+    expires_in_seconds: float
 
 
 class Inspector:
@@ -88,20 +108,44 @@ class Inspector:
             media_decoded=decoded,
             media_encoded=encoded,
             media_skipped=len(prompt.media) - encoded,
+            media_cut_short=sum(item.cut_short for item in prompt.media),
+            media_repeated=repeated_spans(prompt),
             reason=reason,
+            answer_tokens=match.answered,
             segments=parts,
             media=prompt_media(prompt, boundary, {span.start for span in spans}, recalled),
             snapshots=self._cache.snapshot_positions(prompt.keys, len(prompt)),
             boundary_key=boundary_key(prompt.keys, boundary),
         )
 
-    def pin(self, prompt: Prompt, ttl_seconds: float) -> int:
+    def pin(self, prompt: Prompt, ttl_seconds: float, owner: bytes | None) -> int:
         """Pin the deepest usable prefix; return its number of tokens."""
-        return self._cache.pin(prompt.keys, self.clock() + ttl_seconds)
+        return self._cache.pin(prompt.keys, self.clock() + ttl_seconds, owner)
 
     def pin_node(self, node: Node, ttl_seconds: float) -> int:
         """Pin a node and its ancestors; return the number of tokens."""
         return self._cache.pin_node(node, self.clock() + ttl_seconds)
+
+    def pins(self, owner: bytes | None) -> tuple[PinInfo, ...]:
+        """Describe an owner's pins, None: all of them, earliest expiry first."""
+        now = self.clock()
+        pins = [each for each in self._cache.timed_pins if owner in (None, each.owner)]
+        return tuple(
+            PinInfo(
+                key=pin.key.hex(),
+                tokens=pin.nodes[-1].end,
+                blocks=len({node.block.id for node in pin.nodes}),
+                state=pin.snapshot is not None,
+                expires_in_seconds=max(0.0, pin.until - now),
+            )
+            for pin in sorted(pins, key=lambda pin: pin.until)
+        )
+
+    def lift_pins(self, owner: bytes | None, key: bytes | None) -> int:
+        """Release pins of an owner, None: of all, with that key, None: any; return their number."""
+        return self._cache.lift_pins(
+            lambda pin: owner in (None, pin.owner) and key in (None, pin.key)
+        )
 
     def expire(self) -> None:
         """Release expired pins."""

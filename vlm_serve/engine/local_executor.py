@@ -14,18 +14,29 @@ from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
 from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.device_errors import after_failure
 from vlm_serve.engine.drafts.measuring import measure_plain, measure_rows
 from vlm_serve.engine.executor import ExecutorLostError, RowsAfter, StepError
 from vlm_serve.engine.mtp_runner import MtpRunner
-from vlm_serve.engine.plan import Encode, SequenceInfo, Slice, StepOutput, StepPlan
+from vlm_serve.engine.plan import (
+    Encode,
+    Sampled,
+    SampleTask,
+    SequenceInfo,
+    Slice,
+    StepOutput,
+    StepPlan,
+)
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.prompt_rows import logprob_rows
 from vlm_serve.engine.sampler import sample
 from vlm_serve.engine.tier_transfer import TensorTransfer
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.kv_write import copy_kv_rows
+from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.state_copy import copy_rows
 from vlm_serve.models import Model
+from vlm_serve.models.adapters import Adapter
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
@@ -74,12 +85,24 @@ class LocalExecutor:
         self._rows: RowsAfter = "whole"
         self._mtp = MtpRunner(model, caches, block_size) if model.drafts else None
         self._embeddings: dict[int, torch.Tensor] = {}
+        self._adapters: dict[int, AdapterChanges] = {}
 
     def register(self, info: SequenceInfo) -> None:
         self._known[info.sequence] = KnownSequence(info)
 
     def forget(self, sequence: int) -> None:
         del self._known[sequence]
+
+    def hold_adapter(self, slot: int, adapter: Adapter | None) -> None:
+        """Put an adapter into a slot, between steps; None: empty it."""
+        self.hold_changes(slot, None if adapter is None else adapter.changes)
+
+    def hold_changes(self, slot: int, changes: AdapterChanges | None) -> None:
+        """Put an adapter's changes into a slot, between steps; None: empty it."""
+        if changes is None:
+            self._adapters.pop(slot, None)
+        else:
+            self._adapters[slot] = changes
 
     def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
         """Do nothing: nothing can be lost."""
@@ -95,8 +118,13 @@ class LocalExecutor:
         self._rows = "whole"
         try:
             with self._guard():
-                return self._output(plan, *self._compute(plan))
+                computed = self._compute(plan)
+                if computed is None:
+                    return StepOutput({}, awaited=self._on_host)
+                return self._output(plan, *computed)
         except Exception as error:
+            if lost := after_failure(error, self._caches.device):
+                raise ExecutorLostError(lost) from error
             raise StepError(error, self._rows) from error
 
     def follow(self, plan: StepPlan) -> None:
@@ -125,9 +153,9 @@ class LocalExecutor:
         compiled steps launch nothing, and steps by ops have their own guard."""
         return nullcontext() if self._on_host else _launching(self._caches.device)
 
-    def _compute(self, plan: StepPlan) -> tuple[ForwardOutput, list[Slice], list[int]]:
+    def _compute(self, plan: StepPlan) -> tuple[ForwardOutput, list[Slice], list[int]] | None:
         """Run the forward. Return its output, the slices in packed order, and the rows of the
-        tasks' logits."""
+        tasks' logits; None for a plan without slices."""
         self.model_seconds = 0.0
         for item in plan.slices:
             self._known[item.sequence].take(item)
@@ -139,9 +167,13 @@ class LocalExecutor:
         for each in plan.recalled:
             self._embeddings[each.slot] = each.rows.to(self._caches.device)
         self._encode(plan.encodes)
+        if not plan.slices:
+            return None
         packed = sorted(plan.slices, key=lambda item: item.kind)  # decode, prefill, verify
-        batch, rows = make_batch(packed, self._known, self._embeddings, self._block_size)
-        if self._deterministic and batch.prefill is not None:
+        batch, rows = make_batch(
+            packed, self._known, self._embeddings, self._block_size, self._adapters
+        )
+        if self._deterministic:
             batch = replace(batch, deterministic=True)
         begin = time.perf_counter()
         self._rows = "mixed"
@@ -183,27 +215,35 @@ class LocalExecutor:
         begin, ranks = time.perf_counter(), self._model.ranks
         owners = _owners(encodes, ranks.size)
         own = [each for each, owner in zip(encodes, owners, strict=True) if owner == ranks.rank]
-        embeddings = iter(
-            self._model.encode_media(
-                torch.cat([encode.pixels for encode in own]),
-                [encode.grid for encode in own],
-                [encode.merge_size for encode in own],
-                deterministic=self._deterministic,
-            )
-            if own
-            else ()
-        )
+        embeddings = iter(self._embedded(own))
         for encode, owner in zip(encodes, owners, strict=True):
             mine = _detached(next(embeddings)) if owner == ranks.rank else None
             like = self._model.embedding_like(encode.grid, encode.merge_size)
             self._embeddings[encode.slot] = ranks.broadcast(mine, owner, like)
         self.model_seconds += time.perf_counter() - begin
 
+    def _embedded(self, encodes: Sequence[Encode]) -> list[torch.Tensor]:
+        """Return the embeddings of spans, each with its adapter's tower."""
+        found: dict[int, torch.Tensor] = {}
+        for slot in dict.fromkeys(encode.adapter for encode in encodes):
+            own = [each for each in encodes if each.adapter == slot]
+            rows = self._model.encode_media(
+                torch.cat([encode.pixels for encode in own]),
+                [encode.grid for encode in own],
+                [encode.merge_size for encode in own],
+                deterministic=self._deterministic,
+                changes=self._adapters.get(slot),
+            )
+            found.update(zip((each.slot for each in own), rows, strict=True))
+        return [found[encode.slot] for encode in encodes]
+
     def _output(
         self, plan: StepPlan, output: ForwardOutput, packed: list[Slice], rows: list[int]
     ) -> StepOutput:
         """Sample from the logits of the tasks and compute the requested reports."""
         tasks = [task for item in packed for task in item.samples]
+        if self._model.pooled is not None:
+            return StepOutput(_vectors(output.logits, tasks, rows))
         samplers = {task.sequence: self._known[task.sequence].sampler for task in tasks}
         sampled = sample(output.logits, tasks, samplers, rows, output.best)
         reports, row = {}, 0
@@ -214,7 +254,7 @@ class LocalExecutor:
                 following = info.token_ids[item.reported_start + 1 : item.reported_end + 1]
                 logits, rivals = output.logits[row : row + count], info.params.prompt_logprobs
                 reports[item.sequence] = logprob_rows(logits, following, rivals or 0)
-            row += count + len({task.position for task in item.samples})
+            row += count + (len({task.position for task in item.samples}) or item.kind == "decode")
         experts, drafts = _experts_by_sequence(output.experts, packed), {}
         if self._mtp is not None and plan.skip_mtp:
             self._mtp.skip(packed, self._known)
@@ -222,7 +262,19 @@ class LocalExecutor:
             begin = time.perf_counter()
             drafts = self._mtp.run(packed, self._known, self._embeddings, output.hidden, sampled)
             self.model_seconds += time.perf_counter() - begin
-        return StepOutput(sampled, experts, reports, drafts)
+        awaited = self._on_host or bool(tasks or reports or experts)
+        return StepOutput(sampled, experts, reports, drafts, awaited)
+
+
+def _vectors(
+    logits: torch.Tensor, tasks: Sequence[SampleTask], rows: Sequence[int]
+) -> dict[int, tuple[Sampled, ...]]:
+    """Return the row of each task as its vector."""
+    host = logits.float().cpu().numpy()
+    return {
+        task.sequence: (Sampled(0, {}, vector=host[row].copy()),)
+        for task, row in zip(tasks, rows, strict=True)
+    }
 
 
 def _owners(encodes: Sequence[Encode], ranks: int) -> list[int]:

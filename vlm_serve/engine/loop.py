@@ -18,11 +18,12 @@ from vlm_serve.engine.executor import ExecutorLostError, StepError
 from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.media_loading import MediaLoading
 from vlm_serve.engine.mirror import TreeMirror
+from vlm_serve.engine.next_turns import NextTurns
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.request import Request
 from vlm_serve.engine.scheduler import Event
-from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.engine.validation import check_request
@@ -70,6 +71,8 @@ class EngineLoop:
         self.tiers = TierLoading(parts.cache, parts.tiers, self.post, parts.media.tiers)
         self._max_num_seqs = parts.config.max_num_seqs
         self._scheduler = parts.scheduler
+        self._next_turns = NextTurns(self.post)
+        self._scheduler.endings.ask = self._next_turns.ask
         self._executor = parts.executor
         self._auditor = auditor
         self._inspector = inspector
@@ -78,6 +81,9 @@ class EngineLoop:
         self._make_group = group
         self._preprocessor = parts.preprocessor
         self._media_loader = MediaLoading(parts.media, self.post, self._fail_request, self._restart)
+        self._adapters = parts.scheduler.adapters
+        if self._adapters is not None:
+            self._adapters.wake = self._wake
         self._spec, self._max_length = parts.spec, parts.language.max_length
         self._ending: ExecutorLostError | None = None
         self._groups: dict[str, SequenceGroup] = {}
@@ -136,6 +142,11 @@ class EngineLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _wake(self) -> None:
+        """Plan again: an adapter is ready."""
+        with contextlib.suppress(EngineClosedError):
+            self.post(lambda: None)
+
     def _on_executor_lost(self, error: ExecutorLostError) -> None:
         """End the loop: a part of the executor is gone, perhaps while no step was running."""
 
@@ -169,6 +180,7 @@ class EngineLoop:
                     now = time.perf_counter()
                     self.step_times.record(now - self._step_began, self._executor.model_seconds)
                     self._step_began = now
+                self._forget_closed()
                 self._manage_audits()
                 self._mirror.publish()
         except ExecutorLostError as error:
@@ -210,6 +222,7 @@ class EngineLoop:
             self._stopping = True
         else:
             command()
+            self._forget_closed()
         self._mirror.publish()
 
     def _step(self) -> bool:
@@ -221,12 +234,12 @@ class EngineLoop:
         self._media_loader.start()
         self.tiers.start()
         if plan is None:
-            if failures:
+            if failures or not self._scheduler.has_work:
                 return False
             with contextlib.suppress(queue.Empty):
-                if self.tiers.busy:
+                if self.tiers.busy or (self._adapters is not None and self._adapters.busy):
                     self._run_next_command(wait=True)
-                elif not self._scheduler.running:
+                elif not self._scheduler.running and self._scheduler.waiting:
                     self._emit(self._scheduler.reject_head())
                 elif self._media_loader.busy:
                     self._run_next_command(wait=True)
@@ -259,7 +272,7 @@ class EngineLoop:
             if request.affinity and delta.usage.completion_tokens == 1:
                 self._note_affinity(group)
             if delta.finish_reason is not None:
-                self._executor.forget(group.sequences[delta.index].number)
+                self._forget(group.sequences[delta.index])
             if group.finished:
                 self._media_loader.forget(group)
             if group.finished and self._groups.pop(request.request_id, None) is not None:
@@ -268,6 +281,16 @@ class EngineLoop:
                 request.on_delta(delta)
             except Exception:
                 _log.exception("a callback of request %s raised", request.request_id)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Tell the executor that a sequence has ended, unless its state is being kept."""
+        if not self._scheduler.endings.keeps(sequence.number):
+            self._executor.forget(sequence.number)
+
+    def _forget_closed(self) -> None:
+        """Tell the executor which endings are over."""
+        for number in self._scheduler.endings.take_closed():
+            self._executor.forget(number)
 
     def _note_affinity(self, group: SequenceGroup) -> None:
         """Record a request whose prompt has been computed."""
@@ -279,7 +302,7 @@ class EngineLoop:
         """Start an audit while there is capacity; abort it if a request of a caller waits."""
         scheduler, auditor = self._scheduler, self._auditor
         full = len(scheduler.running) >= self._max_num_seqs
-        waiting = any(not sequence.request.cold for sequence in scheduler.waiting)
+        waiting = scheduler.has_idle_callers
         running = auditor.running
         if running is not None and full and waiting:
             self.abort(running.request_id)
@@ -304,7 +327,7 @@ class EngineLoop:
             return
         self._scheduler.end(group)
         for sequence in group.sequences:
-            self._executor.forget(sequence.number)
+            self._forget(sequence)
         self._media_loader.forget(group)
         self.add(self._make_group(request))
 
@@ -313,6 +336,7 @@ class EngineLoop:
         with self._lock:
             self._closed = True
         self._media_loader.close()
+        self._next_turns.close()
         self._preprocessor.close()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -325,4 +349,6 @@ class EngineLoop:
             with contextlib.suppress(Exception):
                 self._emit(self._scheduler.end(group, error))
         self.tiers.close()
+        if self._adapters is not None:
+            self._adapters.close()
         self._executor.close()

@@ -94,6 +94,23 @@ class MediaPlanner:
             return max(start, cuts[position]) if position >= 0 else start
         return end
 
+    def stall(self, sequence: Sequence, start: int | None = None) -> int:
+        """Return the position at which a sequence has to wait for pixels to be decoded; its length
+        if nowhere.
+
+        Args:
+            start: None for a running sequence, which waits only for media that are being decoded.
+                For one that would start here: any medium that is not decoded makes it wait.
+        """
+        prompt = sequence.prompt
+        first = sequence.num_computed if start is None else start
+        for span in spans_between(prompt, first, len(prompt)):
+            item = prompt.media[span.item]
+            waits = item in self.loading if start is None else not item.ready
+            if waits and self._key(sequence, span) not in self.cache:
+                return span.start
+        return sequence.num_tokens
+
     def acquire(self, sequence: Sequence, start: int, end: int) -> tuple[SpanRows, ...]:
         """Pin the embeddings that tokens `[start, end)` need; schedule the missing ones for
         encoding.
@@ -126,7 +143,8 @@ class MediaPlanner:
     def _encode(self, sequence: Sequence, span: MediaSpan, key: bytes, slot: int) -> None:
         self._budget -= span.end - span.start
         pixels = sequence.prompt.media[span.item].patches(span.patch)
-        self._encodes.append(Encode(pixels, span.grid, span.merge_size, slot))
+        adapter = sequence.adapter_slot
+        self._encodes.append(Encode(pixels, span.grid, span.merge_size, slot, adapter))
         sequence.group.encoded_spans.add(span.start)
         if self.tiers is not None and self.tiers.ahead and not sequence.request.cold:
             self._to_save.append((key, slot))
@@ -204,7 +222,10 @@ class MediaPlanner:
         lacks, by key. Change nothing."""
         if self.tiers is None:
             return None
-        keys = {_key(prompt.keys.root, each) for each in spans_between(prompt, start, len(prompt))}
+        keys = {
+            _key(prompt.keys.vision_root, each)
+            for each in spans_between(prompt, start, len(prompt))
+        }
         return self.tiers.locate([key for key in keys if key not in self.cache])
 
     def forecast(
@@ -222,7 +243,7 @@ class MediaPlanner:
         encoded: dict[bytes, MediaSpan] = {}
         recalled: dict[bytes, MediaSpan] = {}
         for span in spans_between(prompt, start, len(prompt)):
-            key = _key(prompt.keys.root, span)
+            key = _key(prompt.keys.vision_root, span)
             if key not in self.cache:
                 (recalled if key in below else encoded).setdefault(key, span)
         decoded = {index for index, item in enumerate(prompt.media) if item.decoded}
@@ -236,7 +257,7 @@ class MediaPlanner:
 
     @staticmethod
     def _key(sequence: Sequence, span: MediaSpan) -> bytes:
-        return _key(sequence.keys.root, span)
+        return _key(sequence.keys.vision_root, span)
 
 
 def _key(root: bytes, span: MediaSpan) -> bytes:

@@ -20,13 +20,16 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec
 from vlm_serve.models.cache_layout import CacheLayout
 from vlm_serve.options import format_size
+from vlm_serve.process_limits import free_address_space
 
 EMBEDDING_CACHE_BYTES = 256 << 20
 LOGPROB_CACHE_BYTES = 64 << 20
 CPU_SHARE = 4
 """On a CPU the cache takes one part in this many of the memory that is free at start-up."""
 CPU_CEILING = 4 << 30
-GPU_SHARE = 0.85
+GPU_SHARE, RANKS_SHARE = 0.95, 0.85
+"""On a GPU the cache takes this part of what weights and steps leave free; what is left is for
+fragments. With ranks, whose steps are not measured, they are in that part too."""
 MIN_BLOCKS = 4
 _GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -60,6 +63,30 @@ class MemoryPlan:
         """Bytes of all pools: the cache memory, live rows and update slots."""
         updates = self.num_updates * self.update_bytes
         return self.cache_memory + self.live_state_bytes + updates
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Most bytes allocated at a time beside weights and pools.
+
+    Attributes:
+        forward: in a step of `max_num_batched_tokens` tokens, its logits included.
+        vision: in the vision tower, for as many placeholder tokens as a step may encode.
+        graphs: what captured steps keep.
+    """
+
+    forward: int
+    vision: int
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        """The tower and the language model run one after the other; graphs keep theirs."""
+        return max(self.forward, self.vision) + self.graphs
+
+    def __str__(self) -> str:
+        parts = {"text": self.forward, "media": self.vision, "graphs": self.graphs}
+        return ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
 
 
 def split_by_interval(
@@ -131,12 +158,19 @@ def embedding_bytes(model: ModelSpec, types: Types) -> int:
     return 0 if model.vision is None else model.embedding_width * types.vision.itemsize
 
 
-def default_cache_memory(device: torch.device, ranks: int = 1) -> int:
-    """Return the default cache memory of one rank. On a CPU this is its share of a quarter of the
-    free memory, at most 4 GiB; on a GPU 85 % of the free memory there."""
+def default_cache_memory(
+    device: torch.device, ranks: int = 1, steps: StepMemory | None = None
+) -> int:
+    """Return the default cache memory of one rank.
+
+    On a CPU this is its share of a quarter of the free memory, at most 4 GiB. On a GPU it is 95 %
+    of the memory that is free there beside the measured steps; 85 % without measurements.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * GPU_SHARE)
+        if steps is None:
+            return int(free * RANKS_SHARE)
+        return max(0, int((free - steps.total) * GPU_SHARE))
     return min(CPU_CEILING, free_host_memory() // CPU_SHARE) // ranks
 
 
@@ -196,7 +230,13 @@ def host_memory() -> int:
 
 
 def free_host_memory() -> int:
-    """Return the bytes that processes may still allocate."""
+    """Return the bytes left for this process to allocate."""
+    free, space = _free_memory(), free_address_space()
+    return free if space is None else min(free, space)
+
+
+def _free_memory() -> int:
+    """Return the bytes of memory that is free, or would be."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

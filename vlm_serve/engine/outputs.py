@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from vlm_serve.cache.experts import Rows
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.errors import VlmServeError
@@ -71,9 +74,16 @@ class CacheReport:
         media_decoded: images and videos decoded for this request.
         media_encoded: images and videos with at least one part encoded by the vision tower.
         media_skipped: images and videos that needed no vision encoding at all.
+        media_cut_short: videos with the end of their file missing; the rest was read.
+        media_repeated: media spans with the content of an earlier span of the prompt; they are
+            encoded once.
         reason: why the boundary is not deeper; "full" when nothing more could be reused.
         experts_missing: reused tokens without recorded experts; 0 if experts were not requested.
         logprobs_reused: prompt tokens whose log-probabilities came from the cache.
+        joined_tokens: reused tokens that it waited for, while another request computed them.
+        joined_ms: time of that wait, in milliseconds.
+        answer_tokens: reused tokens that the model generated itself, in earlier answers. Those from
+            lower tiers do not count.
         segments: the whole prompt, in order, split by source.
         media: its media spans, in order.
         snapshots: positions of the prompt at which the cache has a state now.
@@ -90,9 +100,14 @@ class CacheReport:
     media_decoded: int = 0
     media_encoded: int = 0
     media_skipped: int = 0
+    media_cut_short: int = 0
+    media_repeated: int = 0
     reason: str = "cold"
     experts_missing: int = 0
     logprobs_reused: int = 0
+    joined_tokens: int = 0
+    joined_ms: float = 0.0
+    answer_tokens: int = 0
     segments: tuple[PromptSegment, ...] = ()
     media: tuple[PromptMedia, ...] = ()
     snapshots: tuple[int, ...] = ()
@@ -121,6 +136,7 @@ class Delta:
         routed_experts_gaps: (first, last + 1) positions of the tokens whose rows are unknown.
         prompt_logprobs: on the first delta, if requested: rows of the prompt's tokens from
             `prompt_logprobs_start` on, without the first token.
+        vector: see `Sampled.vector`.
         error: set (with finish_reason "error") when the request failed.
         time: creation time in monotonic seconds.
     """
@@ -136,5 +152,6 @@ class Delta:
     routed_experts: Rows | None = field(default=None, compare=False)
     routed_experts_gaps: tuple[tuple[int, int], ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
+    vector: npt.NDArray[np.float32] | None = field(default=None, compare=False)
     error: VlmServeError | None = None
     time: float = field(default_factory=monotonic, compare=False)

@@ -64,11 +64,22 @@ class Pace:
         self._depths = _Depths()
         self._work = 0.0
         self._seconds = 0.0
+        self._queued = False
 
-    def learn(self, plan: StepPlan, seconds: float) -> None:
+    def learn(self, plan: StepPlan, seconds: float, *, awaited: bool = True) -> None:
         """Record the duration of a step. Skip steps with few tokens or with media to encode: they
-        say little about the cost of a token."""
-        tokens = plan.num_tokens
+        say little about the cost of a token.
+
+        Args:
+            plan: the step.
+            seconds: from its plan to its output.
+            awaited: False if it was only queued. Then the next awaited step has waited for both,
+                and neither says what it cost.
+        """
+        tokens, queued = plan.num_tokens, self._queued
+        self._queued = not awaited
+        if queued or not awaited:
+            return
         if 2 * tokens < self._least or plan.encodes:
             return
         looked = sum((item.end - item.start) * (item.start + item.end) / 2 for item in plan.slices)

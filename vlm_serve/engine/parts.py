@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.store import AdapterStore
 from vlm_serve.engine.arithmetic import Arithmetic
 from vlm_serve.engine.executor import Executor
 from vlm_serve.engine.media import MediaPlanner
-from vlm_serve.engine.memory import MemoryPlan
+from vlm_serve.engine.memory import MemoryPlan, StepMemory
 from vlm_serve.engine.request import Language
 from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.tier_loading import Tiers
@@ -20,7 +21,8 @@ from vlm_serve.preprocess.prepare import Preprocessor
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Components of an engine. `config` has its defaults filled in."""
+    """Components of an engine. `config` has its defaults filled in. `steps` is None where it is not
+    measured."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -30,7 +32,9 @@ class EngineParts:
     preprocessor: Preprocessor
     language: Language
     scheduler: Scheduler
+    adapters: AdapterStore
     executor: Executor
     cache: PrefixCache
     media: MediaPlanner
     tiers: Tiers | None = None
+    steps: StepMemory | None = None

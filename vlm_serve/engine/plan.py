@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vlm_serve.cache.experts import Rows
@@ -39,13 +41,14 @@ class Encode:
     """A media span to run through the vision tower; its embedding is stored under `slot`.
 
     `pixels` are those of `MediaItem.patches`, `grid` is (1, h, w) in patches, `merge_size` is the
-    number of patches per side that become one token.
+    number of patches per side that become one token. `adapter` is its request's slot of an adapter.
     """
 
     pixels: torch.Tensor
     grid: tuple[int, int, int]
     merge_size: int
     slot: int
+    adapter: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +101,15 @@ class Slice:
         embeddings: (first token, last token + 1, slot, first row of the embedding) of the media
             tokens in this slice, absolute positions.
         samples: tasks to sample from the logits after the last token (several for forked choices);
-            empty while prefill continues. A verify slice has one task per token, in order.
+            empty while prefill continues, and for the last token of an answer that has ended. A
+            verify slice has one task per token, in order.
         reported_start, reported_end: tokens `[reported_start, reported_end)` precede prompt tokens
             whose log-probabilities are wanted; none if the end is not beyond the start.
         updates: index of the first update of a verify slice, one per token; -1 for a model without
             state.
         pending: number of accepted updates at that index, to be folded into the row first.
         drafts: number of tokens to draft behind the sampled ones; `blocks` cover them.
+        adapter: slot of its adapter; -1 for none.
     """
 
     sequence: int
@@ -126,6 +131,7 @@ class Slice:
     updates: int = -1
     pending: int = 0
     drafts: int = 0
+    adapter: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,8 @@ class StepPlan:
     4. Copy KV: `copies` (source block, destination block, number of rows).
     5. Store the `recalled` embeddings.
     6. Encode the spans in `encodes`.
+
+    A plan may have folds and no slices; then there is no forward.
 
     If `skip_mtp` is set, the model's MTP layer does not read this step's tokens; then no slice is a
     prefill.
@@ -163,11 +171,13 @@ class StepPlan:
 class Sampled:
     """A sampled token. `logprobs` maps token ids to log-probabilities (natural log of the model's
     own distribution), including the sampled token; empty if not requested. `drawn` is the token
-    drawn instead, if a forced token differs from it."""
+    drawn instead, if a forced token differs from it. Where a model pools, `vector` holds the logits
+    of `Model.pooled` or the hidden state, and the token means nothing."""
 
     token_id: int
     logprobs: dict[int, float]
     drawn: int | None = None
+    vector: npt.NDArray[np.float32] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +205,11 @@ class StepOutput:
         prompt_logprobs: for slices that want them, a row (`cache.logprobs.row_type`) for each of
             the tokens `reported_start + 1 ... reported_end`.
         drafts: drafts for the slices that requested some.
+        awaited: False if a GPU may still be computing: nothing was read back from it.
     """
 
     sampled: dict[int, tuple[Sampled, ...]]
     experts: dict[int, Rows] = field(default_factory=dict)
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    awaited: bool = True

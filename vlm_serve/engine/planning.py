@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from vlm_serve.cache.tiers.up import TierFetcher
+from vlm_serve.engine.adapters.slots import AdapterSlots
 from vlm_serve.engine.admission import Admission
 from vlm_serve.engine.drafting import Drafting
+from vlm_serve.engine.endings import EndingMode, Endings
+from vlm_serve.engine.joining import Joining
 from vlm_serve.engine.pacing import Pace
 from vlm_serve.engine.plan import Slice, StepPlan
 from vlm_serve.engine.queues import SequenceQueues, order
@@ -35,6 +39,8 @@ class SchedulerConfig:
     """Maximum number of drafts per sequence and step; 0 disables drafts."""
     step_seconds: float = 0.0
     """Target duration of a step with prompt tokens, in seconds; 0 means no limit."""
+    answer_ends: EndingMode = "off"
+    """Whether the states at the ends of answers are kept."""
     min_step_tokens: int = 256
     """Tokens that a step may have regardless of its duration; at least a block. Four times as many
     if a single sequence is active."""
@@ -65,6 +71,7 @@ class Planner:
     Attributes:
         pace: limits the prompt tokens of a step by its expected duration.
         failures: sequences that could not be planned, each with its error.
+        adapters: slots of adapters; None: no sequence has one.
     """
 
     def __init__(
@@ -74,8 +81,10 @@ class Planner:
         replays: Replays,
         tiers: TierFetcher | None = None,
         drafting: Drafting | None = None,
+        endings: Endings | None = None,
     ) -> None:
         self._queues = queues
+        self._endings = endings or Endings(queues, "off", 0)
         self._replays = replays
         self._cache = queues.cache
         self._media = queues.media
@@ -85,18 +94,32 @@ class Planner:
         self._held_back = False
         self.pace = Pace(config.step_seconds, config.min_step_tokens)
         self.failures: list[tuple[Sequence, Exception]] = []
+        self.adapters: AdapterSlots | None = None
         self._admission = Admission(
             queues.cache,
+            queues.joins,
             config.state_interval,
             complete_experts=config.complete_experts,
             tiers=tiers,
         )
+        self._joining = Joining(queues, self._admission)
 
     def plan(self) -> StepPlan | None:
         """Plan the next step; return None if nothing can run."""
+        dropped = self._endings.num_dropped
+        plan = self._plan()
+        if plan is None and self._endings.num_dropped > dropped:
+            plan = self._plan()  # sequences may have waited for what was dropped
+        return plan
+
+    def _plan(self) -> StepPlan | None:
         queues = self._queues
         queues.planned = []
+        if self.adapters is not None:
+            self.adapters.begin_pass()
         budget = self._config.max_num_batched_tokens
+        room = budget - len(queues.running) - self._config.block_size
+        budget -= self._endings.prepare(queues.waiting, room)
         self._reports_left = self._config.reported_tokens
         self._media.begin_step(budget)
         candidates = sorted(queues.suspects[:1] or queues.running, key=order)
@@ -113,7 +136,9 @@ class Planner:
         for item in queues.planned:
             if item.kind == "decode":
                 queues.fold(queues[item.sequence])
-        if not queues.planned:
+        self._endings.trail()
+        self._endings.extend()
+        if not queues.planned and not self._endings.folding:
             return None
         leases = [queues[item.sequence].lease for item in queues.planned]
         return StepPlan(
@@ -131,7 +156,7 @@ class Planner:
         """Return the maximum number of prompt tokens of this step; at most `budget`. The oldest
         prefill is expected to take most of them."""
         queues = self._queues
-        alone = len(queues.running) + len(queues.waiting) <= 1
+        alone = len(queues.running) + len(queues.waiting) - len(queues.joins) <= 1
         least = self._config.min_step_tokens * (_SINGLE_SEQUENCE_FACTOR if alone else 1)
         decodes = self._config.max_num_batched_tokens - budget
         start = next((each.num_computed for each in running if each.prefilling), 0)
@@ -141,6 +166,7 @@ class Planner:
         """Plan slices of running prefills and replays, and admit waiting sequences. Return the
         number of tokens planned."""
         left, kept = budget, 0
+        self._joining.resolve()
         prefills = [each for each in running if each.prefilling]
         held_back, self._held_back = self._held_back, False
         if self._may_be_overtaken(prefills, budget):
@@ -154,6 +180,7 @@ class Planner:
             kept = min(most, sum(each.num_tokens for each in self._find_overtaking(prefills[0])))
         for sequence in running:
             left -= self._grant(sequence, left - kept)
+        self._joining.resolve()
         # Prefills that are blocked leave budget unused: spend it on waiting prompts of any length.
         whole = kept > 0 and left - kept < self._config.block_size
         prefills = [each for each in self._queues.running if each.prefilling] if whole else []
@@ -173,10 +200,10 @@ class Planner:
         priority and prompts longer than `most` tokens are left out."""
         found: list[Sequence] = []
         for sequence in self._queues.waiting:
-            lower = sequence.request.priority > prefill.request.priority
+            lower = sequence.priority > prefill.priority
             if lower or len(found) == _MAX_OVERTAKING:
                 break
-            free = sequence.overtakes and not sequence.fetching and sequence.lease is None
+            free = sequence.overtakes and not self._queues.is_held(sequence)
             if free and (most is None or sequence.num_tokens <= most):
                 found.append(sequence)
         return found
@@ -194,26 +221,49 @@ class Planner:
         if waiting is None:
             waiting = queues.suspects[:1] or list(queues.waiting)
         for sequence in waiting:
-            if sequence.lease is not None or sequence.fetching:
-                continue
-            if not self._replays.may_start(sequence):
-                continue  # it waits for other replays; the sequences behind it need not
+            if queues.is_held(sequence):
+                continue  # the sequences behind it need not wait for a tier or a leader
+            if not self._replays.may_start(sequence) or self._endings.awaited(sequence):
+                continue  # it waits for other replays or for a state; those behind it need not
+            if not self._has_adapter(sequence):
+                continue  # the sequences behind it need not wait for it
             if sequence.suspect_until:
                 self._preempt_all()
             full = len(queues.running) >= self._config.max_num_seqs
             if budget <= 0 or full:
                 return budget
             alone = not queues.running
-            if not self._admission.admit(sequence, budget, alone=alone, whole=whole):
+            admit = partial(self._admission.admit, sequence, budget, alone=alone, whole=whole)
+            admitted = admit()
+            lacking = not (admitted or sequence.fetching or whole)
+            if lacking and budget >= self._config.block_size and self._endings.drop_all():
+                admitted = admit()
+            if not admitted:
                 if sequence.fetching:
-                    continue  # the sequences behind it need not wait for the tiers
+                    continue
                 if not whole:
                     return budget
                 sequence.overtakes = budget < most
                 continue
             queues.start(sequence)
             budget -= self._grant(sequence, budget)
+            self._joining.resolve()
         return budget
+
+    def _has_adapter(self, sequence: Sequence) -> bool:
+        """Return True unless a sequence has to wait for its adapter, or cannot get it at all."""
+        if self.adapters is None:
+            return True
+        try:
+            users = [*self._queues.running, *self._endings.sequences]
+            if self.adapters.may_start(sequence, users):
+                return True
+        except Exception as error:
+            self.failures.append((sequence, error))
+            return False
+        if self.adapters.missed:
+            self._endings.drop_adapted()
+        return False
 
     def _preempt_all(self) -> None:
         """Preempt every running sequence: a suspect runs alone. The others would wait anyway, so
@@ -286,6 +336,8 @@ class Planner:
         assert sequence.lease is not None
         queues = self._queues
         while not self._cache.grow(sequence.lease, num_tokens):
+            if self._endings.drop_all():
+                continue
             last = max(queues.running, key=lambda each: (each.replaying, order(each)))
             assert len(queues.running) > 1, "one sequence always fits: checked when submitted"
             queues.preempt(last)
@@ -339,4 +391,5 @@ class Planner:
             samples=tuple(tasks),
             reported_start=reported[0],
             reported_end=reported[1],
+            adapter=sequence.adapter_slot,
         )

@@ -28,7 +28,8 @@ class PrefillGraphs(StepGraphs):
     """Runs steps with short prefills from captured graphs.
 
     Args:
-        model, caches, block_size, max_model_len, max_num_seqs, device: see `DecodeGraphs`.
+        model, caches, block_size, max_model_len, max_num_seqs, device, deterministic: see
+            `DecodeGraphs`.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class PrefillGraphs(StepGraphs):
         max_model_len: int,
         max_num_seqs: int,
         device: GraphDevice,
+        deterministic: bool = False,
     ) -> None:
         decodes, sequences = min(DECODES, max_num_seqs), min(SEQUENCES, max_num_seqs)
         sizes = [PrefillSizes(decodes, tokens, sequences) for tokens in TOKENS]
@@ -50,6 +52,7 @@ class PrefillGraphs(StepGraphs):
             max_model_len=max_model_len,
             most_logits=sizes[-1].logits,
             device=device,
+            deterministic=deterministic,
         )
         forms = self._tile_forms(sizes[0])
         self._steps: list[tuple[PrefillBuffers, Step]] = []
@@ -72,7 +75,7 @@ class PrefillGraphs(StepGraphs):
         """Find a graph for this step. It must be a short prefill of few sequences beside few that
         decode. It must have no media, drafts or routed experts, and need logits of few tokens."""
         plain = batch.verify is None and not batch.media and not batch.capture_experts
-        if not plain or batch.deterministic:
+        if not plain or batch.deterministic != self._deterministic:
             return None
         return next((each for each in self._steps if each[0].accepts(batch)), None)
 

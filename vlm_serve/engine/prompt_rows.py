@@ -13,6 +13,7 @@ import torch
 from vlm_serve.cache.logprobs import RowPiece, WantedRows, row_type
 from vlm_serve.cache.records import LogprobRows
 from vlm_serve.engine.plan import PromptLogprobs
+from vlm_serve.engine.row_sums import log_softmax
 
 _ROWS_AT_ONCE = 32
 """Number of rows whose softmax is in memory at the same time."""
@@ -29,7 +30,7 @@ def logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> Lo
     rows = np.empty(len(token_ids), row_type(top))
     for first in range(0, len(token_ids), _ROWS_AT_ONCE):
         part = rows[first : first + _ROWS_AT_ONCE]
-        logprobs = torch.log_softmax(logits[first : first + len(part)].float(), dim=-1)
+        logprobs = log_softmax(logits[first : first + len(part)])
         own = torch.tensor(token_ids[first : first + len(part)], device=logprobs.device)
         chosen = logprobs.gather(1, own[:, None])
         part["logprob"] = chosen[:, 0].cpu().numpy()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import insort
 
-from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.prefix_cache import LeftState, PrefixCache
+from vlm_serve.engine.joins import Joins
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.plan import Slice
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
@@ -13,8 +14,7 @@ from vlm_serve.engine.update_slots import UpdateSlotAllocator, UpdateSlots
 
 def order(sequence: Sequence) -> tuple[int, int, int]:
     """Return the sort key for FCFS with priorities; lower values run first."""
-    request = sequence.request
-    return (request.priority, request.arrival, sequence.index)
+    return (sequence.priority, sequence.request.arrival, sequence.index)
 
 
 class SequenceQueues:
@@ -25,6 +25,7 @@ class SequenceQueues:
         waiting: sequences without a lease, in scheduling order.
         running: sequences with a lease.
         suspects: sequences of a failed step that have yet to run alone without a failure.
+        joins: the waiting sequences that wait for a running prefill.
         planned: slices of the step being planned.
         row_copies: (source, destination) state rows of forked choices, for the next step.
         folds: (state row, first update, count) of accepted updates, for the next step. They are
@@ -45,11 +46,12 @@ class SequenceQueues:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.suspects: list[Sequence] = []
+        self.joins = Joins(cache)
         self.planned: list[Slice] = []
         self.row_copies: list[tuple[int, int]] = []
         self.num_preemptions = 0
         self._by_number: dict[int, Sequence] = {}
-        self._retired: list[Sequence] = []
+        self._retired: list[tuple[Sequence, LeftState | None]] = []
         self.folds: list[tuple[int, int, int]] = []
         self.update_size = update_slots.size if update_slots is not None else 0
         self._update_slots = UpdateSlotAllocator(update_slots) if update_slots is not None else None
@@ -66,11 +68,18 @@ class SequenceQueues:
 
     def wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=order)
+        self.joins.waits(sequence)
+
+    def is_held(self, sequence: Sequence) -> bool:
+        """Return True if a waiting sequence is not to be admitted now: it waits for a lower tier or
+        for a running prefill, or it has just been admitted."""
+        return sequence.fetching or sequence.lease is not None or sequence in self.joins
 
     def start(self, sequence: Sequence) -> None:
         """Move a sequence with a lease from waiting to running."""
         self.waiting.remove(sequence)
         self.running.append(sequence)
+        self.joins.starts(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence back to waiting. Its state stays private to it until its memory
@@ -90,8 +99,12 @@ class SequenceQueues:
         assert sequence.lease is not None
         if sequence.pending and self._update_slots is not None:
             first = self._update_slots.first_update(sequence)
-            self.folds.append((sequence.lease.row, first, sequence.pending))
+            self.folds.append((sequence.lease.src_row, first, sequence.pending))
         # The slots are free already: a step applies folds before it writes updates.
+        self._release_update_slots(sequence)
+
+    def forget_updates(self, sequence: Sequence) -> None:
+        """Forget a sequence's pending updates: nobody reads its row any more."""
         self._release_update_slots(sequence)
 
     def update_capacity(self, sequence: Sequence) -> int | None:
@@ -121,18 +134,25 @@ class SequenceQueues:
         self.cache.close(sequence.lease)
         self._return_to_waiting(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a finished sequence and free its resources."""
+    def detach(self, sequence: Sequence) -> None:
+        """Take a finished sequence out of the queues. It keeps its lease and pending updates."""
+        self.joins.forget(sequence)
         for queue in (self.running, self.waiting, self.suspects):
             if sequence in queue:
                 queue.remove(sequence)
+        self.media.release_all(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a finished sequence and free its resources. If its row holds the state at a cut
+        point, it becomes the snapshot there."""
+        left = self._left_state(sequence)
+        self.detach(sequence)
         self._by_number.pop(sequence.number, None)
         self._release_update_slots(sequence)
-        self.media.release_all(sequence)
         if sequence.request.cold:
             self.media.discard(sequence)
         if sequence.suspended is not None:
-            self.cache.drop(sequence.suspended)
+            self.cache.drop(sequence.suspended, left)
             sequence.suspended = None
         if sequence.lease is None:
             return
@@ -140,9 +160,9 @@ class SequenceQueues:
         self.row_copies = [copy for copy in self.row_copies if copy[1] != row]
         if any(copy[0] == row for copy in self.row_copies):
             # A forked choice reads this row at the start of the next step.
-            self._retired.append(sequence)
+            self._retired.append((sequence, left))
             return
-        self._close(sequence)
+        self._close(sequence, left)
         self._release_retired()
 
     def fork(self, parent: Sequence, child: Sequence, max_num_seqs: int) -> None:
@@ -155,6 +175,7 @@ class SequenceQueues:
             self.wait(child)
             return
         child.lease = lease
+        child.adapter_slot = parent.adapter_slot
         child.num_computed = parent.num_computed
         child.num_cached = parent.num_cached
         child.prefill_target = parent.prefill_target
@@ -172,12 +193,12 @@ class SequenceQueues:
         """Free finished sequences whose row is no longer the source of a copy."""
         sources = {source for source, _ in self.row_copies}
         retired, self._retired = self._retired, []
-        for sequence in retired:
+        for sequence, left in retired:
             assert sequence.lease is not None
             if sequence.lease.row in sources:
-                self._retired.append(sequence)
+                self._retired.append((sequence, left))
             else:
-                self._close(sequence)
+                self._close(sequence, left)
 
     def _drop_forks_of(self, parent: Sequence) -> None:
         """Restart from the cache the choices that would have copied the parent's row in this
@@ -190,6 +211,7 @@ class SequenceQueues:
             self.restart(child)
 
     def _return_to_waiting(self, sequence: Sequence) -> None:
+        self.joins.stops(sequence)
         if sequence.lease is not None and sequence.lease.hit is not None:
             # No step has succeeded since: the next admission counts as the first.
             sequence.group.report = None
@@ -208,7 +230,19 @@ class SequenceQueues:
     def _forget_fold(self, row: int) -> None:
         self.folds = [fold for fold in self.folds if fold[0] != row]
 
-    def _close(self, sequence: Sequence) -> None:
+    def _left_state(self, sequence: Sequence) -> LeftState | None:
+        """Return what a sequence leaves if its row holds the state after its computed tokens. None
+        while updates have to be folded into it, or while it has to be copied first."""
+        suspended = sequence.suspended
+        lease = sequence.lease or (suspended.lease if suspended is not None else None)
+        if lease is None or sequence.pending:
+            return None
+        unfinished = {row for row, _, _ in self.folds} | {copy[1] for copy in self.row_copies}
+        if lease.row in unfinished:
+            return None
+        return LeftState(sequence.keys, sequence.prefill_target)
+
+    def _close(self, sequence: Sequence, left: LeftState | None) -> None:
         assert sequence.lease is not None
-        self.cache.close(sequence.lease)
+        self.cache.close(sequence.lease, left)
         sequence.lease = None

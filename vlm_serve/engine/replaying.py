@@ -65,7 +65,8 @@ class Replays:
         return id(sequence.group) in groups or len(groups) < MAX_REPLAYS
 
     def extended(self, item: Slice, budget: int) -> Slice:
-        """Return a decode token of a replaying sequence, extended by the next forced tokens.
+        """Return a decode token of a replaying sequence, extended by the next forced tokens. Where
+        only decode steps have a decode step's bits, it stays alone.
 
         Args:
             budget: number of tokens that may be added.
@@ -73,7 +74,7 @@ class Replays:
         Raises InvalidRequestError as `Sequence.draft_tasks` does.
         """
         queues, sequence = self._queues, self._queues[item.sequence]
-        if sequence.suspect_until:
+        if sequence.suspect_until or queues.cache.config.exact_only:
             return item
         room = min(budget, verify_capacity(queues, item, self._interval))
         if queues.update_size:

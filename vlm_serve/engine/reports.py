@@ -80,6 +80,11 @@ def prompt_media(
     )
 
 
+def repeated_spans(prompt: Prompt) -> int:
+    """Count the media spans with the content of an earlier span; they are encoded once."""
+    return len(prompt.spans) - len({span.content_hash for span in prompt.spans})
+
+
 def boundary_key(keys: PromptKeys, boundary: int) -> str | None:
     """Return the hexadecimal key of the node that ends at the boundary; None if nothing was
     reused."""
@@ -97,6 +102,8 @@ def complete_report(cache: PrefixCache, sequence: EngineSequence) -> CacheReport
         media_decoded=sum(item.decoded for item in prompt.media),
         media_encoded=len(encoded),
         media_skipped=len(prompt.media) - len(encoded),
+        media_cut_short=sum(item.cut_short for item in prompt.media),
+        media_repeated=repeated_spans(prompt),
         media=prompt_media(
             prompt, group.report.boundary, group.encoded_spans, group.recalled_spans
         ),

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from vlm_serve.engine.detokenizer import TokenBytes
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.outputs import Delta, FinishReason
 from vlm_serve.engine.thought import Thought
 from vlm_serve.grammar.state import Grammar
+from vlm_serve.models.adapters import Adapter
 from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
+
+
+class NextTurn(Protocol):
+    """The prompt of a next turn, as far as it is known once an answer has ended.
+
+    Attributes:
+        kind: kind of the request; ends of answers are hit alike within a kind.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    def shared(self, text: str, token_ids: Sequence[int], reason: FinishReason) -> int:
+        """Return how many tokens of prompt and answer the next prompt begins with. Slow; called on
+        a thread of its own.
+
+        Args:
+            text: the answer.
+            token_ids: its tokens.
+            reason: why it has ended.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +66,13 @@ class Request:
     """How the answer may think; None: thoughts are text like any other."""
     closing: tuple[int, ...] = ()
     """Tokens that end a thought whose budget is used up."""
+    adapter: Adapter | None = None
+    """The adapter of the weights; the one of its prompt's keys."""
     complete_experts: bool = False
     """If True, reuse only tokens with recorded experts, so that the report does not depend on the
     cache."""
+    next_turn: NextTurn | None = None
+    """What a next turn shares with this one; None: prompt and answer, token by token."""
 
 
 @dataclass(frozen=True)

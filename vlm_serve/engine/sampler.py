@@ -14,9 +14,12 @@ import numpy as np
 import torch
 
 from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.row_sums import log_softmax, running_sum
 
 _FEW_LOGITS = 1 << 17
 """Up to this many logits, one thread searches faster than several, which torch would wake."""
+_LEAST_MASS = 1e-300
+"""Stands for a `top_p` of 0: less than the mass of any likeliest token."""
 
 
 def sample(
@@ -173,10 +176,11 @@ class SequenceSampler:
         probs = torch.softmax(kept.double(), dim=-1)
         if params.top_p is not None and params.top_p < 1.0:
             # A token stays while the mass before it is below top_p, so the first one always stays.
-            probs = torch.where(probs.cumsum(0) - probs < params.top_p, probs, 0.0)
+            mass = max(params.top_p, _LEAST_MASS)
+            probs = torch.where(running_sum(probs) - probs < mass, probs, 0.0)
         if params.min_p > 0.0:
             probs = torch.where(probs >= params.min_p * probs[0], probs, 0.0)
-        cumulative = probs.cumsum(0)
+        cumulative = running_sum(probs)
         threshold = uniform(self._seed, position) * float(cumulative[-1])
         place = int(torch.searchsorted(cumulative, threshold, right=True))
         last_possible = int(torch.count_nonzero(probs)) - 1
@@ -193,7 +197,7 @@ def uniform(seed: int, position: int) -> float:
 def _top_logprobs(raw: torch.Tensor, token: int, count: int | None) -> dict[int, float]:
     if count is None:
         return {}
-    logprobs = torch.log_softmax(raw.float(), dim=-1)
+    logprobs = log_softmax(raw)
     result = {token: float(logprobs[token])}
     if count:
         values, ids = torch.topk(logprobs, min(count, logprobs.numel()))

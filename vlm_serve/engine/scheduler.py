@@ -7,12 +7,15 @@ failed step back.
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from functools import partial
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tiers.up import TierFetcher
+from vlm_serve.engine.adapters.slots import AdapterSlots
 from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.drafts.base import Drafter
 from vlm_serve.engine.drafts.lengths import CostCurve
+from vlm_serve.engine.endings import Endings
 from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta, FinishReason
@@ -40,12 +43,14 @@ class Scheduler:
         costs: duration of a step by its rows.
         pass_costs: duration of a pass of the model's MTP layer, by number of sequences.
         never_drafted: tokens that are never drafted.
+        adapters: slots of adapters; None: no request has one.
 
     Attributes:
         running, waiting: read-only.
         drafting: adds drafts to steps; None without drafters.
         pace: limits the prompt tokens of steps.
         replays: continues answers that another engine began.
+        endings: keeps the states at the ends of answers.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Scheduler:
         costs: CostCurve | None = None,
         pass_costs: CostCurve | None = None,
         never_drafted: frozenset[int] = frozenset(),
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._cache = cache
         self._media = media
@@ -79,7 +85,11 @@ class Scheduler:
                 state_interval=config.decode_state_interval,
                 never=never_drafted,
             )
-        self._planner = Planner(self._queues, config, self.replays, tiers, self.drafting)
+        self.endings = Endings(self._queues, config.answer_ends, config.max_num_seqs)
+        self._planner = Planner(
+            self._queues, config, self.replays, tiers, self.drafting, self.endings
+        )
+        self._planner.adapters = self.adapters = adapters
         self.pace = self._planner.pace
         self.running, self.waiting = self._queues.running, self._queues.waiting
 
@@ -88,12 +98,24 @@ class Scheduler:
         return self._queues.num_preemptions
 
     @property
+    def num_joined(self) -> int:
+        """Number of sequences waiting for a running prefill."""
+        return len(self._queues.joins)
+
+    @property
+    def has_idle_callers(self) -> bool:
+        """Return True if a caller's request waits for anything but a running prefill."""
+        joins = self._queues.joins
+        return any(not each.request.cold and each not in joins for each in self.waiting)
+
+    @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.endings.has_work)
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a request."""
         self.replays.add(group)
+        self.endings.asked(group.sequences[0])
         self._queues.add(group)
 
     def plan(self) -> StepPlan | None:
@@ -102,7 +124,9 @@ class Scheduler:
 
     def learn(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Record the duration of a successful step, in seconds."""
-        self.pace.learn(plan, seconds)
+        if not plan.slices:
+            return
+        self.pace.learn(plan, seconds, awaited=output.awaited)
         if self.drafting is not None:
             self.drafting.learn(plan, output, seconds)
 
@@ -116,7 +140,10 @@ class Scheduler:
         self._queues.forget_row_copies()
         self._media.commit_step()
         events: list[Event] = []
+        ended = self._commit_endings(plan, output)
         for item in plan.slices:
+            if item.sequence in ended:
+                continue
             sequence = self._queues[item.sequence]
             if item.kind == "verify":
                 events += self._commit_drafts(sequence, item, output)
@@ -129,7 +156,20 @@ class Scheduler:
             if item.drafts:
                 self._take_drafts(sequence, output)
             sequence.check_lengths()
+        self._queues.joins.settle()
         return events + self._end_slow_grammars()
+
+    def _commit_endings(self, plan: StepPlan, output: StepOutput) -> set[int]:
+        """Publish the states at the ends of answers, before further answers end. Return the numbers
+        of their sequences."""
+        items = [item for item in plan.slices if item.sequence in self.endings]
+        for item in items:
+            sequence = self._queues[item.sequence]
+            self.endings.committed(
+                sequence, partial(self._commit_tokens, sequence, item, item.end, output)
+            )
+        self.endings.folded()
+        return {item.sequence for item in items}
 
     def _commit_tokens(self, sequence: Sequence, item: Slice, end: int, output: StepOutput) -> None:
         """Mark the tokens of a slice before position `end` as computed and publish them."""
@@ -147,6 +187,7 @@ class Scheduler:
             sequence.keys,
             end,
             exact_until=sequence.prefill_target,
+            answer_start=len(sequence.prompt),
             experts=rows,
             logprobs=log.known if log is not None else None,
         )
@@ -176,7 +217,7 @@ class Scheduler:
         if self.drafting is not None and not forced:
             self.drafting.settle(sequence, drafted, min(taken, len(sampled) - 1))
         if sequence.answer.finish_reason is not None:
-            self._remove(sequence)
+            self._finish(sequence)
         elif item.drafts:
             self._take_drafts(sequence, output)
         return events
@@ -192,6 +233,13 @@ class Scheduler:
         if sequence.lease is not None:
             self._cache.shrink(sequence.lease, sequence.num_computed)
             self.drafting.take(sequence, output.drafts[sequence.number])
+
+    def _finish(self, sequence: Sequence) -> None:
+        """Remove a sequence whose answer has ended, at once or when its state is kept."""
+        if not self.endings.begin(sequence):
+            self._remove(sequence)
+        elif self.drafting is not None:
+            self.drafting.forget(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         self._queues.remove(sequence)
@@ -220,19 +268,26 @@ class Scheduler:
         itself: if the row's content is known, the sequence continues from it.
         """
         self._media.abandon_step()
+        ending = {item.sequence for item in plan.slices if item.sequence in self.endings}
+        self.endings.drop_all()
         folded_rows = {row for row, _, _ in plan.folds}
         self._queues.drop_suspended(folded_rows)
         # Drafts may have been rejected, so only the sampled token is certain.
-        items = {item.sequence: item for item in plan.slices}
+        items = {item.sequence: item for item in plan.slices if item.sequence not in ending}
         ends = {
             number: item.start + 1 if item.kind == "verify" else item.end
             for number, item in items.items()
         }
-        first = self._queues[next(iter(ends))]
-        if len(ends) == 1 and first.suspect_until:
+        first = self._queues[next(iter(ends))] if len(ends) == 1 else None
+        invalid_rows = folded_rows | {destination for _, destination in plan.row_copies}
+        if first is not None and first.suspect_until:
+            # What is in these rows is unknown: nobody may leave them as snapshots.
+            for sequence in list(self.running):
+                assert sequence.lease is not None
+                if sequence is first or sequence.lease.row in invalid_rows:
+                    self._queues.restart(sequence)
             self._queues.forget_row_copies()
             return self._end_with_error(first, failure.cause)
-        invalid_rows = folded_rows | {destination for _, destination in plan.row_copies}
         for sequence in list(self.running):
             assert sequence.lease is not None
             if sequence.number in ends:
@@ -268,7 +323,10 @@ class Scheduler:
             if sequence.answer.finish_reason is not None:
                 continue
             sequence.answer.finish_reason = reason
-            self._remove(sequence)
+            if failure is None:
+                self._finish(sequence)
+            else:
+                self._remove(sequence)
             ending = Delta(
                 index=sequence.index,
                 finish_reason=reason,
@@ -300,7 +358,7 @@ class Scheduler:
             elif each is not sequence:
                 self._remove(each)
         if sequence.answer.finish_reason is not None:
-            self._remove(sequence)
+            self._finish(sequence)
         return events
 
     def _clear_suspect(self, sequence: Sequence) -> None:

@@ -95,9 +95,11 @@ class Sequence:
 
     Attributes:
         info: data for executors.
+        priority: lower values run first: the request's own, or the best of those that wait for it.
         prefill_target: tokens below this position go through the chunk kernel. It is the whole
             length each time the sequence starts from shared entries, so recomputed tokens count as
-            prompt.
+            prompt; with `CacheConfig.exact_only` it is the prompt's, and decode steps compute the
+            answer's tokens again.
         settled_blocks: number of entries of the lease's table that the executor has and that will
             not change; valid from the lease's first commit.
         snapshot_positions: cut points at which a state snapshot is wanted, with their kind.
@@ -110,6 +112,8 @@ class Sequence:
         overtakes: while waiting, False once it did not fit into the whole budget for overtaking.
         pending: number of accepted updates that its state row does not contain yet.
         forced: tokens that its answer begins with, regardless of what is drawn.
+        adapter_slot: the slot of its adapter while it runs; -1 without one.
+        texts: the answer's text by pieces, if a next turn is expected.
     """
 
     def __init__(self, number: int, group: SequenceGroup, index: int, answer: Answer) -> None:
@@ -120,6 +124,7 @@ class Sequence:
         self.request = request
         self.prompt = prompt
         self.index = index
+        self.priority = request.priority
         self.answer = answer
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         self.info = SequenceInfo(
@@ -140,7 +145,9 @@ class Sequence:
         self.patience = WaitBudget(prompt.waited)
         self.overtakes = True
         self.pending = 0
+        self.adapter_slot = -1
         self.forced = request.forced[index] if index < len(request.forced) else ()
+        self.texts: list[str] = []
         self.experts = ExpertLog() if params.return_routed_experts else None
 
     @property
@@ -210,6 +217,8 @@ class Sequence:
         self.token_ids.append(token)
         self.keys.extend((token,))
         text = answer.accept(token, self.num_generated)
+        if self.request.next_turn is not None:
+            self.texts.append(text)
         rows, gaps = self._routed_experts()
         return Delta(
             index=self.index,
@@ -223,6 +232,7 @@ class Sequence:
             routed_experts=rows,
             routed_experts_gaps=gaps,
             prompt_logprobs=self._first_report(),
+            vector=sampled.vector,
         )
 
     def _first_report(self) -> tuple[PromptLogprobs, ...] | None:

@@ -61,6 +61,7 @@ def step_graphs(
                     max_model_len=max_model_len,
                     max_num_seqs=config.max_num_seqs,
                     device=device,
+                    deterministic=config.deterministic,
                 )
                 for kind in (PrefillGraphs, DecodeGraphs)
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vlm_serve.cache.tiers.entry import Entry, Kind
+from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.models.cache_layout import CacheTensors
 
 Staged = tuple[torch.Tensor, ...]
@@ -41,7 +42,9 @@ class TensorTransfer:
             return None
         data = torch.frombuffer(bytearray(entry.payload), dtype=torch.uint8)
         if self._pin:
-            data = data.pin_memory()
+            # On a tier's thread another GPU is current, on which this would open a context.
+            with launching_on(self._caches.device):
+                data = data.pin_memory()
         return tuple(
             part.view(place.dtype).view(place.shape)
             for part, place in zip(torch.split(data, sizes), places, strict=True)

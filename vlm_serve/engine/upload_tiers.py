@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
 from vlm_serve.cache.tiers.stack import TierStack
+from vlm_serve.cache.tiers.store import READ_LIMIT
 from vlm_serve.preprocess.keys import tagged
 from vlm_serve.preprocess.media_process import MediaRecord
 from vlm_serve.preprocess.upload_records import pack_record, unpack_record
@@ -31,7 +32,8 @@ class UploadTiers:
 
     def __init__(self, stack: TierStack) -> None:
         self._stack = stack
-        self._seconds = 1.0 + 2 * sum(store.time_limit for store in stack.stores)
+        limits = (min(store.time_limit, READ_LIMIT) for store in stack.stores)
+        self._seconds = 1.0 + 2 * sum(limits)
 
     def get(self, key: bytes) -> MediaRecord | None:
         entry_id = self._id(key)

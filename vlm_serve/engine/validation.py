@@ -27,12 +27,11 @@ def check_request(
     if length + 1 > max_model_len or (
         params.max_tokens is not None and length + wanted > max_model_len
     ):
-        raise ContextLengthError(
-            f"this model's context is {max_model_len} tokens, but the request needs "
-            f"{length + wanted} ({length} in the prompt and {wanted} for the answer)",
-            param="messages",
-            code="context_length_exceeded",
+        need = (
+            f"the request needs {length + wanted} "
+            f"({length} in the prompt and {wanted} for the answer)"
         )
+        raise ContextLengthError.beyond(max_model_len, str(length), need, "messages")
     if params.min_tokens > max_model_len - length:
         raise InvalidRequestError(
             f"min_tokens must be at most {max_model_len - length} after this prompt",

@@ -45,7 +45,7 @@ def evaluate(options: argparse.Namespace, model: str, config: EngineConfig) -> i
     except InvalidRequestError as error:  # Invalid sampling options.
         raise ConfigError(error.message, param=error.param) from None
     subject = Subject(title, model, data, _asked(options) | _shown(config))
-    compared = run_sides(opener_of(model, config), parts, options.concurrency)
+    compared = run_sides(opener_of(model, config, options.lora), parts, options.concurrency)
     return report_on(subject, compared, options.output)
 
 

@@ -108,6 +108,7 @@ def _finish(
 ) -> None:
     """Add the arguments of benchmarks without a harness; `data`: metavar and help of --data."""
     parser.set_defaults(run=run, benchmark=name)
+    parser.add_argument("--lora", metavar="NAME", help="answer with this one of --lora-modules")
     parser.add_argument("--data", required=True, metavar=data[0], help=data[1])
     parser.add_argument(
         "--decoding",

@@ -19,9 +19,11 @@ Opener = Callable[[bool], AbstractContextManager[Pipeline]]
 """Opens a pipeline with prefix caching (True) or without (False)."""
 
 
-def opener_of(model: str, config: EngineConfig) -> Opener:
-    """Return a function that opens a pipeline over a checkpoint."""
-    return lambda caching: Pipeline(model, replace(config, enable_prefix_caching=caching))
+def opener_of(model: str, config: EngineConfig, lora: str | None = None) -> Opener:
+    """Return a function that opens a pipeline over a checkpoint; `lora`: one of its adapters."""
+    return lambda caching: Pipeline(
+        model, replace(config, enable_prefix_caching=caching), lora=lora
+    )
 
 
 def run_sides(

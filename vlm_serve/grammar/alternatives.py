@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar.kinds import allowed, own_kinds
 from vlm_serve.grammar.references import Document
-
-_KINDS = frozenset(["string", "number", "boolean", "null", "array", "object"])
 
 
 def discriminator(branches: list[Any], document: Document) -> str | None:
@@ -77,23 +76,7 @@ def names_of(node: Any, document: Document) -> tuple[list[str], bool]:
 
 def _kinds(node: Any) -> frozenset[str]:
     """Return the types of the values that a schema may accept, integers as numbers."""
-    if not isinstance(node, Mapping):
-        return _KINDS if node is not False else frozenset()
-    kinds = node.get("type")
-    listed = [kinds] if isinstance(kinds, str) else kinds
-    if not isinstance(listed, list):
-        values = _allowed(node)
-        if values is None:
-            return _KINDS
-        return frozenset(_kind(value) for value in values)
-    return frozenset("number" if each == "integer" else str(each) for each in listed)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    names = {str: "string", int: "number", float: "number", list: "array", dict: "object"}
-    return names.get(type(value), "null")
+    return frozenset("number" if each == "integer" else each for each in own_kinds(node))
 
 
 def _properties(node: Any) -> Mapping[str, Any]:
@@ -103,13 +86,7 @@ def _properties(node: Any) -> Mapping[str, Any]:
 
 def _values(node: Any) -> list[str] | None:
     """Return the texts of the only values that a schema accepts; None: there are others."""
-    values = _allowed(node) if isinstance(node, Mapping) else None
+    values = allowed(node) if isinstance(node, Mapping) else None
     if values is None or any(isinstance(value, int | float | list | dict) for value in values):
         return None  # 1 equals 1.0
     return [json.dumps(value) for value in dict.fromkeys(values)]
-
-
-def _allowed(node: Mapping[str, Any]) -> list[Any] | None:
-    if "const" in node:
-        return [node["const"]]
-    return node["enum"] if isinstance(node.get("enum"), list) else None

@@ -1,6 +1,7 @@
 """Compiles and caches the grammars of one model, bounded in time and memory.
 
-llguidance follows JSON schemas, whose keywords it intersects. xgrammar follows all other forms.
+llguidance follows JSON schemas, alone and in tags, whose keywords it intersects. xgrammar follows
+all other forms.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from vlm_serve.errors import EngineClosedError, InvalidRequestError
-from vlm_serve.grammar.json_grammars import JsonGrammars
+from vlm_serve.grammar.library import Library
+from vlm_serve.grammar.matching import Matcher
 from vlm_serve.grammar.process import CompileProcess
-from vlm_serve.grammar.schema import check_schema
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.structured_outputs import StructuredOutputs
@@ -25,6 +26,11 @@ CACHE_ENTRIES = 256
 _MEMORY_FACTOR = 1.5
 """Bytes of memory per byte of a serialised grammar: large ones measured 1.44 and 1.47.
 xgrammar's own figure is 1.03 to 1.05."""
+
+_LEAST_BYTES = 64 << 10
+_BYTES_PER_BYTE = 24
+"""Bytes of memory per byte of a schema at least, where the C library cannot be asked."""
+_Key = tuple[bytes, str, str, bool, bool]
 
 
 class GrammarCompiler:
@@ -53,41 +59,43 @@ class GrammarCompiler:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._cache_lock = threading.Lock()
-        self._cached: OrderedDict[tuple[str, str, bool, bool], tuple[Any, int]] = OrderedDict()
-        self._json_lock = threading.Lock()
-        self._json: JsonGrammars | None = None
+        self._cached: OrderedDict[_Key, tuple[Any, int]] = OrderedDict()
+        self._library_lock = threading.Lock()
+        self._guidance: Library | None = None
         self._info: Any = None
         self._process: CompileProcess | None = None
         self._closed = False
 
-    def compile(self, form: StructuredOutputs, after: bytes = b"") -> Grammar:
+    def compile(self, form: StructuredOutputs, after: bytes = b"", owner: bytes = b"") -> Grammar:
         """Compile a form into a grammar that applies after the bytes `after`.
+
+        Grammars of different owners are compiled and kept apart: how long one takes would tell
+        whether somebody else has used it.
 
         Raises InvalidRequestError for a form that is invalid, cannot be enforced, or is over a
         limit; EngineClosedError after `close`.
         """
-        found = self.find(form, after)
+        found = self.find(form, after, owner)
         if found is not None:
             return found
         process = self._running()
         kind, source = form.source
         try:
-            if kind == "json":
-                compiled, size = self._json_grammars().compile(source, strict=form.strict)
-                self._keep((kind, source, form.json_object, form.strict), compiled, size)
-                return Grammar(compiled, after, self._json_grammars().matcher)
-            _check_schemas(form)
-            text = process.compile({"kind": kind, "source": source})
+            answer = process.compile({"kind": kind, "source": source, "strict": form.strict})
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 error.message, param=error.param or "structured_outputs", code=error.code
             ) from None
-        import xgrammar
+        if "grammar" in answer:
+            compiled, _ = self._library().parsed(answer["grammar"])
+            size = max(_LEAST_BYTES, _BYTES_PER_BYTE * len(source), answer["size"])
+        else:
+            import xgrammar
 
-        compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
-        size = int(_MEMORY_FACTOR * len(text)) + sys.getsizeof(source)
-        self._keep((kind, source, form.json_object, form.strict), compiled, size)
-        return Grammar(compiled, after, xgrammar.GrammarMatcher)
+            compiled = xgrammar.CompiledGrammar.deserialize_json(answer["compiled"], self._info)
+            size = int(_MEMORY_FACTOR * len(answer["compiled"]))
+        self._keep(_key(form, owner), compiled, size + sys.getsizeof(source))
+        return self._grammar(compiled, after)
 
     def warm(self) -> None:
         """Start the compiling process and wait until it is ready. This takes seconds.
@@ -95,22 +103,29 @@ class GrammarCompiler:
         Raises VlmServeError if it does not start, EngineClosedError after `close`.
         """
         self._running().start()
-        self._json_grammars()
+        self._library()
 
-    def find(self, form: StructuredOutputs, after: bytes = b"") -> Grammar | None:
-        """Return the grammar if it is cached. Does not block."""
-        kind, source = form.source
-        key = (kind, source, form.json_object, form.strict)
+    def find(
+        self, form: StructuredOutputs, after: bytes = b"", owner: bytes = b""
+    ) -> Grammar | None:
+        """Return the grammar if it is cached for this owner. Does not block."""
+        key = _key(form, owner)
         with self._cache_lock:
             if key not in self._cached:
                 return None
             self._cached.move_to_end(key)
             compiled, _ = self._cached[key]
-        if kind == "json":
-            return Grammar(compiled, after, self._json_grammars().matcher)
+        return self._grammar(compiled, after)
+
+    def _grammar(self, compiled: Any, after: bytes) -> Grammar:
         import xgrammar
 
-        return Grammar(compiled, after, xgrammar.GrammarMatcher)
+        if isinstance(compiled, xgrammar.CompiledGrammar):
+            return Grammar(compiled, after, xgrammar.GrammarMatcher)
+        return Grammar(compiled, after, self._matcher)
+
+    def _matcher(self, compiled: Any) -> Matcher:
+        return Matcher(compiled.deep_copy(), self._library())
 
     @property
     def num_bytes(self) -> int:
@@ -134,11 +149,12 @@ class GrammarCompiler:
                 self._process = self._new_process()
             return self._process
 
-    def _json_grammars(self) -> JsonGrammars:
-        with self._json_lock:
-            if self._json is None:
-                self._json = JsonGrammars(self._tokenizer, self._token_texts(), self._ends)
-            return self._json
+    def _library(self) -> Library:
+        with self._library_lock:
+            if self._guidance is None:
+                encode = self._tokenizer.encode_plain
+                self._guidance = Library(self._token_texts(), self._ends, encode)
+            return self._guidance
 
     def _token_texts(self) -> list[bytes]:
         """Return the bytes of all tokens.
@@ -163,7 +179,7 @@ class GrammarCompiler:
         )
         return CompileProcess(self._info.serialize_json(), self._seconds)
 
-    def _keep(self, key: tuple[str, str, bool, bool], compiled: Any, size: int) -> None:
+    def _keep(self, key: _Key, compiled: Any, size: int) -> None:
         with self._cache_lock:
             self._cached[key] = compiled, size
             while len(self._cached) > CACHE_ENTRIES or self._size() > CACHE_BYTES:
@@ -174,20 +190,5 @@ class GrammarCompiler:
         return sum(size for _, size in self._cached.values())
 
 
-def _check_schemas(form: StructuredOutputs) -> None:
-    if form.structural_tag is not None:
-        assert isinstance(form.structural_tag, Mapping)
-        _check_tag(form.structural_tag)
-
-
-def _check_tag(tag: Any) -> None:
-    """Check the schemas anywhere in a structural tag. Its depth is bounded."""
-    if isinstance(tag, Mapping):
-        for name, value in tag.items():
-            if name in ("json_schema", "schema"):
-                check_schema(value, "structured_outputs")
-            else:
-                _check_tag(value)
-    elif isinstance(tag, list | tuple):
-        for value in tag:
-            _check_tag(value)
+def _key(form: StructuredOutputs, owner: bytes) -> _Key:
+    return (owner, *form.source, form.json_object, form.strict)

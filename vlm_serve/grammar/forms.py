@@ -7,33 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar.keywords import NOTES
+from vlm_serve.grammar.regex_format import REGEX
 
-UNENFORCED = frozenset(
-    [
-        "if", "dependentSchemas", "uniqueItems", "contains", "$dynamicRef", "$recursiveRef",
-        "contentSchema", "extends", "disallow", "divisibleBy",
-    ]
-)  # fmt: skip
-PLAIN = (
-    "type", "enum", "const", "minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum",
-    "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "maxProperties",
-)  # fmt: skip
-KNOWN = frozenset(
-    [
-        *PLAIN, "$ref", "allOf", "anyOf", "oneOf", "not", "properties", "patternProperties",
-        "additionalProperties", "required", "minProperties", "propertyNames", "dependentRequired",
-        "dependencies", "unevaluatedProperties", "items", "prefixItems", "additionalItems",
-        "unevaluatedItems", "pattern", "format",
-    ]
-)  # fmt: skip
-NOTES = frozenset(
-    [
-        "title", "description", "default", "examples", "example", "deprecated", "readOnly", "then",
-        "else", "writeOnly", "nullable", "discriminator", "minContains", "maxContains", "$defs",
-        "definitions", "$schema", "$id", "id", "$anchor", "$comment", "$vocabulary", "strict",
-        "contentEncoding", "contentMediaType",
-    ]
-)  # fmt: skip
 _DATE = (
     r"(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
     r"|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
@@ -44,23 +20,42 @@ _TIME = (
     r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
 _CHARACTER = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
-FORMATS: dict[str, str | None] = {
+_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_HEX = "[0-9A-Fa-f]{1,4}"
+_IPV6 = "|".join(
+    [
+        f"(?:{_HEX}:){{7}}{_HEX}",
+        f"(?:{_HEX}:){{1,7}}:",
+        *(f"(?:{_HEX}:){{1,{7 - count}}}(?::{_HEX}){{1,{count}}}" for count in range(1, 7)),
+        f":(?::{_HEX}){{1,7}}",
+        "::",
+    ]
+)
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_DAYS = r"[0-9]+D|[0-9]+M(?:[0-9]+D)?|[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?"
+_HOURS = r"T(?:[0-9]+S|[0-9]+M(?:[0-9]+S)?|[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?)"
+FORMATS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
-    "duration": None,
+    "duration": rf"^P(?:[0-9]+W|(?:{_DAYS})(?:{_HOURS})?|{_HOURS})$",
     "email": r"^[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@[A-Za-z0-9]+(?:-+[A-Za-z0-9]+)*"
     r"(?:\.[A-Za-z0-9]+(?:-+[A-Za-z0-9]+)*)+$",
-    "hostname": None,
-    "ipv4": None,
-    "ipv6": None,
-    "uuid": None,
-    "uri": None,
+    "hostname": rf"^(?:{_LABEL}\.){{0,8}}[A-Za-z](?:[A-Za-z0-9-]{{0,61}}[A-Za-z0-9])?$",
+    "ipv4": rf"^(?:{_OCTET}\.){{3}}{_OCTET}$",
+    "ipv6": f"^(?:{_IPV6})$",
+    "uuid": "^[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}$",
+    "uri": rf"^[A-Za-z][A-Za-z0-9+.-]*:(?://(?:{_LABEL}\.){{0,8}}{_LABEL}(?::[0-9]{{1,4}})?"
+    rf"(?:/{_CHARACTER}*)*|//(?:/{_CHARACTER}+)+|{_CHARACTER}+(?:/{_CHARACTER}+)*)"
+    rf"(?:\?(?:{_CHARACTER}|[/?])*)?(?:#(?:{_CHARACTER}|[/?])*)?$",
     "uri-reference": f"^(?:{_CHARACTER}|[/?])*(?:#(?:{_CHARACTER}|[/?])*)?$",
     "json-pointer": r"^(?:/(?:[^~/]|~[01])*)*$",
     "relative-json-pointer": r"^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
+    "regex": REGEX,
 }
-"""None: llguidance has it. Other formats are annotations, as the standard has them."""
+"""Patterns of the formats. Other formats are annotations, as the standard has them."""
+BUILT_IN = frozenset(["duration", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+"""Formats that llguidance has for JSON."""
 _DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 _DIGITS = r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)$"
 _EXACT = 1 << 53
@@ -97,10 +92,34 @@ def bounds(given: dict[str, Any]) -> None:
             if (value < 0) == low:
                 given[name] = math.copysign(_EXACT, value)
     kinds = given.get("type")
-    if kinds == "integer":
+    if kinds != "integer":
+        _narrow(given)
+    else:
         for name, rounded in (("minimum", math.ceil), ("maximum", math.floor)):
             if isinstance(given.get(name), float):
                 given[name] = rounded(given[name])
+
+
+def _narrow(given: dict[str, Any]) -> None:
+    """Write exclusive bounds of a narrow range as inclusive ones, a thousandth of it further in.
+
+    In a range inside one whole number, llguidance 1.9 allows that number itself.
+    """
+    low = given.get("exclusiveMinimum", given.get("minimum"))
+    high = given.get("exclusiveMaximum", given.get("maximum"))
+    if not isinstance(low, int | float) or not isinstance(high, int | float):
+        return
+    if not 0 < high - low <= 1:
+        return
+    step = 10.0 ** math.floor(math.log10(high - low) - 3)
+    digits = max(0, -math.floor(math.log10(step))) + 1
+    for exclusive, bound, moved, sharper in (
+        ("exclusiveMinimum", "minimum", low + step, max),
+        ("exclusiveMaximum", "maximum", high - step, min),
+    ):
+        if exclusive in given:
+            del given[exclusive]
+            given[bound] = sharper(round(moved, digits), given.get(bound, moved))
 
 
 def negated(value: Any, path: str) -> Any:

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from vlm_serve import child
+from vlm_serve import child, children
 from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
 from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, send
 
@@ -37,8 +37,8 @@ class CompileProcess:
         self._ready = False
         self._closed = False
 
-    def compile(self, task: dict[str, Any]) -> str:
-        """Compile a task and return the serialised grammar. Waits for its turn.
+    def compile(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Compile a task and return the grammar, see `worker`. Waits for its turn.
 
         Raises InvalidRequestError for a source that is invalid, too slow or too large to compile;
         VlmServeError if the process cannot be started; EngineClosedError after `close`.
@@ -55,8 +55,9 @@ class CompileProcess:
             raise InvalidRequestError(f"compiling the grammar {what}", code="grammar_limit")
         if "error" in answer:
             raise InvalidRequestError(f"the grammar cannot be compiled: {answer['error']}")
-        compiled: str = answer["compiled"]
-        return compiled
+        if "refused" in answer:
+            raise InvalidRequestError(answer["refused"], param=answer["param"])
+        return answer
 
     def start(self) -> None:
         """Start the process unless it runs, and wait until it can compile.
@@ -87,8 +88,8 @@ class CompileProcess:
     def _start(self) -> None:
         if self._process is not None or self._closed:
             return
-        self._process = subprocess.Popen(
-            child.command("vlm_serve.grammar.worker"),
+        self._process = children.start(
+            "vlm_serve.grammar.worker",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

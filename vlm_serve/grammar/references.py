@@ -20,7 +20,7 @@ class Document:
     """
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self.root = root
         self._named: dict[str, Any] = {}
         if isinstance(root, Mapping):
             self._collect(root)
@@ -56,7 +56,7 @@ class Document:
 
     def find(self, pointer: str, path: str) -> Any:
         """Return the value at a `#/...` pointer; the error names `path`."""
-        found = self._root
+        found = self.root
         for part in pointer.removeprefix("#").split("/")[1:]:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(found, Mapping):

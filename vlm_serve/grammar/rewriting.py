@@ -12,17 +12,8 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.alternatives import discriminator, exclusive, names_of
-from vlm_serve.grammar.forms import (
-    FORMATS,
-    KNOWN,
-    NOTES,
-    PLAIN,
-    UNENFORCED,
-    bounds,
-    negated,
-    pattern,
-    property_names,
-)  # fmt: skip
+from vlm_serve.grammar.forms import BUILT_IN, FORMATS, bounds, negated, pattern, property_names
+from vlm_serve.grammar.keywords import ENFORCED, KNOWN, PLAIN, UNENFORCED
 from vlm_serve.grammar.references import Document, finite
 
 MAX_SCHEMA_NODES = 4096
@@ -60,7 +51,7 @@ class Rewriter:
 
         Args:
             closed: nothing else restricts the same value, so its objects can be closed.
-            needed: a property that is required as well.
+            needed: a property required as well.
         """
         if isinstance(node, bool):
             return node
@@ -75,12 +66,12 @@ class Rewriter:
         given = {
             name: value
             for name, value in node.items()
-            if name in KNOWN and (value is not None or name == "const")
+            if name in ENFORCED and (value is not None or name == "const")
         }
         bounds(given)
         out: dict[str, Any] = {name: given[name] for name in PLAIN if name in given}
         parts: list[Any] = []
-        self._texts(given, out, path)
+        self._texts(given, out, parts, path)
         self._list(given, out, path)
         self._object(given, out, parts, path)
         if needed:
@@ -93,6 +84,8 @@ class Rewriter:
         self._combinations(given, parts, path, closed=alone)
         if closed and not alone:
             self._close(node, given, out, path, combined)
+        elif given.get("unevaluatedProperties", True) is not True:
+            self._close_evaluated(given, out, path)
         if parts:
             out["allOf"] = parts
         if alone and len(parts) == 1:
@@ -106,7 +99,7 @@ class Rewriter:
                 if keyword == "uniqueItems" and node.get("maxItems") in (0, 1):
                     continue
                 raise refuse(where, "is a keyword that cannot be enforced")
-            if self._strict and keyword not in KNOWN | NOTES | UNENFORCED:
+            if self._strict and keyword not in KNOWN:
                 raise refuse(where, f"is the unknown keyword {str(keyword)[:64]!r}")
         required = node.get("required")
         if isinstance(required, bool):
@@ -114,15 +107,19 @@ class Rewriter:
         if required is not None and not _texts(required):
             raise refuse(f"{path}/required", "must be a list of names")
 
-    def _texts(self, given: dict[str, Any], out: dict[str, Any], path: str) -> None:
+    def _texts(
+        self, given: dict[str, Any], out: dict[str, Any], parts: list[Any], path: str
+    ) -> None:
         if "pattern" in given:
             out["pattern"] = pattern(given["pattern"], f"{path}/pattern")
         form = given.get("format")
-        if isinstance(form, str) and FORMATS.get(form, "-") is None:
+        if isinstance(form, str) and form in BUILT_IN:
             out["format"] = form
         elif isinstance(form, str) and form in FORMATS:
-            text = {"pattern": FORMATS[form]}
-            out |= text if "pattern" not in out else {"allOf": [text]}
+            if "pattern" in out:
+                parts.append({"pattern": FORMATS[form]})
+            else:
+                out["pattern"] = FORMATS[form]
 
     def _list(self, given: dict[str, Any], out: dict[str, Any], path: str) -> None:
         items, first = given.get("items"), given.get("prefixItems")
@@ -208,7 +205,8 @@ class Rewriter:
         """Rewrite alternatives so that a value fits only one of them."""
         whole = [self._document.resolved(each) for each in branches]
         name = discriminator(whole, self._document)
-        forbidden = exclusive(whole, self._document)
+        # A property that tells them apart is required, so none may forbid it as well.
+        forbidden = exclusive(whole, self._document) if name is None else None
         sure = name is not None or forbidden is not None
         nodes = []
         for index, branch in enumerate(branches):
@@ -243,26 +241,26 @@ class Rewriter:
         self, node: Any, given: Mapping[str, Any], out: dict[str, Any], path: str, combined: bool
     ) -> None:
         """Allow an object only the properties that the schema names, unless it is a map."""
-        unevaluated = given.get("unevaluatedProperties")
-        if unevaluated is not None and unevaluated is not True:
-            if any(name in given for name in ("anyOf", "oneOf", "$ref", "allOf")):
-                raise refuse(
-                    f"{path}/unevaluatedProperties", "cannot be enforced beside a combination"
-                )
-        elif not ("properties" in given or "required" in given or combined):
+        if given.get("unevaluatedProperties", True) is not True:
+            self._close_evaluated(given, out, path)
+            return
+        if not ("properties" in given or "required" in given or combined):
             return
         names, is_map = names_of(node, self._document)
         if is_map or "additionalProperties" in out or "patternProperties" in out:
-            if unevaluated is False and "additionalProperties" not in out:
-                out["additionalProperties"] = False
             return
         if not names and combined:
             return
         known = out.get("properties", {})
-        if unevaluated is not None and unevaluated is not True:
-            names = list(known)
         out["properties"] = {**known, **{name: True for name in names if name not in known}}
         out["additionalProperties"] = False
+
+    def _close_evaluated(self, given: Mapping[str, Any], out: dict[str, Any], path: str) -> None:
+        """Allow an object only the properties that this part of the schema names."""
+        if any(name in given for name in _COMBINED):
+            raise refuse(f"{path}/unevaluatedProperties", "cannot be enforced beside a combination")
+        if "additionalProperties" not in out:
+            out["additionalProperties"] = False
 
 
 def rewrite(schema: Any, *, strict: bool = False, pointer: str = "#") -> Any:

@@ -51,7 +51,7 @@ class Grammar:
     """A compiled grammar of one request.
 
     Attributes:
-        compiled: xgrammar's CompiledGrammar; immutable, shared between requests.
+        compiled: of xgrammar or llguidance; immutable, shared between requests.
         after: the grammar applies after these bytes of the answer; b"": from its start.
         matcher: creates a matcher for `compiled`.
         follow_time: time spent on matching so far.
@@ -92,8 +92,8 @@ class GrammarState:
 
     @property
     def too_slow(self) -> bool:
-        """Matching has exceeded its time limit and has stopped."""
-        return self._time.over
+        """Matching has exceeded a limit and has stopped."""
+        return self._time.over or getattr(self._matcher, "exhausted", False)
 
     @property
     def finished(self) -> bool:
@@ -177,4 +177,4 @@ class GrammarState:
             self._uncharged.append((token, seconds))
         else:
             self._time.charge(seconds)
-        return self._words.view(np.uint8)[0] if restricts else None
+        return self._words.view(np.uint8)[0] if restricts and not self.too_slow else None

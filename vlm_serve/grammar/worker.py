@@ -22,6 +22,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from vlm_serve.child import end_with
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar.building import json_grammar, tag_grammar
+from vlm_serve.grammar.library import Library
+from vlm_serve.grammar.schema import check_tag
+from vlm_serve.grammar.tags import OtherTagError
 from vlm_serve.kernels.host_memory import release_freed_memory
 
 MEMORY_BYTES = 1 << 29
@@ -45,12 +51,13 @@ def main() -> None:
     inward, outward = sys.stdin.buffer, sys.stdout.buffer
     tokenizer = xgrammar.TokenizerInfo.deserialize_json(_receive(inward)["tokenizer"])
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+    library = Library(tokenizer.decoded_vocab, tokenizer.stop_token_ids)
     _limit_memory()
     gc.collect()
     gc.freeze()  # a collection would copy pages shared with the children
     send(outward, {"ready": True})
     while (task := _receive(inward)) is not None:
-        answer = _forked(partial(_answer, compiler, task), task["seconds"])
+        answer = _forked(partial(_answer, compiler, library, task), task["seconds"])
         outward.write(struct.pack("<I", len(answer)) + answer)
         outward.flush()
         # Messages of megabytes would leave tens of free megabytes at the end of the heap.
@@ -58,14 +65,17 @@ def main() -> None:
         release_freed_memory()
 
 
-def _forked(work: Callable[[], dict[str, str]], seconds: float) -> bytes:
+def _forked(work: Callable[[], dict[str, Any]], seconds: float) -> bytes:
     """Run the work in a forked process and return its result as JSON, within a time limit."""
     ours, theirs = os.pipe()
+    server = os.getpid()
     process = os.fork()
     if process == 0:
         try:
+            end_with(server)
+            # Else a child whose parent is gone would wait for itself to read its answer.
+            os.close(ours)
             os.nice(NICENESS)
-            # If the fork server is killed meanwhile, the child must still end.
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds) + 1,) * 2)
             with open(theirs, "wb") as out:
                 out.write(json.dumps(work()).encode() + b"\n")
@@ -87,11 +97,28 @@ def _forked(work: Callable[[], dict[str, str]], seconds: float) -> bytes:
     return bytes(answer) if complete else b'{"late": false}'
 
 
-def _answer(compiler: Any, task: dict[str, Any]) -> dict[str, str]:
+def _answer(compiler: Any, library: Library, task: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"compiled": _compile(compiler, task)}
+        return _built(compiler, library, task)
+    except InvalidRequestError as error:
+        return {"refused": error.message, "param": error.param}
     except Exception as error:  # the compiler may raise anything for a client's text
         return {"error": _words(error)}
+
+
+def _built(compiler: Any, library: Library, task: dict[str, Any]) -> dict[str, Any]:
+    """Return a grammar of llguidance and the memory it takes, or one that xgrammar compiled."""
+    kind, source = task["kind"], task["source"]
+    try:
+        if kind == "json":
+            grammar, size = json_grammar(json.loads(source), library, strict=task["strict"])
+        elif kind == "structural_tag":
+            grammar, size = tag_grammar(json.loads(source), library)
+        else:
+            raise OtherTagError
+    except OtherTagError:
+        return {"compiled": _compile(compiler, kind, source)}
+    return {"grammar": grammar, "size": size}
 
 
 def _receive(stream: IO[bytes]) -> Any:
@@ -107,13 +134,14 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _compile(compiler: Any, task: dict[str, Any]) -> str:
-    kind, source = task["kind"], task["source"]
+def _compile(compiler: Any, kind: str, source: str) -> str:
     if kind == "regex":
         compiled = compiler.compile_regex(source)
     elif kind == "grammar":
         compiled = compiler.compile_grammar(source)
     else:
+        tag = json.loads(source)
+        check_tag(tag)
         compiled = compiler.compile_structural_tag(source)
     text: str = compiled.serialize_json()
     return text

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vlm_serve.kernels.linear.low_rank import RowChanges
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 
 
@@ -24,9 +25,11 @@ class ForwardBatch:
         media: (offset into the T tokens, `[n, embedding_width]`) pairs: embeddings that replace the
             placeholder tokens', and features that the first layers add to the residual.
         logit_rows: int64 `[R]`, the tokens whose logits are wanted.
-        deterministic: pad GEMMs and tile attention so that a row's bits do not depend on the batch.
+        deterministic: pad GEMMs and tile attention so that a row's bits do not depend on the batch;
+            the same in every step.
         capture_experts: also return the routed expert ids (MoE models only).
         greedy: also return the argmax of the logits, if that costs little.
+        changes: the adapters of the T tokens; None if none has one.
     """
 
     token_ids: torch.Tensor
@@ -40,6 +43,7 @@ class ForwardBatch:
     capture_experts: bool = False
     greedy: bool = False
     verify: VerifyMeta | None = None
+    changes: RowChanges | None = None
 
     def to(self, device: torch.device) -> ForwardBatch:
         """Return the same batch with token ids, positions, slots and rows on a device."""

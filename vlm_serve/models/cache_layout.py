@@ -35,7 +35,7 @@ class Pool:
         entry: shape of one layer's.
         split: the dimension of the entry that tensor parallelism splits, None for none; if it is
             smaller than the number of ranks, each of them has one.
-        swapped: a dimension of the entry that is stored behind the next one in a CPU's memory.
+        swapped: a dimension of the entry stored behind the next one in a CPU's memory.
     """
 
     kind: str

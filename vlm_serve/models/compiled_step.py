@@ -19,6 +19,7 @@ from vlm_serve.kernels.checks import (
     check_prefill_meta,
     check_verify_meta,
 )
+from vlm_serve.kernels.linear.low_rank import RowChanges
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.native_library import call, load
@@ -88,6 +89,7 @@ class CompiledStep:
         best = array("q", [0]) * rows if batch.greedy else None
         layout, positions = _Layout(batch, tokens, self._caches), batch.positions.contiguous()
         media = _Media(batch, self._dtype) if batch.media else None
+        changes = None if batch.changes is None else StepChanges(batch.changes)
         step = _Step(
             tokens=tokens,
             sequences=layout.sequences,
@@ -104,6 +106,7 @@ class CompiledStep:
             expert_ids=None if ids is None else ids.data_ptr(),
             **layout.addresses(),
             **({} if media is None else media.fields()),
+            **({} if changes is None else changes.fields()),
         )
         call("vlm_step", ctypes.byref(program), ctypes.byref(step), self._bits)
         return logits, ids, hidden, best
@@ -214,6 +217,23 @@ class _Layout:
         self._kept.append(whole)
         base = whole.buffer_info()[0]
         return {name: base + 8 * place for name, place in places.items()}
+
+
+class StepChanges:
+    """The adapters of a step's rows, as fields of compiled code's `Step`."""
+
+    def __init__(self, changes: RowChanges) -> None:
+        self._changes = changes
+        self._tables = array("q", (each.address() for each in changes.adapters))
+
+    def fields(self) -> dict[str, int]:
+        """Return the fields for `Step`, which are addresses of this object's memory."""
+        return {
+            "adapters": len(self._tables),
+            "widest": max(each.widest for each in self._changes.adapters),
+            "adapter_of": self._changes.of_rows.buffer_info()[0],
+            "changes": self._tables.buffer_info()[0],
+        }
 
 
 class _Media:

@@ -13,9 +13,11 @@ from itertools import accumulate
 
 import torch
 
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call, load
 from vlm_serve.kernels.native_records import LANES
+from vlm_serve.models.compiled_step import StepChanges
 from vlm_serve.models.program import Program, UnsupportedError, View
 from vlm_serve.models.vision_parts import EPS, Affine, Merger, VisionBlock
 
@@ -73,13 +75,20 @@ class CompiledTower:
         self._record, self._bits = self._program.record(), 8 * dtype.itemsize
         load()
 
-    def run(self, x: torch.Tensor, positions: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    def run(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        sizes: Sequence[int],
+        changes: AdapterChanges | None = None,
+    ) -> torch.Tensor:
         """Encode pictures one after the other.
 
         Args:
             x: `[patches, hidden]` embedded patches in the dtype of activations, contiguous.
             positions: int64 `[2, patches]`, row and column of each.
             sizes: patches of each picture.
+            changes: the adapter of all of them.
 
         Returns:
             `[patches / merge**2, width]` in the dtype of activations.
@@ -94,6 +103,8 @@ class CompiledTower:
         blocks = array("i", range(patches))
         tables = array("q", (blocks.buffer_info()[0] + 4 * first for first in first_token[:-1]))
         start = array("q", [0]) * len(sizes)
+        rows = RowChanges.of_all(changes, patches)
+        adapters = None if rows is None else StepChanges(rows)
         step = _Step(
             tokens=patches,
             sequences=len(sizes),
@@ -104,6 +115,7 @@ class CompiledTower:
             start=start.buffer_info()[0],
             tables=tables.buffer_info()[0],
             hidden=out.data_ptr(),
+            **({} if adapters is None else adapters.fields()),
         )
         call("vlm_step", ctypes.byref(self._record), ctypes.byref(step), self._bits)
         return out

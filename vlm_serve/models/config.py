@@ -26,7 +26,33 @@ _DTYPES = {
 _SECTIONS = {"text_config": "TextConfig", "vision_config": "VisionConfig"}
 """Suffixes of the names of transformers' section classes, which share a prefix with the whole's."""
 
+ROTATIONS = "rope_scaling", "rope_parameters"
+"""Names of the object with a rotation's fields, the older one first."""
+
 Defaults = Mapping[str, Mapping[str, Any]]
+
+
+class _Noted(dict[str, Any]):
+    """An object that notes the path of every field that is looked up."""
+
+    def __init__(self, content: Mapping[str, Any], places: tuple[str, ...], read: set[str]) -> None:
+        super().__init__(content)
+        self._places, self._read = places, read
+
+    def _note(self, name: object) -> None:
+        self._read.update(f"{place}{name}" for place in self._places)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._note(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self._note(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._note(name)
+        return super().__contains__(name)
 
 
 class Config:
@@ -47,6 +73,9 @@ class Config:
         place: prefix of the section's fields in `defaulted`.
         defaulted: the fields left to a class by the file, with the class's name; shared by
             sections.
+        read: the paths of all fields that were looked up; shared by sections. One with a dot at its
+            end stands for all fields of an object.
+        inner: prefixes of the paths of fields that come from nested objects, as in `inlined`.
 
     Raises:
         CheckpointError: from every method; names the field.
@@ -61,8 +90,11 @@ class Config:
         class_of: Callable[[str], Any] = lambda source: None,
         place: str = "",
         defaulted: dict[str, str] | None = None,
+        read: set[str] | None = None,
+        inner: tuple[str, ...] = (),
     ) -> None:
-        self.raw = raw
+        self.read: set[str] = set() if read is None else read
+        self.raw = _Noted(raw, (place, *inner), self.read)
         self.defaulted = {} if defaulted is None else defaulted
         self._source = source
         self._class_of = class_of
@@ -125,6 +157,7 @@ class Config:
         installed."""
         if self._kind is None:
             return self.given(name)
+        self.read.update((self._place + name, f"{self._place}{name}."))
         try:
             return getattr(self._parsed, name)
         except AttributeError as error:
@@ -154,7 +187,9 @@ class Config:
         own = self._source.removesuffix("Config") + _SECTIONS[name]
         return self._like(value, source or own, f"{self._place}{name}.")
 
-    def _like(self, raw: Mapping[str, Any], source: str, place: str) -> Config:
+    def _like(
+        self, raw: Mapping[str, Any], source: str, place: str, inner: tuple[str, ...] = ()
+    ) -> Config:
         return Config(
             raw,
             source,
@@ -162,15 +197,19 @@ class Config:
             class_of=self._class_of,
             place=place,
             defaulted=self.defaulted,
+            read=self.read,
+            inner=inner,
         )
 
     def inlined(self, *names: str) -> Config:
         """Return the same config with the fields of the first of these nested objects in the
         file, if any."""
-        given: Any = next((self.raw[name] for name in names if self.raw.get(name)), {})
+        chosen = next((name for name in names if self.raw.get(name)), None)
+        given: Any = {} if chosen is None else self.raw[chosen]
         if not isinstance(given, Mapping):
             raise CheckpointError(f"{names[0]} in config.json must be an object")
-        return self._like({**self.raw, **given}, self._source, self._place)
+        inner = () if chosen is None else (f"{self._place}{chosen}.",)
+        return self._like({**self.raw, **given}, self._source, self._place, inner)
 
     def dtype(self, *sections: Config) -> torch.dtype:
         """Return the dtype of the weights, which sections may name as well; bfloat16 by default."""

@@ -40,13 +40,28 @@ class Decoder:
         source: of the weights.
         prefix: of their names, except for the head's.
         head: name of the output projection; None: the embeddings are tied.
+        pooled: what takes the place of that projection: another one, or the ids of its rows that
+            are kept.
     """
 
-    def __init__(self, spec: ModelSpec, source: Loader, prefix: str, head: str | None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: Loader,
+        prefix: str,
+        head: str | None,
+        pooled: Linear | tuple[int, ...] | None = None,
+    ) -> None:
         table, shape = f"{prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
         self.embedding = source.embedding(table, shape)
-        own = source.ranks.share(spec.vocab_size)
-        self.head: Linear = source.linear(Part(head or table, shape, (own,), least_bits=6))
+        rows: tuple[range, ...] = (source.ranks.share(spec.vocab_size),)
+        if isinstance(pooled, tuple):
+            rows = tuple(range(each, each + 1) for each in pooled)
+        self.head: Linear = (
+            pooled
+            if isinstance(pooled, Linear)
+            else source.linear(Part(head or table, shape, rows, least_bits=6))
+        )
         self.layers = tuple(
             load_layer(spec, layer, source, f"{prefix}layers.{index}")
             for index, layer in enumerate(spec.layers)

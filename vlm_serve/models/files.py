@@ -4,58 +4,149 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
-from vlm_serve.foreign_files import foreign
+from vlm_serve.foreign_files import foreign, is_gguf
+from vlm_serve.models.gguf.files import NO_TOWER, find_files, sole_model
+from vlm_serve.models.gguf.folder import POINTER, folder_of, gguf_files
+from vlm_serve.models.gguf.hub import choose, choose_tower
 
 INDEX_FILE = "model.safetensors.index.json"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?", re.ASCII)
 SIDECAR = "hf_quant_config.json"
 """ModelOpt's older exports have this file instead of a quantization_config."""
 _CONFIG_FILES = ("config.json", "generation_config.json", SIDECAR)
-_OTHER_WEIGHTS = ("*.gguf", "*.bin", "*.pt", "*.pth", "*.ckpt")
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_ADAPTER = "adapter_config.json"
+_ADAPTER_FILES = (_ADAPTER, "adapter_model.safetensors", "tokenizer.json", "*.jinja")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
 
 def resolve_checkpoint(
-    model: str | Path, *, configs_only: bool = False, revision: str | None = None
+    model: str | Path,
+    *,
+    configs_only: bool = False,
+    revision: str | None = None,
+    tower: str | None = None,
 ) -> Path:
     """Return the local directory of a checkpoint; a hub id is downloaded, or found in the hub's
-    cache.
+    cache. GGUF files get a directory that points to them.
 
     Args:
-        model: directory or hub id.
+        model: directory, GGUF file or hub id. Behind a hub id and a colon, the type of a GGUF file.
         configs_only: download only the files that determine the model's size.
         revision: branch, tag or commit of a hub id.
+        tower: GGUF file of the vision tower, or "none"; None: one beside the model's file.
 
     Raises:
         ModelNotFoundError: neither a directory nor a hub id that can be fetched.
-        ConfigError: a directory has no revisions.
+        CheckpointError: a GGUF file is damaged, incomplete or of an unsupported kind.
+        ConfigError: a directory has no revisions, or the model has no use for a tower.
     """
-    path = Path(model)
-    if path.is_dir():
+    path, name = Path(model), str(model)
+    if path.is_dir() or path.is_file():
         check_no_revision(revision)
-        return path
-    name = str(model)
-    if path.is_file():
-        what = foreign(path) or "is a file: name the folder of the checkpoint"
-        raise ModelNotFoundError(f"{name!r} {what}")
-    if not _HUB_ID.fullmatch(name):
+        return _local(path, tower)
+    match = _HUB_ID.fullmatch(name)
+    if match is None:
         raise ModelNotFoundError(f"{name!r} is neither a directory nor a Hugging Face hub id")
+    if match[2] is None:
+        files = _CONFIG_FILES if configs_only else _HUB_FILES
+        folder = _fetched(name, revision, files)
+        if not _has_gguf(folder, name, configs_only=configs_only):
+            check_no_tower(tower)
+            return folder
+    return _from_hub(match[1], match[2], revision, tower, configs_only=configs_only)
+
+
+def _local(path: Path, tower: str | None) -> Path:
+    """Return the directory of local files."""
+    model: Path | None = path
+    if path.is_dir():
+        model = None if _is_checkpoint(path) else sole_model(path)
+    elif not is_gguf(path):
+        what = foreign(path) or "is a file: name the folder of the checkpoint"
+        raise ModelNotFoundError(f"{str(path)!r} {what}")
+    if model is None:
+        check_no_tower(tower)
+        return path
+    return folder_of(find_files(model, tower))
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / POINTER).is_file() or any(folder.glob("*.safetensors"))
+
+
+def _fetched(
+    name: str, revision: str | None, patterns: Sequence[str], *, downloaded: bool = False
+) -> Path:
+    """Return the folder of some files of a hub id; `downloaded`: only of those that are here."""
     # Imported late, because local checkpoints do not need it and it slows the start.
     from huggingface_hub import snapshot_download
 
-    files = _CONFIG_FILES if configs_only else _HUB_FILES
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(patterns), local_files_only=downloaded
+            )
+        )
     except Exception as error:
         raise ModelNotFoundError(f"{name!r} is no directory, and {_complaint(error)}") from error
-    if "gguf" in name.lower() and not (configs_only or any(folder.glob("*.safetensors"))):
-        raise ModelNotFoundError(
-            f"{name!r} has GGUF files, which are not supported: take the one with safetensors"
-        )
-    return folder
+
+
+def fetched_adapter(name: str) -> Path:
+    """Return the local folder of a hub id's adapter.
+
+    Raises:
+        ModelNotFoundError: it is no hub id, or cannot be fetched.
+    """
+    if _HUB_ID.fullmatch(name) is None:
+        raise ModelNotFoundError(f"{name!r} is neither a directory nor a Hugging Face hub id")
+    return _fetched(name, None, _ADAPTER_FILES)
+
+
+def _has_gguf(folder: Path, name: str, *, configs_only: bool) -> bool:
+    """Return True for a hub id whose weights are GGUF files, going by its name and its files."""
+    if "gguf" not in name.lower() and not any(folder.rglob("*.gguf")):
+        return False
+    return configs_only or not any(folder.glob("*.safetensors"))
+
+
+def _from_hub(
+    name: str, kind: str | None, revision: str | None, tower: str | None, *, configs_only: bool
+) -> Path:
+    """Return the directory of a hub id's GGUF files."""
+    listed = _listed(name, revision)
+    chosen = choose(name, listed, kind)
+    towers = [] if tower is not None else choose_tower(listed)
+    try:
+        folder = _fetched(name, revision, [*chosen, *towers], downloaded=configs_only)
+        here = all((folder / each).is_file() for each in chosen)
+    except ModelNotFoundError:
+        if not configs_only:
+            raise
+        here = False
+    if not here:
+        raise ModelNotFoundError(f"{chosen[0]} of {name!r} is not downloaded yet: serve it once")
+    beside = str(folder / towers[0]) if towers and (folder / towers[0]).is_file() else NO_TOWER
+    return folder_of(find_files(folder / chosen[0], beside if tower is None else tower))
+
+
+def _listed(name: str, revision: str | None) -> list[str]:
+    """Return the names of a hub id's files, or without the hub those that are here."""
+    from huggingface_hub import HfApi
+
+    try:
+        return list(HfApi().list_repo_files(name, revision=revision))
+    except Exception as error:
+        try:
+            folder = _fetched(name, revision, ["*.gguf"], downloaded=True)
+        except ModelNotFoundError:
+            problem = f"{name!r} is no directory, and {_complaint(error)}"
+            raise ModelNotFoundError(problem) from error
+        return [str(each.relative_to(folder)) for each in sorted(folder.rglob("*.gguf"))]
 
 
 def check_no_revision(revision: str | None) -> None:
@@ -64,6 +155,14 @@ def check_no_revision(revision: str | None) -> None:
         raise ConfigError(
             f"revision {revision!r} has no effect: the model is a folder, not a hub id",
             param="revision",
+        )
+
+
+def check_no_tower(tower: str | None) -> None:
+    """Raise ConfigError if a vision tower is named for what is no GGUF file."""
+    if tower is not None:
+        raise ConfigError(
+            f"mmproj {tower!r} has no effect: the model is no GGUF file", param="mmproj"
         )
 
 
@@ -85,11 +184,15 @@ def _complaint(error: Exception) -> str:
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a checkpoint directory, in name order.
+    """Return the files with the weights of a checkpoint directory: safetensors in name order, or
+    the GGUF files that it points to.
 
     Raises:
         CheckpointError: there are none, or the index is broken or names a missing file.
     """
+    pointed = gguf_files(path)
+    if pointed is not None:
+        return pointed.every
     if (path / INDEX_FILE).is_file():
         names = _indexed(path / INDEX_FILE)
     elif (path / "model.safetensors").is_file():
@@ -106,6 +209,8 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 
 def other_weights(path: Path) -> str:
     """Return the end of a sentence that names weights of an unsupported kind; "" without any."""
+    if (path / _ADAPTER).is_file():
+        return f"; {_ADAPTER} says that this is an adapter: merge it into its model and save that"
     others = [file for end in _OTHER_WEIGHTS for file in sorted(path.glob(end))]
     return f"; {others[0].name} is of a kind that is not supported" if others else ""
 

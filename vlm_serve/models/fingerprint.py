@@ -7,7 +7,9 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from blake3 import blake3
 
@@ -27,8 +29,10 @@ _Entry = tuple[int, int, str]
 """(size, mtime in ns, hexadecimal digest)."""
 
 
-def fingerprint(path: Path | str) -> bytes:
+def fingerprint(path: Path | str, config: Mapping[str, Any] | None = None) -> bytes:
     """Return a 32-byte BLAKE3 over config.json, ModelOpt's file beside it, and every weight file.
+
+    Without `config` the file's content counts; with it, this one, which options may have changed.
 
     A file's digest is cached by path, size and modification time in the user's cache directory
     (`$XDG_CACHE_HOME/vlm-serve`). If that is unwritable, or another user could have written it,
@@ -55,16 +59,17 @@ def fingerprint(path: Path | str) -> bytes:
         digests.append(bytes.fromhex(known[2]))
     if fresh:
         _remember(fresh)
-    return blake3(_DOMAIN + _config_digest(path) + b"".join(digests)).digest()
+    return blake3(_DOMAIN + _config_digest(path, config) + b"".join(digests)).digest()
 
 
 def _hash_file(path: str) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
-def _config_digest(path: Path) -> bytes:
+def _config_digest(path: Path, config: Any) -> bytes:
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if config is None:
+            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError("config.json cannot be read as JSON") from error
     if isinstance(config, dict):

@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from vlm_serve.kernels.checks import check_folds
 from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.host_memory import release_freed_memory
+from vlm_serve.kernels.linear import Linear, dense
+from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.kernels.rope import mrope_cos_sin
 from vlm_serve.kernels.rope.compiled import axes
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.changes import Changes
 from vlm_serve.models.compiled_step import CompiledStep
 from vlm_serve.models.decoder import Decoder
 from vlm_serve.models.files import resolve_checkpoint
@@ -48,10 +51,19 @@ class Model:
         drafts: whether its multi-token-prediction layer is loaded; forwards then report hidden
             states.
         quantised: names of the weights that the checkpoint holds as codes.
+        modules: the projections that adapters can change.
+        pooled: the tokens whose logits it computes alone; an empty tuple: hidden states behind the
+            last norm take the place of logits; None: all tokens.
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, identity: bytes, *, drafts: bool = False
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        identity: bytes,
+        *,
+        drafts: bool = False,
+        pooled: tuple[int, ...] | None = None,
     ) -> None:
         self.spec = spec
         self.fingerprint = identity
@@ -60,8 +72,11 @@ class Model:
         self.device = weights.device
         self.compiled = weights.compiled
         self.ranks = weights.ranks
-        head = None if spec.tied_embeddings else weights.head_name()
-        self._decoder = Decoder(spec, weights, weights.text_prefix, head)
+        self.pooled = pooled
+        embeds = pooled == ()
+        head = None if spec.tied_embeddings or embeds else weights.head_name()
+        instead = _unit(spec.hidden_size, weights) if embeds else pooled
+        self._decoder = Decoder(spec, weights, weights.text_prefix, head, instead)
         self._inv_freq = spec.rope.frequencies().to(self.device)
         self._predictor = Predictor(spec, weights) if drafts else None
         self.drafts = drafts
@@ -70,6 +85,7 @@ class Model:
             prefix = weights.vision_prefix(spec.vision.anchor)
             self._vision = spec.vision.load(weights, prefix, weights.compute_dtype)
         self.quantised = frozenset(weights.quantised)
+        self.modules = weights.modules
         self._caches: CacheTensors | None = None
         self._bound: tuple[Any, ...] = ()
         self._compiled_step: CompiledStep | None = None
@@ -196,6 +212,7 @@ class Model:
             cos=cos,
             sin=sin,
             deterministic=batch.deterministic,
+            changes=batch.changes,
         )
         routed: list[torch.Tensor] = []
         for index, (layer, cache) in enumerate(zip(layers, self._bind(caches), strict=True)):
@@ -203,17 +220,21 @@ class Model:
             last = layer is layers[-1] and not (batch.capture_experts or self.drafts)
             keep = batch.logit_rows if last else None
             x = layer.mixer.apply(rms_norm(x, layer.input_norm, eps), x, cache, step, keep)
+            step = step.kept(keep)
             x, ids = layer.feed_forward.apply(rms_norm(x, layer.post_norm, eps), x, step)
             if ids is not None:
                 routed.append(ids)
             if index < self.spec.media_features:
                 self._add_features(x, batch, index)
         if batch.capture_experts and not self.drafts:
-            x = x[batch.logit_rows]
+            x, step = x[batch.logit_rows], step.kept(batch.logit_rows)
         normed = rms_norm(x, self._decoder.norm, eps)
         hidden = normed if self.drafts else None
         rows = normed[batch.logit_rows] if self.drafts else normed
-        logits = self._decoder.head(rows, deterministic=batch.deterministic).float()
+        if self.drafts:
+            step = step.kept(batch.logit_rows)
+        head = self._decoder.head
+        logits = head(rows, deterministic=batch.deterministic, changes=step.changes).float()
         logits = self.ranks.columns(logits, self.spec.vocab_size)
         if not routed or not batch.capture_experts:
             return ForwardOutput(logits, hidden=hidden)
@@ -225,17 +246,24 @@ class Model:
         grids: Sequence[Grid],
         merges: Sequence[int] | None = None,
         deterministic: bool = False,
+        changes: AdapterChanges | None = None,
     ) -> list[torch.Tensor]:
-        """Return the embeddings of media spans; see `Tower.encode`."""
+        """Return the embeddings of media spans; see `Tower.encode`. `changes`: their adapter."""
         assert self._vision is not None, "a text-only model has no vision tower"
         with compiled_kernels(self.compiled):
-            return self._vision.encode(patches, grids, merges, deterministic=deterministic)
+            return self._vision.encode(
+                patches, grids, merges, deterministic=deterministic, changes=changes
+            )
 
     def embedding_like(self, grid: Grid, merge: int) -> torch.Tensor:
         """Return a tensor without content, with the shape and dtype of `encode_media`'s result
         for a grid whose squares of `merge` patches a side become tokens."""
         rows = grid[1] * grid[2] // merge**2
         return torch.empty(rows, self.spec.embedding_width, dtype=self.dtype, device="meta")
+
+    def unbind(self) -> None:
+        """Drop the pools of the last step; the next one binds its own."""
+        self._caches, self._compiled_step, self._bound = None, None, ()
 
     def _bind(self, caches: CacheTensors) -> tuple[Any, ...]:
         """Return each layer's part of the pools, rebuilt only when the pools change."""
@@ -253,6 +281,12 @@ class Model:
         return ids.to(torch.uint8 if routing.num_experts <= _MOST_UINT8_EXPERTS else torch.int16)
 
 
+def _unit(size: int, weights: Weights) -> Linear:
+    """Return the projection that leaves its input as it is, exactly."""
+    unit = torch.eye(size, dtype=weights.dtype, device=weights.device)
+    return dense(unit, compiled=weights.compiled)
+
+
 def load_model(
     path: Path | str,
     dtype: torch.dtype,
@@ -264,6 +298,8 @@ def load_model(
     drafts: bool = False,
     bits: int | None = None,
     dynamic: bool = False,
+    changes: Changes | None = None,
+    pooled: tuple[int, ...] | None = None,
 ) -> Model:
     """Load a checkpoint.
 
@@ -279,14 +315,17 @@ def load_model(
         drafts: whether to load its multi-token-prediction layer too; the spec has one.
         bits: 8, 6 or 4: precision to which plain weights are quantised, where their parts allow.
         dynamic: whether compiled code quantises activations beside integer codes as well.
+        changes: of its config.json.
+        pooled: see `Model`; on one rank, without drafts.
 
     Raises:
         ModelNotFoundError: no such checkpoint.
         CheckpointError: it is incomplete, broken or of an unsupported kind.
+        ConfigError: a change has no effect.
         BuildError: compiled code is wanted and unavailable.
     """
     directory = resolve_checkpoint(path)
-    spec = read_spec(directory)
+    spec = read_spec(directory, changes or Changes())
     weights = Weights(
         directory,
         dtype,
@@ -299,6 +338,6 @@ def load_model(
         dynamic=dynamic,
     )
     check_defaults(spec, weights)
-    model = Model(spec, weights, fingerprint(directory), drafts=drafts)
+    model = Model(spec, weights, fingerprint(directory, spec.config), drafts=drafts, pooled=pooled)
     release_freed_memory(regrow=True)  # release the memory of temporary pieces of weights
     return model

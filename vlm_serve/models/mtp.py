@@ -1,4 +1,5 @@
-"""The multi-token-prediction layer (`mtp.*` of Qwen3.5 checkpoints): drafts the token after next.
+"""The multi-token-prediction layer (`mtp.*` of Qwen3.5's and Qwen3-Next's checkpoints): drafts the
+token after next.
 
 Its input at a token is that token's embedding and the hidden state of the preceding token, behind
 the model's final norm and at that one's position (as in vLLM). Its keys therefore begin with the
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.kernels.rope import mrope_cos_sin
@@ -24,6 +26,7 @@ from vlm_serve.models.parts.base import Loader, Step, load_norm
 from vlm_serve.models.program import Program
 from vlm_serve.models.spec import ModelSpec
 
+_ANCHOR = "mtp.norm.weight"
 FIRST_KEY = 1
 """The slot of a sequence's first key: its second token's."""
 
@@ -34,10 +37,18 @@ class Predictor:
     Args:
         spec: the model; its `mtp` is not None.
         source: of the weights.
+
+    Raises:
+        CheckpointError: it has no such layer.
     """
 
     def __init__(self, spec: ModelSpec, source: Loader) -> None:
         assert spec.mtp is not None
+        if _ANCHOR not in source:
+            raise CheckpointError(
+                f"the checkpoint has no tensors of a draft layer ({_ANCHOR}): leave mtp out of "
+                "--speculative"
+            )
         hidden, norm = spec.hidden_size, spec.norm
         self._spec = spec
         self._embedding_norm = load_norm(source, "mtp.pre_fc_norm_embedding", hidden, norm)

@@ -124,11 +124,12 @@ class Program:
     def product(self, weight: Linear, x: View, out: View, use: str = "STORE") -> None:
         """Append a projection of all rows; `use` selects its destination."""
         for part in weight.parts if isinstance(weight, Joined) else (weight,):
-            self.emit("Product", weight=self.weight(part), x=x, out=out, use=constant(use))
+            record = self.weight(part)
+            self.emit("Product", weight=record, x=x, out=out, use=constant(use), site=part.site)
             out = out.at(part.columns)
 
     def add(self, weight: Linear, x: View) -> None:
-        """Append a projection that is added to the residual; each rank multiplies its part of x."""
+        """Append a projection added to the residual; each rank multiplies its part of x."""
         self.product(weight, x, self.residual, "SHARED" if self.shared else "ADD")
         self.reduce()
 
@@ -153,7 +154,8 @@ class Program:
         hidden = self.view("hidden", gate.columns)
         weights = {"gate": self.weight(gate), "up": self.weight(up)}
         _check_alike(*weights.values())
-        self.emit("Gated", x=self.normed, out=hidden, **weights)
+        sites = {"gate_site": gate.site, "up_site": up.site}
+        self.emit("Gated", x=self.normed, out=hidden, **weights, **sites)
         return hidden
 
     def features(self, index: int) -> None:
@@ -196,6 +198,12 @@ class Program:
         _check_alike(*records)
         self._alive.append(records)
         return ctypes.addressof(records)
+
+    def sites(self, weights: Sequence[Linear]) -> int:
+        """Return the address of the numbers under which adapters know several projections."""
+        sites = (ctypes.c_int64 * len(weights))(*(each.site for each in weights))
+        self._alive.append(sites)
+        return ctypes.addressof(sites)
 
     def factors(self, norm: torch.Tensor) -> int:
         """Return the address of a norm's factors."""

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.models.changes import Changes
 from vlm_serve.models.config import Config, read_json
 from vlm_serve.models.files import SIDECAR, other_weights
 from vlm_serve.models.quantization.scheme import METHODS, QuantScheme
 from vlm_serve.models.spec import ModelSpec
+from vlm_serve.models.text_alone import without_lost_tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class Served:
     """The features of a model type.
 
     Attributes:
+        models: published models of the type, with their sizes.
         module: its `spec(Config) -> ModelSpec` reads the type; it may have a table of `DEFAULTS`.
         source: transformers' class of its config.json, if it has one.
         media: kinds of media in prompts.
@@ -29,6 +32,7 @@ class Served:
         quantised: supported `quant_method` values.
     """
 
+    models: str
     module: str
     source: str = ""
     media: tuple[str, ...] = ("image", "video")
@@ -38,37 +42,97 @@ class Served:
     quantised: tuple[str, ...] = METHODS
 
 
+_NO_CHANGES = Changes()
 _QWEN3_5 = "vlm_serve.models.families.qwen3_5"
 _QWEN3_VL = "vlm_serve.models.families.qwen3_vl"
 _QWEN3_NEXT = "vlm_serve.models.families.qwen3_next"
+_QWEN3 = "vlm_serve.models.families.qwen3"
 _MINICPMV = "vlm_serve.models.families.minicpmv"
 
 FAMILIES = {
-    "qwen3_5": Served(_QWEN3_5, "Qwen3_5Config"),
-    "qwen3_5_moe": Served(_QWEN3_5, "Qwen3_5MoeConfig", experts=True),
-    "qwen3_5_text": Served(_QWEN3_5, "Qwen3_5TextConfig", media=()),
-    "qwen3_5_moe_text": Served(_QWEN3_5, "Qwen3_5MoeTextConfig", media=(), experts=True),
-    "qwen3_vl": Served(_QWEN3_VL, "Qwen3VLConfig", state=False),
-    "qwen3_vl_moe": Served(_QWEN3_VL, "Qwen3VLMoeConfig", state=False, experts=True),
-    "qwen3_next": Served(_QWEN3_NEXT, "Qwen3NextConfig", media=(), experts=True),
-    "minicpmv4_6": Served(_MINICPMV, "MiniCPMV4_6Config"),
-    "minicpmv4_7": Served(_MINICPMV, "MiniCPMV4_7Config"),
+    "qwen3_5": Served(
+        "Qwen3.5 0.8B, 2B, 4B, 9B, 27B; Qwen3.6 27B; Qwen3.8 27B", _QWEN3_5, "Qwen3_5Config"
+    ),
+    "qwen3_5_moe": Served(
+        "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B; Qwen3.6 35B-A3B; Qwen3.8 MoE",
+        _QWEN3_5,
+        "Qwen3_5MoeConfig",
+        experts=True,
+    ),
+    "qwen3_5_text": Served(
+        "Qwen3.5 to 3.8 without a tower", _QWEN3_5, "Qwen3_5TextConfig", media=()
+    ),
+    "qwen3_5_moe_text": Served(
+        "Qwen3.5 to 3.8 MoE without a tower",
+        _QWEN3_5,
+        "Qwen3_5MoeTextConfig",
+        media=(),
+        experts=True,
+    ),
+    "qwen3_vl": Served("Qwen3-VL 2B, 4B, 8B, 32B", _QWEN3_VL, "Qwen3VLConfig", state=False),
+    "qwen3_vl_moe": Served(
+        "Qwen3-VL 30B-A3B, 235B-A22B", _QWEN3_VL, "Qwen3VLMoeConfig", state=False, experts=True
+    ),
+    "qwen3_next": Served(
+        "Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
+        _QWEN3_NEXT,
+        "Qwen3NextConfig",
+        media=(),
+        experts=True,
+    ),
+    "qwen3": Served(
+        "Qwen3 0.6B, 1.7B, 4B, 8B, 14B, 32B", _QWEN3, "Qwen3Config", media=(), state=False
+    ),
+    "qwen3_moe": Served(
+        "Qwen3 30B-A3B, 235B-A22B; Qwen3-Coder 30B-A3B, 480B-A35B",
+        _QWEN3,
+        "Qwen3MoeConfig",
+        media=(),
+        state=False,
+        experts=True,
+    ),
+    "minicpmv4_6": Served("MiniCPM-V 4.6", _MINICPMV, "MiniCPMV4_6Config"),
+    "minicpmv4_7": Served("MiniCPM-V 4.7", _MINICPMV, "MiniCPMV4_7Config"),
 }
 """By `model_type` of config.json."""
 
+NEAR = {
+    "qwen2": "Qwen2 and Qwen2.5 have biases and no norms of queries and keys; take Qwen3",
+    "qwen2_moe": "Qwen1.5-MoE and Qwen2-MoE have no norms of queries and keys; take Qwen3",
+    "qwen2_vl": "Qwen2-VL has another tower; take Qwen3-VL",
+    "qwen2_5_vl": "Qwen2.5-VL has a tower with windows; take Qwen3-VL",
+    "qwen3_omni_moe": "Qwen3-Omni has audio; take Qwen3-VL",
+    "qwen4_exp": "Qwen3.8-Flash-Next has sparse attention and tables of n-grams; take Qwen3.8",
+    "minicpmv": "MiniCPM-V before 4.6 has another language model and resampler; take 4.6",
+    "minicpmo": "MiniCPM-o has audio; take MiniCPM-V 4.6",
+    "llama": "Llama has no norms of queries and keys, and another rope",
+    "mistral3": "Mistral has no norms of queries and keys",
+    "gemma3": "Gemma has sliding windows and norms behind its layers",
+    "gemma4": "Gemma has sliding windows and norms behind its layers",
+    "glm4v": "GLM-V has partial rotations with norms behind its layers",
+    "gpt_oss": "gpt-oss has sliding windows and attention sinks",
+    "kimi_linear": "Kimi Linear has another recurrence and compressed keys",
+}
+"""What is missing for models near to the supported ones, by type."""
 
-def read_spec(path: Path | str) -> ModelSpec:
+
+def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
     """Return the model in a checkpoint directory, or that of a config.json alone.
+
+    Args:
+        path: the directory or the file.
+        changes: of config.json.
 
     Raises:
         CheckpointError: a file is missing or broken, or the model is of an unsupported kind.
+        ConfigError: a change has no effect.
     """
     path = Path(path)
     if path.suffix == ".json":
-        return spec_of(_with_sidecar(path))
+        return spec_of(_with_sidecar(path), changes)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the checkpoint has no config.json{other_weights(path)}")
-    spec = spec_of(_with_sidecar(path / "config.json"))
+    spec = without_lost_tower(spec_of(_with_sidecar(path / "config.json"), changes), path)
     file = path / "generation_config.json"
     return replace(spec, generation=read_json(file) if file.is_file() else {})
 
@@ -81,12 +145,12 @@ def _with_sidecar(path: Path) -> Mapping[str, Any]:
     return {**raw, "quantization_config": {"quant_method": "modelopt", **read_json(beside)}}
 
 
-def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
+def spec_of(raw: Mapping[str, Any], changes: Changes = _NO_CHANGES) -> ModelSpec:
     """Return the model described by the content of a config.json; raises as `read_spec`."""
+    raw = changes.apply(raw)
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise CheckpointError(f"model_type {kind!r} is not supported; supported are {known}")
+        raise CheckpointError(_unknown(kind))
     scheme = QuantScheme.of(raw)
     served = FAMILIES[kind]
     module = importlib.import_module(served.module)
@@ -97,7 +161,16 @@ def spec_of(raw: Mapping[str, Any]) -> ModelSpec:
             f"out_hidden_size {spec.vision.out_hidden_size} of the vision tower is not the model's "
             f"hidden_size {spec.hidden_size}"
         )
-    return replace(spec, quantization=scheme, defaulted=config.defaulted)
+    changes.check(raw, {"model_type", *config.read})
+    return replace(spec, quantization=scheme, defaulted=config.defaulted, config=raw)
+
+
+def _unknown(kind: object) -> str:
+    """Return the message about a type that is not supported."""
+    near = NEAR.get(str(kind).removesuffix("_text"))
+    why = "" if near is None else f": {near}"
+    known = "; ".join(f"{each.models} ({name})" for name, each in FAMILIES.items())
+    return f"model_type {kind!r} is not supported{why}; supported are {known}"
 
 
 def _class_of(source: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.cache_layout import CacheLayout, Pool
 from vlm_serve.models.parts.base import FeedForward, Loader, Mixer, Norm, Routing
 from vlm_serve.models.quantization.scheme import QuantScheme
@@ -28,6 +29,7 @@ class Tower(Protocol):
         merges: Sequence[int] | None = None,
         *,
         deterministic: bool = False,
+        changes: AdapterChanges | None = None,
     ) -> list[torch.Tensor]:
         """Return embeddings of the pictures given by `MediaItem.patches`, one after the other.
 
@@ -36,6 +38,7 @@ class Tower(Protocol):
             grids: (1, h, w) of each, in patches.
             merges: patches per side that become one token, of each; None: as in the config.
             deterministic: each result has the bits of encoding it alone.
+            changes: the adapter of all of them.
         """
         ...
 
@@ -43,7 +46,8 @@ class Tower(Protocol):
 class Vision(Protocol):
     """A vision tower as data. `deepstack` names the layers whose features are added behind the
     decoder's first layers, none in most. `anchor` is the name of one of its tensors, `layers` the
-    prefix of those of its `depth` layers."""
+    prefix of those of its `depth` layers. `merge_size` patches per side become a token; each is a
+    row of `patch_dim` numbers."""
 
     @property
     def anchor(self) -> str: ...
@@ -55,6 +59,10 @@ class Vision(Protocol):
     def out_hidden_size(self) -> int: ...
     @property
     def deepstack(self) -> tuple[int, ...]: ...
+    @property
+    def merge_size(self) -> int: ...
+    @property
+    def patch_dim(self) -> int: ...
 
     def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> Tower:
         """Read its weights; names start with `prefix`, activations have `dtype`."""
@@ -83,6 +91,8 @@ class ModelSpec:
         generation: the content of generation_config.json: defaults of sampling.
         quantization: of its weights; None if none are quantised.
         defaulted: the fields that config.json left to a class of transformers, with its name.
+        config: the content of config.json that all of this follows from, with the changes that
+            options ask for.
     """
 
     hidden_size: int
@@ -101,6 +111,7 @@ class ModelSpec:
     generation: Mapping[str, Any] = field(default_factory=dict, compare=False)
     quantization: QuantScheme | None = None
     defaulted: Mapping[str, str] = field(default_factory=dict, compare=False)
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def routing(self) -> Routing | None:

@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from vlm_serve.kernels.linear import Linear
+from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.compiled_tower import CompiledTower
 from vlm_serve.models.parts.base import Loader
 from vlm_serve.models.program import UnsupportedError
@@ -20,6 +21,7 @@ from vlm_serve.models.vision_grid import (
 from vlm_serve.models.vision_parts import (
     REMEMBERED_GRIDS,
     Merger,
+    Products,
     Reader,
     VisionBlock,
     attend,
@@ -124,6 +126,7 @@ class VisionTower:
         merges: Sequence[int] | None = None,
         *,
         deterministic: bool = False,
+        changes: AdapterChanges | None = None,
     ) -> list[torch.Tensor]:
         """Embed several temporal patches at once; each result equals encoding it alone.
 
@@ -133,6 +136,7 @@ class VisionTower:
             grids: (1, h, w) of each, in patches.
             merges: patches per side that become one token, of each; always the config's.
             deterministic: equal to the last bit, not only in value.
+            changes: the adapter of all of them.
 
         Returns:
             `[h * w / merge**2, embedding_width]` in the model's dtype for each grid: embeddings,
@@ -150,27 +154,28 @@ class VisionTower:
             embedded = torch.cat([each for each, _ in tables])
             places = torch.cat([each for _, each in tables], dim=1)
         patches = patches.to(self._device, self._dtype)
-        x = self._patch_embed(patches, plus=embedded, deterministic=deterministic)
+        how = Products(deterministic, changes if changes is not None and changes.tower else None)
+        x = how(self._patch_embed, patches, plus=embedded)
         if self._compiled is not None:
-            merged = self._compiled.run(x, places, sizes)
+            merged = self._compiled.run(x, places, sizes, how.changes)
         else:
-            merged = self._by_ops(x, places, sizes, deterministic)
+            merged = self._by_ops(x, places, sizes, how)
         rows = [size // self._config.merge_size**2 for size in sizes]
         return list(torch.split_with_sizes(merged, rows))
 
     def _by_ops(
-        self, x: torch.Tensor, places: torch.Tensor, sizes: list[int], deterministic: bool
+        self, x: torch.Tensor, places: torch.Tensor, sizes: list[int], how: Products
     ) -> torch.Tensor:
         angles = torch.cat([axis.float()[:, None] * self._inv_freq for axis in places], dim=1)
         # [n, 1, 1, d]: the same angles for queries, keys and every head.
         turns = tuple(each.to(self._device)[:, None, None] for each in (angles.cos(), angles.sin()))
         features = []
         for index, block in enumerate(self._blocks):
-            x = self._attention(block, x, turns, sizes, deterministic)
-            x = self._mlp(block, x, deterministic)
+            x = self._attention(block, x, turns, sizes, how)
+            x = self._mlp(block, x, how)
             if index in self._mergers:
-                features.append(self._merge(self._mergers[index], x, deterministic))
-        merged = self._merge(self._merger, x, deterministic)
+                features.append(self._merge(self._mergers[index], x, how))
+        merged = self._merge(self._merger, x, how)
         return torch.cat([merged, *features], dim=1) if features else merged
 
     def _attention(
@@ -179,25 +184,23 @@ class VisionTower:
         x: torch.Tensor,
         turns: tuple[torch.Tensor, ...],
         sizes: list[int],
-        deterministic: bool,
+        how: Products,
     ) -> torch.Tensor:
         tokens, heads = x.shape[0], self._config.heads
-        qkv = block.qkv(layer_norm(x, block.norm1), deterministic=deterministic)
+        qkv = how(block.qkv, layer_norm(x, block.norm1))
         qkv = qkv.view(tokens, 3, heads, -1)
         mixed = attend(_rotate(qkv[:, :2], *turns), qkv[:, 2], sizes).view(tokens, -1)
-        return block.proj(mixed, plus=x, deterministic=deterministic)
+        return how(block.proj, mixed, plus=x)
 
-    def _mlp(self, block: VisionBlock, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
-        normed = layer_norm(x, block.norm2)
-        hidden = block.fc1(normed, activation="gelu_tanh", deterministic=deterministic)
-        return block.fc2(hidden, plus=x, deterministic=deterministic)
+    def _mlp(self, block: VisionBlock, x: torch.Tensor, how: Products) -> torch.Tensor:
+        hidden = how(block.fc1, layer_norm(x, block.norm2), activation="gelu_tanh")
+        return how(block.fc2, hidden, plus=x)
 
-    def _merge(self, merger: Merger, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
+    def _merge(self, merger: Merger, x: torch.Tensor, how: Products) -> torch.Tensor:
         shape = (x.shape[0] // self._config.merge_size**2, -1)
         late = merger.late
         normed = layer_norm(x.view(shape) if late else x, merger.norm).view(shape)
-        hidden = merger.fc1(normed, activation="gelu", deterministic=deterministic)
-        return merger.fc2(hidden, deterministic=deterministic)
+        return how(merger.fc2, how(merger.fc1, normed, activation="gelu"))
 
     def _compute_grid_tensors(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return position embeddings of a grid's patches, and int64 `[2, n]` rows and columns."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels.linear import Linear, Part
+from vlm_serve.kernels.linear import Activation, Linear, Part
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.models.parts.base import Loader
 
 REMEMBERED_GRIDS = 64
@@ -45,6 +46,31 @@ class Merger:
     fc1: Linear
     fc2: Linear
     late: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """How a tower multiplies: `deterministic` as in `Linear`, and the adapter of all rows."""
+
+    deterministic: bool
+    changes: AdapterChanges | None = None
+
+    def __call__(
+        self,
+        weight: Linear,
+        x: torch.Tensor,
+        *,
+        activation: Activation | None = None,
+        plus: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute a projection; arguments as in `Linear.__call__`."""
+        return weight(
+            x,
+            activation=activation,
+            plus=plus,
+            deterministic=self.deterministic,
+            changes=RowChanges.of_all(self.changes, len(x)),
+        )
 
 
 class Reader:

@@ -11,9 +11,17 @@ from typing import Literal
 import torch
 
 from vlm_serve.kernels.linear import Linear
+from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.parts.base import Loader
 from vlm_serve.models.vision_grid import nearest_positions, nested_order
-from vlm_serve.models.vision_parts import REMEMBERED_GRIDS, Affine, Reader, attend, layer_norm
+from vlm_serve.models.vision_parts import (
+    REMEMBERED_GRIDS,
+    Affine,
+    Products,
+    Reader,
+    attend,
+    layer_norm,
+)
 
 _WINDOW = 4
 """Patches per window, and windows per token."""
@@ -122,13 +130,15 @@ class WindowVisionTower:
         merges: Sequence[int] | None = None,
         *,
         deterministic: bool = False,
+        changes: AdapterChanges | None = None,
     ) -> list[torch.Tensor]:
         """Embed several pictures or slices at once; each result equals encoding it alone.
 
         Args:
             patches: float32 `[sum of h * w, channels * patch * patch]`, normalised pixels, row by
                 row, grid after grid.
-            grids, merges, deterministic: see `Tower.encode`; sides are multiples of the merge.
+            grids, merges, deterministic, changes: see `Tower.encode`; sides are multiples of the
+                merge.
 
         Returns:
             `[h * w / merge**2, out_hidden_size]` in the model's dtype for each grid.
@@ -136,53 +146,51 @@ class WindowVisionTower:
         sizes = [height * width for _, height, width in grids]
         assert patches.shape == (sum(sizes), self._config.patch_dim), "patches do not fit the grids"
         merges = [self._config.merge_size] * len(grids) if merges is None else merges
+        how = Products(deterministic, changes if changes is not None and changes.tower else None)
         pieces = patches.split_with_sizes(sizes)
         encoded: list[torch.Tensor] = [patches] * len(grids)
         for merge in sorted(set(merges)):
             chosen = [index for index, each in enumerate(merges) if each == merge]
             own = [(pieces[index], grids[index]) for index in chosen]
-            for index, rows in zip(chosen, self._encode(own, merge, deterministic), strict=True):
+            for index, rows in zip(chosen, self._encode(own, merge, how), strict=True):
                 encoded[index] = rows
         return encoded
 
     def _encode(
-        self, pictures: list[tuple[torch.Tensor, Grid]], merge: int, deterministic: bool
+        self, pictures: list[tuple[torch.Tensor, Grid]], merge: int, how: Products
     ) -> tuple[torch.Tensor, ...]:
         tables = [self._grid_tensors(*grid[1:], merge) for _, grid in pictures]
         orders, positions = zip(*tables, strict=True)
         ordered = [own[order] for (own, _), order in zip(pictures, orders, strict=True)]
         sizes = [len(each) for each in ordered]
-        x = self._patch_embed(
-            torch.cat(ordered).to(self._device, self._dtype),
-            plus=torch.cat(positions),
-            deterministic=deterministic,
-        )
+        pixels = torch.cat(ordered).to(self._device, self._dtype)
+        x = how(self._patch_embed, pixels, plus=torch.cat(positions))
         lengths = sizes
         for index, block in enumerate(self._blocks):
-            x = self._attend(block.attention, x, lengths, deterministic)
-            x = self._feed(block.mlp, x, x, "gelu_tanh", deterministic)
+            x = self._attend(block.attention, x, lengths, how)
+            x = self._feed(block.mlp, x, x, "gelu_tanh", how)
             if merge == 4 and index == self._config.merged_layer:
-                x = self._merge_windows(x, deterministic)
+                x = self._merge_windows(x, how)
                 lengths = [size // _WINDOW for size in sizes]
         x = layer_norm(x, self._last_norm).view(-1, _WINDOW * self._config.hidden_size)
-        merged = self._feed(self._merger, x, None, "gelu", deterministic)
+        merged = self._feed(self._merger, x, None, "gelu", how)
         return merged.split_with_sizes([size // merge**2 for size in sizes])
 
-    def _merge_windows(self, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
+    def _merge_windows(self, x: torch.Tensor, how: Products) -> torch.Tensor:
         """Reduce `[n, hidden]` to `[n / 4, hidden]`: attention within each window, then its
         merger."""
         attention, mlp = self._window
-        x = self._attend(attention, x, [_WINDOW] * (len(x) // _WINDOW), deterministic)
+        x = self._attend(attention, x, [_WINDOW] * (len(x) // _WINDOW), how)
         windows = x.view(-1, _WINDOW, self._config.hidden_size)
-        return self._feed(mlp, windows.flatten(1), windows.mean(1), "gelu_tanh", deterministic)
+        return self._feed(mlp, windows.flatten(1), windows.mean(1), "gelu_tanh", how)
 
     def _attend(
-        self, part: _Attention, x: torch.Tensor, sizes: list[int], deterministic: bool
+        self, part: _Attention, x: torch.Tensor, sizes: list[int], how: Products
     ) -> torch.Tensor:
-        qkv = part.qkv(layer_norm(x, part.norm), deterministic=deterministic)
+        qkv = how(part.qkv, layer_norm(x, part.norm))
         qkv = qkv.view(len(x), 3, self._config.heads, -1)
         mixed = attend(qkv[:, :2], qkv[:, 2], sizes).view(len(x), -1)
-        return part.out(mixed, plus=x, deterministic=deterministic)
+        return how(part.out, mixed, plus=x)
 
     def _feed(
         self,
@@ -190,11 +198,10 @@ class WindowVisionTower:
         x: torch.Tensor,
         residual: torch.Tensor | None,
         activation: Literal["gelu", "gelu_tanh"],
-        deterministic: bool,
+        how: Products,
     ) -> torch.Tensor:
         normed = layer_norm(x, part.norm)
-        hidden = part.wide(normed, activation=activation, deterministic=deterministic)
-        return part.narrow(hidden, plus=residual, deterministic=deterministic)
+        return how(part.narrow, how(part.wide, normed, activation=activation), plus=residual)
 
     def _compute_grid_tensors(
         self, height: int, width: int, merge: int

@@ -101,12 +101,18 @@ class Shapes:
             self._add(format_, *shape(list(run), shard), biased=bias is not None)
         return TorchDense(torch.empty(columns, depth, dtype=self._weights, device="meta"), None)
 
-    def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
+    def tensor(
+        self,
+        name: str,
+        shape: Sequence[int],
+        rows: Sequence[range] = (),
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         self.of_tensors[name] = shape
         if rows:
             shape = (sum(map(len, rows)), *shape[1:])
-        self.others += prod(shape) * self._compute.itemsize
-        return _empty(shape, self._compute)
+        self.others += prod(shape) * (dtype or self._compute).itemsize
+        return _empty(shape, dtype or self._compute)
 
     def stacked(
         self, parts: Sequence[Part], count: int, shard: Shard | None = None
@@ -120,6 +126,11 @@ class Shapes:
         self.of_tensors[name] = shape
         self.table += prod(shape) * self._weights.itemsize
         return _empty(shape, self._weights)
+
+    def unit(self, size: int) -> Linear:
+        """Count a dense projection of a vector to one of its size."""
+        self._add(None, size, size, biased=False)
+        return TorchDense(_empty((size, size), self._weights), None)
 
     def _add(
         self, format_: Format | OnLoad | None, columns: int, depth: int, *, biased: bool
@@ -159,6 +170,7 @@ def weight_bytes(
     drafts: bool = False,
     quantised: Collection[str] | None = None,
     bits: int | None = None,
+    head_rows: int | None = None,
 ) -> WeightBytes:
     """Return the sizes, to within one percent of a loaded model's.
 
@@ -174,14 +186,19 @@ def weight_bytes(
         quantised: names of the quantised weights; without them, the config and the habits of
             published checkpoints decide.
         bits: precision to which plain weights are quantised while they are loaded.
+        head_rows: rows of the output projection that are loaded; 0: the identity takes its place;
+            None: all.
     """
     ranks = Ranks(tensor_parallel - 1, tensor_parallel)
-    mapped = device.type == "cpu" and weights == spec.dtype
+    mapped = device.type == "cpu" and weights == spec.dtype and not _coded_table(spec)
     own = len(ranks.share(spec.vocab_size))
-    known = _Formats(spec.quantization, quantised, bits)
+    known = _Formats(spec.quantization, quantised, bits, compiled=compiled)
     text, vision = (Shapes(weights, compute, device, compiled, ranks, known) for _ in range(2))
     prefix = "model.language_model." if spec.vision is not None else "model."
-    Decoder(spec, text, prefix, None if spec.tied_embeddings else "lm_head.weight")
+    head = None if spec.tied_embeddings else "lm_head.weight"
+    instead = text.unit(spec.hidden_size) if head_rows == 0 else None
+    rows = tuple(range(head_rows)) if head_rows else None
+    Decoder(spec, text, prefix, head, instead or rows)
     if drafts:
         Predictor(spec, text)
     if spec.vision is not None:
@@ -206,9 +223,14 @@ class _Formats:
     """The formats of parts."""
 
     def __init__(
-        self, scheme: QuantScheme | None, quantised: Collection[str] | None, bits: int | None
+        self,
+        scheme: QuantScheme | None,
+        quantised: Collection[str] | None,
+        bits: int | None,
+        *,
+        compiled: bool,
     ) -> None:
-        self._scheme, self._bits = scheme, bits
+        self._scheme, self._bits, self._compiled = scheme, bits, compiled
         self._quantised = None if quantised is None else set(map(plain_name, quantised))
 
     def __call__(self, part: Part) -> Format | OnLoad | None:
@@ -228,7 +250,14 @@ class _Formats:
         else:
             held = (name for name in names if plain_name(name) in self._quantised)
             found = map(scheme.format_of, held)
-        return next(filter(None, found), None)
+        format_ = next(filter(None, found), None)
+        return format_ if format_ is None or self._compiled else format_.without_compiler()
+
+
+def _coded_table(spec: ModelSpec) -> bool:
+    """Return True if the table of embeddings is stored as codes, which are expanded."""
+    scheme = spec.quantization
+    return scheme is not None and scheme.expected("embed_tokens.weight") is not None
 
 
 def _name(dtype: torch.dtype) -> str:

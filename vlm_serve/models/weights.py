@@ -9,23 +9,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.foreign_files import foreign
 from vlm_serve.kernels.host_memory import release_freed_memory
 from vlm_serve.kernels.linear import Linear, Part, Shard, load
-from vlm_serve.kernels.linear.base import shape
+from vlm_serve.kernels.linear.base import shape as shape_of_parts
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.quantising import quantised
 from vlm_serve.kernels.linear.runs import runs
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.ranks import ALONE, Ranks
-from vlm_serve.models.files import weight_files
+from vlm_serve.models.adapters.placing import Modules
 from vlm_serve.models.quantization.base import Format, Names, pieces
+from vlm_serve.models.quantization.float8 import widened
 from vlm_serve.models.quantization.loading import loading_format
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.shape_fields import mismatch
+from vlm_serve.models.tensor_files import TensorFile, open_files
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 _VISION_PREFIXES = ("model.visual.", "visual.", "model.", "")
@@ -54,6 +54,7 @@ class Weights:
 
     Attributes:
         quantised: names of the weights read as codes, as if they were dense.
+        modules: the projections that adapters can change.
 
     Raises:
         CheckpointError: from every method: a file is missing or broken, a tensor is missing or has
@@ -78,23 +79,18 @@ class Weights:
         self.dynamic = dynamic
         self._bits = bits
         self.quantised: set[str] = set()
+        self.modules = Modules()
         self._scheme = scheme
         self.compute_dtype = compute_dtype or dtype
         self.device = device
         self.compiled = compiled
-        self._files: dict[str, safe_open] = {}
+        self._files: dict[str, TensorFile] = {}
         self._checked: set[str] = set()
         self._read = self._total = self._released = 0
         self._told = time.monotonic()
-        for file in weight_files(path):
-            try:
-                handle = safe_open(file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                what = foreign(file) or "is not a readable safetensors file"
-                raise CheckpointError(f"{file.name} {what}") from error
-            names = handle.keys()  # type: ignore[no-untyped-call]
-            self._files.update(dict.fromkeys(names, handle))
-            self._total += file.stat().st_size
+        for file in open_files(path):
+            self._files.update(dict.fromkeys(file.names(), file))
+            self._total += file.nbytes
         self.text_prefix = self._prefix(_TEXT_PREFIXES, "embed_tokens.weight")
 
     def _prefix(self, prefixes: Sequence[str], anchor: str) -> str:
@@ -127,17 +123,19 @@ class Weights:
         file = self._files.get(name)
         if file is None:
             return None
-        return tuple(file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+        return file.shape(name)
 
     def stored(self, name: str) -> torch.Tensor:
         """Return a tensor as stored in its file, whatever its shape and dtype."""
         if name not in self._files:
             raise CheckpointError(self._missing(name))
-        tensor: torch.Tensor = self._files[name].get_tensor(name)  # type: ignore[no-untyped-call]
-        return tensor
+        return self._files[name].tensor(name)
 
     def _missing(self, name: str) -> str:
         names = Names(name)
+        inner = names.beside("base_layer.weight")
+        if inner in self._files:
+            return f"{inner} is part of an adapter: merge it into its model and save that"
         packed = names.beside("qweight"), names.of_weight("packed")
         found = next((each for each in packed if each in self._files), None)
         if found is None or self._scheme is not None:
@@ -162,7 +160,7 @@ class Weights:
     def _made_codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
         """Return the codes of a plain weight that is to be quantised. A shard of the depth has
         those of whole rows."""
-        depth = shape([part], shard)[1]
+        depth = shape_of_parts([part], shard)[1]
         if self._bits is None or loading_format(self._bits, part, depth) is None:
             return None
         columns = range(part.sizes[1])
@@ -193,19 +191,34 @@ class Weights:
             self._told = now
             _log.info("%d %% of the weights are read", 100 * self._read // max(1, self._total))
 
-    def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
-        """Return a tensor in the dtype of activations, in its own memory; only the named rows,
-        stacked, if any are named."""
-        whole = self.mapped(name, shape)
+    def tensor(
+        self,
+        name: str,
+        shape: Sequence[int],
+        rows: Sequence[range] = (),
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Return a tensor in its own memory, by default in the dtype of activations; only the
+        named rows, stacked, if any are named."""
+        whole = self._whole(name, shape)
         if rows:
             whole = torch.cat([whole[each.start : each.stop] for each in rows])
-        return whole.to(self.device, self.compute_dtype, copy=not rows)
+        return whole.to(self.device, dtype or self.compute_dtype, copy=not rows)
+
+    def _whole(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Return a tensor that is no projection. A convolution may be stored in FP8."""
+        if name not in self or self.stored(name).dtype != torch.float8_e4m3fn:
+            return self.mapped(name, shape)
+        if self.shape_of(name) != tuple(shape):
+            raise CheckpointError(mismatch(name, self.shape_of(name) or (), shape))
+        return widened(self, name)
 
     def linear(
         self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
     ) -> Linear:
         """Load rows of several tensors, stacked, as one projection; or a shard of it."""
         loaded = load(self, list(parts), bias, shard)
+        self.modules.enter(loaded)
         # The allocator cannot always reuse a freed piece's memory for the next one of its size.
         if self._read - self._released >= _RELEASE_BYTES:
             self._released = self._read
@@ -224,8 +237,11 @@ class Weights:
                 f"{name} is stored otherwise than {parts[0].name}: such experts are served on CPUs "
                 "only"
             )
+        if first.kind is not None and first.floored:
+            numbers = [piece.values().to(self.dtype) for piece in first.pieces()]
+            return torch.cat(numbers).to(self.device).view(count, -1, numbers[0].shape[1])
         if first.kind is not None:
-            columns, depth = shape(parts, shard)
+            columns, depth = shape_of_parts(parts, shard)
             return stored(first.pieces(), columns, depth, self.device)
         whole = torch.cat([piece for part in parts for piece in part.pieces(self, shard)])
         return whole.to(self.device).view(count, -1, whole.shape[1])
@@ -233,11 +249,25 @@ class Weights:
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return a lookup table. It stays in its file where dtype and device allow: after one
         check, only needed rows are read. Otherwise a rank gets its part."""
+        part = Part(name, tuple(shape), (self.ranks.share(shape[0]),))
+        codes = self.codes(part, None)
+        if codes is not None:
+            return self._expanded(codes, part)
         table = self.mapped(name, shape)
         if table.device == self.device and table.dtype == self.dtype:
             return table
         own = self.ranks.share(len(table))
         return table[own.start : own.stop].to(self.device, self.dtype)
+
+    def _expanded(self, codes: Iterator[Codes], part: Part) -> torch.Tensor:
+        """Return the numbers that codes stand for."""
+        table = torch.empty(shape_of_parts([part], None), dtype=self.dtype, device=self.device)
+        first = 0
+        for piece in codes:
+            values = piece.values()
+            table[first : first + len(values)] = values.to(self.device, self.dtype)
+            first += len(values)
+        return table
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:

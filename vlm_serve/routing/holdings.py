@@ -69,11 +69,13 @@ class Digests:
 
 
 class SentPrefixes:
-    """Recent destinations of each prefix; an LRU by key."""
+    """Recent destinations of each prefix; an LRU by key. A request that is open may still be
+    computing its prefix, however long that takes, so it counts until it ends."""
 
     def __init__(self, limit: int = MAX_SENT_KEYS) -> None:
         self._limit = limit
         self._times: OrderedDict[bytes, dict[str, float]] = OrderedDict()
+        self._open: dict[bytes, dict[str, int]] = {}
 
     def __len__(self) -> int:
         return len(self._times)
@@ -84,15 +86,40 @@ class SentPrefixes:
             times = self._times.setdefault(key, {})
             times.pop(replica, None)
             times[replica] = now
+            opened = self._open.setdefault(key, {})
+            opened[replica] = opened.get(replica, 0) + 1
             if len(times) > MAX_SENT_REPLICAS:
-                del times[next(iter(times))]
+                oldest = next(iter(times))
+                del times[oldest]
+                opened.pop(oldest, None)
             self._times.move_to_end(key)
         while len(self._times) > self._limit:
-            self._times.popitem(last=False)
+            key, _ = self._times.popitem(last=False)
+            self._open.pop(key, None)
 
-    def holders(self, key: bytes) -> Mapping[str, float]:
-        """Return replica -> time of the last request with this key."""
-        return self._times.get(key, {})
+    def end(self, replica: str, keys: Sequence[bytes], now: float, *, computed: bool) -> None:
+        """Record the end of such a request.
+
+        Args:
+            computed: its prompt was computed, so its prefix is cached since just now.
+        """
+        for key in keys:
+            opened = self._open.get(key, {})
+            if replica not in opened:
+                continue
+            opened[replica] -= 1
+            if not opened[replica]:
+                del opened[replica]
+            if not opened:
+                del self._open[key]
+            if computed:
+                self._times[key][replica] = now
+
+    def recent(self, key: bytes, since: float) -> set[str]:
+        """Return the replicas with a request with this key, or got one since some time."""
+        opened = self._open.get(key, {})
+        times = self._times.get(key, {})
+        return {each for each, time in times.items() if time >= since or each in opened}
 
     def remove(self, replica: str) -> None:
         """Forget a replica."""
@@ -100,3 +127,7 @@ class SentPrefixes:
             del self._times[key][replica]
             if not self._times[key]:
                 del self._times[key]
+        for key in [key for key, opened in self._open.items() if replica in opened]:
+            del self._open[key][replica]
+            if not self._open[key]:
+                del self._open[key]

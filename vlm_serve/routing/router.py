@@ -44,7 +44,8 @@ class Policy:
         homes: home replicas per prefix; all others share the rank behind them.
         answer_tokens: initial estimate of an answer's length.
         memory_seconds: see `Loads`.
-        sent_seconds: for so long a prefix counts as cached where it was sent, digest or not.
+        sent_seconds: for so long a prefix counts as cached where it was sent, digest or not, beside
+            the time in which a request with it is open.
     """
 
     work_weight: float = 4.0
@@ -134,6 +135,7 @@ class Router:
         try:
             keys, now = _valid(keys), self._clock()
             kind = keys[0] if keys else b""
+            self._sent.end(replica_id, keys, now, computed=isinstance(usage, RequestUsage))
             if not isinstance(usage, RequestUsage):
                 self._loads.ended(replica_id, kind, now)
                 return
@@ -218,13 +220,10 @@ class Router:
             for replica in missing & held.keys():
                 found[replica] = min(float(held[replica]), tokens)
             missing -= found.keys()
-            times = self._sent.holders(key)
-            if times:
-                expected = min(place_of(key).tokens * share, tokens)
-                for replica in missing & times.keys():
-                    if times[replica] >= since:
-                        found[replica] = expected
-                missing -= found.keys()
+            sent = missing & self._sent.recent(key, since)
+            if sent:
+                found.update(dict.fromkeys(sent, min(place_of(key).tokens * share, tokens)))
+                missing -= sent
         return found
 
     def _home_key(self, keys: list[bytes]) -> bytes:

@@ -24,7 +24,7 @@ class RequestUsage:
 
     Attributes:
         prompt_tokens: of all its prompts.
-        cached_tokens: prompt tokens that were reused from the cache.
+        cached_tokens: prompt tokens reused from the cache.
         answer_tokens: of all its answers.
     """
 

@@ -14,8 +14,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlm_serve.own_version import own_version
 from vlm_serve.server import operators, status
-from vlm_serve.server.api import cache
-from vlm_serve.server.api.batches.bodies import BatchBody, BatchList, BatchRequest
+from vlm_serve.server.api import cache, cache_pins
+from vlm_serve.server.api.adapters.route import (
+    AdapterChanged,
+    LoadAdapter,
+    UnloadAdapter,
+    load_lora_adapter,
+    unload_lora_adapter,
+)
+from vlm_serve.server.api.batches.bodies import BatchBody, BatchRequest
 from vlm_serve.server.api.batches.route import (
     BATCHES_PATH,
     cancel_batch,
@@ -33,7 +40,7 @@ from vlm_serve.server.api.completions.bodies import Completion
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.route import completions
 from vlm_serve.server.api.fields import RequestModel
-from vlm_serve.server.api.files.bodies import FileBody, FileDeleted, FileList
+from vlm_serve.server.api.files.bodies import FileBody, FileDeleted
 from vlm_serve.server.api.files.route import (
     FILE_CONTENT,
     FILES_PATH,
@@ -46,9 +53,13 @@ from vlm_serve.server.api.files.upload import UPLOAD_CONTENT, create_file
 from vlm_serve.server.api.generate.bodies import Generated
 from vlm_serve.server.api.generate.request import GenerateRequest
 from vlm_serve.server.api.generate.route import generate
+from vlm_serve.server.api.listing import Page
 from vlm_serve.server.api.messages.request import MessagesPrompt, MessagesRequest
 from vlm_serve.server.api.messages.route import CountedTokens, count_message_tokens, create_message
 from vlm_serve.server.api.messages.stream import MessageBody, MessagesErrorBody
+from vlm_serve.server.api.pooling.bodies import Embeddings, Reranked, Scores
+from vlm_serve.server.api.pooling.request import EmbeddingsRequest, RerankRequest, ScoreRequest
+from vlm_serve.server.api.pooling.route import embeddings, rerank, score
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.api.responses.route import (
     InputTokens,
@@ -57,7 +68,6 @@ from vlm_serve.server.api.responses.route import (
 )
 from vlm_serve.server.api.responses.stored import (
     Deleted,
-    ItemList,
     delete_response,
     get_response,
     list_input_items,
@@ -234,14 +244,19 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         (MESSAGES_PATH, create_message, MessagesRequest, MessageBody),
         (f"{MESSAGES_PATH}/count_tokens", count_message_tokens, MessagesPrompt, CountedTokens),
         ("/inference/v1/generate", generate, GenerateRequest, Generated),
+        ("/v1/embeddings", embeddings, EmbeddingsRequest, Embeddings),
+        ("/v1/rerank", rerank, RerankRequest, Reranked),
+        ("/v1/score", score, ScoreRequest, Scores),
         ("/tokenize", tokenize, TokenizeRequest, Tokens),
         ("/detokenize", detokenize, DetokenizeRequest, Detokenized),
         ("/v1/cache/probe", cache.probe, cache.ProbeRequest, CacheReportBody),
-        ("/v1/cache/pin", cache.pin, cache.PinRequest, cache.Pinned),
+        ("/v1/cache/pin", cache_pins.pin, cache_pins.PinRequest, cache_pins.Pinned),
         ("/v1/cache/flush", cache.flush, cache.FlushRequest, cache.Flushed),
+        ("/v1/load_lora_adapter", load_lora_adapter, LoadAdapter, AdapterChanged),
+        ("/v1/unload_lora_adapter", unload_lora_adapter, UnloadAdapter, AdapterChanged),
     ]
     for path, handler, body, answer in posts:
-        whole = (InputTokens, CountedTokens, Rendered)
+        whole = (InputTokens, CountedTokens, Rendered, Embeddings, Reranked, Scores)
         can_stream = "stream" in body.model_fields and answer not in whole
         streams = {"content": EVENT_STREAM} if can_stream else {}
         error: type[Any] = MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
@@ -263,7 +278,7 @@ def _add_stored_responses(app: DescribedApp, service: Service) -> None:
     routes: list[tuple[str, str, Handler, type[Any]]] = [
         ("GET", "", get_response, ResponseBody),
         ("DELETE", "", delete_response, Deleted),
-        ("GET", "/input_items", list_input_items, ItemList),
+        ("GET", "/input_items", list_input_items, Page[dict[str, Any]]),
     ]
     for method, path, handler, answer in routes:
         _add(
@@ -283,12 +298,12 @@ def _add_files(app: DescribedApp, service: Service) -> None:
     one_file, one_batch = FILES_PATH + "/{file_id}", BATCHES_PATH + "/{batch_id}"
     routes: list[tuple[str, str, Handler, dict[str, Any], dict[str, Any]]] = [
         ("POST", FILES_PATH, create_file, {"model": FileBody}, described),
-        ("GET", FILES_PATH, list_files, {"model": FileList}, {}),
+        ("GET", FILES_PATH, list_files, {"model": Page[FileBody]}, {}),
         ("GET", one_file, get_file, {"model": FileBody}, {}),
         ("DELETE", one_file, delete_file, {"model": FileDeleted}, {}),
         ("GET", f"{one_file}/content", get_file_content, {"content": FILE_CONTENT}, {}),
         ("POST", BATCHES_PATH, create_batch, {"model": BatchBody}, app.body_of(BatchRequest)),
-        ("GET", BATCHES_PATH, list_batches, {"model": BatchList}, {}),
+        ("GET", BATCHES_PATH, list_batches, {"model": Page[BatchBody]}, {}),
         ("GET", one_batch, get_batch, {"model": BatchBody}, {}),
         ("POST", f"{one_batch}/cancel", cancel_batch, {"model": BatchBody}, {}),
     ]
@@ -307,21 +322,31 @@ def _add_files(app: DescribedApp, service: Service) -> None:
 
 def _add_cache(app: DescribedApp, service: Service) -> None:
     """Add routes for reading the cache."""
-    gets: list[tuple[str, Handler, dict[str, Any]]] = [
-        ("stats", cache.stats, {"model": dict[str, Any]}),
-        ("affinity", cache.affinity, {"model": cache.Affinity}),
-        ("tree", cache.tree, {"model": cache.CacheTree}),
-        ("nodes/{key}", cache.node, {"model": cache.CacheNodeDetails}),
-        ("events", cache_events, {"content": EVENT_STREAM, "description": "Server-sent events"}),
+    lifted: dict[str, Any] = {"model": cache_pins.PinsLifted}
+    routes: list[tuple[str, str, Handler, dict[str, Any]]] = [
+        ("GET", "stats", cache.stats, {"model": dict[str, Any]}),
+        ("GET", "affinity", cache.affinity, {"model": cache.Affinity}),
+        ("GET", "tree", cache.tree, {"model": cache.CacheTree}),
+        ("GET", "nodes/{key}", cache.node, {"model": cache.CacheNodeDetails}),
+        (
+            "GET",
+            "events",
+            cache_events,
+            {"content": EVENT_STREAM, "description": "Server-sent events"},
+        ),
+        ("GET", "pins", cache_pins.list_pins, {"model": cache_pins.PinList}),
+        ("DELETE", "pins", cache_pins.lift_pins, lifted),
+        ("DELETE", "pins/{key}", cache_pins.lift_pin, lifted),
     ]
-    for path, handler, answer in gets:
+    for method, path, handler, answer in routes:
         _add(
             app,
             service,
             f"/v1/cache/{path}",
             handler,
             {200: answer, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
-            name="cache_" + path.split("/")[0],
+            method=method,
+            name="cache_" + path.split("/")[0] if method == "GET" else handler.__name__,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MAX_SUBSCRIBERS = 8
+"""Subscribers of one API key, so that nobody keeps others from reading."""
 POLL_SECONDS = 0.1
 """Interval between polls of the mirror."""
 POLLS_PER_USE = 5
@@ -39,7 +41,6 @@ class CacheFeed:
     Attributes:
         status: the latest status; empty before the first one.
         status_number: number of statuses so far.
-        num_subscribers: number of subscribers.
     """
 
     def __init__(
@@ -47,13 +48,18 @@ class CacheFeed:
     ) -> None:
         self.status: dict[str, Any] = {}
         self.status_number = 0
-        self.num_subscribers = 0
+        self._subscribers: Counter[bytes] = Counter()
         self._engine = engine
         self._status_of = status_of
         self._polling: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._polled = asyncio.Event()
         self._closed = False
+
+    @property
+    def num_subscribers(self) -> int:
+        """Number of subscribers."""
+        return self._subscribers.total()
 
     @property
     def mirror(self) -> TreeMirror:
@@ -66,8 +72,11 @@ class CacheFeed:
         self._polled.set()
 
     @contextlib.contextmanager
-    def subscribed(self) -> Iterator[None]:
+    def subscribed(self, share: bytes = b"") -> Iterator[None]:
         """Count a subscriber for the duration of the block.
+
+        Args:
+            share: whose subscribers it counts among, see `tenants.share_of`.
 
         Raises:
             OverloadedError: there are too many subscribers.
@@ -77,19 +86,19 @@ class CacheFeed:
             raise DrainingError("the server is shutting down", code="shutting_down")
         if not self._engine.alive:
             raise EngineClosedError("the engine has stopped", code="engine_stopped")
-        if self.num_subscribers >= MAX_SUBSCRIBERS:
+        if self._subscribers[share] >= MAX_SUBSCRIBERS:
             raise OverloadedError(
-                f"{MAX_SUBSCRIBERS} clients read the cache's events already",
+                f"{MAX_SUBSCRIBERS} clients of this key read the cache's events already",
                 code="too_many_subscribers",
             )
-        self.num_subscribers += 1
+        self._subscribers[share] += 1
         try:
             with self.mirror.following():
                 if self._polling is None:
                     self._polling = asyncio.ensure_future(self._poll())
                 yield
         finally:
-            self.num_subscribers -= 1
+            self._subscribers -= Counter({share: 1})
             if not self.num_subscribers and self._polling is not None:
                 self._polling.cancel()
                 self._polling = None

@@ -94,6 +94,14 @@ class ServerConfig:
     allow_credentials: bool = _server(
         False, "CORS: let these origins send credentials such as cookies"
     )
+    allow_runtime_lora: bool = _server(
+        False,
+        "let POST /v1/load_lora_adapter and /v1/unload_lora_adapter change the adapters; needs "
+        "allowed_lora_path",
+    )
+    allowed_lora_path: str | None = _server(
+        None, "folder below which adapters may be loaded at run time", metavar="DIR"
+    )
     tool_call_parser: str = _server(
         "auto",
         "format of tool calls in answers; auto: the format that the chat template asks for",
@@ -195,6 +203,10 @@ class ServerConfig:
                 f"{name} needs ssl_certfile"
                 for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
                 if getattr(self, name) is not None and self.ssl_certfile is None
+            ]
+            or [
+                "allow_runtime_lora and allowed_lora_path have an effect together only"
+                for _ in range(self.allow_runtime_lora != (self.allowed_lora_path is not None))
             ]
             or [
                 f"root_path must be a path such as /vlm, got {path!r}"

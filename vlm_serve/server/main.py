@@ -20,6 +20,7 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES, MemoryPlan
 from vlm_serve.engine.prefill_graphs import TOKENS
 from vlm_serve.engine.ranks.start import slot_bytes
+from vlm_serve.log_output import start_logging
 from vlm_serve.models.weight_sizes import prompt_price
 from vlm_serve.options import format_size
 from vlm_serve.server.answers.generation import reasoning_form
@@ -27,7 +28,12 @@ from vlm_serve.server.answers.pieces import form_of
 from vlm_serve.server.bounds import total
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.browsers import is_loopback
-from vlm_serve.server.http.draining import SWITCH_SECONDS, print_notice
+from vlm_serve.server.http.draining import (
+    SWITCH_SECONDS,
+    format_table,
+    ignore_user_signals,
+    print_notice,
+)
 from vlm_serve.server.http.listening import close_listener, listen, tls_context, url_of
 from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.run import make_server
@@ -49,9 +55,8 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
         ConfigError, CheckpointError: the server cannot start; nothing listens.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    start_logging(config.log_level)
+    ignore_user_signals()
     # asyncio would warn of every chunk for a client that has disconnected.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     read_tenant_keys(config.tenant_keys)  # fail before the model is loaded
@@ -141,7 +146,12 @@ def startup_rows(
         f"({options.state_dtype})",
     )
     yield "live states", f"{memory.num_live_rows}, {format_size(memory.live_state_bytes)} on top"
+    if engine.step_memory is not None:
+        yield "steps", f"{format_size(engine.step_memory.total)} on top: {engine.step_memory}"
     yield "logprobs", f"of prompts, up to {format_size(LOGPROB_CACHE_BYTES)} on top"
+    if engine.adapters.all():
+        compiled = bool(options.compiled_kernels)
+        yield "adapters", engine.adapters.described(options.max_loras, compiled=compiled)
     yield "drafts", _drafts(engine)
     yield "sequences", str(options.max_num_seqs)
     yield "step", f"at most {options.max_num_batched_tokens} tokens"
@@ -207,10 +217,3 @@ def _decode(options: EngineConfig, memory: MemoryPlan) -> str:
     if memory.snapshot_bytes:
         text += f", a scratch state of {format_size(memory.snapshot_bytes)} on top"
     return text
-
-
-def format_table(rows: Iterable[tuple[str, str]]) -> str:
-    """Return rows as text in two aligned columns."""
-    pairs = list(rows)
-    width = max(len(name) for name, _ in pairs)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in pairs)

@@ -35,6 +35,14 @@ values.ValueClass = values.MutexValue
 PREFIX = "vlm_serve:"
 PLAIN_PREFIX = "vlm_serve_"
 SHARED_EVENTS = ("hits", "misses", "bad", "incomplete", "written", "skipped", "refused")
+ADAPTER_COUNTS = {
+    "requests": "Ended requests with an adapter",
+    "prompt_tokens": "Their prompt tokens, cached ones included",
+    "cached_tokens": "Of those, tokens found in the prefix cache",
+    "generated_tokens": "Their generated tokens",
+    "draft_tokens": "Tokens drafted for them",
+    "accepted_tokens": "Of those, tokens that held",
+}
 EVICTED_KINDS = ("kv", "tail", "snapshot", "suspended", "timed_pin")
 
 _SECONDS = (
@@ -182,7 +190,9 @@ class EngineStats(Collector):
         yield self._step_times(stats["step_times"])
         if stats["drafts"] is not None:
             yield from self._drafts(stats["drafts"])
+        yield from self._adapters(stats["adapters"])
         yield from self._replays(stats["replays"])
+        yield from self._joins(stats["num_joined"], cache)
         evictions = dict.fromkeys(EVICTED_KINDS, 0) | cache["evictions"]
         yield self._counters("state_snapshots_saved", "Snapshots published", cache["saves"])
         yield self._counters("state_snapshots_skipped", "Snapshots without a row", cache["skips"])
@@ -203,6 +213,16 @@ class EngineStats(Collector):
         yield from self._tiers_up(stats["tiers"])
         yield from self._shared_store(stats["tiers"])
         yield from self._audits(stats["audit"])
+
+    def _joins(self, waiting: int, cache: Mapping[str, Any]) -> Iterator[Metric]:
+        text = "Sequences that wait until another one has computed their prefix"
+        yield self._gauge("num_requests_joined", text, waiting, 1)
+        for name, text, count in (
+            ("joined_requests", "Requests that waited for a prefix", cache["joined_requests"]),
+            ("joined_tokens", "Prompt tokens that they waited for", cache["joined_tokens"]),
+            ("joined_seconds", "Time that they waited for them", cache["joined_ms"] / 1000),
+        ):
+            yield self._counter(f"prefix_cache_{name}", text, count)
 
     def _tiers_up(self, tiers: Mapping[str, Any]) -> Iterator[Metric]:
         text = "Lower cache tiers: 1 is used, 0 does not answer and is tried again"
@@ -237,6 +257,12 @@ class EngineStats(Collector):
         text = "Tokens that a verified slice gave, on average"
         yield self._gauge("spec_decode_mean_accepted_length", text, tokens, drafts["drafts"])
 
+    def _adapters(self, adapters: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
+        for key, text in ADAPTER_COUNTS.items():
+            used = {name: each[key] for name, each in adapters.items()}
+            if used:
+                yield self._counters(f"lora_{key}", text, used, "adapter")
+
     def _replays(self, replays: Mapping[str, int]) -> Iterator[Metric]:
         for name, text, key in (
             ("replayed_requests", "Answers that began on another replica", "requests"),
@@ -267,7 +293,7 @@ class EngineStats(Collector):
         family.add_metric([self._model_name], buckets, times["host_seconds"])
         return family
 
-    def _counter(self, name: str, text: str, count: int) -> Metric:
+    def _counter(self, name: str, text: str, count: float) -> Metric:
         family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
         family.add_metric([self._model_name], count)
         return family

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import Request
@@ -72,6 +73,7 @@ async def server_info(service: Service, request: Request) -> Response:
             "dp_size": 1,
             "max_running_requests": engine.max_num_seqs,
             "max_queued_requests": service.config.max_queued_requests,
+            "batch_invariant": asdict(service.engine.arithmetic.promise),
             "engine": shown_options(engine),
             "server": shown_options(service.config),
         }

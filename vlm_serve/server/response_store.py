@@ -90,7 +90,7 @@ class ResponseStore:
     `find_items` are thread-safe.
 
     Args:
-        max_bytes: limit for all responses of one key.
+        max_bytes: limit for all responses of one key; the newest answer may exceed it.
         ttl: seconds that a response is kept.
     """
 
@@ -130,14 +130,14 @@ class ResponseStore:
     def put(self, owner: Owner, response_id: str, turn: Turn) -> None:
         """Store a response.
 
-        The key's oldest responses are dropped for it. A response above the limit is dropped at
-        once.
+        The key's oldest responses are dropped for it. It is kept itself, since its client has been
+        told so, even if its answer exceeds the limit.
         """
         expiry = asyncio.get_running_loop().call_later(self._ttl, self.delete, owner, response_id)
         account = self._accounts.setdefault(owner.key, _Account())
         account.responses[response_id] = _Stored(owner.salt, turn, expiry)
         account.hold(turn)
-        while account.num_bytes > self.max_bytes:
+        while account.num_bytes > self.max_bytes and len(account.responses) > 1:
             self._drop(account, next(iter(account.responses)))
 
     def delete(self, owner: Owner, response_id: str) -> bool:

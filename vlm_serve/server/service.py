@@ -13,6 +13,7 @@ from vlm_serve.batch.batches import Batches
 from vlm_serve.batch.file_store import FileStore
 from vlm_serve.batch.run import Surroundings
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.request import NextTurn
 from vlm_serve.engine.thought import Thought
 from vlm_serve.engine.validation import check_logprobs
 from vlm_serve.grammar.state import Grammar
@@ -130,6 +131,9 @@ class Service:
         affinity: tuple[AffinityKey, ...] = (),
         part: AttemptPart | None = None,
         thought: Thought | None = None,
+        *,
+        pooled: bool = False,
+        next_turn: NextTurn | None = None,
     ) -> str:
         """Submit a prompt to the engine and return the engine's id for it.
 
@@ -144,6 +148,10 @@ class Service:
             options["grammar"] = grammar
         if thought is not None:
             options["thought"] = thought
+        if pooled:
+            options["pooled"] = True
+        if next_turn is not None:
+            options["next_turn"] = next_turn
         if part is not None:
             params = part.seeded(params)
             # Missing expert rows would be a gap on one replica and none on another.

@@ -6,16 +6,30 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from starlette.types import Scope
+
 from vlm_serve.errors import ModelNotFoundError
+from vlm_serve.preprocess.keys import NO_ADAPTER, KeyScope
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.finished_request import FinishedRequest
 from vlm_serve.server.http.request_memory import RequestMemory
+from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.latency_window import LatencyWindow
 from vlm_serve.server.metrics import Metrics
 from vlm_serve.server.response_store import ResponseStore
 
 if TYPE_CHECKING:
+    from vlm_serve.engine.adapters.store import AdapterStore
     from vlm_serve.engine.engine import Engine
+
+
+class KeyedBody(Protocol):
+    """The fields of a body that name a model and a cache."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
 
 
 class Tracer(Protocol):
@@ -68,6 +82,7 @@ class ServerState:
         self.num_generated_tokens = 0
         self.busy_since = time.monotonic()
         self._engine = engine
+        self._adapters: AdapterStore = engine.adapters
         self._logs_requests = config.access_log
         self._reading: asyncio.Future[dict[str, Any]] | None = None
 
@@ -79,15 +94,33 @@ class ServerState:
         """
         if not name:
             return self.model_names[0]
-        if name not in self.model_names:
+        if name not in self.model_names and self._adapters.find(name) is None:
             raise self.unknown_model(name)
         return name
+
+    def key_scope(self, scope: Scope, body: KeyedBody) -> KeyScope:
+        """Return whose prompt a request has: its tenant's, and its adapter's.
+
+        Raises:
+            ModelNotFoundError: the server has no model of the body's name.
+            InvalidRequestError: as `salt_of`.
+        """
+        name = self.resolve_model(body.model)
+        served = None if name in self.model_names else self._adapters.find(name)
+        adapter = NO_ADAPTER if served is None else served.identity
+        return KeyScope(salt_of(scope, body.cache_salt), adapter)
+
+    def affinity_name(self, name: object) -> str:
+        """Return the name that affinity keys have for a request's `model`: an adapter's, or else
+        the model's canonical one."""
+        known = isinstance(name, str) and name not in self.model_names
+        return name if known and self._adapters.find(name) else self.model_names[0]  # type: ignore[arg-type,return-value]
 
     def unknown_model(self, name: str) -> ModelNotFoundError:
         """Return the error for an unknown name."""
         return ModelNotFoundError(
             f"the model {name[:128]!r} does not exist; this server has "
-            + ", ".join(self.model_names),
+            + ", ".join((*self.model_names, *(each.name for each in self._adapters.all()))),
             param="model",
             code="model_not_found",
         )

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.own_version import own_version
+from vlm_serve.server.api.listing import ends_of
 from vlm_serve.server.http.errors import is_anthropic
 from vlm_serve.server.service import Service
 
@@ -35,8 +36,8 @@ class ModelList(BaseModel):
 
 
 def model_cards(service: Service) -> list[ModelCard]:
-    """Return a card for each name of the model."""
-    return [
+    """Return a card for each name of the model, and for each adapter."""
+    cards = [
         ModelCard(
             id=name,
             created=service.state.created,
@@ -45,6 +46,16 @@ def model_cards(service: Service) -> list[ModelCard]:
         )
         for name in service.state.model_names
     ]
+    for each in service.engine.adapters.all():
+        card = ModelCard(
+            id=each.name,
+            created=each.loaded_at,
+            root=each.name,
+            parent=service.state.model_names[0],
+            max_model_len=service.engine.max_model_len,
+        )
+        cards.append(card)
+    return cards
 
 
 async def list_models(service: Service, request: Request) -> Response:
@@ -52,8 +63,7 @@ async def list_models(service: Service, request: Request) -> Response:
     cards = model_cards(service)
     if is_anthropic(request.scope):
         infos = [_info(card) for card in cards]
-        ends = {"has_more": False, "first_id": cards[0].id, "last_id": cards[-1].id}
-        return JSONResponse({"data": infos, **ends})
+        return JSONResponse({"data": infos, **ends_of([card.id for card in cards], more=False)})
     return JSONResponse(ModelList(data=cards).model_dump())
 
 

@@ -52,6 +52,8 @@ def worker_table(preprocess_threads: int) -> tuple[WorkerGroup, ...]:
         WorkerGroup("thread", "vlm-serve-fetch", 64, "downloading media"),
         WorkerGroup("thread", "vlm-serve-media", 64, "waiting for media decoders"),
         WorkerGroup("thread", "vlm-serve-reload", 4, "loading media again for the engine"),
+        WorkerGroup("thread", "vlm-serve-adapter", 1, "laying out adapters"),
+        WorkerGroup("thread", "vlm-serve-turns", 1, "rendering conversations with their answers"),
         WorkerGroup("thread", "vlm-serve-tiers", 1, "event loop of the lower cache tiers"),
         WorkerGroup("thread", "open-", "1 a tier", "opening a lower cache tier"),
         WorkerGroup("thread", "disk", "1 an operation", "reading and writing the disk tier"),

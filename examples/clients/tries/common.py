@@ -22,6 +22,15 @@ SEE = "What do you see?"
 ASK_PARIS, ASK_ROME = "Call weather for Paris", "Call weather for Rome"
 SAY = "Say hello."
 FORM = "JSON for Paris"
+PICTURE_PARTS = [
+    {"type": "text", "text": SEE},
+    {"type": "image_url", "image_url": {"url": DATA_URL}},
+]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "The weather", "parameters": PARAMETERS},
+}
 _failed = []
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import os
+from pathlib import Path
 
 from common import (
     ASK_PARIS,
@@ -187,9 +190,26 @@ def camel_ai() -> None:
     from camel.agents import ChatAgent
     from camel.models import ModelFactory
     from camel.types import ModelPlatformType
+    from camel.utils import BaseTokenCounter
+
+    class Counter(BaseTokenCounter):
+        """Counts words: camel's own counter downloads the vocabulary of tiktoken."""
+
+        def count_tokens_from_messages(self, messages: list[dict[str, object]]) -> int:
+            return sum(len(str(each["content"]).split()) for each in messages)
+
+        def encode(self, text: str) -> list[int]:
+            raise NotImplementedError
+
+        def decode(self, token_ids: list[int]) -> str:
+            raise NotImplementedError
 
     model = ModelFactory.create(
-        ModelPlatformType.OPENAI_COMPATIBLE_MODEL, MODEL, url=URL, api_key=KEY
+        ModelPlatformType.OPENAI_COMPATIBLE_MODEL,
+        MODEL,
+        url=URL,
+        api_key=KEY,
+        token_counter=Counter(),
     )
     with step("a tool"):
         agent = ChatAgent("Be brief.", model=model, tools=[weather])
@@ -216,10 +236,13 @@ def crewai() -> None:
 
 
 def langroid() -> None:
+    spec = importlib.util.find_spec("litellm")  # ships the vocabularies tiktoken would download
+    tokenizers = Path(str(spec and spec.origin)).parent / "litellm_core_utils" / "tokenizers"
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(tokenizers)
     import langroid.language_models as models
 
     config = models.OpenAIGPTConfig(
-        chat_model=f"local/{URL.removeprefix('http://')}", api_key=KEY, chat_context_length=65536
+        chat_model=MODEL, api_base=URL, api_key=KEY, chat_context_length=65536
     )
     with step("a question"):
         holds(models.OpenAIGPT(config).chat(SAY).message, "hello to you")

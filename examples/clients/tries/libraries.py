@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 from common import (
     ASK_PARIS,
     CLIENT,
-    DATA_URL,
     FORM,
     KEY,
     MODEL,
     PICTURE,
+    PICTURE_PARTS,
     ROOT_URL,
     SAY,
     SEE,
+    TOOL,
     URL,
     holds,
     step,
     weather,
 )
 from pydantic import BaseModel
-
-PICTURE_PARTS = [
-    {"type": "text", "text": SEE},
-    {"type": "image_url", "image_url": {"url": DATA_URL}},
-]
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOL = {
-    "type": "function",
-    "function": {"name": "weather", "description": "The weather", "parameters": PARAMETERS},
-}
 
 
 class Weather(BaseModel):
@@ -112,12 +102,18 @@ def litellm() -> None:
     with step("responses"):
         made = litellm.responses(input=SAY, model=f"openai/{MODEL}", api_base=URL, api_key=KEY)
         holds(made.output[0].content[0].text, "hello to you")
+    with step("a prompt beyond the context is its ContextWindowExceededError"):
+        try:
+            litellm.completion(messages=[{"role": "user", "content": "a b " * 50000}], **options)
+        except litellm.ContextWindowExceededError:
+            pass
+        else:
+            raise AssertionError("answered")
     with step("messages"):
         made = litellm.completion(
             model=f"anthropic/{MODEL}",
             api_base=ROOT_URL,
             api_key=KEY,
-            max_tokens=64,
             messages=[{"role": "user", "content": SAY}],
         )
         holds(made.choices[0].message.content, "hello to you")
@@ -182,17 +178,6 @@ def llm() -> None:
         holds(ask("--functions", code, ASK_PARIS), "There is rain in Paris.")
 
 
-def aisuite() -> None:
-    import aisuite
-
-    client = aisuite.Client({"openai": {"api_key": KEY, "base_url": URL}})
-    with step("a question"):
-        made = client.chat.completions.create(
-            model=f"openai:{MODEL}", messages=[{"role": "user", "content": SAY}]
-        )
-        holds(made.choices[0].message.content, "hello to you")
-
-
 def langextract() -> None:
     import langextract
     from langextract.factory import ModelConfig
@@ -242,71 +227,6 @@ def _text() -> str:
 _text.__annotations__ = {"return": str}
 
 
-def chatlas() -> None:
-    from chatlas import ChatAnthropic, ChatOpenAICompletions, content_image_file
-
-    chat = ChatOpenAICompletions(base_url=URL, api_key=KEY, model=MODEL)
-    with step("a picture"):
-        holds(chat.chat(SEE, content_image_file(str(PICTURE)), echo="none"), "heart")
-    with step("a tool, two turns"):
-        chat.register_tool(weather)
-        holds(chat.chat(ASK_PARIS, echo="none"), "There is rain in Paris.")
-        holds(chat.chat("Call weather for Rome", echo="none"), "There is sun in Rome.")
-    with step("messages"):
-        claude = ChatAnthropic(model=MODEL, api_key=KEY, kwargs={"base_url": ROOT_URL})
-        holds(claude.chat(SAY, echo="none"), "hello to you")
-
-
-def any_llm() -> None:
-    from any_llm import completion
-
-    with step("a tool call"):
-        made = completion(
-            model=MODEL,
-            provider="openai",
-            api_base=URL,
-            api_key=KEY,
-            messages=[{"role": "user", "content": ASK_PARIS}],
-            tools=[TOOL],
-        )
-        (call,) = made.choices[0].message.tool_calls
-        assert json.loads(call.function.arguments) == {"city": "Paris"}
-
-
-def mirascope() -> None:
-    from mirascope import llm
-
-    llm.register_provider("openai", base_url=URL, api_key=KEY)
-    with step("a question"):
-        holds(llm.model(f"openai/{MODEL}").call(SAY).text(), "hello to you")
-
-
-def guidance() -> None:
-    import guidance
-
-    with step("a turn"):
-        model = guidance.models.OpenAI(MODEL, base_url=URL, api_key=KEY, echo=False)
-        with guidance.user():
-            model += SAY
-        with guidance.assistant():
-            model += guidance.gen("answer", max_tokens=20)
-        holds(model["answer"], "hello to you")
-
-
-def ell() -> None:
-    import ell
-    import openai
-
-    client = openai.Client(base_url=URL, api_key=KEY)
-
-    @ell.simple(model=MODEL, client=client)
-    def greet() -> str:
-        return SAY
-
-    with step("a question"):
-        holds(greet(), "hello to you")
-
-
 def shell_gpt() -> None:
     import os
     import subprocess
@@ -324,43 +244,6 @@ def shell_gpt() -> None:
                 env={**os.environ, **settings},
             )
             holds(ran.stdout + ran.stderr[-500:], f"{word} to you")
-
-
-def gradio() -> None:
-    import gradio
-
-    with step("load_chat answers"):
-        demo = gradio.load_chat(URL, model=MODEL, token=KEY, file_types=["image"])
-        _, local, _ = demo.launch(prevent_thread_lock=True, quiet=True)
-        from gradio_client import Client
-
-        made = Client(local, verbose=False).predict({"text": SAY, "files": []}, api_name="/chat")
-        holds(made, "hello to you")
-        demo.close()
-
-
-def inspect_ai() -> None:
-    from inspect_ai.model import get_model
-    from inspect_ai.tool import tool
-
-    @tool
-    def lookup():
-        async def weather(city: str) -> str:
-            """Return the weather.
-
-            Args:
-                city: the city
-            """
-            return f"rain in {city}"
-
-        return weather
-
-    model = get_model(f"openai-api/here/{MODEL}", base_url=URL, api_key=KEY)
-    with step("a question"):
-        holds(asyncio.run(model.generate(SAY)).completion, "hello to you")
-    with step("a tool call"):
-        made = asyncio.run(model.generate("Call lookup for Paris", tools=[lookup()]))
-        assert made.message.tool_calls[0].arguments == {"city": "Paris"}
 
 
 globals()[CLIENT.replace("-", "_")]()

@@ -58,8 +58,8 @@ struct PartScales {
 // store takes that long.
 template <bool ZEROS>
 void byte_part(const char* rows, int64_t size, const float* scales, const float* x_sums,
-               const char* columns, const Floats* scale, const Floats* zero, int64_t groups,
-               bool fresh, float* results) {
+               const char* columns, const Floats* scale, const Floats* zero, bool minima,
+               int64_t groups, bool fresh, float* results) {
     constexpr int64_t LAG = 2, RING = 4;
     alignas(64) int32_t ring[RING][TILE_ROWS * LANES];
     Floats acc[TILE_ROWS];
@@ -84,8 +84,10 @@ void byte_part(const char* rows, int64_t size, const float* scales, const float*
 #pragma GCC unroll 16
         for (int r = 0; r < TILE_ROWS; ++r) {
             Floats own = __builtin_convertvector(read<Signed>(from + r * LANES), Floats);
-            if (ZEROS) own = fma(-*zero, broadcast(x_sums[r]), own);
+            if (ZEROS && !minima) own = fma(-*zero, broadcast(x_sums[r]), own);
             acc[r] = fma(own, *scale * broadcast(scales[r]), acc[r]);
+            if (ZEROS && minima)
+                acc[r] = fma(-*zero * broadcast(scales[r]), broadcast(x_sums[r]), acc[r]);
         }
         ++scale, ++zero;
         scales += TILE_ROWS;
@@ -120,7 +122,7 @@ void multiply_parts(const Weight& weight, int64_t index, const Operand& x, float
             for (int j = 0; j < PANEL_REGISTERS; ++j)
                 byte_part<ZEROS>(rows + begin * TILE_ROWS * size, size, own,
                                  own + count * TILE_ROWS, columns + 64 * j, part.scale[j],
-                                 part.zero[j], end - begin, begin == 0,
+                                 part.zero[j], weight.floors, end - begin, begin == 0,
                                  results + tile * TILE_ROWS * PANEL + j * LANES);
         }
     }

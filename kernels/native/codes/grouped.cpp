@@ -127,18 +127,24 @@ VLM_INLINE void prefetch_step(const char* words) {
 struct GroupFold {
     GroupScales scales;
     float middle;
+    bool minima;          // zero points are minima
     const float* x_sums;  // of ROWS rows, null without zero points
 
     VLM_INLINE GroupFold(const Weight& weight, const PanelScales& all, int64_t group,
                          const float* behind, int64_t rows)
         : scales(all.of(group)),
           middle(middle_of(weight.type)),
+          minima(weight.floors),
           x_sums(weight.zeros ? behind + group * rows : nullptr) {}
 
     VLM_INLINE void add(int r, int j, Floats sum, bool fresh, float* results) const {
         float* to = results + r * PANEL + j * WIDTH;
-        if (x_sums) sum = fma(middle - scales.zero[j], broadcast(x_sums[r]), sum);
-        const Floats acc = fma(sum, scales.scale[j], fresh ? Floats{} : read<Floats>(to));
+        if (x_sums && !minima) sum = fma(middle - scales.zero[j], broadcast(x_sums[r]), sum);
+        Floats acc = fma(sum, scales.scale[j], fresh ? Floats{} : read<Floats>(to));
+        if (minima) {
+            const Floats offset = fma(broadcast(middle), scales.scale[j], -scales.zero[j]);
+            acc = fma(offset, broadcast(x_sums[r]), acc);
+        }
         std::memcpy(to, &acc, sizeof acc);
     }
 };

@@ -13,17 +13,23 @@
 // the scale. One-byte scales are roots (q * |q|), e4m3 or e8m0; a column's result is multiplied by
 // its factor when it is complete.
 //
+// Two levels. A scale is a signed byte times the float16 number of a larger group, exactly. With
+// floors, zero points become minima in the same way: a value is code * scale - minimum.
+//
 // Arithmetic. Each group has an accumulator: a chain of fused multiply-adds of x * (code - middle)
 // over ascending k, starting at zero. With zero points, one more adds (middle - zero) times the sum
 // of the group's x (16 lanes over ascending k, then reduced). The groups' accumulators times their
-// scales form another chain of fused multiply-adds over ascending k.
+// scales form another chain of fused multiply-adds over ascending k. With minima, a link of that
+// chain is followed by another: (middle * scale - minimum), rounded once, times the sum of x.
 //
 // Where the processor multiplies pairs of bfloat16, rows of bfloat16 and e4m3 codes (exact in
 // bfloat16) are multiplied in pairs of k: a group's chain is over pairs. With AMX, a group's
 // accumulator is as in amx_products.h; groups that are no multiple of 32 are computed in float32.
 //
 // With quantised activations, groups are those of a row (`row_group`). A group's sum is an exact
-// integer, sum(code * x) - zero * sum(x), and its factor is the product of both scales.
+// integer, sum(code * x) - zero * sum(x), and its factor is the product of both scales. With
+// minima, sum(code * x) has that factor, and -minimum times the row's scale is the factor of
+// sum(x).
 #pragma once
 
 #include <utility>
@@ -109,6 +115,11 @@ class PanelScales {
         const int64_t at = index * (weight.depth / weight.group) * PANEL;
         scales_ = (const char*)weight.scales + at * bytes_of(type_);
         zeros_ = weight.zeros ? weight.zeros + at : nullptr;
+        if (type_ != TWO_LEVEL) return;
+        shared_ = weight.outer_group / weight.group;
+        const int64_t above = at / shared_ * bytes_of(FLOAT16);
+        outer_ = (const char*)weight.outer + above;
+        floors_ = weight.floors ? (const char*)weight.floors + above : nullptr;
     }
 
     VLM_INLINE GroupScales of(int64_t group) const {
@@ -123,11 +134,23 @@ class PanelScales {
             found.zero[j] =
                 zeros_ ? zero_at(zeros_ + group * PANEL + j * WIDTH) : broadcast(middle_);
         }
+        if (type_ == TWO_LEVEL) raise(group, found);
         return found;
     }
 
   private:
     static constexpr int64_t SCALES_PREFETCH_DISTANCE = 1024;  // bytes
+
+    // Multiplies by the numbers of the larger group.
+    VLM_INLINE void raise(int64_t group, GroupScales& found) const {
+        const int64_t at = group / shared_ * PANEL * bytes_of(FLOAT16);
+#pragma GCC unroll 8
+        for (int j = 0; j < PANEL_REGISTERS; ++j) {
+            const int64_t own = at + j * WIDTH * bytes_of(FLOAT16);
+            found.scale[j] *= from_float16(outer_ + own);
+            if (floors_) found.zero[j] *= from_float16(floors_ + own);
+        }
+    }
 
     VLM_INLINE Floats scale_at(const char* from) const {
         if (type_ == FLOAT32) return read<Floats>(from);
@@ -138,15 +161,16 @@ class PanelScales {
         }
         if (type_ == FLOAT8) return from_float8((Words)from_signed_bytes(from));
         if (type_ == E8M0) return from_e8m0(from_bytes(from));
+        if (type_ == TWO_LEVEL) return __builtin_convertvector(from_signed_bytes(from), Floats);
         return (Floats)(from_halves(from) << 16);
     }
     static VLM_INLINE Floats zero_at(const uint8_t* from) {
         return __builtin_convertvector(from_bytes(from), Floats);
     }
 
-    const char* scales_;
+    const char *scales_, *outer_ = nullptr, *floors_ = nullptr;
     const uint8_t* zeros_;
-    int64_t type_;
+    int64_t type_, shared_ = 1;
     float middle_;
 };
 

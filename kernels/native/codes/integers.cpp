@@ -24,7 +24,7 @@ void row_of_panels(Weight weight, const Panels& panels, const float* x, float* r
     using Acc = GroupAccumulator<Kind::MAX_CODE, SIZE>;
     constexpr int64_t STEPS = SIZE / (4 * Kind::PARTS), BYTES = Kind::WORDS_PER_STEP * PANEL * 4;
     const int64_t count = weight.depth / SIZE, shared = weight.group / SIZE;
-    const bool zeros = weight.zeros;
+    const bool zeros = weight.zeros, minima = weight.floors;
     const float *scales = x + weight.depth / 4, *x_sums = scales + count;
     const char* words = panel_at(weight, panels.first);
     const PanelScales all(weight, panels.first);
@@ -33,7 +33,7 @@ void row_of_panels(Weight weight, const Panels& panels, const float* x, float* r
     int64_t group = 0, shares = 0;
     for (int64_t i = 0, end = panels.count * count; i < end; ++i) {
         const float* own = x + group * (SIZE / 4);
-        const RowGroupScale<Acc::OFFSET> row{zeros, scales + group, x_sums + group};
+        const RowGroupScale<Acc::OFFSET> row{zeros, minima, scales + group, x_sums + group};
         Acc acc[PANEL_REGISTERS];
 #pragma GCC unroll 8
         for (Acc& each : acc) each.begin(row.first());
@@ -83,7 +83,7 @@ void integer_kernel(Weight weight, int64_t index, const float* rows, int64_t beg
     // bytes is memory-bound: every line is read by the same instruction.
     constexpr bool BY_LINES = Kind::PARTS == 1 && ROWS == 1;
     const int64_t shared = weight.group / SIZE;
-    const bool zeros = weight.zeros;
+    const bool zeros = weight.zeros, minima = weight.floors;
     const GroupCursor<Kind, ROWS, SIZE> at(weight, index, rows, begin);
     const char* words = at.words;
     const float *x = at.x, *scales = at.scales, *x_sums = at.sums;
@@ -99,7 +99,9 @@ void integer_kernel(Weight weight, int64_t index, const float* rows, int64_t beg
     GroupScales of;
     int64_t shares = begin / shared;
     for (int64_t group = begin; group < end; ++group, scales += ROWS, x_sums += ROWS) {
-        auto row = [&](int r) { return RowGroupScale<Acc::OFFSET>{zeros, scales + r, x_sums + r}; };
+        auto row = [&](int r) {
+            return RowGroupScale<Acc::OFFSET>{zeros, minima, scales + r, x_sums + r};
+        };
         Acc acc[ROWS][PANEL_REGISTERS];
         each_sum([&](int r, int j) { acc[r][j].begin(row(r).first()); });
         auto add_step = [&]() __attribute__((always_inline)) {
@@ -172,14 +174,16 @@ void integer_columns(Weight weight, int64_t index, const float* rows, int64_t be
     constexpr int64_t STEPS = GroupCursor<Kind, ROWS, SIZE>::STEPS;
     constexpr int64_t BYTES = GroupCursor<Kind, ROWS, SIZE>::BYTES;
     const int64_t shared = weight.group / SIZE;
-    const bool zeros = weight.zeros;
+    const bool zeros = weight.zeros, minima = weight.floors;
     const GroupCursor<Kind, ROWS, SIZE> at(weight, index, rows, begin);
     const char* words = at.words;
     const float *x = at.x, *scales = at.scales, *x_sums = at.sums;
     GroupScales of;
     int64_t shares = begin / shared;
     for (int64_t group = begin; group < end; ++group, scales += ROWS, x_sums += ROWS) {
-        auto row = [&](int r) { return RowGroupScale<Acc::OFFSET>{zeros, scales + r, x_sums + r}; };
+        auto row = [&](int r) {
+            return RowGroupScale<Acc::OFFSET>{zeros, minima, scales + r, x_sums + r};
+        };
         if (PLAIN || group == begin || group == shares * shared) of = all.of(shares++);
         for (int64_t byte = 0; byte < STEPS * BYTES; byte += 128)
             prefetch_weight(words + byte + INTEGERS_PREFETCH_DISTANCE);

@@ -30,7 +30,7 @@ struct Usual<Float4Bytes> : UsualScales<FLOAT8, 16> {};
 // Turns a group's accumulator, whose codes are less OFFSET, into a result.
 template <int OFFSET>
 struct RowGroupScale {
-    bool zeros;  // the weight has zero points
+    bool zeros, minima;  // the weight has zero points, which are minima
     const float *scale, *sum;
 
     // Returns the accumulator's start. Without zero points and OFFSET, it is what the codes' middle
@@ -41,8 +41,11 @@ struct RowGroupScale {
     // float32.
     VLM_INLINE Floats add(Signed total, const GroupScales& of, int j, Floats before) const {
         Floats own = __builtin_convertvector(total, Floats);
-        if (zeros) own = fma((float)OFFSET - of.zero[j], broadcast(*sum), own);
-        return fma(own, of.scale[j] * broadcast(*scale), before);
+        if (zeros && !minima) own = fma((float)OFFSET - of.zero[j], broadcast(*sum), own);
+        const Floats after = fma(own, of.scale[j] * broadcast(*scale), before);
+        if (!minima) return after;
+        const Floats offset = fma(broadcast((float)OFFSET), of.scale[j], -of.zero[j]);
+        return fma(offset * broadcast(*scale), broadcast(*sum), after);
     }
 };
 
@@ -66,6 +69,7 @@ Function dispatch_group_size(const Weight& weight, const Make& make) {
 template <typename Kind>
 VLM_INLINE void assume_plain(Weight& weight, int64_t size) {
     weight.group = size, weight.scale_type = Usual<Kind>::SCALES, weight.zeros = nullptr;
+    weight.floors = nullptr;
 }
 
 // Addresses of a panel and of ROWS rows, from group `begin` of SIZE k on.

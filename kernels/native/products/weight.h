@@ -44,6 +44,7 @@ enum Type : int64_t {
     // 2^(e - 127).
     ROOTS = 8,
     E8M0 = 9,
+    TWO_LEVEL = 10,  // signed bytes, factors of numbers in `Weight::outer`
 };
 
 struct Weight {
@@ -58,9 +59,14 @@ struct Weight {
     int64_t group;       // k per scale: a multiple of 16, at most MAX_GROUP, that divides K
     int64_t scale_type;  // of the scales
     int64_t dynamic;     // 1: activations are quantised too
-    // One-byte scales only, else null: `[panels, 32]` factors of the columns' scales. They are
-    // applied to the finished results, which has the same bits if they are powers of two.
+    // One-byte scales of one level only, else null: `[panels, 32]` factors of the columns' scales.
+    // They are applied to the finished results, which has the same bits if they are powers of two.
     const float* factors;
+    // TWO_LEVEL only: float16 `[panels, K / outer_group, 32]`, factors of scales. With `floors`,
+    // zero points times these are minima, which are subtracted from codes times scales. INT8 has
+    // none: processors differ in what they take off its codes.
+    const void *outer, *floors;
+    int64_t outer_group;  // k per factor: a multiple of `group` that divides K
 };
 
 inline int64_t panels_of(const Weight& weight) { return (weight.columns + PANEL - 1) / PANEL; }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_spec import CheckpointSpec
 from exactness import next_turn_pairs, picture_pairs, random_pairs
 from families import FAMILIES
+from invariance import compared
 from make_checkpoint import make_checkpoint
 from parity import greedy
 from parity_cases import CONVERSATIONS, conversations, random_ids, user
@@ -28,6 +31,7 @@ SPECS = {
     "moe": CheckpointSpec(num_experts=8),
     "vl": CheckpointSpec(family="qwen3_vl", vision_depth=3),
     "next": CheckpointSpec(family="qwen3_next", vision_depth=0, num_experts=8),
+    "qwen3": CheckpointSpec(family="qwen3", vision_depth=0, num_experts=8),
 }
 CONFIG = EngineConfig(
     dtype="float32", block_size=16, cache_memory="16MiB", tensor_parallel_size=2, threads=1
@@ -154,6 +158,14 @@ def test_memory_is_what_the_plan_says(processes: RankProcesses, checkpoint: Path
     with on_ranks_of(processes, checkpoint, CONFIG) as pipe:
         assert pipe.engine.memory == plan.memory
         assert pipe.engine.weights == plan.weights
+
+
+@pytest.mark.usefixtures("compiler")
+def test_ranks_are_batch_invariant(processes: RankProcesses, checkpoint: Path) -> None:
+    start = partial(on_ranks_of, processes, checkpoint)
+    how: dict[str, Any] = {"seed": 4, "longest": 80, "answer": 6, "ways": {"as it is": {}}}
+    for result in compared(start, CONFIG, 6, **how):
+        assert result.equal == result.total > 0, result
 
 
 def test_without_compiled_kernels_ranks_meet_in_a_process_group(checkpoint: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from parity import executor_of, greedy
 from parity_cases import random_ids
+from process_tree import processes_below
 from rank_processes import rank_processes
 from server_process import server_process
 
@@ -128,12 +129,8 @@ def test_nothing_is_left_after_an_end() -> None:
 def test_ranks_end_with_a_server_that_is_killed() -> None:
     arguments = ("demo", "--tensor-parallel-size", "2", "--threads", "1")
     with server_process(*arguments, "--cache-memory", "16MiB") as server:
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-        pids = [
-            int(pid)
-            for pid in children.read_text().split()
-            if b"ranks.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        below = processes_below(server.process.pid)
+        pids = [pid for pid, line in below.items() if "ranks.worker" in line]
         assert len(pids) == 1
         server.process.kill()
         deadline = time.monotonic() + PATIENCE
@@ -159,6 +156,26 @@ def test_a_step_that_fails_on_one_rank_fails_alone() -> None:
         assert left == [0]
         assert pipe.generate(prompt, greedy(5)).token_ids == first
         pipe.engine.check()
+
+
+def test_a_step_that_fails_in_a_process_group_ends_the_engine() -> None:
+    """Its collectives carry no number: the next step's would meet those of the failed one."""
+    with Pipeline("demo", replace(CONFIG, compiled_kernels=False)) as pipe:
+        executor = executor_of(pipe.engine)
+        forward, left = executor._forward, [1]
+
+        def faulty(batch: object) -> object:
+            if left[0]:
+                left[0] -= 1
+                raise MemoryError("no memory for this step")
+            return forward(batch)  # type: ignore[arg-type]
+
+        executor._forward = faulty  # type: ignore[method-assign, assignment]
+        begin = time.monotonic()
+        with pytest.raises(EngineError, match="cannot begin again: no memory for this step"):
+            pipe.generate(random_ids(50, 1), greedy(5))
+        assert time.monotonic() - begin < CONFIG.stall_timeout
+        _wait_for_end(pipe)
 
 
 def test_a_rank_that_cannot_load_its_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +223,18 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but this machine has 1 GPU"):
         _devices(torch.device("cuda"), 2)
+
+
+def test_ranks_take_the_gpus_from_the_named_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from vlm_serve.engine.ranks.start import _devices
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert _devices(torch.device("cuda"), 2) == ["cuda:0", "cuda:1"]
+    assert _devices(torch.device("cuda", 2), 2) == ["cuda:2", "cuda:3"]
+    with pytest.raises(ConfigError, match="has 1 GPUs from cuda:3 on"):
+        _devices(torch.device("cuda", 3), 2)
 
 
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

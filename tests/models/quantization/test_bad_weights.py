@@ -77,7 +77,7 @@ SCALES = {
         (first(NAN), "{} holds scales that are NaN or infinite"),
         (first(INFINITE), "{} holds scales that are NaN or infinite"),
         (first(-1.0), "{} holds negative scales"),
-        (lambda tensor: tensor[..., None, None], "{} has shape"),
+        (lambda tensor: tensor[..., None], "{} has shape"),
         (lambda tensor: tensor.to(torch.int32), "{} is int32, not a type of scales"),
     ],
 )

@@ -94,7 +94,7 @@ def test_what_is_said_about_activations(fields: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        (WHOLE | {"quant_algo": "MXFP8"}, "quant_algo 'MXFP8' in quantization_config is not supp"),
+        (WHOLE | {"quant_algo": "MXFP6"}, "quant_algo 'MXFP6' in quantization_config is not supp"),
         (WHOLE | {"group_size": 32}, "group_size 32 in quantization_config is not supported, only"),
         (WHOLE | {"ignore": "lm_head"}, "ignore in quantization_config must be a list of names"),
         (WHOLE | {"quantization": 4}, "quantization of quantization_config .* must be an object"),
@@ -154,3 +154,18 @@ def test_older_exports_have_a_file_of_their_own(tmp_path: Path) -> None:
     assert (own.rules, own.default) == (expected.rules, expected.default)
     assert load_model(path, torch.float32, "cpu").quantised == quantised
     assert len(found) == 3, "what decides is part of the identity"
+
+
+def test_older_exports_that_name_no_method_are_modelopts() -> None:
+    """As in Qwen3-32B-FP8-Static-PerTensor."""
+    fields = {
+        "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+        "ignore": ["lm_head"],
+        "quant_algo": "FP8",
+        "kv_cache_scheme": "FP8",
+        "producer": {"name": "modelopt", "version": "0.31.0"},
+    }
+    found = QuantScheme.of({"quantization_config": fields})
+    assert found is not None and found.method == "modelopt"
+    assert found.format_of("model.layers.0.mlp.up_proj.weight") == Float8(None)
+    assert found.format_of("lm_head.weight") is None

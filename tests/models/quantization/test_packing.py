@@ -92,7 +92,7 @@ def gptq(bits: int, group: int = GROUP) -> tuple[Format, Tensors, Drawn]:
 
 def awq(group: int = GROUP) -> tuple[Format, Tensors, Drawn]:
     drawn = draw(4, symmetric=False, group=group)
-    return Awq(group), by_awq(drawn, group), drawn
+    return Awq(4, group), by_awq(drawn, group), drawn
 
 
 def packed(bits: int, strategy: str, *, symmetric: bool) -> tuple[Format, Tensors, Drawn]:

@@ -59,7 +59,8 @@ def test_a_node_is_found_and_pinned_by_its_key(server: RunningServer) -> None:
     assert found.pop("token_ids") == made["prompt_token_ids"][16:32]
     assert found == second
     pinned = ok(server.post("/v1/cache/pin", {"key": second["key"], "ttl_seconds": 60}))
-    assert pinned == {"object": "cache.pin", "prompt_tokens": 32, "pinned_tokens": 32}
+    key = second["key"]
+    assert pinned == {"object": "cache.pin", "prompt_tokens": 32, "pinned_tokens": 32, "key": key}
     after = ok(server.client.get("/v1/cache/tree"))["nodes"]
     assert sorted(node["end"] for node in after if node["pins"]) == [16, 32]
     ok(server.post("/v1/cache/pin", {"key": second["key"], "ttl_seconds": 0.001, "model": None}))

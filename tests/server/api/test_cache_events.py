@@ -257,6 +257,21 @@ def asked(key: str) -> dict[str, Any]:
     return {"headers": {"Authorization": f"Bearer {key}"}}
 
 
+def test_nobody_keeps_others_from_reading(shared: RunningServer) -> None:
+    def headers(key: str) -> dict[str, Any]:
+        return {"headers": {"Authorization": f"Bearer {key}"}}
+
+    with ExitStack() as stack:
+        for _ in range(MAX_SUBSCRIBERS):
+            stack.enter_context(reading(shared, **headers("key-a")))
+        refused = shared.client.get(PATH, **headers("key-a"))
+        assert refused.json()["error"]["code"] == "too_many_subscribers"
+        for key in ("key-b", "plain"):
+            stack.enter_context(reading(shared, **headers(key)))
+        assert feed_of(shared).num_subscribers == MAX_SUBSCRIBERS + 2
+    wait_for(lambda: feed_of(shared).num_subscribers == 0)
+
+
 def test_tenants_see_what_is_theirs(shared: RunningServer) -> None:
     assert shared.client.get(PATH).status_code == 401
     with (

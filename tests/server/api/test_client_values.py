@@ -35,6 +35,17 @@ def test_a_whole_number_may_have_a_point(fake: RunningServer, path: str) -> None
         assert "top_k" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", PROMPTS)
+def test_a_mass_of_zero_is_the_likeliest_token(fake: RunningServer, path: str) -> None:
+    body = PROMPTS[path] | {LIMITS.get(path, "max_tokens"): 5}
+    for zero in (0, 0.0):
+        assert fake.post(path, body | {"top_p": zero, "temperature": 1}).status_code == 200
+        assert fake.engine.latest_params.top_p == 0
+    refused = fake.post(path, body | {"top_p": -0.1})
+    assert refused.status_code == 400
+    assert "top_p must be at least 0" in refused.json()["error"]["message"]
+
+
 def test_numbers_in_lists_and_of_logprobs_may_have_a_point(fake: RunningServer) -> None:
     fields: dict[str, Any] = {
         "n": 2.0,

@@ -118,10 +118,26 @@ def test_a_grammar_begins_behind_the_reasoning(server: RunningServer) -> None:
     message = ask(server, **body, logit_bias={str(token): 100 for token in end[:1]})["choices"][0]
     if len(end) == 1:
         assert message["message"]["content"] in ("yes", "no")
-    message = ask(server, **body, max_tokens=12)["choices"][0]
-    assert message["finish_reason"] == "length"  # it may not end before it has answered
+    message = ask(server, **body, max_tokens=3)["choices"][0]
+    assert message["finish_reason"] == "length"
     assert message["message"]["reasoning"]
     assert message["message"]["content"] is None
+    message = ask(server, **body, max_tokens=200)["choices"][0]
+    assert message["finish_reason"] == "stop"  # it may not end before it has answered
+    assert message["message"]["reasoning"]
+    assert message["message"]["content"] in ("yes", "no")
+
+
+def test_a_grammar_begins_behind_a_thought_that_tokens_leave_open(server: RunningServer) -> None:
+    encode = server.engine.preprocessor.tokenizer.encode
+    turn = "<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    for text, ends in ((turn, "length"), (turn + "\n</think>\n\n", "stop")):
+        params = {"max_tokens": 9, "structured_outputs": {"choice": ["yes"]}, "temperature": 0}
+        body = {"token_ids": encode(text), "sampling_params": params}
+        (choice,) = server.post("/inference/v1/generate", body).json()["choices"]
+        assert choice["finish_reason"] == ends
+        decoded = server.engine.preprocessor.tokenizer.decode(choice["token_ids"])
+        assert decoded.startswith("yes") == (ends == "stop")
 
 
 @pytest.mark.parametrize(
@@ -401,3 +417,14 @@ def test_enforced_calls_in_the_form_of_hermes() -> None:
                     for name, value in arguments.items():
                         assert re.fullmatch(PAINTED[name], str(value)), (name, value)
     assert complete
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": [{"name": "look", "input_schema": {}}]}])
+def test_a_form_that_nothing_satisfies_is_refused_beside_tools_too(
+    server: RunningServer, tools: dict[str, Any]
+) -> None:
+    form = {"format": {"type": "json_schema", "schema": {"not": {}}}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "output_config": form}
+    answer = server.post("/v1/messages", body | tools)
+    assert answer.status_code == 400
+    assert "# cannot be satisfied by any value" in answer.json()["error"]["message"]

@@ -15,6 +15,8 @@ from vlm_serve.sampling_params import SamplingParams
 
 OPTIONS = {"temperature": 0, "max_tokens": 6, "return_token_ids": True}
 TEXT = "one two three four five six seven eight nine ten " * 8
+LONG = TEXT * 400
+"""Far more than the context of 2048 tokens."""
 
 
 def ask(server: RunningServer, path: str, body: dict[str, Any]) -> Any:
@@ -73,12 +75,52 @@ def test_media_are_not_cut(server: RunningServer) -> None:
     url = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
     body = {"messages": [{"role": "user", "content": content}], "truncate_prompt_tokens": 5}
-    error = server.post("/v1/chat/completions", body).json()["error"]
-    assert error["param"] == "truncate_prompt_tokens"
-    assert error["message"].endswith("is not possible for a prompt with media")
+    path, least = "/v1/chat/completions", {"truncate_prompt_tokens": -1, "max_tokens": 4}
+    assert "choices" in ask(server, path, body | least)
+    for other in ({}, least | {"max_tokens": 2040}):
+        error = server.post(path, body | other).json()["error"]
+        assert error["param"] == "truncate_prompt_tokens"
+        assert error["message"].endswith("is not possible for a prompt with media")
 
 
-@pytest.mark.parametrize("bad", [0, -1, "5", 1.5])
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": 40}, {"min_tokens": 30, "max_tokens": 30}])
+def test_minus_one_leaves_room_for_the_answer(server: RunningServer, limit: dict[str, Any]) -> None:
+    ids = server.engine.preprocessor.tokenizer.encode_plain(LONG)
+    room = limit.get("max_tokens", 16)
+    last = ids[room - 2048 :]
+    body = {"return_token_ids": True, "truncate_prompt_tokens": -1, "ignore_eos": True} | limit
+    for prompt in (ids, LONG):
+        made = ask(server, "/v1/completions", body | {"prompt": prompt})
+        assert made["choices"][0]["prompt_token_ids"] == last
+        assert made["usage"]["completion_tokens"] == room
+    sampling = {"truncate_prompt_tokens": -1, "max_tokens": room}
+    body = {"token_ids": ids, "sampling_params": sampling}
+    assert ask(server, "/inference/v1/generate", body)["usage"]["prompt_tokens"] == len(last)
+    params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=room)
+    assert Pipeline.from_engine(server.engine).generate(ids, params).prompt_token_ids == last
+
+
+def test_minus_one_without_a_limit_leaves_room_for_a_token(server: RunningServer) -> None:
+    messages = [{"role": "user", "content": LONG}]
+    made = ask(server, "/v1/chat/completions", {"messages": messages, "truncate_prompt_tokens": -1})
+    assert (made["usage"]["prompt_tokens"], made["usage"]["completion_tokens"]) == (2047, 1)
+    end = server.client.post(
+        "/tokenize", json={"messages": [{"role": "user", "content": TEXT * 8}]}
+    ).json()["tokens"]
+    for count in (30, 2000):
+        fields = OPTIONS | {"messages": messages, "truncate_prompt_tokens": count}
+        made = ask(server, "/v1/chat/completions", fields)
+        assert made["prompt_token_ids"] == end[-count:]
+    short = [{"role": "user", "content": "hi"}]
+    options = OPTIONS | {"messages": short}
+    whole = ask(server, "/v1/chat/completions", options)
+    assert (
+        ask(server, "/v1/chat/completions", options | {"truncate_prompt_tokens": -1})["choices"]
+        == (whole["choices"])
+    )
+
+
+@pytest.mark.parametrize("bad", [0, -2, "5", 1.5])
 def test_bad_lengths_are_refused(server: RunningServer, bad: Any) -> None:
     made = server.post("/v1/completions", {"prompt": "a", "truncate_prompt_tokens": bad})
     assert (made.status_code, made.json()["error"]["param"]) == (400, "truncate_prompt_tokens")

@@ -17,7 +17,8 @@ from pydantic import BaseModel, FailFast
 from serving import RunningServer, chat_body
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.api.cache import FlushRequest, PinRequest, ProbeRequest
+from vlm_serve.server.api.cache import FlushRequest, ProbeRequest
+from vlm_serve.server.api.cache_pins import PinRequest
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.messages.request import MessagesRequest

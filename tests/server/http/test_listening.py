@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
-import ssl
 import stat
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from fake_engine import FakeEngine
-from serving import RunningServer, chat_body, parse_events, running, wait_for
+from serving import RunningServer, chat_body, check_chat, running, wait_for
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.checks import check
@@ -24,30 +20,8 @@ from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.listening import close_listener, listen, tls_context
+from vlm_serve.server.http.listening import close_listener, listen
 from vlm_serve.server.main import is_open_to_all
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    made, key = tmp_path / "made.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-        + ["-nodes", "-keyout", str(key), "-out", str(made), "-days", "2", "-subj", "/CN=localhost"]
-        + ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return made, key
-
-
-def check_chat(client: httpx.Client) -> None:
-    answer = client.post("/v1/chat/completions", json=chat_body())
-    assert answer.status_code == 200 and answer.json()["choices"][0]["message"]["content"]
-    body = chat_body(stream=True)
-    with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        assert len(parse_events("".join(response.iter_text()))) > 2
 
 
 def test_a_unix_socket(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -108,85 +82,6 @@ def test_a_unix_socket_is_not_open_to_all() -> None:
     config = ServerConfig(uds="/run/s", host="0.0.0.0")
     assert not is_open_to_all(config)
     check(DeployConfig(), config, EngineConfig())
-
-
-def test_https(tokenizer: Tokenizer, certificate: tuple[Path, Path]) -> None:
-    made, key = map(str, certificate)
-    config = ServerConfig(port=0, ssl_certfile=made, ssl_keyfile=key, max_body_size=50_000)
-    with running(FakeEngine(tokenizer), config) as server:
-        url = server.url.replace("http:", "https:")
-        with httpx.Client(base_url=url, verify=ssl.create_default_context(cafile=made)) as client:
-            check_chat(client)
-            # A body that is refused before it has been read.
-            for _ in range(2):
-                refused = client.post("/v1/chat/completions", content=b"x" * 3_000_000)
-                assert refused.status_code == 415 or refused.status_code == 413
-            assert client.get("/health").status_code == 200
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(server.url + "/health", trust_env=False)
-
-
-def test_a_client_that_does_not_shake_hands_is_dropped(
-    tokenizer: Tokenizer, certificate: tuple[Path, Path]
-) -> None:
-    made, key = map(str, certificate)
-    config = ServerConfig(port=0, ssl_certfile=made, ssl_keyfile=key, header_timeout=0.5)
-    with running(FakeEngine(tokenizer), config) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=20) as silent:
-            assert silent.recv(1) == b""
-
-
-def test_clients_need_a_certificate_if_authorities_are_named(
-    tokenizer: Tokenizer, certificate: tuple[Path, Path]
-) -> None:
-    made, key = map(str, certificate)
-    config = ServerConfig(port=0, ssl_certfile=made, ssl_keyfile=key, ssl_ca_certs=made)
-    with running(FakeEngine(tokenizer), config) as server:
-        url = server.url.replace("http:", "https:") + "/health"
-        context = ssl.create_default_context(cafile=made)
-        with httpx.Client(verify=context) as client, pytest.raises(httpx.HTTPError):
-            client.get(url)
-        context = ssl.create_default_context(cafile=made)
-        context.load_cert_chain(made, key)
-        with httpx.Client(verify=context) as client:
-            assert client.get(url).status_code == 200
-
-
-def test_an_encrypted_key(certificate: tuple[Path, Path], tmp_path: Path) -> None:
-    made, key = certificate
-    locked = tmp_path / "locked.pem"
-    subprocess.run(
-        ["openssl", "pkey", "-in", key, "-out", locked, "-aes256", "-passout", "pass:word"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    files: dict[str, Any] = {"ssl_certfile": str(made), "ssl_keyfile": str(locked)}
-    assert tls_context(ServerConfig(**files, ssl_keyfile_password="word"))
-    passwords: list[dict[str, Any]] = [{}, {"ssl_keyfile_password": "wrong"}]
-    for wrong in passwords:
-        with pytest.raises(ConfigError, match="with the right ssl_keyfile_password") as caught:
-            tls_context(ServerConfig(**files, **wrong))
-        assert "wrong" not in caught.value.message
-
-
-def test_bad_files_for_tls_are_named(certificate: tuple[Path, Path], tmp_path: Path) -> None:
-    made, key = map(str, certificate)
-    text = tmp_path / "text"
-    text.write_text("no certificate")
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"ssl_certfile": "/none"}, "ssl_certfile: there is no file /none"),
-        ({"ssl_certfile": made, "ssl_keyfile": "/none"}, "ssl_keyfile: there is no file"),
-        ({"ssl_certfile": made}, "must be a certificate and its private key"),
-        ({"ssl_certfile": str(text), "ssl_keyfile": key}, "must be a certificate"),
-        ({"ssl_certfile": made, "ssl_keyfile": key, "ssl_ca_certs": str(text)}, "ssl_ca_certs"),
-    ]
-    for options, named in cases:
-        with pytest.raises(ConfigError, match=named):
-            tls_context(ServerConfig(**options))
-    for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
-        lonely: dict[str, Any] = {name: key}
-        with pytest.raises(ConfigError, match=f"{name} needs ssl_certfile"):
-            ServerConfig(**lonely)
 
 
 @pytest.fixture

@@ -95,12 +95,13 @@ def test_tenants_do_each_others_work_again(checkpoint: Path, tmp_path: Path) -> 
     body |= {"temperature": 0, "cache_report": True}
     with running(engine, options) as server:
         found: dict[str, list[dict[str, Any]]] = {"key-a": [], "key-b": []}
-        blocks, texts = [0], set()
+        blocks, texts, trees = [0], set[str](), list[list[dict[str, Any]]]()
         for key in ("key-a", "key-b", "key-a", "key-b"):
             answer = server.post("/v1/chat/completions", body, **asked(key)).json()
             found[key].append(answer["cache_report"])
             texts.add(answer["choices"][0]["message"]["content"])
             stats = server.client.get("/v1/cache/stats", **asked("plain")).json()
+            trees.append(server.client.get("/v1/cache/tree", **asked(key)).json()["nodes"])
             blocks.append(stats["usage"]["cached_blocks"])
     reasons = [[report.pop("reason") for report in found[key]] for key in ("key-a", "key-b")]
     assert [each[0] for each in reasons] == ["cold", "salt"]
@@ -116,6 +117,9 @@ def test_tenants_do_each_others_work_again(checkpoint: Path, tmp_path: Path) -> 
     assert blocks[2] - blocks[1] == blocks[1] > 0  # the second tenant holds as much once more
     assert blocks[4] == blocks[2]
     assert len(texts) == 1
+    for nodes in trees:  # a number of the physical block would count what others have
+        assert [each["block"] for each in nodes] == [int(each["key"][:12], 16) for each in nodes]
+        assert len(nodes) > 1
 
 
 def test_nobody_can_ask_for_a_bound_salt(server: RunningServer) -> None:

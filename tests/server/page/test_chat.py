@@ -91,7 +91,7 @@ def test_an_answer_streams_and_stops(visit: Visit, server_url: str) -> None:
     page = visit.page
     page.route("**/v1/chat/completions", endless)
     visit.ask("Hello?", wait=False)
-    expect(page.locator(".markdown p")).not_to_be_empty()
+    expect(page.locator(".markdown p").first).not_to_be_empty()
     expect(page.locator(".answer")).to_have_attribute("aria-busy", "true")
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".answer .note")).to_have_text("Stopped.")

@@ -126,3 +126,32 @@ def test_the_page_may_only_do_what_it_needs(visit: Visit) -> None:
     assert refused == [True] * 5
     assert len(visit.errors) == 5  # the browser says each
     visit.errors.clear()
+
+
+LONG = {
+    "nested lists": "".join("  " * (n % 20) + "- x\n" for n in range(80_000)),
+    "nested quotes": ">" * 160_000,
+    "emphasis": "_a_ " * 100_000,
+    "paragraphs": "Some *words* of it.\n\n" * 100_000,
+    "a line": "a" * 2_000_000,
+}
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+def test_a_long_answer_is_shown_whole_and_leaves_the_page_alive(visit: Visit, text: str) -> None:
+    """Only a part of bounded length, paragraphs and depth is parsed."""
+    page = visit.page
+    page.route("**/v1/chat/completions", saying(content=f"*First.*\n\n{text} The end."))
+    visit.ask("Be long")
+    said = page.locator(".markdown")
+    expect(said.locator(".plain").last).to_contain_text("The end.", timeout=60_000)
+    expect(said.locator("em").first).to_have_text("First.")
+    assert page.evaluate("document.querySelectorAll('.markdown *').length") < 20_000
+    plain = page.evaluate(
+        "[...document.querySelectorAll('.markdown .plain')].map(e => e.textContent).join('')"
+    )
+    assert text.endswith(plain.removesuffix(" The end."))
+    assert len(plain) > len(text) - 40_000
+    depth = "[...document.querySelectorAll('.markdown li, .markdown blockquote')].map(e => {"
+    depth += "let n = 0; while (e = e.parentElement.closest('li, blockquote')) n++; return n })"
+    assert max(page.evaluate(depth), default=0) <= 40

@@ -132,7 +132,7 @@ def test_a_stream_that_breaks_keeps_what_has_come(browser: Browser) -> None:
 
         visit.page.route("**/v1/chat/completions", endless)
         visit.ask("Hello?", wait=False)
-        expect(visit.page.locator(".markdown p")).not_to_be_empty()
+        expect(visit.page.locator(".markdown p").first).not_to_be_empty()
         server.process.kill()
         expect(visit.page.locator(".answer .problem")).to_have_text("The server does not answer.")
         assert answer_of(visit.page, 0)

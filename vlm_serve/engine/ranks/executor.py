@@ -18,6 +18,7 @@ from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError
 from vlm_serve.kernels.native_library import RanksApartError
 from vlm_serve.kernels.ranks import SharedRanks
 from vlm_serve.models import Model
+from vlm_serve.models.adapters import Adapter
 from vlm_serve.models.cache_layout import CacheTensors
 
 _T = TypeVar("_T")
@@ -74,6 +75,11 @@ class ShardedExecutor(LocalExecutor):
         with suppress(ConnectionLostError):
             self._processes.send("forget", sequence)
 
+    def hold_adapter(self, slot: int, adapter: Adapter | None) -> None:
+        super().hold_adapter(slot, adapter)
+        with suppress(ConnectionLostError):
+            self._processes.send("adapter", slot, None if adapter is None else adapter.modules)
+
     def run(self, plan: StepPlan) -> StepOutput:
         """Run a step, see `Executor.run`. After a failed step, the content of state rows differs
         between ranks, so it is always "unknown"."""
@@ -119,7 +125,20 @@ class ShardedExecutor(LocalExecutor):
         self._model.ranks.close()
 
     def _run_on_all_ranks(self, own: Callable[[], _T], name: str, *arguments: object) -> _T:
-        """Run this rank's part of a step while the others run theirs."""
+        """Run this rank's part of a step while the others run theirs. Raise ExecutorLostError if
+        it fails and the ranks cannot begin another one."""
+        try:
+            return self._run_together(own, name, *arguments)
+        except ExecutorLostError:
+            raise
+        except Exception as error:
+            if self._model.ranks.begins_again:
+                raise
+            raise ExecutorLostError(
+                f"a step failed, and ranks without shared memory cannot begin again: {error}"
+            ) from error
+
+    def _run_together(self, own: Callable[[], _T], name: str, *arguments: object) -> _T:
         ranks, number = self._model.ranks, next(self._numbers)
         try:
             self._processes.send(name, number, *arguments)
@@ -131,7 +150,9 @@ class ShardedExecutor(LocalExecutor):
                 problem = error
             except BaseException:
                 ranks.abort()
-                self._processes.receive(self._limit)
+                # Others may wait for this rank inside a collective that it has left.
+                if ranks.begins_again:
+                    self._processes.receive(self._limit)
                 raise
             self._processes.receive(self._limit if problem is None else _GRACE_SECONDS)
         except ReplyTimeoutError as error:

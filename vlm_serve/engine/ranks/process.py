@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vlm_serve import child
+from vlm_serve import child, children
 from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError, Wire
 from vlm_serve.errors import EngineError
 
@@ -30,8 +30,9 @@ class RankProcess:
         self.rank = rank
         ours, theirs = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
-                child.command("vlm_serve.engine.ranks.worker", str(theirs.fileno())),
+            self._process = children.start(
+                "vlm_serve.engine.ranks.worker",
+                str(theirs.fileno()),
                 stdin=subprocess.PIPE,  # the rank ends when this closes
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),

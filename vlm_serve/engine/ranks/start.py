@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, ModelSpec, load_model
+from vlm_serve.models.changes import Changes
 from vlm_serve.options import format_size
 from vlm_serve.temporary_folder import TemporaryFolder
 
@@ -31,6 +32,8 @@ class ModelSource:
     device: torch.device
     compiled: bool
     drafts: bool = False
+    changes: Changes = field(default_factory=Changes)
+    pooled: tuple[int, ...] | None = None
 
 
 def load(
@@ -59,6 +62,8 @@ def load(
             drafts=source.drafts,
             bits=source.arithmetic.bits,
             dynamic=source.arithmetic.dynamic,
+            changes=source.changes,
+            pooled=source.pooled,
         )
         return model, None
     devices = _devices(source.device, size)
@@ -77,6 +82,7 @@ def load(
                     device,
                     source.compiled,
                     threads,
+                    source.changes,
                 )
                 for rank, device in enumerate(devices)
             ]
@@ -96,16 +102,17 @@ def load(
 
 
 def _devices(device: torch.device, size: int) -> list[str]:
-    """Return the device of each rank."""
+    """Return the device of each rank, consecutive GPUs from the named one."""
     if device.type == "cpu":
         return ["cpu"] * size
-    count = torch.cuda.device_count()
-    if size > count:
+    first, count = device.index or 0, torch.cuda.device_count()
+    if first + size > count:
+        behind = f" from cuda:{first} on" if first else ""
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but this machine has {count} GPUs",
+            f"tensor_parallel_size is {size}, but this machine has {count - first} GPUs{behind}",
             param="tensor_parallel_size",
         )
-    return [f"cuda:{rank}" for rank in range(size)]
+    return [f"cuda:{first + rank}" for rank in range(size)]
 
 
 @contextmanager

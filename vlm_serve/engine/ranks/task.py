@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from vlm_serve.kernels.ranks import GroupRanks, Ranks, SharedRanks
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, load_model
 from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.changes import Changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class RankTask:
         device: device of this rank.
         compiled: True if compiled CPU code multiplies.
         threads: number of threads for the model.
+        changes: of the checkpoint's config.json.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class RankTask:
     device: str
     compiled: bool
     threads: int
+    changes: Changes = field(default_factory=Changes)
 
     def load(self) -> Model:
         """Load the rank's part of the model. Raise whatever loading raises."""
@@ -74,6 +77,7 @@ class RankTask:
             compiled=self.compiled,
             bits=self.arithmetic.bits,
             dynamic=self.arithmetic.dynamic,
+            changes=self.changes,
             ranks=self.rendezvous.join(self.rank, self.size, device, self.threads),
         )
 

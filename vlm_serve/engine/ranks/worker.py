@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import SequenceInfo, StepPlan
 from vlm_serve.engine.ranks.task import Pools, RankTask
 from vlm_serve.engine.ranks.wire import ConnectionLostError, Wire
+from vlm_serve.log_output import start_logging
 from vlm_serve.models import Model
+from vlm_serve.models.adapters import LowRank, changes_of
 
-WITHOUT_REPLY = ("register", "forget", "poison")
+WITHOUT_REPLY = ("register", "forget", "adapter", "poison")
 """Messages without a reply."""
 
 
@@ -47,6 +50,14 @@ class Worker:
 
     def forget(self, sequence: int) -> None:
         self.executor.forget(sequence)
+
+    def adapter(self, slot: int, modules: Mapping[str, LowRank] | None) -> None:
+        """Put the rank's share of an adapter into a slot; None: empty it."""
+        assert self._model is not None
+        changes = None if modules is None else changes_of(modules, self._model.modules)
+        if changes is not None and self._model.compiled:
+            changes.lay_out()
+        self.executor.hold_changes(slot, changes)
 
     def poison(self, blocks: tuple[int, ...], rows: tuple[int, ...]) -> None:
         self.executor.poison_freed(blocks, rows)
@@ -98,6 +109,7 @@ class _Following:
 
 def main(descriptor: int) -> None:
     """Run the loop. A reply is (problem or None, value)."""
+    start_logging("warning")
     threading.Thread(target=_end_with_the_engine, daemon=True).start()
     wire, worker = Wire(descriptor), Worker()
     while True:

@@ -12,8 +12,16 @@ from vlm_serve.models.parts.base import Mixer, Norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec
 from vlm_serve.preprocess.family import QWEN2
 
+SEPARATE = "separate_projections"
+"""A field of GGUF files' configs: rows lie as in Qwen3.5."""
+
+
+def _gated_delta(config: Config) -> Mixer:
+    return shared.gated_delta(config, interleaved=not config.raw.get(SEPARATE))
+
+
 _MIXERS: dict[str, Callable[[Config], Mixer]] = {
-    "linear_attention": partial(shared.gated_delta, interleaved=True),
+    "linear_attention": _gated_delta,
     "full_attention": partial(shared.attention, gated=True),
 }
 
@@ -55,7 +63,8 @@ def spec(config: Config) -> ModelSpec:
     config.allow("output_gate_type", "swish", "silu")
     kinds = shared.layer_types(config, _MIXERS)
     mixers = {each: _MIXERS[each](config) for each in set(kinds)}
-    feed_forwards = shared.sparse_layers(config, shared.experts(config, shared=True))
+    experts = shared.experts(config, shared=True)
+    feed_forwards = shared.sparse_layers(config, experts)
     rope = rotation.rope(config, partial=True, sections=False)
     return ModelSpec(
         hidden_size=config.size("hidden_size"),
@@ -70,4 +79,6 @@ def spec(config: Config) -> ModelSpec:
         vision=None,
         dtype=config.dtype(),
         family=QWEN2,
+        # Published files hold the tensors of a draft layer, but their configs have no field for it.
+        mtp=LayerSpec(shared.attention(config, gated=True), experts),
     )

@@ -24,11 +24,6 @@ _TEXT: dict[str, Any] = {
 _VISION = shared.VISION_DEFAULTS | {"deepstack_visual_indexes": (8, 16, 24)}
 
 
-def _head_dim(text: Config) -> int:
-    """Return the head size by Qwen3VLMoeTextConfig's rule."""
-    return text.size("hidden_size") // text.size("num_attention_heads")
-
-
 DEFAULTS: Defaults = {
     "Qwen3VLTextConfig": _TEXT
     | {
@@ -46,7 +41,7 @@ DEFAULTS: Defaults = {
         "num_hidden_layers": 24,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
-        "head_dim": _head_dim,
+        "head_dim": shared.quotient_head_dim,
         "decoder_sparse_step": 1,
         "mlp_only_layers": (),
         "moe_intermediate_size": 1408,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.config import Config
+from vlm_serve.models.config import ROTATIONS, Config
 from vlm_serve.models.rope import Rope, Yarn, yarn_scale
 
-_OLDER, _NEWER = "rope_scaling", "rope_parameters"
+_OLDER, _NEWER = ROTATIONS
 _KINDS = ("default", "yarn")
 
 

@@ -46,6 +46,11 @@ def tied_embeddings(config: Config, text: Config) -> bool:
     return bool(config.value("tie_word_embeddings"))
 
 
+def quotient_head_dim(text: Config) -> int:
+    """Return the head size of a class without a default of its own."""
+    return text.size("hidden_size") // text.size("num_attention_heads")
+
+
 def layer_types(text: Config, known: Collection[str]) -> list[str]:
     """Return the kind of every layer's token mixer."""
     count = text.size("num_hidden_layers")

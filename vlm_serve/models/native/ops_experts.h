@@ -7,6 +7,84 @@
 
 namespace vlm {
 
+// The changes of one expert's weight, for some of its places. Tokens count from `first` of the
+// step's.
+struct ExpertChanges {
+    const Run* run = nullptr;  // null: the weight is not changed
+    const int64_t* places = nullptr;
+    int64_t site = 0, first = 0, top_k = 1;
+    Strided<float> u{};
+
+    VLM_INLINE const float* apply(int64_t row, int64_t column, const float* results,
+                                  float* sums) const {
+        if (!run) return results;
+        const int64_t place = places[row];
+        const int64_t adapter = run->memory.groups.adapter(first + place / top_k);
+        if (adapter < 0) return results;
+        const LowRankChange& change = run->step.changes[adapter][site];
+        if (!change.count) return results;
+        std::memcpy(sums, results, PANEL * sizeof(float));
+        extend_columns(change, column, u(place), sums);
+        return sums;
+    }
+};
+
+// u of all places at one of an expert's weights.
+struct ExpertLowRank {
+    const Run& run;
+    const int64_t* sites;  // of every expert's weight, `each` of them an expert
+    int64_t each, which, first, top_k;
+    Strided<float> u{run.memory.low_rank[which], run.step.widest};
+    bool any = false;
+
+    // Computes u, shared among the threads, and ends with a barrier. `at(place)` is the address of
+    // a place's row.
+    template <typename T, typename At>
+    void compute(const Assignment& assignment, const At& at) {
+        const Step& step = run.step;
+        if (!sites || !step.adapters) return;
+        for (const int64_t expert : assignment.experts)
+            for (int64_t a = 0; a < step.adapters && !any; ++a)
+                any = step.changes[a][sites[expert * each + which]].count;
+        if (!any) return;
+        const int64_t used = assignment.experts.size();
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < used; ++i) compute_expert<T>(assignment, assignment.experts[i], at);
+    }
+
+    ExpertChanges of(int64_t expert, const int64_t* places) const {
+        if (!any) return {};
+        return {&run, places, sites[expert * each + which], first, top_k, u};
+    }
+
+  private:
+    template <typename T, typename At>
+    void compute_expert(const Assignment& assignment, int64_t expert, const At& at) {
+        const int64_t* places = assignment.places.data() + assignment.first[expert];
+        const int64_t count = assignment.count_of(expert);
+        Workspace& own = thread_workspace();
+        for (int64_t a = 0; a < run.step.adapters; ++a) {
+            const LowRankChange& change = run.step.changes[a][sites[expert * each + which]];
+            if (!change.count) continue;
+            const int64_t most = max_operand_rows(change.down.depth, in_tiles<T>(change.down));
+            int64_t chosen[AMX_ROW_BLOCK];
+            for (int64_t next = 0; next < count;) {
+                int64_t rows = 0;
+                for (; next < count && rows < most; ++next)
+                    if (run.memory.groups.adapter(first + places[next] / top_k) == a)
+                        chosen[rows++] = places[next];
+                if (!rows) break;
+                own.operand.pack<T>(rows, change.down, [&](int64_t r) { return at(chosen[r]); });
+                for_results(change.down, Panels{0, panels_of(change.down)}, own.operand,
+                            own.results_of(0),
+                            [&](int64_t r, int64_t column, auto wide, const float* results) {
+                                scale_columns(change, column, wide, results, u(chosen[r]));
+                            });
+            }
+        }
+    }
+};
+
 template <typename T>
 struct ExpertsOf {
     const Run& run;
@@ -36,30 +114,41 @@ struct ExpertsOf {
         const Strided<float> shared_results{routed(n * op.top_k), op.hidden};
 #pragma omp single
         assignment.make(ids(first), n * op.top_k, op.experts);
+        ExpertLowRank gate{run, op.gate_up_sites, 2, 0, first, op.top_k},
+            up{run, op.gate_up_sites, 2, 1, first, op.top_k},
+            down{run, op.down_sites, 1, 0, first, op.top_k};
+        auto of_place = [&](int64_t place) { return x(first + place / op.top_k); };
+        gate.template compute<T>(assignment, of_place);
+        up.template compute<T>(assignment, of_place);
         for_experts<T>(
-            assignment, op.gate_up, 2, run.memory.scheduler,
-            [&](int64_t place) { return x(first + place / op.top_k); },
+            assignment, op.gate_up, 2, run.memory.scheduler, of_place,
             [&](int64_t expert, const Panels& panels, const int64_t* places, Workspace& own) {
                 const Weight* pair = op.gate_up + 2 * expert;
-                gate_panels<T>(pair[0], pair[1], panels, own,
-                               [&](int64_t r) { return hidden(places[r]); });
+                const auto to = [&](int64_t r) { return hidden(places[r]); };
+                gate_panels<T>(pair[0], pair[1], panels, own, to, gate.of(expert, places),
+                               up.of(expert, places), 0);
             });
+        down.template compute<T>(assignment, hidden);
         for_experts<T>(
             assignment, op.down, 1, run.memory.scheduler, hidden,
             [&](int64_t expert, const Panels& panels, const int64_t* places, Workspace& own) {
+                const ExpertChanges changes = down.of(expert, places);
                 for_results(op.down[expert], panels, own.operand, own.results_of(0),
                             [&](int64_t r, int64_t column, int64_t count, const float* results) {
-                                std::memcpy(routed(places[r]) + column, results,
+                                float sums[PANEL];
+                                std::memcpy(routed(places[r]) + column,
+                                            changes.apply(r, column, results, sums),
                                             count * sizeof(float));
                             });
             });
         auto from = [&](int64_t r) { return shared(first + r); };
+        const Changes changes = compute_low_rank<T>(run, op.shared_site, 0, first, n, from);
         if (op.has_shared() && op.apart)
             project<T>(op.shared_down, n, run.memory.scheduler, from,
-                       StoreResults<float, float>{shared_results});
+                       changed(changes, StoreResults<float, float>{shared_results}));
         else if (op.has_shared())
             project<T>(op.shared_down, n, run.memory.scheduler, from,
-                       StoreResults<T, float>{shared_results});
+                       changed(changes, StoreResults<T, float>{shared_results}));
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < n; ++t) add(first + t, shared_results(t), routed(t * op.top_k));
     }

@@ -68,7 +68,10 @@ void perform(const Run& run, const Narrow& op) {
 template <typename T>
 void perform(Run& run, const Squares& op) {
 #pragma omp single
-    run.tokens = run.step.tokens / op.size;
+    {
+        run.tokens = run.step.tokens / op.size;
+        run.group_rows([&](int64_t r) { return r * op.size; });
+    }
 }
 
 }  // namespace vlm

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "functions.h"
+#include "ops_low_rank.h"
 #include "products/product.h"
-#include "run.h"
 
 namespace vlm {
 
@@ -43,8 +43,10 @@ struct AddResults {
 
 template <typename T>
 void perform(const Run& run, const Product& op) {
+    const Strided<T> x = run.rows<T>(op.x);
+    const Changes changes = compute_low_rank<T>(run, op.site, 0, 0, run.tokens, x);
     auto to = [&](const auto& use) {
-        project<T>(op.weight, run.tokens, run.memory.scheduler, run.rows<T>(op.x), use);
+        project<T>(op.weight, run.tokens, run.memory.scheduler, x, changed(changes, use));
     };
     switch (op.use) {
         case STORE:
@@ -84,10 +86,11 @@ void perform(Run& run, const Reduce& op) {
 }
 
 // Computes silu(gate . x) * (up . x) for panels of the operand's rows; `out(r)` is the address of
-// row r.
-template <typename T, typename Out>
+// row r, which is row `first` + r of the changes.
+template <typename T, typename Out, typename Added>
 void gate_panels(const Weight& gate, const Weight& up, const Panels& panels, Workspace& own,
-                 const Out& out) {
+                 const Out& out, const Added& gate_changes, const Added& up_changes,
+                 int64_t first) {
     const Operand& x = own.operand;
     float* gates = own.results_of(0);
     for_runs(panels, x.rows(), [&](const Panels& run) {
@@ -95,20 +98,26 @@ void gate_panels(const Weight& gate, const Weight& up, const Panels& panels, Wor
         for_results(up, run, x, own.results_of(1),
                     [&](int64_t r, int64_t column, auto count, const float* ups) {
                         const int64_t at = ((column / PANEL - run.first) * x.rows() + r) * PANEL;
+                        float sums[2][PANEL];
+                        const float* gated =
+                            gate_changes.apply(first + r, column, gates + at, sums[0]);
+                        ups = up_changes.apply(first + r, column, ups, sums[1]);
                         for (int64_t c = 0; c < count; c += LANES)
-                            store(out(r) + column + c, silu(rounded<T>(load(gates + at + c))) *
-                                                           rounded<T>(load(ups + c)));
+                            store(out(r) + column + c,
+                                  silu(rounded<T>(load(gated + c))) * rounded<T>(load(ups + c)));
                     });
     });
 }
 
 template <typename T>
 void perform(const Run& run, const Gated& op) {
-    const Strided<T> out = run.rows<T>(op.out);
-    for_panels<T>(op.gate, run.tokens, run.memory.scheduler, run.rows<T>(op.x),
+    const Strided<T> x = run.rows<T>(op.x), out = run.rows<T>(op.out);
+    const Changes gate = compute_low_rank<T>(run, op.gate_site, 0, 0, run.tokens, x),
+                  up = compute_low_rank<T>(run, op.up_site, 1, 0, run.tokens, x);
+    for_panels<T>(op.gate, run.tokens, run.memory.scheduler, x,
                   [&](int64_t first, const Panels& panels, Workspace& own) {
-                      gate_panels<T>(op.gate, op.up, panels, own,
-                                     [&](int64_t r) { return out(first + r); });
+                      const auto at = [&](int64_t r) { return out(first + r); };
+                      gate_panels<T>(op.gate, op.up, panels, own, at, gate, up, first);
                   });
 }
 

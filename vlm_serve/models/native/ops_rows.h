@@ -111,6 +111,7 @@ void perform(Run& run, const Keep& op) {
         gather_rows<float>(run, op.residual, op.residual_width);
         gather_rows<T>(run, op.x, op.width);
         run.tokens = run.step.rows;
+        run.group_rows([&](int64_t r) { return run.step.logit_rows[r]; });
     }
 }
 

@@ -5,7 +5,7 @@
 
 #include "attention/kv_pages.h"
 #include "gated_delta/gated_delta.h"
-#include "products/product.h"
+#include "products/low_rank.h"
 #include "ranks.h"
 
 namespace vlm {
@@ -77,16 +77,18 @@ enum Destination : int64_t {
     STORE_GELU_TANH = 6,  // to `out`, after gelu_tanh
 };
 
+// `site` numbers the places where adapters change a product, from 1 on; 0 for none.
 struct Product {
     Weight weight;
     View x, out;
-    int64_t use;
+    int64_t use, site;
 };
 
 // silu(gate . x) * (up . x)
 struct Gated {
     Weight gate, up;
     View x, out;
+    int64_t gate_site, up_site;
 };
 
 // Convolution, gated delta rule and gated norm. A row of x holds query, key, value, z, b and a of
@@ -171,7 +173,9 @@ struct Experts {
     int64_t experts, top_k, hidden, index;  // `index` of this layer in the step's expert ids
     const Weight *gate_up, *down;           // gate and up of expert 0, of expert 1, ...
     Weight shared_down;
-    int64_t apart;  // 1: the results go to this rank's slot instead, [tokens, hidden]
+    int64_t apart;        // 1: the results go to this rank's slot instead, [tokens, hidden]
+    int64_t shared_site;  // of `shared_down`
+    const int64_t *gate_up_sites, *down_sites;  // of every weight
 
     bool has_shared() const { return shared_down.columns > 0; }
 };
@@ -239,6 +243,11 @@ struct Step {
     const int64_t* media_first;   // [M] first token
     const int64_t* media_tokens;  // [M] number of tokens
     const void** media_rows;      // [M] features
+    // Adapters of the step, which has A of them. `changes` holds what each changes at every site;
+    // `widest` is the most columns of their `down`.
+    int64_t adapters, widest;
+    const int64_t* adapter_of;      // [T] index of the token's adapter, -1 for none
+    const LowRankChange** changes;  // [A]
 };
 
 }  // namespace vlm

@@ -26,6 +26,15 @@ struct Run {
         return {(E*)memory.buffers[view.buffer] + view.column, view.stride};
     }
 
+    // Groups the rows of the operations that follow: `token(r)` is a token of row r. One thread
+    // does.
+    template <typename Token>
+    void group_rows(const Token& token) {
+        if (step.adapters)
+            memory.groups.make(step.adapters, tokens,
+                               [&](int64_t r) { return step.adapter_of[token(r)]; });
+    }
+
     // Returns this rank's slot, for its part of a sum.
     Strided<float> own_slot(int64_t width) const {
         const Ranks& ranks = *program.ranks;

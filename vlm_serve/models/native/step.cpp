@@ -60,12 +60,13 @@ struct ScratchSizes {
 
 // Allocates the memory that threads share, and returns how much each of them needs.
 template <typename T>
-ScratchSizes prepare(const Run& run) {
+ScratchSizes prepare(Run& run) {
     const Program& program = run.program;
     if (program.ranks &&
         run.step.tokens * program.hidden * (int64_t)sizeof(float) > program.ranks->slot_bytes)
         throw std::length_error("more tokens than a slot has scratch for");
     run.memory.make(program, run.step, sizeof(T));
+    run.group_rows([](int64_t r) { return r; });
     run.memory.scheduler.begin(run.step.threads);
     run.memory.plans.begin();
     ScratchSizes sizes;
@@ -84,10 +85,11 @@ ScratchSizes prepare(const Run& run) {
 }
 
 // Allocates the memory of one thread.
-void reserve(const Program& program, const ScratchSizes& sizes) {
+void reserve(const Program& program, const ScratchSizes& sizes, const Step& step) {
     thread_workspace().reserve(program.deepest);
     attention_scratch().get(sizes.attention);
     delta_scratch().get(sizes.delta);
+    for (int64_t which = 0; which < 2; ++which) own_low_rank(which).get(MAX_OWN_ROWS * step.widest);
 }
 
 template <typename T>
@@ -99,7 +101,7 @@ void run_all(const Program& program, const Step& step) {
     std::atomic<int64_t> failed{0};
 #pragma omp parallel num_threads((int)step.threads)
     {
-        failed += guarded([&] { reserve(program, sizes); });
+        failed += guarded([&] { reserve(program, sizes, step); });
         widen<T>(run);  // after its barrier all threads know if one of them failed
         for (int64_t i = 0; i < program.count && !failed && !run.abandoned; ++i)
             perform<T>(run, program.ops[i]);

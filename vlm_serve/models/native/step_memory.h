@@ -99,6 +99,32 @@ class Plans {
     size_t made_ = 0;
 };
 
+// The rows of a step by adapter. Operations that make other rows of the tokens group them anew.
+class RowGroups {
+  public:
+    // Groups `rows` rows; `adapter(r)` is the adapter of row r, -1 for none. Throws std::bad_alloc
+    // for more rows than before in a step.
+    template <typename Adapter>
+    void make(int64_t adapters, int64_t rows, const Adapter& adapter) {
+        adapter_.resize(rows);
+        rows_.resize(rows);
+        first_.assign(adapters + 2, 0);
+        for (int64_t r = 0; r < rows; ++r) ++first_[(adapter_[r] = adapter(r)) + 2];
+        for (int64_t a = 0; a <= adapters; ++a) first_[a + 1] += first_[a];
+        // Rows without an adapter come first, and are never asked for.
+        std::vector<int64_t>& next = next_;
+        next.assign(first_.begin(), first_.end());
+        for (int64_t r = 0; r < rows; ++r) rows_[next[adapter_[r] + 1]++] = r;
+    }
+
+    int64_t adapter(int64_t row) const { return adapter_[row]; }
+    int64_t count(int64_t adapter) const { return first_[adapter + 2] - first_[adapter + 1]; }
+    const int64_t* rows(int64_t adapter) const { return rows_.data() + first_[adapter + 1]; }
+
+  private:
+    std::vector<int64_t> adapter_, rows_, first_, next_;
+};
+
 // Buffers of a step's intermediate results.
 struct Memory {
     Arena arena;
@@ -110,6 +136,8 @@ struct Memory {
     char* expert_hidden;  // [EXPERT_TOKENS at most, top_k, width]
     float* results;       // likewise, followed by the shared expert's
     Assignment assignment;
+    RowGroups groups;
+    float* low_rank[2];  // [rows, widest] u of a product, or of two that share an operand
     Plans plans;
     LoopScheduler scheduler;
 
@@ -141,6 +169,8 @@ struct Memory {
         kept = arena.take<char>(step.rows * widest);
         ids = arena.take<int64_t>(step.tokens * chosen);
         weights = arena.take<float>(step.tokens * chosen);
+        const int64_t changed = std::max(step.tokens, some * chosen);
+        for (float*& each : low_rank) each = arena.take<float>(changed * step.widest);
         expert_hidden = arena.take<char>(some * inner * size);
         results = arena.take<float>(some * outer);
     }

@@ -138,8 +138,8 @@ class LoadedAttention(LoadedMixer):
         step: Step,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
-        sizes, deterministic = self.sizes, step.deterministic
-        wide = self.in_proj(x, deterministic=deterministic)
+        sizes = self.sizes
+        wide = self.in_proj(x, deterministic=step.deterministic, changes=step.changes)
         widths = [sizes.queries, sizes.keys, sizes.keys]
         q, k, v, *gate = torch.split_with_sizes(wide, widths + [sizes.queries] * sizes.gated, 1)
         q, k = qk_norm_rope(
@@ -157,20 +157,20 @@ class LoadedAttention(LoadedMixer):
             out, residual, gate = out[keep], residual[keep], [each[keep] for each in gate]
         for each in gate:
             out = times_sigmoid(out, each)
-        return self.out_proj(out, residual, deterministic=deterministic)
+        return self.out_proj(out, residual, step.kept(keep))
 
     def _attend(self, q: torch.Tensor, cache: KVLayer, step: Step) -> torch.Tensor:
         scale, exact, parts = self.sizes.head_dim**-0.5, step.deterministic, []
         for meta, rows in step.parts():
             if isinstance(meta, VerifyMeta):
-                parts.append(attention_verify(q[rows], cache, meta, scale=scale))
+                own = attention_verify(q[rows], cache, meta, scale=scale, deterministic=exact)
             elif isinstance(meta, DecodeMeta):
-                parts.append(attention_decode(q[rows], cache, meta, scale=scale))
+                own = attention_decode(q[rows], cache, meta, scale=scale, deterministic=exact)
             else:
                 if step.first_key:
                     cache, meta = without_first(cache, meta, step.first_key, q.dtype)
                 own = attention_prefill(q[rows], cache, meta, scale=scale, deterministic=exact)
-                parts.append(own)
+            parts.append(own)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def lower(self, program: Program, cache: KVLayer, *, last: bool) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from vlm_serve.kernels.linear import Linear, Part, Shard
+from vlm_serve.kernels.linear.low_rank import RowChanges
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.ranks import Ranks
@@ -37,7 +38,7 @@ class Routing:
 class Step:
     """The data shared by all layers of one forward. The packed tokens are those of decode steps, of
     prefills and of drafts, in this order. A sequence's keys begin with slot `first_key` of its
-    table; other than 0 with prefills only."""
+    table; other than 0 with prefills only. `changes`: the adapters of the rows, if any."""
 
     decode: DecodeMeta | None
     prefill: PrefillMeta | None
@@ -47,6 +48,13 @@ class Step:
     sin: torch.Tensor
     deterministic: bool
     first_key: int = 0
+    changes: RowChanges | None = None
+
+    def kept(self, rows: torch.Tensor | None) -> Step:
+        """Return the step of what follows when only some rows are left; None: all of them."""
+        if rows is None or self.changes is None:
+            return self
+        return replace(self, changes=self.changes.kept(rows))
 
     def parts(self) -> Iterator[tuple[DecodeMeta | PrefillMeta | VerifyMeta, slice]]:
         """Yield each kind of tokens in the step with its slice of the packed tokens."""
@@ -79,9 +87,15 @@ class Loader(Protocol):
         """Load rows of several tensors, stacked, as one projection; or a shard of it."""
         ...
 
-    def tensor(self, name: str, shape: Sequence[int], rows: Sequence[range] = ()) -> torch.Tensor:
-        """Return a tensor in the dtype of activations; only the named rows, stacked, if any are
-        named."""
+    def tensor(
+        self,
+        name: str,
+        shape: Sequence[int],
+        rows: Sequence[range] = (),
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Return a tensor in a dtype, by default that of activations; only the named rows,
+        stacked, if any are named."""
         ...
 
     def stacked(
@@ -130,13 +144,20 @@ class OutputProjection:
         shard = shard_of_inputs(source)
         return cls(source.linear(part, bias=biases or None, shard=shard), source.ranks)
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, *, deterministic: bool
-    ) -> torch.Tensor:
-        """Return `[T, hidden]` in the dtype of the residual, with the residual added."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
+        """Return `[T, hidden]` in the dtype of the residual, with the residual added.
+
+        The result may take the residual's place.
+        """
         if not self.ranks.shared:
-            return self.weight(x, plus=residual, deterministic=deterministic)
-        part = self.weight.partial(x, deterministic=deterministic)
+            return self.weight(
+                x,
+                plus=residual,
+                overwrite=True,
+                deterministic=step.deterministic,
+                changes=step.changes,
+            )
+        part = self.weight.partial(x, deterministic=step.deterministic, changes=step.changes)
         return added(self.ranks, part, residual)
 
     def lower(self, program: Program, x: View) -> None:
@@ -169,7 +190,7 @@ class LoadedMixer(ABC):
 
         Args:
             x: `[T, hidden]` normed input.
-            residual: `[T, hidden]`, added to the output.
+            residual: `[T, hidden]`, added to the output, which may take its place.
             cache: from `bind`.
             step: this forward.
             keep: rows of the output to compute, None for all.

@@ -63,8 +63,8 @@ class LoadedMlp(LoadedFeedForward):
     def apply(
         self, x: torch.Tensor, residual: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, None]:
-        hidden = self.gate.gated(self.up, x, deterministic=step.deterministic)
-        return self.down(hidden, residual, deterministic=step.deterministic), None
+        hidden = self.gate.gated(self.up, x, deterministic=step.deterministic, changes=step.changes)
+        return self.down(hidden, residual, step), None
 
     def lower(self, program: Program) -> None:
         self.down.lower(program, program.gated(self.gate, self.up))
@@ -162,27 +162,37 @@ class LoadedExperts(LoadedFeedForward):
         self, x: torch.Tensor, residual: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         deterministic, count = step.deterministic, self.routing.num_experts
-        scores = self.router(x, deterministic=deterministic)
+        scores = self.router(x, deterministic=deterministic, changes=step.changes)
         weights, ids = route(scores[:, :count], self.routing.top_k)
-        out = routed_experts(x, weights, ids, self.gate_up, self.down, deterministic=deterministic)
+        out = routed_experts(
+            x,
+            weights,
+            ids,
+            self.gate_up,
+            self.down,
+            deterministic=deterministic,
+            changes=step.changes,
+        )
         if self.ranks.shared:
             out = out.float()
         if self.shared is not None:
-            hidden = self.shared.gate.gated(self.shared.up, x, deterministic=deterministic)
-            out = out + self._shared(hidden, scores[:, count:], deterministic)
+            hidden = self.shared.gate.gated(
+                self.shared.up, x, deterministic=deterministic, changes=step.changes
+            )
+            out = out + self._shared(hidden, scores[:, count:], step)
         if self.ranks.shared:
             return added(self.ranks, out, residual), ids
         return residual + out, ids
 
-    def _shared(
-        self, hidden: torch.Tensor, gate: torch.Tensor, deterministic: bool
-    ) -> torch.Tensor:
+    def _shared(self, hidden: torch.Tensor, gate: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the shared expert's part of the sum."""
         assert self.shared is not None
         down = self.shared.down.weight
         if self.ranks.shared:
-            return times_sigmoid(down.partial(hidden, deterministic=deterministic), gate.float())
-        return times_sigmoid(down(hidden, deterministic=deterministic), gate)
+            part = down.partial(hidden, deterministic=step.deterministic, changes=step.changes)
+            return times_sigmoid(part, gate.float())
+        whole = down(hidden, deterministic=step.deterministic, changes=step.changes)
+        return times_sigmoid(whole, gate)
 
     def lower(self, program: Program) -> None:
         gate_up, down = self.gate_up, self.down
@@ -195,6 +205,7 @@ class LoadedExperts(LoadedFeedForward):
         if self.shared is not None:
             shared["shared"] = program.gated(self.shared.gate, self.shared.up)
             shared["shared_down"] = program.weight(self.shared.down.weight)
+            shared["shared_site"] = self.shared.down.weight.site
         program.emit(
             "Experts",
             x=program.normed,
@@ -207,6 +218,8 @@ class LoadedExperts(LoadedFeedForward):
             index=program.next_expert_layer(self.routing.top_k),
             gate_up=program.weights(gate_up),
             down=program.weights(down),
+            gate_up_sites=program.sites(gate_up),
+            down_sites=program.sites(down),
             **shared,
         )
         program.reduce()

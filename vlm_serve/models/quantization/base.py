@@ -77,6 +77,11 @@ class Opened(ABC):
         """
 
     @property
+    def piece_bytes(self) -> int:
+        """Codes to unpack at a time."""
+        return PIECE_BYTES
+
+    @property
     def unit(self) -> int:
         """Rows that share a scale."""
         return 1
@@ -111,15 +116,19 @@ class Format(ABC):
     def nbytes(self, columns: int, depth: int) -> int:
         """Return the bytes of `[N, K]` in memory."""
 
+    def without_compiler(self) -> Format | None:
+        """Return the format in which torch and Triton multiply; None: as plain numbers."""
+        return self
+
 
 def pieces(opened: Opened, part: Part, shard: Shard | None) -> Iterator[Codes]:
-    """Yield the codes of a part's rows, at most PIECE_BYTES at a time."""
+    """Yield the codes of a part's rows, at most `piece_bytes` at a time."""
     columns = range(part.sizes[1])
     if shard is not None and shard.axis == 1:
         columns = shard.of(len(columns))
     ranges = part.ranges(shard)
     unit = math.gcd(opened.unit, *(rows.start for rows in ranges))
-    step = max(1, PIECE_BYTES // (len(columns) * unit)) * unit
+    step = max(1, opened.piece_bytes // (len(columns) * unit)) * unit
     for rows in ranges:
         for start in range(rows.start, rows.stop, step):
             yield opened.piece(range(start, min(start + step, rows.stop)), columns, unit)

@@ -8,7 +8,7 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models.quantization.base import GROUPS, Format
 from vlm_serve.models.quantization.fields import Fields
 from vlm_serve.models.quantization.float4 import Float4, Mxfp4, Nvfp4
-from vlm_serve.models.quantization.float8 import Float8
+from vlm_serve.models.quantization.float8 import MXFP8_BLOCK, Float8
 from vlm_serve.models.quantization.packed import Packed
 from vlm_serve.models.quantization.rules import Rule, expression, rule
 
@@ -17,6 +17,7 @@ _ANY = "Linear"
 _EXPRESSION = "re:"
 _INTEGERS = ("pack-quantized", "int-quantized")
 _FLOATS = ("float-quantized", "naive-quantized")
+_MXFP8 = "mxfp8-quantized"
 _FLOATS4: dict[str, Float4] = {
     "nvfp4-pack-quantized": Nvfp4(),
     "mxfp4-pack-quantized": Mxfp4(),
@@ -68,10 +69,13 @@ def _format(group: Fields, stored: str) -> Format | None:
     kind, bits = weights.raw.get("type", "int"), weights.raw.get("num_bits")
     strategy = weights.raw.get("strategy") or ("group" if weights.raw.get("group_size") else None)
     if kind == "float" and bits == 8:
-        group.expect("format", *_FLOATS)
+        weights.expect("symmetric", True)
+        if stored == _MXFP8:
+            weights.expect("group_size", MXFP8_BLOCK[1])
+            return Float8(MXFP8_BLOCK, exponents=True)
+        group.expect("format", *_FLOATS, _MXFP8)
         if stored not in _FLOATS:
             _refuse(group, stored, kind, bits)
-        weights.expect("symmetric", True)
         return Float8(_block(weights, strategy))
     if kind == "float" and bits == 4 and stored in _FLOATS4:
         weights.expect("symmetric", True)
@@ -114,7 +118,7 @@ def _block(weights: Fields, strategy: object) -> tuple[int, int] | None:
 
 
 def _refuse(group: Fields, stored: str, kind: object, bits: object) -> None:
-    known = ", ".join((*_INTEGERS, *_FLOATS, *_FLOATS4))
+    known = ", ".join((*_INTEGERS, *_FLOATS, _MXFP8, *_FLOATS4))
     raise CheckpointError(
         f"{group.place} stores {bits}-bit {kind} weights as {stored!r}, which is not supported; "
         f"supported are int4, int8, FP8 and FP4 in {known}"

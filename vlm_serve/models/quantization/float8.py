@@ -1,7 +1,8 @@
 """FP8 weights: `X.weight` in float8_e4m3fn, and scales per block, per row or for the whole tensor.
 
 Published files call the scales `weight_scale_inv` (blocks) or `weight_scale`, and multiply by both.
-Experts in one tensor `Y` have `Y_scale_inv` or `Y_scale`.
+Experts in one tensor `Y` have `Y_scale_inv` or `Y_scale`. Scales of MXFP8 are exponents of two in
+one byte, per row and 32 columns.
 """
 
 from __future__ import annotations
@@ -25,17 +26,23 @@ from vlm_serve.models.quantization.base import (
 
 _CODES = torch.float8_e4m3fn
 _NAN = 0x7F
+_E8M0 = torch.float8_e8m0fnu
+MXFP8_BLOCK = (1, 32)
 _SUFFIXES = ("scale_inv", "scale")
 
 
 @dataclass(frozen=True, slots=True)
 class Float8(Format):
-    """The format. `block`: rows and columns per scale; None for one scale per row or one in all."""
+    """The format. `block`: rows and columns per scale; None for one scale per row or one in all.
+    `exponents`: whether scales are exponents of two."""
 
     block: tuple[int, int] | None
+    exponents: bool = False
 
     @property
     def label(self) -> str:
+        if self.exponents:
+            return "MXFP8"
         if self.block is None:
             return "FP8 with a scale per channel"
         return f"FP8 in blocks of {self.block[0]}x{self.block[1]}"
@@ -71,8 +78,13 @@ class Float8(Format):
             factors = factors.expand(*outer, *channels)
             block = (height, 1) if part.transposed else (1, width)
         else:
-            grid = (-(-height // block[0]), -(-width // block[1]))
-            factors = scales(tensors, name, (*outer, *grid))
+            high, wide = -(-height // block[0]), -(-width // block[1])
+            shape = (*outer, high, wide)
+            if self.exponents:
+                factors = _powers(tensors, name, shape)
+            else:
+                # ModelOpt's blocks keep the dimensions that they were reduced over.
+                factors = scales(tensors, name, shape, (*outer, high, 1, wide, 1)).reshape(shape)
         if part.index is not None:
             codes, factors = codes[part.index], factors[part.index]
         if part.transposed:
@@ -84,6 +96,32 @@ class Float8(Format):
         can be stacked."""
         groups = 1 if self.block is None else -(-depth // self.block[1])
         return columns * (depth + 2 * groups)
+
+
+def _powers(tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return scales stored as exponents of two, in bfloat16, which represents them."""
+    stored = integers(tensors, name, shape, torch.uint8, _E8M0).view(torch.uint8)
+    if bool((stored == 0xFF).any()):
+        raise CheckpointError(f"{name} holds scales that are NaN or infinite")
+    return torch.exp2(stored.float() - 127).bfloat16()
+
+
+def widened(tensors: Tensors, name: str) -> torch.Tensor:
+    """Return an FP8 tensor of any shape, with one scale or one per row, in float32.
+
+    Raises:
+        CheckpointError: its scale is missing or does not fit, or it holds NaN.
+    """
+    codes, names = tensors.stored(name), Names(name)
+    suffix = next((each for each in _SUFFIXES if names.of_weight(each) in tensors), None)
+    if suffix is None:
+        raise CheckpointError(f"the checkpoint has no {names.of_weight(_SUFFIXES[1])}")
+    rows, rest = codes.shape[0], (1,) * (codes.ndim - 1)
+    shapes = [(), (1,), (rows,), (rows, 1), (rows, *rest)]
+    factors = scales(tensors, names.of_weight(suffix), *shapes).float()
+    if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
+        raise CheckpointError(f"{name} holds values that are NaN")
+    return codes.float() * factors.reshape(-1, *rest)
 
 
 class OpenedFloat8(Opened):

@@ -12,16 +12,20 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models.quantization.base import Format
 from vlm_serve.models.quantization.fields import Fields
 from vlm_serve.models.quantization.float4 import Nvfp4
-from vlm_serve.models.quantization.float8 import Float8
+from vlm_serve.models.quantization.float8 import MXFP8_BLOCK, Float8
 from vlm_serve.models.quantization.rules import Rule, rule, wildcard
 
 _MIXED = "MIXED_PRECISION"
+_BLOCK = (128, 128)
 _STATIC = "static input_scale, in FP"
 _FORMATS: Mapping[str, tuple[Format, str | None]] = {
     "NVFP4": (Nvfp4(modelopt=True), f"{_STATIC}4"),
     "W4A16_NVFP4": (Nvfp4(modelopt=True), None),
     "FP8": (Float8(None), f"{_STATIC}8"),
     "FP8_PER_CHANNEL_PER_TOKEN": (Float8(None), "dynamic, in FP8"),
+    "FP8_PB_WO": (Float8(_BLOCK), None),
+    "FP8_BLOCK_SCALES": (Float8(_BLOCK), "dynamic, in FP8"),
+    "MXFP8": (Float8(MXFP8_BLOCK, exponents=True), "dynamic, in FP8"),
 }
 """By name: storage of weights, and wanted activations."""
 
@@ -79,10 +83,18 @@ def _known(fields: Fields) -> str:
             f"quant_algo {fields.raw.get('quant_algo')!r} in {fields.place} is not supported, only "
             + " or ".join(map(repr, _FORMATS))
         )
-    size = fields.raw.get("group_size")
-    if isinstance(_FORMATS[name][0], Nvfp4) and size not in (None, 16):
-        raise CheckpointError(f"group_size {size!r} in {fields.place} is not supported, only 16")
+    format_, size = _FORMATS[name][0], fields.raw.get("group_size")
+    only = 16 if isinstance(format_, Nvfp4) else _width(format_)
+    if only is not None and size not in (None, only):
+        raise CheckpointError(
+            f"group_size {size!r} in {fields.place} is not supported, only {only}"
+        )
     return name
+
+
+def _width(format_: Format) -> int | None:
+    """Return the columns of a block of FP8; None for others."""
+    return format_.block[1] if isinstance(format_, Float8) and format_.block else None
 
 
 def _name(fields: Fields) -> str:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.models.quantization.auto_round import auto_round_rules
 from vlm_serve.models.quantization.awq import Awq
 from vlm_serve.models.quantization.base import GROUPS, Format, Names, Tensors
 from vlm_serve.models.quantization.compressed import groups_of
 from vlm_serve.models.quantization.fields import Fields
 from vlm_serve.models.quantization.float8 import Float8
+from vlm_serve.models.quantization.gguf import type_rules
 from vlm_serve.models.quantization.gptq import Gptq
 from vlm_serve.models.quantization.modelopt import modelopt_rules
 from vlm_serve.models.quantization.rules import Rule, expression, rule
@@ -104,12 +107,14 @@ class QuantScheme:
 def _read(found: object) -> QuantScheme:
     fields = Fields(found)
     method = fields.raw.get("quant_method")
-    if method is None and "config_groups" in fields.raw:
+    if method is None and "quant_algo" in fields.raw:  # as older exports of ModelOpt
+        method = "modelopt"
+    elif method is None and "config_groups" in fields.raw:
         method = "compressed-tensors"
     if not isinstance(method, str) or method not in _METHODS:
         raise CheckpointError(
             f"quant_method {method!r} in quantization_config is not supported; supported are "
-            f"{', '.join(_METHODS)}"
+            f"{', '.join(_METHODS)}: {_INSTEAD.get(str(method), _PLAIN)}"
         )
     return _METHODS[method](fields)
 
@@ -167,13 +172,21 @@ def _gptq_format(fields: Fields, *, offset: int) -> Gptq:
 
 def _awq(fields: Fields) -> QuantScheme:
     fields.expect("version", "gemm", "GEMM")
-    fields.expect("zero_point", True)
-    fields.number("bits" if "bits" in fields.raw else "w_bit", 4)
-    group = fields.number(
-        "group_size" if "group_size" in fields.raw else "q_group_size", -1, *GROUPS
-    )
     kept = fields.names("modules_to_not_convert")
-    return QuantScheme("awq", _activations(None), (rule(kept, None),), Awq(group))
+    return QuantScheme("awq", _activations(None), (rule(kept, None),), _awq_format(fields))
+
+
+def _awq_format(fields: Fields) -> Awq:
+    # Whether there are zero points is told by the tensors, not by the field `zero_point`.
+    return Awq(
+        fields.number("bits" if "bits" in fields.raw else "w_bit", 4, 8),
+        fields.number("group_size" if "group_size" in fields.raw else "q_group_size", -1, *GROUPS),
+    )
+
+
+def _auto_round(fields: Fields) -> QuantScheme:
+    rules, default = auto_round_rules(fields, partial(_gptq_format, offset=1), _awq_format)
+    return QuantScheme("auto-round", _activations(None), rules, default)
 
 
 def _compressed(fields: Fields) -> QuantScheme:
@@ -184,6 +197,10 @@ def _compressed(fields: Fields) -> QuantScheme:
 def _modelopt(fields: Fields) -> QuantScheme:
     rules, default, activations = modelopt_rules(fields)
     return QuantScheme("modelopt", _activations(activations), rules, default, lists_err=True)
+
+
+def _gguf(fields: Fields) -> QuantScheme:
+    return QuantScheme("gguf", _activations(None), type_rules(fields.section("types")), None)
 
 
 def _activations(wanted: str | None) -> str:
@@ -199,7 +216,17 @@ _METHODS: dict[str, Callable[[Fields], QuantScheme]] = {
     "awq": _awq,
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
+    "auto-round": _auto_round,
+    "gguf": _gguf,
 }
+
+_PLAIN = "serve the checkpoint that it was made from, with --quantization int8, int6 or int4"
+_INSTEAD = {
+    "bitsandbytes": f"its nf4 and int8 weights are made from plain ones at loading; {_PLAIN}",
+    "torchao": f"its weights are Python objects; {_PLAIN}, or an export as compressed-tensors",
+    "quark": f"{_PLAIN}, or an export as compressed-tensors",
+}
+"""The way out by method."""
 
 METHODS = tuple(_METHODS)
 """Supported values of `quant_method`."""

@@ -6,7 +6,7 @@ A new form needs a `CallForm` here. `CallReader` runs all of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from vlm_serve.server.answers.pieces import TOOL_END, TOOL_START, ToolForm
@@ -155,10 +155,16 @@ HERMES = CallForm(
     },
     marks_in={"text": (Mark("quote", '"'), Mark("escape", "\\", r"[\s\S]", longest=1))},
 )
-"""Hermes, Qwen3-VL and Qwen3-Next: JSON objects, or a list of them, in a block."""
+"""Hermes, Qwen3, Qwen3-VL and Qwen3-Next: JSON objects, or a list of them, in a block."""
 
 FORMS: Mapping[ToolForm, CallForm] = {
     "qwen3_xml": QWEN3_XML,
     "minicpm5": MINICPM5,
     "hermes": HERMES,
 }
+
+ENFORCED: Mapping[ToolForm, CallForm] = {
+    **FORMS,
+    "qwen3_xml": replace(QWEN3_XML, marks_in={"value": (Mark("/value", "</parameter>"),)}),
+}
+"""Forms of calls that a grammar enforces: no tag is missing, so none is looked for in values."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vlm_serve.server.answers.call_forms import FORMS, Mark
+from vlm_serve.server.answers.call_forms import ENFORCED, FORMS, Mark
 from vlm_serve.server.answers.pieces import (
     THINK_END,
     Call,
@@ -53,6 +53,7 @@ class CallReader(ABC):
         thought: the text is inside a thought, which `</think>` may end anywhere.
         streamed: long arguments are told before the call is complete.
         single: at most one call is read.
+        enforced: a grammar enforces the calls.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class CallReader(ABC):
         thought: bool = False,
         streamed: bool = False,
         single: bool = False,
+        enforced: bool = False,
     ) -> None:
-        self._marks_of, self._tools = form, tools
-        self._form = FORMS[form]
+        self._marks_of, self._tools, self._enforced = form, tools, enforced
+        self._form = (ENFORCED if enforced else FORMS)[form]
         self._thought, self._streamed, self._single = thought, streamed, single
         self._state = "start"
         self._parts: list[str] = []
@@ -87,7 +89,7 @@ class CallReader(ABC):
         text, at = self._tail + text, 0
         while True:
             state = self._state
-            marks = _marks(self._marks_of, state, self._thought)
+            marks = _marks(self._marks_of, state, self._thought, self._enforced)
             found = marks.whole.search(text, at)
             stop = marks.partial_start(text, at) if found is None else found.start()
             for plain in _split(text[at:stop]):
@@ -141,7 +143,7 @@ class CallReader(ABC):
 
     @abstractmethod
     def _no_step(self, found: Found) -> Reading | None:
-        """Read a mark that has no step in this state."""
+        """Read a mark without step in this state."""
 
     def _no_action(self, found: Found) -> None:  # noqa: B027
         """Only change the state."""
@@ -199,8 +201,9 @@ class _Marks:
 
 
 @lru_cache
-def _marks(form: ToolForm, state: str, thought: bool) -> _Marks:
-    marks = FORMS[form].marks_in.get(state, FORMS[form].marks)
+def _marks(form: ToolForm, state: str, thought: bool, enforced: bool) -> _Marks:
+    found = (ENFORCED if enforced else FORMS)[form]
+    marks = found.marks_in.get(state, found.marks)
     return _Marks((*marks, _THINK_END) if thought else marks)
 
 

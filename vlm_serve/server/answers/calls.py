@@ -16,13 +16,17 @@ class ReaderMaker:
 
     Args:
         single: at most one call is read.
+        enforced: a grammar enforces the calls outside of thoughts.
 
     Attributes:
         openings: texts that may begin a call.
     """
 
-    def __init__(self, form: ToolForm, tools: Tools, *, single: bool = False) -> None:
+    def __init__(
+        self, form: ToolForm, tools: Tools, *, single: bool = False, enforced: bool = False
+    ) -> None:
         self._form, self._tools, self._single = form, tools, single
+        self._enforced = enforced
         self.openings = FORMS[form].openings
         self._nested: list[TagReader] = []
 
@@ -33,7 +37,9 @@ class ReaderMaker:
             thought: the text is inside a thought, which `</think>` may end anywhere.
             streamed: long arguments are told before the call is complete.
         """
+        enforced = self._enforced and not thought
         options = {"thought": thought, "streamed": streamed, "single": self._single}
+        options["enforced"] = enforced
         if FORMS[self._form].syntax == "json":
             return JsonReader(self._form, self._tools, **options)
         # Text with a quoted call may be read twice. This bounds the time of an answer.

@@ -11,6 +11,7 @@ from typing import Literal, cast
 
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs
+from vlm_serve.engine.request import NextTurn
 from vlm_serve.engine.thought import Thought
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.state import Grammar
@@ -18,7 +19,7 @@ from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.template_traits import TemplateTraits
-from vlm_serve.preprocess.thoughts import THINK_END, begins_in_thought
+from vlm_serve.preprocess.thoughts import THINK_END, begins_in_thought, leaves_thought_open
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.failover.attempt import Attempt
 from vlm_serve.server.failover.attempt_part import AttemptPart
@@ -53,6 +54,10 @@ class Task:
         affinity: affinity keys of the prompt.
         attempt: the attempt that this request is; None: there will be no other attempt.
         number: index of the prompt in the request.
+        pooled: a vector is wanted, not an answer.
+        next_turn: what the next turn shares with a prompt and its answer; None: see
+            `Engine.submit`.
+        share: digest of the API key, whose turn it is where requests wait for each other.
     """
 
     prepare: Callable[[], Preparation]
@@ -69,6 +74,9 @@ class Task:
     affinity: tuple[AffinityKey, ...] = ()
     attempt: Attempt | None = None
     number: int = 0
+    pooled: bool = False
+    next_turn: Callable[[Task, Prompt], NextTurn | None] | None = None
+    share: bytes = b""
 
 
 class Generation:
@@ -236,6 +244,8 @@ async def answering(
                 task.affinity,
                 generation.part,
                 thought_of(task, prompt),
+                pooled=task.pooled,
+                next_turn=None if task.next_turn is None else task.next_turn(task, prompt),
             )
         admission.open_tokens += len(prompt)
         timer = None
@@ -295,8 +305,14 @@ async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | No
     if form is None:
         return None
     thought = thought_of(task, prompt)
-    opened = thought is not None and thought.opened
-    return await service.grammars.compile(form, THINK_END.encode() if opened else b"")
+    if thought is not None:
+        opened = thought.opened
+    elif reasoning_parser_of(service) == "none":
+        opened = False
+    else:  # a prompt without messages
+        opened = leaves_thought_open(service.engine.text_of(prompt))
+    after = THINK_END.encode() if opened else b""
+    return await service.grammars.compile(form, after, prompt.keys.root, task.share)
 
 
 def _time_limit(service: Service, task: Task) -> float | None:

@@ -15,14 +15,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vlm_serve.preprocess.reading.values import begins_json
 from vlm_serve.server.answers.call_reader import HELD, CallReader, Found
+from vlm_serve.server.answers.json_text import DECODABLE, decodable
 from vlm_serve.server.answers.pieces import TOOL_START, Call, Reading, ToolForm, Tools
-from vlm_serve.server.answers.tool_values import as_json, begins_json, strict_json
+from vlm_serve.server.answers.tool_values import as_json, strict_json
 
 _NOT_JSON = re.compile(r"[^\s\d:,.+\-eEtrufalsn]")
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', re.DOTALL)
-_DECODABLE = re.compile(r'(?:[^"\\]+|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
-_HIGH_SURROGATE = re.compile("[\ud800-\udbff]$")
 _ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
 _ARGUMENTS = ("arguments", "parameters")
 _DECODER = json.JSONDecoder(strict=False)
@@ -139,7 +139,8 @@ class JsonReader(CallReader):
         """Parse a finished value; return the result if it is no call."""
         self._state, self._depth = "between", 0
         try:
-            self._calls.append(call_of(strict_json(text, lenient=True), self._tools))
+            value = strict_json(text, lenient=True, bounded=self._enforced)
+            self._calls.append(call_of(value, self._tools))
         except (ValueError, RecursionError):
             return self._refuse()
         self._behind_calls = self._size
@@ -168,7 +169,7 @@ class JsonReader(CallReader):
 
     def _end_text(self, found: Found) -> None:
         self._keep(found.text)
-        if self._string is not None and _DECODABLE.fullmatch(self._string):
+        if self._string is not None and DECODABLE.fullmatch(self._string):
             rest = json.loads(f'"{self._string}"', strict=False)
             self._tell(len(self._calls), self._name, as_json(rest)[1:])
 
@@ -222,11 +223,7 @@ class JsonReader(CallReader):
 
     def _tell_string(self) -> None:
         assert self._string is not None
-        found = _DECODABLE.match(self._string)
-        assert found is not None
-        text, size = json.loads(f'"{found.group()}"', strict=False), found.end()
-        if _HIGH_SURROGATE.search(text) and self._string[:size][-6:].startswith("\\u"):
-            text, size = text[:-1], size - 6  # its other half may follow
+        text, size = decodable(self._string)
         self._string = self._string[size:]
         if text:
             self._tell(len(self._calls), self._name, as_json(text)[1:-1])

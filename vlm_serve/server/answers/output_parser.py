@@ -66,7 +66,9 @@ class OutputParser:
         continued: bool = False,
         enforced: bool = False,
     ) -> None:
-        self._readers = None if tools is None else ReaderMaker(form, tools, single=not parallel)
+        self._readers = None
+        if tools is not None:
+            self._readers = ReaderMaker(form, tools, single=not parallel, enforced=enforced)
         self._parallel, self._enforced = parallel, enforced
         self._state = _State.REASONING if reasoning else _State.CONTENT
         self._buffer = ""

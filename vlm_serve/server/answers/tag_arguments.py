@@ -7,11 +7,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vlm_serve.grammar.kinds import kinds_of_parameter
+from vlm_serve.grammar.references import Document
+from vlm_serve.preprocess.reading.values import begins_json
 from vlm_serve.server.answers.call_forms import Framing
 from vlm_serve.server.answers.call_reader import HELD
 from vlm_serve.server.answers.tool_values import (
     as_json,
-    begins_json,
+    enforced_json,
+    is_enforced_text,
     is_no_text,
     is_plain_text,
     read,
@@ -35,10 +39,14 @@ class Arguments:
     Args:
         schema: schema of all parameters.
         framing: see `Framing`.
+        enforced: a grammar enforces the schema, so a value has one reading.
     """
 
-    def __init__(self, schema: Mapping[str, Any], framing: Framing) -> None:
+    def __init__(
+        self, schema: Mapping[str, Any], framing: Framing, *, enforced: bool = False
+    ) -> None:
         self._schema, self._framing = schema, framing
+        self._document = Document(schema) if enforced else None
         self._members: dict[str, str] = {}
         self._name = ""
         self._frame = ""
@@ -95,9 +103,11 @@ class Arguments:
         """
         schema, name = _property(self._schema, self._name), json.dumps(self._name)
         start = text[:HELD] if self._frame == "raw" else text[:HELD].strip()
-        self._is_text = self._name not in self._members and is_plain_text(
-            schema, self._schema, start, HELD
-        )
+        if self._document is not None:
+            is_text = is_enforced_text(text[1:HELD], kinds_of_parameter(self._document, self._name))
+        else:
+            is_text = is_plain_text(schema, self._schema, start, HELD)
+        self._is_text = is_text and self._name not in self._members
         if self._frame == "line":
             text = text[2:] if text.startswith("\r\n") else text.removeprefix("\n")
         elif self._frame == "space":
@@ -124,12 +134,20 @@ class Arguments:
             elif self._frame == "space":
                 value = text.strip()
             written = as_json(value)[:-1]
-            if is_no_text(_property(self._schema, name), self._schema):
+            if self._takes_no_text(name):
                 written = value.strip() if begins_json(value) else ""
             members.append(f"{json.dumps(name)}: {written}")
         return "{" + ", ".join(members)
 
+    def _takes_no_text(self, name: str) -> bool:
+        if self._document is not None:
+            return "string" not in kinds_of_parameter(self._document, name)
+        return is_no_text(_property(self._schema, name), self._schema)
+
     def _member(self, name: str, text: str) -> str:
+        if self._document is not None:
+            kinds = kinds_of_parameter(self._document, name)
+            return f"{json.dumps(name)}: {enforced_json(unframed(text), kinds)}"
         raw = _RAW.fullmatch(text) if self._framing == "space" else None
         exact = raw.group(1) if raw else text.strip() if self._framing == "space" else None
         value = read(text, _property(self._schema, name), self._schema, exact=exact)

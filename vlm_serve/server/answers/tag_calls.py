@@ -246,7 +246,7 @@ class TagReader(CallReader):
         if found.name not in self._tools:
             return Reading(found.end)
         self._name, self._schema = found.name, self._tools[found.name]
-        self._arguments = Arguments(self._schema, self._form.framing)
+        self._arguments = Arguments(self._schema, self._form.framing, enforced=self._enforced)
         return None
 
     def _begin_value(self, found: Found) -> None:
@@ -321,7 +321,7 @@ class TagReader(CallReader):
         value, properties = self._value, self._schema.get("properties")
         known = isinstance(properties, Mapping) and found.name in properties
         if ending is not None and ending.state == "closed":
-            if known or not self._has_closed_schema():
+            if known or self._enforced or not self._has_closed_schema():
                 if any(found.name == part.name for part in value.parts):
                     value.parts.clear()
                 self._arguments.give(self._divided(ending.value))

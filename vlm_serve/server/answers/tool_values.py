@@ -1,8 +1,8 @@
 """Converting the text of a tool call's parameter to a value of its schema.
 
-A line break on either side of the text belongs to the form. The grammar of an enforced call allows
-any single white space there around a restricted value. So a text has several
-readings: the plain one is tried first, then those with the most white space removed.
+A line break on either side of the text belongs to the form. Models also write other white space
+there around a restricted value. So a text has several readings: the plain one is tried first, then
+those with the most white space removed. A value that a grammar enforces has one reading.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from pydantic_core import from_json
+from vlm_serve.grammar.kinds import Kinds, kind_of
+from vlm_serve.preprocess.reading.values import begins_json
 
 _SPACE = (" ", "\n", "\r", "\t")
 _BLANK = r"(?: |\\[nrst]|\[(?: |\\[nrst])+\])"
@@ -51,6 +53,31 @@ def read(
     kinds = {kind for leaf in leaves for kind in _kinds(leaf)}
     value = _python_value(plain) if kinds & {"array", "object"} else None
     return plain if value is None or not _is_of(value, tuple(kinds)) else value
+
+
+def enforced_json(text: str, kinds: Kinds) -> str:
+    """Return the JSON of a value that a grammar enforces.
+
+    Args:
+        text: the value, without the form's line breaks.
+        kinds: the kinds of values that its schema may accept.
+    """
+    if text == text.strip() and not is_enforced_text(text, kinds):
+        try:
+            value = strict_json(text, bounded=True)
+        except (ValueError, RecursionError):
+            return as_json(text)
+        kind = kind_of(value)
+        if "string" not in kinds or (kind in kinds and kind != "string"):
+            return as_json(value)
+    return as_json(text)
+
+
+def is_enforced_text(start: str, kinds: Kinds) -> bool:
+    """Return True if an enforced value is a string for certain, by its first characters."""
+    if "string" not in kinds:
+        return False
+    return len(kinds) == 1 or start != start.lstrip() or not begins_json(start)
 
 
 def unframed(text: str) -> str:
@@ -244,7 +271,11 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def strict_json(
-    text: str, *, lenient: bool = False, constant: Callable[[str], Any] | None = None
+    text: str,
+    *,
+    lenient: bool = False,
+    bounded: bool = False,
+    constant: Callable[[str], Any] | None = None,
 ) -> Any:
     """Parse JSON without NaN and infinities.
 
@@ -252,6 +283,7 @@ def strict_json(
         text: the JSON.
         lenient: strings may contain raw line breaks and tabs, and the first of duplicate members
             counts.
+        bounded: a number beyond all others becomes the largest one.
         constant: returns the value of a NaN or an infinity; None: they are no JSON.
 
     Raises:
@@ -261,7 +293,7 @@ def strict_json(
         text,
         strict=not lenient,
         parse_constant=constant or _not_json,
-        parse_float=_finite,
+        parse_float=_bounded if bounded else _finite,
         object_pairs_hook=_first_members if lenient else None,
     )
 
@@ -285,15 +317,6 @@ def is_json(text: str) -> bool:
     return True
 
 
-def begins_json(text: str) -> bool:
-    """Return True if the text is a prefix of JSON."""
-    try:
-        from_json(text, allow_partial=True)
-    except ValueError:
-        return False
-    return True
-
-
 def _first_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members: dict[str, Any] = {}
     for name, value in pairs:
@@ -306,6 +329,10 @@ def _finite(number: str) -> float:
     if not math.isfinite(value):
         raise ValueError(number)  # JSON has no such number
     return value
+
+
+def _bounded(number: str) -> float:
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
 
 
 def _not_json(name: str) -> Any:

@@ -94,11 +94,12 @@ async def respond(service: Service, request: Request, spec: ResponseSpec) -> Res
 async def _complete(service: Service, spec: ResponseSpec, coverage: Coverage) -> str:
     """Return the complete response body as JSON.
 
-    Log-probabilities make a response many times longer. With them, the body is built on a
-    preparation thread, so that it does not block the event loop.
+    Log-probabilities and vectors make a response many times longer. With them, the body is built on
+    a preparation thread, so that it does not block the event loop.
     """
     params = [task.params for task in spec.tasks]
     long = any(each.logprobs is not None or each.prompt_logprobs is not None for each in params)
+    long = long or any(task.pooled for task in spec.tasks)
     async with _submitted(service, spec) as generations:
         answer, deferred = spec.stream_of(generations), list[tuple[int, Delta]]()
         coverage.begin([generation.part for generation in generations])

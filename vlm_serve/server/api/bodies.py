@@ -54,9 +54,14 @@ class CacheReportBody(BaseModel):
     media_decoded: int
     media_encoded: int
     media_skipped: int
+    media_cut_short: int
+    media_repeated: int
     reason: str
     experts_missing: int
     logprobs_reused: int
+    joined_tokens: int
+    joined_ms: float
+    answer_tokens: int
     segments: list[SegmentBody]
     media: list[PromptMediaBody]
     snapshots: list[int]

@@ -1,4 +1,4 @@
-"""Routes under /v1/cache: inspect the prefix cache, pin parts of it, flush it."""
+"""Routes under /v1/cache: inspect the prefix cache and flush it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from starlette.responses import Response
 from vlm_serve.cache.listing import ListedNode
 from vlm_serve.errors import InvalidRequestError, VlmServeError
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
 from vlm_serve.server.api.prompts import PromptOrMessages, prepare_tokens
 from vlm_serve.server.api.reports import cache_report_body
-from vlm_serve.server.api.request_body import read_json, read_prompt, read_value
-from vlm_serve.server.http.json_body import validate
+from vlm_serve.server.api.request_body import read_json, read_prompt
 from vlm_serve.server.http.tenants import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.service import Preparation, Service
 
 DEFAULT_TREE_NODES = 100
+_NUMBER_DIGITS = 12
+"""Hexadecimal digits of a tenant's block numbers, which every JSON reader holds exactly."""
 
 NodeKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -53,19 +53,8 @@ class ProbeRequest(CachePrompt):
     pass
 
 
-class PinRequest(CachePrompt):
-    ttl_seconds: float
-    key: NodeKey | None = None
-
-
 class FlushRequest(RequestModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Pinned(BaseModel):
-    object: Literal["cache.pin"] = "cache.pin"
-    prompt_tokens: int
-    pinned_tokens: int
 
 
 class Flushed(BaseModel):
@@ -127,32 +116,13 @@ async def probe(service: Service, request: Request) -> Response:
         VlmServeError: the request is invalid, or the server does not admit it.
     """
     preparation = await read_prompt(
-        service, request, "chat", ProbeRequest, partial(_preparation, service, request)
+        service, request, "chat", ProbeRequest, partial(preparation_of, service, request)
     )
     with service.admission.admitted():
         prompt = await service.prepare(preparation)
         report = cache_report_body(await asyncio.to_thread(service.engine.probe, prompt))
     assert report is not None
     return JSONResponse(report.model_dump())
-
-
-async def pin(service: Service, request: Request) -> Response:
-    """Pin a prompt's KV and state, or those of a node and its ancestors: POST /v1/cache/pin.
-
-    Raises:
-        NodeNotFoundError: the cache has no node with this key that the client may see.
-        VlmServeError: the request is invalid, or the server does not admit it.
-    """
-    body, preparation = await read_value(service, request, partial(_pin_target, service, request))
-    with service.admission.admitted():
-        if isinstance(preparation, ListedNode):
-            length, key = preparation.node.end, preparation.node.key
-            pinned = await asyncio.to_thread(service.engine.pin_node, key, body.ttl_seconds)
-        else:
-            prompt = await service.prepare(preparation)
-            length = len(prompt)
-            pinned = await asyncio.to_thread(service.engine.pin, prompt, body.ttl_seconds)
-    return JSONResponse(Pinned(prompt_tokens=length, pinned_tokens=pinned).model_dump())
 
 
 async def flush(service: Service, request: Request) -> Response:
@@ -188,27 +158,28 @@ async def tree(service: Service, request: Request) -> Response:
     Raises:
         InvalidRequestError: a query parameter is invalid or unknown.
     """
-    query = request.query_params
-    refuse_unknown(query, ("offset", "limit"))
-    offset = _number(query, "offset", 0)
-    limit = _number(query, "limit", DEFAULT_TREE_NODES)
+    offset, limit = page_of(request.query_params)
     entries = entries_below(visible_root(service, request), service.engine.mirror.listing().entries)
-    page = service.engine.page(entries, offset, limit)
-    return JSONResponse(CacheTree(**dataclasses.asdict(page)).model_dump())
+    body = dataclasses.asdict(service.engine.page(entries, offset, limit))
+    if is_tenant(request.scope):
+        body["nodes"] = [with_own_number(each) for each in body["nodes"]]
+    return JSONResponse(CacheTree(**body).model_dump())
 
 
 async def node(service: Service, request: Request) -> Response:
     """Return the details of one node: GET /v1/cache/nodes/{key}.
 
     Raises:
-        NodeNotFoundError: the cache has no node with this key that the client may see.
+        NodeNotFoundError: the client may see no node with this key.
     """
     refuse_unknown(request.query_params, ())
-    entry = _find(service, request, request.path_params["key"])
+    entry = find_node(service, request, request.path_params["key"])
     token_ids = None
     if not is_tenant(request.scope):
         token_ids = list(struct.unpack(f"<{entry.node.num_tokens}I", entry.node.packed_tokens))
     body = dataclasses.asdict(service.engine.describe(entry))
+    if is_tenant(request.scope):
+        body = with_own_number(body)
     return JSONResponse(CacheNodeDetails(**body, token_ids=token_ids).model_dump())
 
 
@@ -225,7 +196,15 @@ def entries_below(root: bytes | None, entries: Sequence[ListedNode]) -> Sequence
     return entries if root is None else [entry for entry in entries if entry.root == root]
 
 
-def _find(service: Service, request: Request, key: str) -> ListedNode:
+def with_own_number(node: dict[str, Any]) -> dict[str, Any]:
+    """Return a node's body as a tenant sees it: its block's number follows from its key alone.
+
+    The physical one would tell how many blocks others have taken.
+    """
+    return node | {"block": int(node["key"][:_NUMBER_DIGITS], 16)}
+
+
+def find_node(service: Service, request: Request, key: str) -> ListedNode:
     """Return the node with a hexadecimal key.
 
     Raises:
@@ -243,21 +222,7 @@ def _find(service: Service, request: Request, key: str) -> ListedNode:
     return entry
 
 
-def _pin_target(
-    service: Service, request: Request, value: Mapping[str, Any]
-) -> tuple[PinRequest, ListedNode | Callable[[], Preparation]]:
-    """Return the body with the node that it names, or with a function that makes its prompt."""
-    body = validate(value, PinRequest)
-    if body.key is None:
-        return body, _preparation(service, request, body, read_conversation("chat", value))
-    given = {name for name, each in value.items() if each is not None}
-    if given - {"key", "ttl_seconds", "model"}:
-        raise InvalidRequestError("key must come without a prompt", param="key")
-    service.state.resolve_model(body.model)
-    return body, _find(service, request, body.key)
-
-
-def _preparation(
+def preparation_of(
     service: Service, request: Request, body: CachePrompt, conversation: Conversation
 ) -> Callable[[], Preparation]:
     """Return a function that makes the body's prompt; call it on a preparation thread.
@@ -266,19 +231,29 @@ def _preparation(
         InvalidRequestError: the prompt is invalid. The returned function may raise it, too.
     """
     service.state.resolve_model(body.model)
-    salt = salt_of(request.scope, body.cache_salt)
+    own = service.state.key_scope(request.scope, body)
     body.check_alternatives(body.prompt)
     if body.prompt is None:
-        return partial(prepare, service, conversation, salt)
+        return partial(prepare, service, conversation, own)
     if not body.prompt:
         raise InvalidRequestError("prompt must not be empty", param="prompt")
-    return partial(prepare_tokens, service, body.prompt, salt)
+    return partial(prepare_tokens, service, body.prompt, own)
 
 
 def refuse_unknown(query: Mapping[str, str], known: tuple[str, ...]) -> None:
     for name in query:
         if name not in known:
             raise InvalidRequestError(f"unknown query parameter {name[:64]!r}", param=name[:64])
+
+
+def page_of(query: Mapping[str, str]) -> tuple[int, int]:
+    """Return the offset and the limit of a query.
+
+    Raises:
+        InvalidRequestError: a query parameter is no number or unknown.
+    """
+    refuse_unknown(query, ("offset", "limit"))
+    return _number(query, "offset", 0), _number(query, "limit", DEFAULT_TREE_NODES)
 
 
 def _number(query: Mapping[str, str], name: str, default: int) -> int:

@@ -17,9 +17,15 @@ from starlette.responses import Response
 from vlm_serve.cache.listing import ListedNode, NodeInfo
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.mirror import Change, TreeListing
-from vlm_serve.server.api.cache import CacheNode, entries_below, refuse_unknown, visible_root
+from vlm_serve.server.api.cache import (
+    CacheNode,
+    entries_below,
+    refuse_unknown,
+    visible_root,
+    with_own_number,
+)
 from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
-from vlm_serve.server.http.tenants import PermissionDeniedError
+from vlm_serve.server.http.tenants import PermissionDeniedError, share_of
 from vlm_serve.server.service import Service
 
 SLICE = 16
@@ -62,7 +68,7 @@ async def cache_events(service: Service, request: Request) -> Response:
         raise PermissionDeniedError(
             "this stream is only for clients that can read the response", code="no_cors"
         )
-    subscriber = _Subscriber(service, visible_root(service, request))
+    subscriber = _Subscriber(service, visible_root(service, request), share_of(request.scope))
     if request.scope.get("is_head"):
         return Response(media_type=EventStream.media_type)
     events = subscriber.events()
@@ -74,9 +80,11 @@ class _Subscriber:
 
     Args:
         root: it sees only the nodes below this root and no totals; None: it sees everything.
+        share: see `CacheFeed.subscribed`.
     """
 
-    def __init__(self, service: Service, root: bytes | None) -> None:
+    def __init__(self, service: Service, root: bytes | None, share: bytes) -> None:
+        self._share = share
         self._engine: Engine = service.engine
         self._feed = service.cache_feed
         self._seconds = service.config.send_timeout
@@ -89,7 +97,7 @@ class _Subscriber:
         They end when the server does, or when the client takes too long to receive one.
         """
         loop, feed = asyncio.get_running_loop(), self._feed
-        with feed.subscribed():
+        with feed.subscribed(self._share):
             sequence, status_number, quiet = -1, 0, 0
             while True:
                 sequence, pieces = self._messages_since(sequence)
@@ -157,7 +165,7 @@ class _Subscriber:
         node = self._engine.describe(entry)
         body: dict[str, Any] = dict(zip(_NODE_FIELDS, _values_of(node), strict=True))
         body["media"] = [dataclasses.asdict(each) for each in node.media]
-        return body
+        return body if self._root is None else with_own_number(body)
 
     def _change(self, change: Change) -> dict[str, Any]:
         body: dict[str, Any] = {"type": change.kind, "key": change.key.hex()}
@@ -165,6 +173,8 @@ class _Subscriber:
             body["prompt_tokens"] = change.hit.prompt_tokens
             body["cached_tokens"] = change.hit.boundary
             body["reason"] = change.hit.reason
+            body["joined_tokens"] = change.hit.joined_tokens
+            body["joined_ms"] = change.hit.joined_ms
         elif change.kind == "snapshot_ready":
             body["snapshot"] = change.snapshot
         elif change.entry is not None and change.kind != "snapshot_evicted":

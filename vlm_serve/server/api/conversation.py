@@ -10,7 +10,9 @@ from typing import Any
 
 from starlette.types import Scope
 
+from vlm_serve.engine.request import NextTurn
 from vlm_serve.errors import FieldError, InvalidRequestError
+from vlm_serve.preprocess.keys import KeyScope
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
@@ -25,6 +27,7 @@ from vlm_serve.server.answers.generation import (
     reasoning_parser_of,
     thought_of,
 )
+from vlm_serve.server.answers.next_turn import ParsedTurn
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm, form_of
 from vlm_serve.server.api.fields import AnswerRequest
@@ -34,7 +37,7 @@ from vlm_serve.server.api.truncation import prepare_truncated
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
-from vlm_serve.server.http.tenants import salt_of
+from vlm_serve.server.http.tenants import share_of
 from vlm_serve.server.service import Preparation, Service
 
 SCHEMES = ("data:", "http://", "https://", "file://")
@@ -44,12 +47,18 @@ SCHEMES = ("data:", "http://", "https://", "file://")
 def check_media_sources(conversation: Conversation) -> None:
     """Refuse paths and bytes, which media may have in Python only. Raises InvalidRequestError."""
     for part in conversation.media:
-        url = part.head or part.source
-        if not isinstance(url, str) or not url[:8].lower().startswith(SCHEMES):
+        listed = isinstance(part.source, list) and part.modality == "video"
+        urls = part.source if listed else [part.head or part.source]
+        if not urls or not all(_is_url(url) for url in urls):
             raise InvalidRequestError(
-                f"{part.param} must be a URL that begins with {', '.join(SCHEMES)}",
+                f"{part.param} must be a URL that begins with {', '.join(SCHEMES)}"
+                + (", or a list of such URLs of frames" if part.modality == "video" else ""),
                 param=part.param,
             )
+
+
+def _is_url(url: object) -> bool:
+    return isinstance(url, str) and url[:8].lower().startswith(SCHEMES)
 
 
 def set_variables(
@@ -88,14 +97,17 @@ def set_variables(
 def prepare(
     service: Service,
     conversation: Conversation,
-    cache_salt: str,
+    own: KeyScope,
     answer_tokens: int | None = None,
+    last_tokens: int | None = None,
 ) -> Preparation:
     """Return the prompt, or the work left if there are media; call it on a preparation thread.
 
     Args:
+        own: whose prompt it is.
         answer_tokens: tokens reserved for the answer. If the conversation is too long, its oldest
             turns are dropped. None: a conversation that is too long is refused.
+        last_tokens: only so many tokens at the prompt's end are used, unless there are media.
 
     Raises:
         InvalidRequestError: the conversation makes no prompt, or a client may not name its media.
@@ -106,15 +118,15 @@ def prepare(
         max_tokens = service.engine.max_model_len - max(answer_tokens, 1)
 
         def truncated(stop: Stop) -> Prompt:
-            prompt_of = partial(preprocessor.prepare, cache_salt=cache_salt, stop=stop)
+            prompt_of = partial(preprocessor.prepare, **own.options, stop=stop)
             return prepare_truncated(conversation, prompt_of, max_tokens)
 
         return truncated if conversation.media else truncated(Stop())
-    rendering: Rendering = preprocessor.begin(conversation, cache_salt=cache_salt)
+    rendering: Rendering = preprocessor.begin(conversation, **own.options, last_tokens=last_tokens)
     if rendering.media:
         return rendering
     prompt: Prompt = preprocessor.finish(rendering, [])
-    return prompt
+    return prompt.last_tokens(last_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +150,14 @@ class ParsedRequest:
     answer_tokens: int | None = None
     clamped: bool = False
 
-    def prepare(self, service: Service, cache_salt: str) -> Preparation:
+    def prepare(self, service: Service, own: KeyScope) -> Preparation:
         """Return the prompt or the work left; it raises as `prepare` does."""
-        made = prepare(service, self.conversation, cache_salt, self.answer_tokens)
-        count = self.params.truncate_prompt_tokens
-        if count is None:
-            return made
-        if not isinstance(made, Prompt):
+        count = self.params.kept_prompt_tokens(service.engine.max_model_len)
+        made = prepare(service, self.conversation, own, self.answer_tokens, count)
+        cut = self.params.truncate_prompt_tokens not in (None, -1)
+        if cut and not isinstance(made, Prompt):
             raise FieldError("truncate_prompt_tokens", "is not possible for a prompt with media")
-        return made.last_tokens(count)
+        return made
 
 
 async def count_tokens(service: Service, parsed: ParsedRequest, cache_salt: str) -> int:
@@ -156,7 +167,41 @@ async def count_tokens(service: Service, parsed: ParsedRequest, cache_salt: str)
         VlmServeError: see `Admission.admitted` and `Service.prepare`.
     """
     with service.admission.admitted(), renamed_params(parsed.names):
-        return len(await service.prepare(partial(parsed.prepare, service, cache_salt)))
+        return len(await service.prepare(partial(parsed.prepare, service, KeyScope(cache_salt))))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForms:
+    """How answers to a conversation are parsed.
+
+    Attributes:
+        tools: parameter schemas of the callable functions, by name; None: do not parse tool calls.
+        tool_form: syntax of tool calls.
+        parallel: an answer may have more than one call.
+    """
+
+    tools: Mapping[str, Any] | None
+    tool_form: ToolForm
+    parallel: bool
+
+    def parser(self, task: Task, prompt: Prompt) -> OutputParser:
+        """Return a new parser for one choice of the answer to a prompt."""
+        thought = thought_of(task, prompt)
+        return OutputParser(
+            reasoning=None if thought is None else thought.opened,
+            tools=self.tools,
+            form=self.tool_form,
+            parallel=self.parallel,
+            continued=task.continued,
+            enforced=task.params.structured_outputs is not None,
+        )
+
+    def next_turn(self, task: Task, prompt: Prompt) -> NextTurn | None:
+        """Return the next turn of a client that sends the parsed answer back."""
+        if prompt.next_turn is None:
+            return None
+        kind = "agent" if self.tools else "chat"
+        return ParsedTurn(kind, prompt.next_turn, partial(self.parser, task, prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,30 +209,18 @@ class ConversationTask:
     """How to answer a validated request.
 
     Attributes:
-        tools: parameter schemas of the callable functions, by name; None: do not parse tool calls.
-        tool_form: syntax of tool calls.
-        parallel: the answer may have more than one call.
+        forms: how the answer is parsed.
         created: Unix time in seconds.
     """
 
     task: Task
     model: str
-    tools: Mapping[str, Any] | None
-    tool_form: ToolForm
-    parallel: bool
+    forms: AnswerForms
     created: int
 
     def parser(self, generation: Generation) -> OutputParser:
         """Return a new parser for one choice of the answer."""
-        thought = thought_of(self.task, generation.prompt)
-        return OutputParser(
-            reasoning=None if thought is None else thought.opened,
-            tools=self.tools,
-            form=self.tool_form,
-            parallel=self.parallel,
-            continued=self.task.continued,
-            enforced=self.task.params.structured_outputs is not None,
-        )
+        return self.forms.parser(self.task, generation.prompt)
 
 
 def conversation_task(
@@ -210,10 +243,15 @@ def conversation_task(
     plain = params.structured_outputs
     form = with_tools(plain, choice, schemas, parsed.form_field, _tool_form(service))
     form_field = parsed.form_field if form is plain else "tools"
-    salt = salt_of(scope, body.cache_salt)
+    own = service.state.key_scope(scope, body)
+    forms = AnswerForms(
+        None if choice.mode == "none" else {name: schemas[name] or {} for name in choice.names},
+        _tool_form(service),
+        choice.parallel,
+    )
     return ConversationTask(
         task=Task(
-            prepare=partial(parsed.prepare, service, salt),
+            prepare=partial(parsed.prepare, service, own),
             params=dataclasses.replace(params, structured_outputs=form),
             request_id=body.request_id or request_id_of(scope),
             arrival=arrival,
@@ -226,13 +264,11 @@ def conversation_task(
             names={**parsed.names, "structured_outputs": form_field},
             affinity=affinity_of(scope),
             attempt=attempt_of(scope),
+            next_turn=forms.next_turn,
+            share=share_of(scope),
         ),
         model=service.state.resolve_model(body.model),
-        tools=None
-        if choice.mode == "none"
-        else {name: schemas[name] or {} for name in choice.names},
-        tool_form=_tool_form(service),
-        parallel=choice.parallel,
+        forms=forms,
         created=created_of(scope),
     )
 

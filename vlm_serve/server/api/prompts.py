@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.keys import KeyScope
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.server.api.chat.request import ChatMessage, TemplateFields
 from vlm_serve.server.api.fields import MAX_MESSAGES, Items
@@ -28,11 +29,12 @@ class PromptOrMessages(TemplateFields):
 
 
 def prepare_tokens(
-    service: Service, prompt: str | list[int], cache_salt: str, count: int | None = None
+    service: Service, prompt: str | list[int], own: KeyScope, count: int | None = None
 ) -> Prompt:
     """Return the prompt for text or token ids; call it on a preparation thread.
 
     Args:
+        own: whose prompt it is.
         count: only so many tokens at the end are used; None: all are.
 
     Raises:
@@ -45,5 +47,5 @@ def prepare_tokens(
         ids = preprocessor.tokenizer.encode(prompt)
     else:
         ids = preprocessor.tokenizer.encode_end(prompt, count)
-    made: Prompt = preprocessor.prepare_tokens(ids, cache_salt=cache_salt)
+    made: Prompt = preprocessor.prepare_tokens(ids, **own.options)
     return made

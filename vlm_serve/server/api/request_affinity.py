@@ -20,7 +20,7 @@ def note_affinity(scope: Scope, conversation: Conversation, model: str) -> None:
 
     Args:
         scope: the request's ASGI scope.
-        model: the canonical name of the model that answers.
+        model: the canonical name of the model that answers, or its adapter's.
     """
     if AFFINITY in scope or scope.get("path", "") not in APIS:
         return

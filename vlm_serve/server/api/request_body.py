@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -23,7 +24,7 @@ from vlm_serve.server.http.json_body import (
     parse_counted,
     validate,
 )
-from vlm_serve.server.http.request_memory import current_share
+from vlm_serve.server.http.request_memory import Share, current_share
 from vlm_serve.server.http.streaming import until_disconnected
 
 if TYPE_CHECKING:
@@ -52,25 +53,58 @@ async def read_prompt(
     model: type[M],
     use: Callable[[M, Conversation], T],
     completed: Callable[[M, Any], Any] | None = None,
+    beside: Callable[[M], int] = lambda body: 0,
 ) -> T:
     """Return the result of `use` for the request's body and the conversation in it.
 
     Args:
         api: see `read_conversation`.
         completed: adds to the parsed JSON what the body only refers to.
+        beside: returns the bytes of what the body refers to and `use` reads; the request counts as
+            if its body had brought them.
 
     Raises:
         InvalidRequestError: see `read_value`, `read_conversation`.
     """
 
-    def read(value: Any) -> T:
-        body = validate(value, model)
+    def read(value: Any, body: M) -> T:
         value = value if completed is None else completed(body, value)
         conversation = read_conversation(api, value)
-        note_affinity(request.scope, conversation, service.state.model_names[0])
+        name = service.state.affinity_name(getattr(body, "model", None))
+        note_affinity(request.scope, conversation, name)
         return use(body, conversation)
 
-    return await read_value(service, request, read)
+    def use_small(value: Any) -> Callable[[], T] | _Large[M]:
+        body = validate(value, model)
+        num_bytes = beside(body)
+        if num_bytes > SMALL_BYTES:
+            return _Large(value, body, num_bytes)
+        made = read(value, body)
+        return lambda: made
+
+    found = await read_value(service, request, use_small)
+    if not isinstance(found, _Large):
+        return found()
+    share = current_share()
+    if share is not None:
+        await _grow(request, share, share.size + found.num_bytes)
+    return await service.workers.parse(partial(read, found.value, found.body))
+
+
+@dataclass(frozen=True, slots=True)
+class _Large(Generic[M]):
+    """A body that refers to so much that it is read as a large one."""
+
+    value: Any
+    body: M
+    num_bytes: int
+
+
+async def _grow(request: Request, share: Share, size: int) -> None:
+    """Wait until a request's share has that size, or its client is gone."""
+    if not share.fits(size):
+        await until_disconnected(request, share.grow(size))
+    await share.grow(size)
 
 
 async def read_value(service: Service, request: Request, use: Callable[[Any], T]) -> T:
@@ -100,10 +134,7 @@ async def read_value(service: Service, request: Request, use: Callable[[Any], T]
     cost = count() if small else await service.workers.parse(count)
     share = current_share()
     if share is not None:
-        needed = cost.to_parse()
-        if not share.fits(needed):
-            await until_disconnected(request, share.grow(needed))
-        await share.grow(needed)
+        await _grow(request, share, cost.to_parse())
 
     def read() -> tuple[T, int]:
         value = parse_counted(body)

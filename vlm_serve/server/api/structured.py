@@ -5,18 +5,23 @@ The fields are `response_format`, `structured_outputs` and `tool_choice`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from vlm_serve.errors import FieldError, InvalidRequestError
-from vlm_serve.grammar.schema import check_schema
 from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
 from vlm_serve.server.answers.pieces import ToolForm
 from vlm_serve.structured_outputs import StructuredOutputs
 
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _KINDS = tuple(each.name for each in fields(StructuredOutputs) if each.name != "strict")
+
+_SPEAK_OF_PROPERTIES = frozenset(
+    ["properties", "patternProperties", "additionalProperties", "required", "propertyNames", "$ref",
+     "allOf", "anyOf", "oneOf"]
+)  # fmt: skip
 
 
 def structured_outputs_of(
@@ -242,8 +247,6 @@ def with_tools(
     all_allowed = set(choice.names) == set(schemas)
     if choice.mode == "auto" and form is None and choice.parallel and all_allowed:
         return None
-    if form is not None and form.json is not None:
-        check_schema(form.json, form_field, strict=form.strict)
     tags = [_tag(name, schemas[name], tool_form) for name in choice.names]
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
@@ -253,7 +256,7 @@ def with_tools(
         "stop_after_first": not choice.parallel,
     }
     if choice.mode == "auto":
-        calls = _auto(form, calls, tags, choice)
+        calls = _auto(form, calls, tags, choice, form_field)
     return _structural(calls)
 
 
@@ -262,6 +265,7 @@ def _auto(
     calls: dict[str, Any],
     tags: list[dict[str, Any]],
     choice: ToolChoice,
+    form_field: str,
 ) -> dict[str, Any]:
     if form is None:  # Text with calls in it; if only one call is allowed, it ends the answer.
         return {
@@ -270,17 +274,18 @@ def _auto(
             "tags": tags,
             "stop_after_first": not choice.parallel,
         }
-    return {"type": "or", "elements": [_element(form), calls]}
+    return {"type": "or", "elements": [_element(form, form_field), calls]}
 
 
-def _element(form: StructuredOutputs) -> dict[str, Any]:
-    """Return a constraint as part of a structural tag."""
+def _element(form: StructuredOutputs, field: str) -> dict[str, Any]:
+    """Return a constraint as part of a structural tag; its schema names the request's field."""
     kind, source = form.source
-    if form.json is not None:
-        return {"type": "json_schema", "json_schema": form.json, "max_whitespace_cnt": 1}
-    if form.json_object:
-        schema = {"type": "object", "additionalProperties": True}
-        return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
+    if kind == "json":
+        of = {"field": field, "strict": form.strict}
+        return {"type": "json_schema", "json_schema": json.loads(source), "of": of}
+    if form.choice is not None:
+        texts = [{"type": "const_string", "value": text} for text in form.choice]
+        return {"type": "or", "elements": texts}
     if kind == "regex":
         return {"type": "regex", "pattern": source}
     if kind == "grammar":
@@ -301,11 +306,14 @@ def _tag(name: str, schema: Any, tool_form: ToolForm) -> dict[str, Any]:
             "where tool calls are enforced",
             param="tools",
         )
-    parameters = dict(schema) if schema else {"type": "object", "properties": {}}
+    parameters = {"type": "object", **(schema or {})}
+    if not parameters.keys() & _SPEAK_OF_PROPERTIES:
+        parameters["properties"] = {}
     arguments = {
         "type": "json_schema",
-        "json_schema": {"type": "object", **parameters},
+        "json_schema": parameters,
         "max_whitespace_cnt": 1,
+        "of": {"function": name},
     }
     if tool_form == "hermes":
         return {

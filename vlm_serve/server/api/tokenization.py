@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.keys import KeyScope
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
@@ -60,7 +61,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     with service.admission.admitted():
         if chat is None:
             return await service.workers.prepare(answer)
-        prompt = await service.prepare(partial(prepare, service, chat, ""))
+        prompt = await service.prepare(partial(prepare, service, chat, KeyScope()))
         return await service.workers.prepare(partial(answer, prompt))
 
 

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import Request
+from starlette.types import Message, Receive
 
 from vlm_serve.server.http.errors import BodyTooLargeError
+
+
+def receiver(body: bytes) -> Receive:
+    """Return a `receive` for a complete body and a client that never disconnects."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    return receive
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

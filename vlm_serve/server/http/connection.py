@@ -21,6 +21,25 @@ READ_BYTES = 64 << 10
 _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
+class OpenConnection(Protocol):
+    """What a connection is to those that count it."""
+
+    transport: asyncio.Transport
+
+    @property
+    def is_working(self) -> bool:
+        """True if its request is complete and is being answered."""
+        ...
+
+    def check(self, seconds: float) -> None:
+        """Close the connection if its client is too slow.
+
+        Args:
+            seconds: time since the last check.
+        """
+        ...
+
+
 class ConnectionPool(Protocol):
     """The open connections of a server, as one of them sees them.
 
@@ -32,15 +51,15 @@ class ConnectionPool(Protocol):
     config: ServerConfig
     clock: float
 
-    def admit(self, connection: Connection) -> None:
+    def admit(self, connection: OpenConnection) -> None:
         """Add a new connection, or abort it."""
         ...
 
-    def active(self, connection: Connection) -> None:
+    def active(self, connection: OpenConnection) -> None:
         """Mark a connection as the most recently active one."""
         ...
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: OpenConnection) -> None:
         """Remove a lost connection."""
         ...
 

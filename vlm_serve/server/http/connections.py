@@ -7,12 +7,15 @@ import contextlib
 import logging
 import os
 import resource
+import ssl
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.connection import Connection
+from vlm_serve.server.http.connection import Connection, OpenConnection
+from vlm_serve.server.http.handshake import Handshake
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class Connections:
         self.config = config
         self.clock = 0.0
         self.most = config.max_connections
-        self._open: OrderedDict[Connection, None] = OrderedDict()  # least recently active first
+        self._open: OrderedDict[OpenConnection, None] = OrderedDict()  # least recently active first
         shortest = min(config.header_timeout, config.send_timeout)
         self._tick = min(MAX_TICK_SECONDS, shortest / TICKS_PER_DEADLINE)
         self._relieved = -1.0
@@ -50,6 +53,16 @@ class Connections:
     def protocol(self, **arguments: Any) -> Connection:
         """Make a connection; uvicorn calls this as its protocol class."""
         return Connection(self, **arguments)
+
+    def handshake(
+        self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext
+    ) -> asyncio.Protocol:
+        """Return the protocol of an accepted connection that is to speak TLS.
+
+        Args:
+            make: makes the connection's protocol after the handshake.
+        """
+        return Handshake(self, make, context, self.config.header_timeout)
 
     async def watch(self) -> None:
         """Fit the limit to the free descriptors, then keep time until cancelled."""
@@ -63,7 +76,7 @@ class Connections:
             for connection in tuple(self._open):
                 connection.check(self._tick)
 
-    def admit(self, connection: Connection) -> None:
+    def admit(self, connection: OpenConnection) -> None:
         """Add a new connection.
 
         At the limit the longest idle connection is closed for it. If all are being answered, the
@@ -74,12 +87,12 @@ class Connections:
         else:
             connection.transport.abort()
 
-    def active(self, connection: Connection) -> None:
+    def active(self, connection: OpenConnection) -> None:
         """Mark a connection as the most recently active one."""
         if connection in self._open:
             self._open.move_to_end(connection)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: OpenConnection) -> None:
         """Remove a lost connection."""
         self._open.pop(connection, None)
 

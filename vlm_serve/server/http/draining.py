@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
-from collections.abc import Callable
+import ssl
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from types import FrameType
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -61,9 +64,10 @@ S = TypeVar("S", bound=Servable)
 class DrainingServer(uvicorn.Server, Generic[S]):
     """A uvicorn server with a shutdown in two steps.
 
-    After the first signal it refuses new work and lets open requests end, up to the timeout. The
-    port stays open meanwhile, and /ready reports it. A second signal calls `on_second_signal` from
-    the signal handler.
+    After the first signal (SIGTERM, SIGINT, SIGQUIT, SIGHUP) it refuses new work and lets open
+    requests end, up to the timeout. The port stays open meanwhile, and /ready reports it. A second
+    signal calls `on_second_signal` from the signal handler. A second SIGHUP does not: a terminal
+    that is closed may send several.
     """
 
     def __init__(
@@ -86,13 +90,23 @@ class DrainingServer(uvicorn.Server, Generic[S]):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = loop = asyncio.get_running_loop()
         if self.config.is_ssl:
-            # uvicorn sets no limit on handshakes; asyncio's own is a minute.
-            limit = self.service.config.header_timeout
-            create = partial(loop.create_server, ssl_handshake_timeout=limit)
+            # asyncio's own TLS servers let any number of clients be silent, each for a minute.
+            create = partial(self._create_tls_server, loop.create_server)
             loop.create_server = create  # type: ignore[method-assign]
         self._watching = asyncio.ensure_future(self.connections.watch())
         await super().startup(sockets)
         self._on_listening()
+
+    async def _create_tls_server(
+        self,
+        create_server: Callable[..., Awaitable[asyncio.Server]],
+        make: Callable[[], asyncio.Protocol],
+        *,
+        ssl: ssl.SSLContext,
+        **options: Any,
+    ) -> asyncio.Server:
+        """Create the loop's server for connections that count from their acceptance on."""
+        return await create_server(partial(self.connections.handshake, make, ssl), **options)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.end_streams()
@@ -104,7 +118,19 @@ class DrainingServer(uvicorn.Server, Generic[S]):
         if self._watching is not None:
             self._watching.cancel()
 
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            # They stay, for what is saved after the server must not be cut off either.
+            for each in (signal.SIGHUP, signal.SIGQUIT):
+                in_main = threading.current_thread() is threading.main_thread()
+                if in_main and signal.getsignal(each) is not signal.SIG_IGN:  # As by nohup.
+                    signal.signal(each, self.handle_exit)
+            yield
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGHUP and self.service.requests.draining:
+            return
         if self.service.requests.draining or self._loop is None:
             self.should_exit = True
             self.force_exit = True
@@ -123,6 +149,21 @@ class DrainingServer(uvicorn.Server, Generic[S]):
             _log.warning("%d requests did not end within %g s", requests.num_open, timeout)
             await self.service.close()
         self.should_exit = True
+
+
+def ignore_user_signals() -> None:
+    """Ignore SIGUSR1 and SIGUSR2, which would end the process, unless they have a meaning."""
+    for each in (signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(each) is signal.SIG_DFL:
+            # A handler, unlike SIG_IGN, is not inherited by children.
+            signal.signal(each, lambda number, frame: None)
+
+
+def format_table(rows: Iterable[tuple[str, str]]) -> str:
+    """Return rows as text in two aligned columns."""
+    pairs = list(rows)
+    width = max(len(name) for name, _ in pairs)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in pairs)
 
 
 def print_notice(text: str) -> None:

@@ -12,7 +12,13 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from vlm_serve.errors import FieldError, InvalidRequestError, OverloadedError, VlmServeError
+from vlm_serve.errors import (
+    ContextLengthError,
+    FieldError,
+    InvalidRequestError,
+    OverloadedError,
+    VlmServeError,
+)
 from vlm_serve.server.http.request_id import request_id_of
 
 _log = logging.getLogger(__name__)
@@ -104,9 +110,12 @@ _MESSAGES_TYPES = {
 def messages_envelope(error: VlmServeError, request_id: str) -> dict[str, Any]:
     """Return the JSON body of an error for a client of /v1/messages."""
     kind = _MESSAGES_TYPES.get(error.status, "invalid_request_error")
+    message = error.message
+    if isinstance(error, ContextLengthError) and error.room:  # what its clients parse
+        message = f"prompt is too long: {error.prompt} tokens > {error.room} maximum"
     return {
         "type": "error",
-        "error": {"type": kind, "message": error.message},
+        "error": {"type": kind, "message": message},
         "request_id": request_id,
     }
 

@@ -81,6 +81,15 @@ def owner_of(scope: Any, client_salt: str | None) -> Owner:
     return Owner(scope.get("state", {}).get(_KEY, b""), salt_of(scope, client_salt))
 
 
+def share_of(scope: Any) -> bytes:
+    """Return what has a share of every bounded place: the digest of the request's API key.
+
+    It is empty if the server has no keys. Salts chosen by clients get no shares of their own.
+    """
+    key: bytes = scope.get("state", {}).get(_KEY, b"")
+    return key
+
+
 def salt_of(scope: Any, client_salt: str | None) -> str:
     """Return the cache salt of a request: its API key's if one is bound to it, else the client's.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -145,4 +146,8 @@ def test_a_limit_beyond_the_context_ends_there(server: RunningServer) -> None:
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "context_length_exceeded"
     messages, _ = prompt(server.engine.max_model_len)
-    assert server.post("/v1/messages", {"messages": messages, "max_tokens": 5}).status_code == 400
+    refused = server.post("/v1/messages", {"messages": messages, "max_tokens": 5})
+    assert refused.status_code == 400
+    room = server.engine.max_model_len - 1
+    message = refused.json()["error"]["message"]
+    assert re.fullmatch(rf"prompt is too long: \d+ tokens > {room} maximum", message)

@@ -215,7 +215,7 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: openai.OpenAI) -> 
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
-         "input[0].content[0].type"),
+         "input[0].content[0].file_data"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
          "input[0].content[0].file_id"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].arguments"),

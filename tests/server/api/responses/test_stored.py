@@ -15,6 +15,7 @@ from tool_texts import CALL, CITY_TOOL
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.preprocess.reading import items
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
@@ -349,3 +350,53 @@ def test_an_infinite_number_is_not_stored(server: RunningServer) -> None:
     headers = {"content-type": "application/json"}
     answer = server.client.post("/v1/responses", content=content, headers=headers)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+
+
+def test_the_past_is_part_of_what_a_request_costs(
+    server: RunningServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of few bytes that continues many is read and prepared where large ones are, and
+    counts as one."""
+    lanes: list[str] = []
+    run = server.service.workers._run
+
+    async def noted(name: str, work: Any) -> Any:
+        lanes.append(name)
+        return await run(name, work)
+
+    monkeypatch.setattr(server.service.workers, "_run", noted)
+    held: list[int] = []
+
+    def read_past(past: list[Any], conversation: Any) -> None:
+        held.append(server.service.admission.memory.held)
+        read(past, conversation)
+
+    read = items.read_past
+    monkeypatch.setattr("vlm_serve.server.api.responses.route.read_past", read_past)
+    first = ask(client, "short")
+    assert lanes == ["prepare"] * len(lanes)
+    ask(client, "short", previous_response_id=first.id)
+    assert lanes == ["prepare"] * len(lanes)
+    long = ask(client, "x" * 300_000)
+    del lanes[:], held[:]
+    ask(client, "short", previous_response_id=long.id)
+    assert lanes[0] == "json" and "large" in lanes and "prepare" not in lanes
+    assert held[0] > 300_000
+
+
+def test_the_turn_that_fills_the_store_is_kept(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    """Its answer says so. What follows it says that it is not, or makes room."""
+    responses = server.service.state.responses
+    assert responses is not None
+    large = ask(client, "x" * (responses.max_bytes - 3000))
+    for _ in range(20):
+        before, large = large, ask(client, "hi", previous_response_id=large.id)
+        if not large.store:
+            break
+        assert client.responses.retrieve(large.id).id == large.id
+    assert not large.store
+    assert client.responses.retrieve(before.id).id == before.id
+    again = ask(client, "short")
+    assert again.store and client.responses.retrieve(again.id).id == again.id

@@ -102,6 +102,34 @@ def test_the_events_of_a_custom_call(fake: RunningServer) -> None:
     assert events[3]["item_id"] == events[5]["item"]["id"] == events[2]["item"]["id"]
 
 
+LONG_INPUT = 'say "ä\U0001f600\\\\ \\n"\n\ttab\x01 <b> {"input": "x"} \\u00e4 ' * 40
+CALLS = {"qwen3_xml": PATCH_CALL.replace(INPUT, "%s"), "hermes": "<tool_call>\n%s\n</tool_call>"}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("form", CALLS)
+def test_a_long_input_comes_in_pieces(tokenizer: Tokenizer, form: Any, cut: bool) -> None:
+    # The scripted engine has a text for every token: only escaped characters stay whole.
+    given = LONG_INPUT if form == "hermes" else LONG_INPUT.replace("ä\U0001f600", "")
+    call = json.dumps({"name": "apply_patch", "arguments": {"input": given}})
+    engine = FakeEngine(tokenizer)
+    engine.answer = CALLS[form].replace("%s", call if form == "hermes" else given)
+    limit = {"max_output_tokens": 300} if cut else {}
+    with running(engine, ServerConfig(port=0, idle_check=False, tool_call_parser=form)) as server:
+        body = {"input": "hi", "tools": [PATCH], "stream": True} | limit
+        with server.client.stream("POST", "/v1/responses", json=body) as response:
+            text = "".join(response.iter_text())
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    deltas = [each["delta"] for each in events if each["type"].endswith("input.delta")]
+    (done,) = [each["input"] for each in events if each["type"].endswith("input.done")]
+    assert len(deltas) > 50 and all(deltas)
+    assert "".join(deltas) == done == (done if cut else given)
+    assert given.startswith(done) and len(done) > 100
+    item = next(each["item"] for each in events if each["type"].endswith("item.done"))
+    assert item["input"] == done
+    assert item["status"] == ("incomplete" if cut else "completed")
+
+
 def test_a_cut_custom_call_goes_on(fake: RunningServer) -> None:
     call = {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "Ad"}
     turns = [{"role": "user", "content": "hi"}, call | {"status": "incomplete"}]

@@ -96,14 +96,6 @@ class BatchBody(BaseModel):
     metadata: dict[str, str] | None
 
 
-class BatchList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[BatchBody]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 def batch_body(batch: Batch, model: str) -> BatchBody:
     """Describe a batch to its client.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -11,7 +12,7 @@ from starlette.responses import Response
 from vlm_serve.batch.record import Batch
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.reader import APIS
-from vlm_serve.server.api.batches.bodies import BatchList, BatchRequest, batch_body
+from vlm_serve.server.api.batches.bodies import BatchRequest, batch_body
 from vlm_serve.server.api.files.route import batches_of, owner_of_files
 from vlm_serve.server.api.files.upload import UPLOAD_PURPOSE
 from vlm_serve.server.api.listing import page_of
@@ -69,11 +70,9 @@ async def list_batches(service: Service, request: Request) -> Response:
         InvalidRequestError: a parameter is invalid, or there is no store.
     """
     batches = batches_of(service).batches(owner_of_files(request))
-    page, more = page_of(batches, request.query_params, default=DEFAULT_LISTED, most=MAX_LISTED)
-    data = [batch_body(batch, service.state.model_names[0]) for batch in page]
-    ends = (data[0].id, data[-1].id) if data else (None, None)
-    body = BatchList(data=data, first_id=ends[0], last_id=ends[1], has_more=more)
-    return JSONResponse(body.model_dump())
+    body_of = partial(batch_body, model=service.state.model_names[0])
+    query = request.query_params
+    return page_of(batches, query, body_of, default=DEFAULT_LISTED, most=MAX_LISTED)
 
 
 async def get_batch(service: Service, request: Request) -> Response:

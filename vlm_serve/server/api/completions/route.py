@@ -22,7 +22,7 @@ from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
-from vlm_serve.server.http.tenants import salt_of
+from vlm_serve.server.http.tenants import share_of
 from vlm_serve.server.service import Service
 
 
@@ -46,7 +46,7 @@ def _spec(
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     params = body.sampling_params()
     request_id = body.request_id or request_id_of(scope)
-    salt = salt_of(scope, body.cache_salt)
+    own = service.state.key_scope(scope, body)
     model, created = service.state.resolve_model(body.model), created_of(scope)
     names = {"messages": "prompt", "structured_outputs": body.form_field}
 
@@ -60,10 +60,11 @@ def _spec(
             created=created,
         )
 
+    kept = params.kept_prompt_tokens(service.engine.max_model_len)
     prompts: Iterable[tuple[int, str | list[int]]] = enumerate(checked_prompts(conversation))
     tasks = [
         Task(
-            partial(prepare_tokens, service, prompt, salt, params.truncate_prompt_tokens),
+            partial(prepare_tokens, service, prompt, own, kept),
             params,
             request_id,
             arrival,
@@ -72,6 +73,7 @@ def _spec(
             names=names,
             attempt=attempt_of(scope),
             number=number,
+            share=share_of(scope),
         )
         for number, prompt in prompts
     ]

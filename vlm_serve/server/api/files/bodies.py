@@ -21,14 +21,6 @@ class FileBody(BaseModel):
     status_details: None = None
 
 
-class FileList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[FileBody]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 class FileDeleted(BaseModel):
     id: str
     object: Literal["file"] = "file"

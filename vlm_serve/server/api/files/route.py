@@ -15,7 +15,7 @@ from vlm_serve.batch.batches import Batches
 from vlm_serve.batch.file_store import StoredFile
 from vlm_serve.batch.settled import in_thread
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.api.files.bodies import FileDeleted, FileList, file_body
+from vlm_serve.server.api.files.bodies import FileDeleted, file_body
 from vlm_serve.server.api.listing import page_of
 from vlm_serve.server.http.streaming import sent_until_disconnected
 from vlm_serve.server.http.tenants import Owner, owner_of
@@ -68,11 +68,7 @@ async def list_files(service: Service, request: Request) -> Response:
     files = batches_of(service).store.files(owner_of_files(request))
     if "purpose" in query:
         files = [file for file in files if file.purpose == query["purpose"]]
-    page, more = page_of(files, query, default=MAX_LISTED, most=MAX_LISTED)
-    data = [file_body(file) for file in page]
-    ends = (data[0].id, data[-1].id) if data else (None, None)
-    body = FileList(data=data, first_id=ends[0], last_id=ends[1], has_more=more)
-    return JSONResponse(body.model_dump())
+    return page_of(files, query, file_body, default=MAX_LISTED, most=MAX_LISTED)
 
 
 async def get_file(service: Service, request: Request) -> Response:

@@ -26,7 +26,7 @@ from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
-from vlm_serve.server.http.tenants import salt_of
+from vlm_serve.server.http.tenants import share_of
 from vlm_serve.server.service import Service
 
 
@@ -44,15 +44,16 @@ def _spec(
     service: Service, scope: Scope, arrival: float, body: GenerateRequest, _: Conversation
 ) -> ResponseSpec:
     headers = ignored_header(_ignored(body))
-    salt = salt_of(scope, body.cache_salt)
+    own = service.state.key_scope(scope, body)
     model, created = service.state.resolve_model(body.model), created_of(scope)
 
     def stream_of(generations: Sequence[Generation]) -> GenerateStream:
         return GenerateStream(body, service.tokenizer, generations[0], model=model, created=created)
 
     params = body.params()
+    kept = params.kept_prompt_tokens(service.engine.max_model_len)
     task = Task(
-        partial(prepare_tokens, service, body.token_ids, salt, params.truncate_prompt_tokens),
+        partial(prepare_tokens, service, body.token_ids, own, kept),
         params,
         body.request_id or request_id_of(scope),
         arrival,
@@ -61,6 +62,7 @@ def _spec(
         names=body.names,
         affinity=affinity_of(scope),
         attempt=attempt_of(scope),
+        share=share_of(scope),
     )
     return ResponseSpec([task], stream_of, bool(body.stream), headers)
 

@@ -110,6 +110,15 @@ def parent_of(service: Service, owner: Owner, previous: str | None) -> Turn | No
     return find_response(service.state.responses, owner, previous, "previous_response_id")
 
 
+def bytes_of_past(service: Service, scope: Scope, body: ResponsesRequest) -> int:
+    """Return the memory of the stored turns that a request continues, 0 if it continues none."""
+    if body.previous_response_id is None or service.state.responses is None:
+        return 0
+    owner = owner_of(scope, body.cache_salt)
+    turn = service.state.responses.find(owner, body.previous_response_id)
+    return 0 if turn is None else turn.total_bytes
+
+
 def items_until(turn: Turn | None) -> list[dict[str, Any]]:
     """Return a conversation's items up to the turn's answer."""
     return [] if turn is None else turn.past() + turn.answer["output"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic_core import from_json
-
 from vlm_serve.server.api.output_blocks import OutputBlock
+from vlm_serve.server.api.responses.custom_input import input_of
 
 _PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
@@ -34,16 +33,9 @@ def item_of(block: OutputBlock, status: str, *, custom: bool) -> dict[str, Any]:
     if block.kind == "call":
         call = {"call_id": f"call_{block.token}", "name": block.name}
         if custom:
-            return item | {"type": "custom_tool_call"} | call | {"input": _input(block.text)}
+            return item | {"type": "custom_tool_call"} | call | {"input": input_of(block.text)}
         return item | {"type": "function_call"} | call | {"arguments": block.text}
     parts = [] if status == "in_progress" else [part_of(block)]
     if block.kind == "reasoning":
         return item | {"type": "reasoning", "summary": [], "content": parts}
     return item | {"type": "message", "role": "assistant", "content": parts}
-
-
-def _input(arguments: str) -> str:
-    """Return the one text of a call's arguments, which the token limit may have cut."""
-    given = from_json(arguments or "{}", allow_partial="trailing-strings")
-    found = given.get("input", "") if isinstance(given, dict) else ""
-    return found if isinstance(found, str) else arguments

@@ -23,7 +23,7 @@ from vlm_serve.server.api.conversation import (
     count_tokens,
 )
 from vlm_serve.server.api.request_body import read_prompt
-from vlm_serve.server.api.responses.new_turn import items_until, new_turn, parent_of
+from vlm_serve.server.api.responses.new_turn import bytes_of_past, items_until, new_turn, parent_of
 from vlm_serve.server.api.responses.references import with_references
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
 from vlm_serve.server.api.responses.stream import ResponseStream
@@ -58,8 +58,9 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
         return ignored_header(ignored + parsed.conversation.ignored), parsed, owner.salt
 
     known = partial(with_references, service, request.scope)
+    past_bytes = partial(bytes_of_past, service, request.scope)
     headers, parsed, salt = await read_prompt(
-        service, request, "responses", ResponsesRequest, parse, known
+        service, request, "responses", ResponsesRequest, parse, known, past_bytes
     )
     answer = InputTokens(input_tokens=await count_tokens(service, parsed, salt))
     return JSONResponse(answer.model_dump(), headers=headers)
@@ -69,10 +70,13 @@ async def create_response(service: Service, request: Request) -> Response:
     """Answer a conversation. It raises as `respond` does."""
     make_spec = partial(_spec, service, request.scope, time.monotonic())
     known = partial(with_references, service, request.scope)
+    past_bytes = partial(bytes_of_past, service, request.scope)
     return await respond(
         service,
         request,
-        await read_prompt(service, request, "responses", ResponsesRequest, make_spec, known),
+        await read_prompt(
+            service, request, "responses", ResponsesRequest, make_spec, known, past_bytes
+        ),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any, Literal
 
 from fastapi import Request
@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.values import unsupported
+from vlm_serve.server.api.listing import page_of
 from vlm_serve.server.api.responses.new_turn import find_response
 from vlm_serve.server.http.tenants import Owner, owner_of
 from vlm_serve.server.response_store import Turn
@@ -27,14 +27,6 @@ class Deleted(BaseModel):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
-
-
-class ItemList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 async def get_response(service: Service, request: Request) -> Response:
@@ -71,7 +63,14 @@ async def list_input_items(service: Service, request: Request) -> Response:
     turn, query = _turn(service, request), request.query_params
 
     def page() -> Response:  # It may be as long as the request was.
-        return JSONResponse(_page(turn, query).model_dump())
+        return page_of(
+            turn.past(),
+            query,
+            _with_defaults,
+            default=DEFAULT_ITEMS,
+            most=MAX_ITEMS,
+            id_of=itemgetter("id"),
+        )
 
     return await asyncio.to_thread(page)
 
@@ -83,29 +82,6 @@ def _owner(request: Request) -> Owner:
 def _turn(service: Service, request: Request) -> Turn:
     return find_response(
         service.state.responses, _owner(request), request.path_params["response_id"]
-    )
-
-
-def _page(turn: Turn, query: Mapping[str, str]) -> ItemList:
-    order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT_ITEMS))
-    if order not in ("asc", "desc"):
-        raise InvalidRequestError("order must be asc or desc", param="order")
-    if not (limit.isascii() and limit.isdigit() and 0 < int(limit[:9]) <= MAX_ITEMS):
-        raise InvalidRequestError(f"limit must be from 1 to {MAX_ITEMS}", param="limit")
-    items = turn.past()
-    if order == "desc":
-        items.reverse()
-    if "after" in query:
-        ids = [item["id"] for item in items]
-        if query["after"] not in ids:
-            raise InvalidRequestError("after must be the id of one of the items", param="after")
-        items = items[ids.index(query["after"]) + 1 :]
-    data = [_with_defaults(item) for item in items[: int(limit)]]
-    return ItemList(
-        data=data,
-        first_id=data[0]["id"] if data else None,
-        last_id=data[-1]["id"] if data else None,
-        has_more=len(data) < len(items),
     )
 
 

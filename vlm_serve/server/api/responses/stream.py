@@ -16,6 +16,7 @@ from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.logprobs import chat_logprobs
 from vlm_serve.server.api.output_blocks import BlockStream, OutputBlock
 from vlm_serve.server.api.reports import cache_report_body, usage_body
+from vlm_serve.server.api.responses.custom_input import CustomInput
 from vlm_serve.server.api.responses.new_turn import NewTurn
 from vlm_serve.server.api.responses.output_items import item_id, item_of, part_of
 from vlm_serve.server.api.responses.request import ResponsesRequest
@@ -70,6 +71,7 @@ class ResponseStream(BlockStream):
         self._turn = turn
         self._generation = generation
         self._number = 0
+        self._input = CustomInput()
         self._items: list[dict[str, Any]] = []
 
     def start(self) -> list[Event]:
@@ -79,14 +81,16 @@ class ResponseStream(BlockStream):
         ]
 
     def opened(self, block: OutputBlock) -> list[Event]:
+        self._input = CustomInput()
         events = [self._item_event("added", block, self._item(block, "in_progress"))]
         if block.kind != "call":
             events.append(self._part_event("added", block))
         return events
 
     def grown(self, block: OutputBlock, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
-        if self._is_custom(block):  # Its input is known when the JSON around it is complete.
-            return []
+        if self._is_custom(block):
+            text = self._input.grow(text)
+            return [self._text_event("delta", block, [], delta=text)] if text else []
         return [self._text_event("delta", block, logprobs, delta=text)]
 
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
@@ -101,8 +105,9 @@ class ResponseStream(BlockStream):
         item = self._item(block, "incomplete" if cut else "completed")
         self._items.append(item)
         if self._is_custom(block):
+            rest = self._input.rest(item["input"])
             return [
-                self._text_event("delta", block, [], delta=item["input"]),
+                *([self._text_event("delta", block, [], delta=rest)] if rest else []),
                 self._text_event("done", block, [], input=item["input"]),
                 self._item_event("done", block, item),
             ]

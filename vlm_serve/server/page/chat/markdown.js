@@ -55,8 +55,60 @@ DOMPurify.addHook("afterSanitizeAttributes", (node) => {
   node.setAttribute("rel", "noopener noreferrer nofollow");
 });
 
+// The parser takes quadratic time for some texts, and recursion for nested ones. Beyond these
+// bounds an answer is shown as it is, in slices that are laid out when they come into view.
+const MARKDOWN_LETTERS = 32_000;
+const PARAGRAPH_LETTERS = 8_000;
+const DEPTH = 40;
+const SLICE_LETTERS = 16_000;
+const FENCE = /^ {0,3}(?:```|~~~)/;
+const MARKERS = /[>*+-]|\d[.)]/g;
+const PREFIX = /^(?:[ \t>*+-]|\d{1,9}[.)])*/;
+
+let parsed = { text: "", fragment: document.createDocumentFragment() };
+
 /** A fragment with what the text says. */
 export function rendered(text) {
+  const end = endOfMarkdown(text);
+  const head = text.slice(0, end);
+  // An answer that still grows beyond the bounds is parsed once.
+  if (head !== parsed.text) parsed = { text: head, fragment: asElements(head) };
+  const fragment = parsed.fragment.cloneNode(true);
+  for (let at = end; at < text.length; at += SLICE_LETTERS) {
+    const slice = document.createElement("div");
+    slice.className = "plain";
+    slice.textContent = text.slice(at, at + SLICE_LETTERS);
+    fragment.append(slice);
+  }
+  return fragment;
+}
+
+/** How much of a text is within the bounds: up to a paragraph's end, or all of it. */
+function endOfMarkdown(text) {
+  let [fenced, paragraph, end] = [false, 0, 0];
+  for (let at = 0; at < text.length; ) {
+    const next = text.indexOf("\n", at) + 1 || text.length;
+    const line = text.slice(at, Math.min(next, at + PARAGRAPH_LETTERS));
+    if (FENCE.test(line)) fenced = !fenced;
+    const blank = line.trim() === "";
+    if (blank && !fenced) end = next;
+    paragraph = blank || fenced ? 0 : paragraph + next - at;
+    if (!fenced && depthOf(line) > DEPTH) return end;
+    if (next > MARKDOWN_LETTERS || paragraph > PARAGRAPH_LETTERS)
+      return end;
+    at = next;
+  }
+  return text.length;
+}
+
+/** An upper bound of the lists and quotes around a line. */
+function depthOf(line) {
+  const [prefix] = PREFIX.exec(line);
+  const indent = prefix.search(/[^ \t]|$/);
+  return (prefix.match(MARKERS)?.length ?? 0) + Math.floor(indent / 2);
+}
+
+function asElements(text) {
   const fragment = DOMPurify.sanitize(parser.parse(text), ALLOWED);
   for (const table of fragment.querySelectorAll("table")) {
     const frame = document.createElement("div");

@@ -50,9 +50,10 @@ export class Feed {
   }
 }
 
-function hitLine({ prompt_tokens: all, cached_tokens: cached, reason }) {
+function hitLine({ prompt_tokens: all, cached_tokens: cached, reason, joined_tokens: joined }) {
+  const waited = joined ? `, ${count(joined)} of them after a wait for another request` : "";
   return [
     "hit",
-    `${count(cached)} of ${counted(all, "prompt token")} reused. ${sentenceOf(reason)}`,
+    `${count(cached)} of ${counted(all, "prompt token")} reused${waited}. ${sentenceOf(reason)}`,
   ];
 }

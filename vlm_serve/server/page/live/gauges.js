@@ -46,7 +46,7 @@ export class Gauges {
     queue.show(
       [history.of((each) => each.running), history.of((each) => each.waiting)],
       now,
-      `${count(status.waiting)} waiting`,
+      `${count(status.waiting)} waiting, ${count(status.joined)} of them for a prefix`,
     );
     steps.show([history.rateOf((each) => each.steps)], now);
     tokens.show([history.rateOf((each) => each.generated_tokens)], now);

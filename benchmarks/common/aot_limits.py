@@ -1,0 +1,143 @@
+"""Limits of what a kernel's machine code may take and show, and what some are allowed and why.
+
+Every kernel keeps these, whatever it is allowed:
+
+- shared memory within that of a program on the target;
+- no access to shared or tensor memory without the barrier that orders it;
+- no transposed result of a product: Triton 3.4 to 3.7.0 compiles such operands wrongly for Hopper.
+
+Without an allowance a kernel spills nothing, and each of its pipelined loops has two buffers or
+more and a copy in flight while it computes. No kernel may get worse than it was at the last check.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from benchmarks.common.aot_compile import TARGETS, Usage
+
+NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+CONSUMER = ("sm_89", "sm_120")
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Kernels with other limits.
+
+    Attributes:
+        kernels: pattern that a kernel's whole name matches.
+        targets: where.
+        reason: why.
+        spilled: bytes that a thread may spill, stores and loads together.
+        pipelined: False if its loops need no copy in flight.
+    """
+
+    kernels: str
+    targets: tuple[str, ...]
+    reason: str
+    spilled: int = 0
+    pipelined: bool = True
+
+
+ALLOWANCES = (
+    Allowance(
+        r"attention bfloat16 on \w+: prefill_kernel",
+        CONSUMER,
+        "Two buffers of 32 keys and of their values, of 256 dimensions, take 100 KiB with the "
+        "queries; a program has 99. So a tile is copied while nothing computes. Tiles of 16 keys "
+        "would fit twice, with twice the steps; nobody has measured them.",
+        pipelined=False,
+    ),
+    Allowance(
+        r"attention bfloat16 on (float8_e4m3fn|uint8): prefill_kernel",
+        NVIDIA,
+        "Codes are converted to bfloat16 in registers, beside a running output that takes half of "
+        "the 255.",
+        spilled=160,
+    ),
+    Allowance(
+        r"attention float32 on float32(, fixed parts)?: (prefill|decode)_kernel",
+        NVIDIA,
+        "float32 is the parity mode: a product is three products of split operands, whose parts "
+        "do not all fit in 255 registers.",
+        spilled=180,
+    ),
+    Allowance(
+        r"gated_delta fp32: scan_kernel",
+        NVIDIA,
+        "As above, with a state of 16 columns in registers from the first chunk to the last.",
+        spilled=2100,
+    ),
+    Allowance(
+        r"gated_delta: scan_kernel",
+        ("sm_100",),
+        "With Triton 3.6 two warps do what four would (`triton_faults`), and spill one value.",
+        spilled=16,
+    ),
+    Allowance(
+        r"gated_delta fp32: prepare_kernel",
+        ("sm_80", "sm_89", "sm_120"),
+        "As above, where products take both operands from registers.",
+        spilled=1300,
+    ),
+    Allowance(
+        r"moe (int8|float8|float4): (gate_up|down)_codes_kernel",
+        ("sm_80", "sm_89", "sm_100", "sm_120"),
+        "A few values in a conversion of codes, at 96 or 128 registers, which let five or "
+        "four programs share a multiprocessor.",
+        spilled=32,
+    ),
+    Allowance(
+        r"(linear|moe) (int8|float8): \w*(linear|codes)_kernel",
+        ("sm_100",),
+        "A group of 128 has two steps of 64, which the compiler unrolls: the group's copies are in "
+        "flight while the first computes, and none while the last does.",
+        pipelined=False,
+    ),
+)
+
+
+def matches(allowance: Allowance, name: str) -> bool:
+    """Return True if an allowance names a kernel."""
+    return re.fullmatch(allowance.kernels, name) is not None
+
+
+def breaches(name: str, target: str, usage: Usage, *, staged: bool) -> list[str]:
+    """Return a sentence for each limit that a kernel breaks.
+
+    Args:
+        name: of the kernel, with its case.
+        target: that it was compiled for.
+        usage: the worst of its variants.
+        staged: True if its launches ask for a pipelined loop.
+    """
+    limits = TARGETS[target][0]
+    allowed = [each for each in ALLOWANCES if target in each.targets and matches(each, name)]
+    spilled = max((each.spilled for each in allowed), default=0)
+    found = []
+    if usage.shared > limits.shared_memory:
+        found.append(f"takes {usage.shared} bytes of shared memory of {limits.shared_memory}")
+    if usage.spilled > spilled:
+        found.append(f"spills {usage.spilled} bytes, of {spilled} allowed")
+    if usage.unordered:
+        found.append(f"has {usage.unordered} accesses without the barrier that orders them")
+    if usage.turned:
+        found.append(f"transposes the results of {usage.turned} products")
+    if staged and target in NVIDIA and all(each.pipelined for each in allowed):
+        if not usage.loops:
+            found.append("asks for a pipelined loop and has none")
+        elif usage.buffers < 2 or usage.ahead < 1:
+            found.append(f"prefetches nothing: {usage.buffers} buffers, {usage.ahead} in flight")
+    return found
+
+
+def worse(usage: Usage, before: Usage) -> list[str]:
+    """Return what of a kernel got worse since it was checked."""
+    found = []
+    if usage.spilled > before.spilled:
+        found.append(f"spilled {usage.spilled} was {before.spilled}")
+    for name in ("programs", "loops", "buffers", "ahead"):
+        new, old = getattr(usage, name), getattr(before, name)
+        found += [f"{name} {new} was {old}"] if new < old else []
+    return found

@@ -1,0 +1,176 @@
+"""The variants that gpu_tune.py times: tiles, warps and stages of each op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.gpu_cases import (
+    BATCH,
+    STORED,
+    TOKENS,
+    decode_meta,
+    gated_delta_inputs,
+    half,
+    pages,
+    slices,
+)
+from common.gpu_shapes import QWEN_27B, QWEN_35B_A3B
+from vlm_serve.kernels.gated_delta import recurrent_gated_delta, step_triton
+from vlm_serve.kernels.gated_delta import triton as gated_triton
+from vlm_serve.kernels.metadata import DecodeMeta
+from vlm_serve.kernels.moe import routed_experts
+from vlm_serve.kernels.moe import triton as moe_triton
+from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill, decode_triton
+from vlm_serve.kernels.paged_attention import triton as prefill_triton
+from vlm_serve.kernels.paged_attention.tiles_triton import Tile
+from vlm_serve.kernels.triton_support import launch
+
+Change = tuple[Any, str, Any]
+"""Module, name in it, and the value that the name gets."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A call under changed constants.
+
+    Attributes:
+        label: what differs.
+        call: runs the op and returns its result.
+        changes: what to replace while it is measured.
+    """
+
+    label: str
+    call: Callable[[], torch.Tensor]
+    changes: tuple[Change, ...] = ()
+
+
+def groups() -> Iterator[tuple[str, Callable[[], list[Variant]]]]:
+    """Yield (name, builder of variants), the most valuable first; inputs live in the builder."""
+    yield "attention decode bfloat16", lambda: _decode(STORED[0], _DECODE)
+    yield "attention prefill bfloat16", lambda: _prefill(STORED[0], _PREFILL)
+    yield "gated_delta decode", _step
+    yield "routed experts 32", lambda: _experts(BATCH)
+    yield "routed experts 4096", lambda: _experts(TOKENS)
+    yield "attention decode float8", lambda: _decode(STORED[1], _CODES)
+    yield "attention decode int8", lambda: _decode(STORED[2], _CODES)
+    yield "attention prefill float8", lambda: _prefill(STORED[1], _PREFILL[:3])
+    yield "attention prefill int8", lambda: _prefill(STORED[2], _PREFILL_INT8)
+
+
+# (keys, warps, stages), with the numbers of programs wanted.
+_DECODE = [
+    (32, 4, 4, 256),
+    (32, 4, 3, 256),
+    (32, 4, 4, 512),
+    (32, 4, 3, 512),
+    (64, 4, 3, 256),
+    (32, 2, 4, 256),
+    (64, 8, 3, 256),
+    (32, 4, 5, 256),
+]
+_CODES = [(32, 4, 4, 256), (32, 2, 4, 256), (32, 4, 3, 256), (32, 4, 4, 512), (64, 4, 3, 256)]
+# (rows, keys, warps, stages)
+_PREFILL = [
+    (128, 32, 8, 3),
+    (128, 32, 8, 4),
+    (128, 32, 8, 2),
+    (64, 32, 4, 3),
+    (64, 64, 4, 2),
+    (128, 64, 8, 2),
+]
+_PREFILL_INT8 = [(128, 16, 8, 3), (128, 16, 8, 2), (128, 32, 8, 2), (64, 32, 4, 3)]
+
+
+def _decode(dtype: torch.dtype, tiles: list[tuple[int, int, int, int]]) -> list[Variant]:
+    shapes = QWEN_27B
+    q = half(BATCH, shapes.query_heads, shapes.head_dim)
+    kv, meta = pages(shapes, BATCH * TOKENS, dtype), decode_meta(TOKENS)
+
+    def call() -> torch.Tensor:
+        return attention_decode(q, kv, meta, scale=shapes.head_dim**-0.5)
+
+    def variant(keys: int, warps: int, stages: int, programs: int) -> Variant:
+        tile = Tile(16, keys, warps, stages)
+        changes = (
+            (decode_triton, "decode_tile", lambda *_: tile),
+            (decode_triton, "WANTED_PROGRAMS", programs),
+        )
+        label = f"keys {keys}, warps {warps}, stages {stages}, programs {programs}"
+        return Variant(label, call, changes)
+
+    return [variant(*each) for each in tiles]
+
+
+def _prefill(dtype: torch.dtype, tiles: list[tuple[int, int, int, int]]) -> list[Variant]:
+    shapes = QWEN_27B
+    q = half(TOKENS, shapes.query_heads, shapes.head_dim)
+    kv, meta = pages(shapes, TOKENS, dtype), slices(TOKENS)
+
+    def call() -> torch.Tensor:
+        return attention_prefill(q, kv, meta, scale=shapes.head_dim**-0.5)
+
+    def variant(rows: int, keys: int, warps: int, stages: int) -> Variant:
+        tile = Tile(rows, keys, warps, stages)
+        label = f"rows {rows}, keys {keys}, warps {warps}, stages {stages}"
+        return Variant(label, call, ((prefill_triton, "prefill_tile", lambda *_: tile),))
+
+    return [variant(*each) for each in tiles]
+
+
+def _with_warps(warps: int) -> Callable[..., None]:
+    """Return `launch` with another number of warps."""
+
+    def launched(kernel: Any, grid: tuple[int, ...], arguments: Any, **options: Any) -> None:
+        launch(kernel, grid, arguments, **{**options, "num_warps": warps})
+
+    return launched
+
+
+def _step() -> list[Variant]:
+    shapes = QWEN_27B
+    inputs = gated_delta_inputs(shapes, BATCH)
+    # Rows that are read are not written, so every run has the same result.
+    rows, others = tuple(range(BATCH)), tuple(range(BATCH, 2 * BATCH))
+    meta = DecodeMeta(((0,),) * BATCH, (1,) * BATCH, rows, others, (-1,) * BATCH)
+    size = (2 * BATCH, shapes.value_heads, shapes.state_dim, shapes.state_dim)
+    state = torch.randn(size, device="cuda")
+
+    def call() -> torch.Tensor:
+        return recurrent_gated_delta(*inputs, state, meta)
+
+    def variant(columns: int, warps: int) -> Variant:
+        changes = (
+            (step_triton, "STEP_COLUMNS", columns),
+            (gated_triton, "STEP_COLUMNS", columns),
+            (gated_triton, "launch", _with_warps(warps)),
+        )
+        return Variant(f"columns {columns}, warps {warps}", call, changes)
+
+    return [variant(*each) for each in ((32, 4), (128, 8), (128, 16), (64, 4), (64, 8), (16, 2))]
+
+
+def _experts(tokens: int) -> list[Variant]:
+    shapes = QWEN_35B_A3B
+    gate_up = half(shapes.experts, 2 * shapes.expert_width, shapes.hidden) * 0.02
+    down = half(shapes.experts, shapes.hidden, shapes.expert_width) * 0.04
+    x = half(tokens, shapes.hidden)
+    weights, ids = torch.rand(tokens, shapes.experts, device="cuda").topk(shapes.top_k, dim=-1)
+    weights = (weights / weights.sum(-1, keepdim=True)).bfloat16()
+
+    def call() -> torch.Tensor:
+        return routed_experts(x, weights, ids, gate_up, down)
+
+    def variant(rows: int, columns: int, depth: int) -> Variant:
+        tile = {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}
+        label = f"rows {rows}, columns {columns}, depth {depth}"
+        return Variant(label, call, ((moe_triton, "_tile", lambda *_: dict(tile)),))
+
+    if tokens == BATCH:
+        tiles = [(16, 64, 64), (16, 64, 128), (16, 32, 128), (16, 128, 64)]
+    else:
+        tiles = [(64, 64, 64), (128, 64, 64), (128, 128, 64), (64, 128, 64)]
+    return [variant(*each) for each in tiles]

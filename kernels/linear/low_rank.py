@@ -1,0 +1,262 @@
+"""Low-rank changes of projections (LoRA): `u = scale * (x @ down.T)`, then `+ u @ up.T`.
+
+A row's bits depend on the row, the weight and the row's own adapter. Compiled steps let the chain
+of each column go on (`native/products/low_rank.h`). Here torch adds the change to the product in
+float32, before the activation, the factor or the residual, and rounds once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vlm_serve.kernels.elementwise import silu_times
+from vlm_serve.kernels.linear.base import Epilogue, Linear
+from vlm_serve.kernels.linear.dense import PackedDense
+from vlm_serve.kernels.linear.packed import PANEL
+from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, in_tiles, with_rows
+from vlm_serve.kernels.linear.torch_quantised import ACTIVATIONS
+from vlm_serve.kernels.native_layout import struct
+
+_Part, _Change = struct("LowRankPart"), struct("LowRankChange")
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """Adjacent columns that one module changes: from `first` on, by `values`, `[n, rank]`. Their
+    elements of u begin at `offset`."""
+
+    first: int
+    offset: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An adapter's change of one projection.
+
+    Attributes:
+        down: `[all ranks, depth]`, the factors A of its modules, stacked.
+        scales: float32, one per row of `down`.
+        ups: in ascending order of columns.
+    """
+
+    down: torch.Tensor
+    scales: torch.Tensor
+    ups: tuple[Up, ...]
+
+    def of(self, x: torch.Tensor, columns: int) -> torch.Tensor:
+        """Return float32 `[T, columns]`, the sum that x's rows get."""
+        down = self.down.to(x.device, torch.float32)
+        u = _product(x.float(), down) * self.scales.to(x.device)
+        total = u.new_zeros(len(x), columns)
+        for up in self.ups:
+            values = up.values.to(x.device, torch.float32)
+            own = u[:, up.offset : up.offset + values.shape[1]].contiguous()
+            total[:, up.first : up.first + len(values)] += _product(own, values)
+        return total
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply with bits that do not depend on the number of rows."""
+    count = len(weight)
+    wide = weight if count >= MIN_COLUMNS else with_rows(weight, MIN_COLUMNS)
+    return in_tiles(x, lambda rows, _: F.linear(rows, wide))[:, :count]
+
+
+class PackedChange:
+    """A change in the layout of `native/products/low_rank.h`.
+
+    Attributes:
+        record: for compiled code; lives as long as this object.
+        nbytes: in memory.
+    """
+
+    def __init__(self, change: Change) -> None:
+        down = change.down
+        self._down = PackedDense.of([down], len(down), down.shape[1], down.dtype)
+        self._scales = change.scales.contiguous()
+        self._panels = [_panels(each) for each in change.ups]
+        parts = [
+            _Part(
+                first=up.first // PANEL,
+                last=up.first // PANEL + len(panels),
+                offset=up.offset,
+                rank=up.values.shape[1],
+                up=panels.data_ptr(),
+            )
+            for up, panels in zip(change.ups, self._panels, strict=True)
+        ]
+        self._parts = (_Part * len(parts))(*parts)
+        self.record = _Change(
+            down=self._down.record(),
+            scales=self._scales.data_ptr(),
+            count=len(parts),
+            parts=ctypes.addressof(self._parts),
+        )
+        self.nbytes = self._down.nbytes + sum(each.nbytes for each in self._panels)
+
+
+def _panels(up: Up) -> torch.Tensor:
+    """Lay columns out as float32 `[panels, rank, 32]`, with zeros where others' columns are."""
+    count, rank = up.values.shape
+    skip = up.first % PANEL
+    panels = -(-(skip + count) // PANEL)
+    wide = torch.zeros(panels * PANEL, rank)
+    wide[skip : skip + count] = up.values
+    return wide.view(panels, PANEL, rank).transpose(1, 2).contiguous()
+
+
+class AdapterChanges:
+    """The changes of one adapter.
+
+    Args:
+        by_site: by sites: the numbers of projections, from 1 on.
+        sites: the number of sites of the model.
+        tower: whether the vision tower is changed.
+
+    Attributes:
+        widest: most elements of u.
+    """
+
+    def __init__(self, by_site: Mapping[int, Change], sites: int, *, tower: bool = False) -> None:
+        self.by_site = by_site
+        self.tower = tower
+        self.widest = max((len(each.down) for each in by_site.values()), default=0)
+        self._sites = sites
+        self._layout: _Layout | None = None
+
+    def lay_out(self) -> None:
+        """Lay everything out for compiled code, unless that has been done."""
+        if self._layout is None:
+            self._layout = _Layout(self.by_site, self._sites)
+
+    def drop_layout(self) -> None:
+        """Free the results of `lay_out` has made."""
+        self._layout = None
+
+    @property
+    def layout_bytes(self) -> int:
+        """Bytes that `lay_out` has made."""
+        return 0 if self._layout is None else self._layout.nbytes
+
+    def address(self) -> int:
+        """Return the address of the records of all sites, for compiled code."""
+        self.lay_out()
+        assert self._layout is not None
+        return ctypes.addressof(self._layout.records)
+
+
+class _Layout:
+    """The changes of all sites, in the layout of compiled code."""
+
+    def __init__(self, by_site: Mapping[int, Change], sites: int) -> None:
+        self._packed = {site: PackedChange(each) for site, each in by_site.items()}
+        self.nbytes = sum(each.nbytes for each in self._packed.values())
+        none = _Change()
+        records = [
+            self._packed[site].record if site in by_site else none for site in range(sites + 1)
+        ]
+        self.records: Any = (_Change * len(records))(*records)
+
+
+class RowChanges:
+    """Which adapter changes which row.
+
+    Args:
+        adapters: those of the step.
+        of_rows: index of each row's adapter, -1 for none.
+    """
+
+    def __init__(self, adapters: Sequence[AdapterChanges], of_rows: Sequence[int]) -> None:
+        self.adapters = tuple(adapters)
+        self.of_rows = array("q", of_rows)
+
+    @classmethod
+    def of_all(cls, changes: AdapterChanges | None, rows: int) -> RowChanges | None:
+        """Return those of rows that all have one adapter, or none."""
+        return None if changes is None else cls([changes], [0] * rows)
+
+    def kept(self, rows: torch.Tensor) -> RowChanges:
+        """Return the same for some of the rows, in their order."""
+        return RowChanges(self.adapters, [self.of_rows[row] for row in rows.tolist()])
+
+    def groups(self, site: int) -> Iterator[tuple[Change | None, torch.Tensor]]:
+        """Yield each change of a projection with its rows; None: rows that stay as they are."""
+        found: dict[int, list[int]] = {}
+        for row, adapter in enumerate(self.of_rows):
+            known = adapter >= 0 and site in self.adapters[adapter].by_site
+            found.setdefault(adapter if known else -1, []).append(row)
+        for adapter, rows in found.items():
+            change = None if adapter < 0 else self.adapters[adapter].by_site[site]
+            yield change, torch.tensor(rows)
+
+    def changed(self, sites: Sequence[int]) -> list[bool]:
+        """Tell for each row whether its adapter changes any of these projections."""
+        known = [any(site in each.by_site for site in sites) for each in self.adapters]
+        return [adapter >= 0 and known[adapter] for adapter in self.of_rows]
+
+    def added(self, weight: Linear, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Add the changes by the adapters of x's rows to products in float32, in place."""
+        first = 0
+        for leaf in weight.leaves():
+            own = slice(first, first + leaf.columns)
+            for change, rows in self.groups(leaf.site):
+                if change is not None:
+                    place = rows.to(x.device)
+                    out[place, own] += change.of(x[place], leaf.columns)
+            first = own.stop
+        return out
+
+    def multiplied(
+        self, weight: Linear, x: torch.Tensor, after: Epilogue, *, deterministic: bool
+    ) -> torch.Tensor:
+        """Compute a call of a projection of one format, with checked arguments."""
+        out = x.new_empty(x.shape[0], weight.columns)
+        for change, own in self.groups(weight.site):
+            place = own.to(x.device)
+            mine = after.of(itemgetter(place))
+            if change is None:
+                out[place] = weight._multiply(x[place], mine, deterministic)
+                continue
+            wide = weight.partial(x[place], deterministic=True)
+            wide = wide + change.of(x[place], weight.columns)
+            if mine.activation is not None:
+                wide = ACTIVATIONS[mine.activation](wide)
+            if mine.times is not None:
+                wide = wide * mine.times
+            if mine.plus is not None:
+                wide = wide + mine.plus
+            out[place] = wide.to(x.dtype)
+        return out
+
+    def gated(
+        self, gate: Linear, up: Linear, x: torch.Tensor, *, deterministic: bool
+    ) -> torch.Tensor:
+        """Compute `gate.gated`; rows whose adapters change neither have the bits that they have
+        without adapters."""
+        changed = self.changed([leaf.site for each in (gate, up) for leaf in each.leaves()])
+        if not any(changed):
+            return gate.gated(up, x, deterministic=deterministic)
+        out = x.new_empty(x.shape[0], gate.columns)
+        for kind in (True, False):
+            own = torch.tensor([row for row, each in enumerate(changed) if each is kind])
+            if not len(own):
+                continue
+            place = own.to(x.device)
+            if kind:
+                mine, rows = self.kept(own), x[place]
+                both = (
+                    each(rows, deterministic=deterministic, changes=mine) for each in (gate, up)
+                )
+                out[place] = silu_times(*both)
+            else:
+                out[place] = gate.gated(up, x[place], deterministic=deterministic)
+        return out

@@ -1,0 +1,64 @@
+"""Conversations for embeddings and for reranking, as the cards of Qwen3-VL-Embedding and
+Qwen3-VL-Reranker write them."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Content = str | Sequence[Mapping[str, Any]]
+"""A text, or parts of a message as in OpenAI's chat."""
+
+EMBED_INSTRUCTION = "Represent the user's input."
+RERANK_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
+_JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+_NOTHING = "NULL"
+
+
+def embedding_messages(content: Content, instruction: str | None = None) -> list[dict[str, Any]]:
+    """Return the conversation whose last token's hidden state is the embedding of some content.
+
+    Args:
+        content: what is embedded.
+        instruction: what the embedding is for; a full stop is added if it ends without
+            punctuation. None: the card's.
+    """
+    said = (EMBED_INSTRUCTION if instruction is None else instruction).strip()
+    if said and not unicodedata.category(said[-1]).startswith("P"):
+        said += "."
+    return [
+        {"role": "system", "content": [_text(said)]},
+        {"role": "user", "content": _parts(content)},
+    ]
+
+
+def rerank_messages(
+    query: Content, document: Content, instruction: str | None = None
+) -> list[dict[str, Any]]:
+    """Return the conversation that asks whether a document meets a query, yes or no.
+
+    Args:
+        query, document: the pair.
+        instruction: what is asked of documents; None: the card's.
+    """
+    told = RERANK_INSTRUCTION if instruction is None else instruction
+    content = [_text(f"<Instruct>: {told}"), _text("<Query>:"), *_parts(query)]
+    content += [_text("\n<Document>:"), *_parts(document)]
+    return [
+        {"role": "system", "content": [_text(_JUDGE)]},
+        {"role": "user", "content": content},
+    ]
+
+
+def _parts(content: Content) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [_text(content or _NOTHING)]
+    return [dict(part) for part in content] or [_text(_NOTHING)]
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

@@ -1,0 +1,242 @@
+"""What chaos does to a server: each deed for a moment, and then it is undone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from chaos_world import World
+from redis.exceptions import RedisError
+
+Act = Callable[[World, random.Random], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Deed:
+    """A deed.
+
+    Attributes:
+        possible: whether this world has its object.
+        fatal: the server may stop serving for good.
+    """
+
+    name: str
+    act: Act
+    possible: Callable[[World], bool] = lambda _: True
+    fatal: bool = False
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _killed(kind: str) -> Act:
+    @contextmanager
+    def act(world: World, chance: random.Random) -> Iterator[None]:
+        found = world.pids(kind)
+        _send(chance.sample(found, min(len(found), 1)), signal.SIGKILL)
+        yield
+
+    return act
+
+
+def _stopped(kind: str) -> Act:
+    @contextmanager
+    def act(world: World, chance: random.Random) -> Iterator[None]:
+        found = world.pids(kind)
+        _send(found, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _send(found, signal.SIGCONT)
+
+    return act
+
+
+@contextmanager
+def _signalled(world: World, chance: random.Random) -> Iterator[None]:
+    _send([world.pid], signal.SIGUSR2)
+    yield
+
+
+@contextmanager
+def _disk_full(world: World, chance: random.Random) -> Iterator[None]:
+    """No file of the server's grows beyond a page, as on a full disk."""
+    before = resource.prlimit(world.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(world.pid, resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(world.pid, resource.RLIMIT_FSIZE, before)
+
+
+def _damage(path: Path, chance: random.Random) -> None:
+    """Cut a file, fill it with something else, or put another thing in its place."""
+    way = chance.choice(("cut", "empty", "flip", "text", "remove", "folder", "link"))
+    size = path.stat().st_size
+    if way == "cut":
+        os.truncate(path, chance.randrange(size + 1))
+    elif way == "empty":
+        os.truncate(path, 0)
+    elif way == "flip":
+        with path.open("r+b") as file:
+            for _ in range(64):
+                file.seek(chance.randrange(max(1, size)))
+                file.write(bytes([chance.randrange(256)]))
+    elif way == "text":
+        path.write_text("This is something else. " * 100)
+    else:
+        path.unlink()
+        if way == "folder":
+            path.mkdir()
+        elif way == "link":
+            path.symlink_to(path.with_name("nowhere"))
+
+
+def _restore(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    elif path.is_symlink():
+        path.unlink()
+
+
+@contextmanager
+def _disk_tier(world: World, chance: random.Random) -> Iterator[None]:
+    names = [each for each in world.disk.iterdir() if each.is_file() and not each.is_symlink()]
+    for path in names[:1] if chance.random() < 0.5 else names:
+        with contextlib.suppress(FileNotFoundError):
+            _damage(path, chance)
+    try:
+        yield
+    finally:
+        for path in names:
+            _restore(path)
+
+
+@contextmanager
+def _adapter(world: World, chance: random.Random) -> Iterator[None]:
+    """The adapter is in memory: what becomes of its files means nothing to a server that runs."""
+    assert world.adapter is not None
+    kept = world.adapter.with_name("adapter-kept")
+    shutil.copytree(world.adapter, kept)
+    try:
+        _damage(chance.choice(sorted(world.adapter.iterdir())), chance)
+        yield
+    finally:
+        shutil.rmtree(world.adapter)
+        kept.rename(world.adapter)
+
+
+@contextmanager
+def _temporary(world: World, chance: random.Random) -> Iterator[None]:
+    """Others' junk comes, and contents of the server's own folders go."""
+    (world.tmp / f"junk-{chance.randrange(10**6)}").write_bytes(b"x" * 1000)
+    for path in [each for each in world.tmp.rglob("*") if each.is_file()]:
+        if chance.random() < 0.5:
+            path.unlink(missing_ok=True)
+    yield
+    for path in world.tmp.glob("junk-*"):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _libraries(world: World, chance: random.Random) -> Iterator[None]:
+    """Replaced, not cut: nobody can cut the file behind a mapping without killing its process."""
+    for path in (world.cache / "vlm-serve" / "native").glob("*.so"):
+        other = path.with_name("other")
+        other.write_bytes(path.read_bytes()[: chance.randrange(1000)])
+        other.chmod(0o600)
+        kept = path.with_name("kept")
+        path.rename(kept)
+        other.rename(path)
+        kept.rename(path)
+    yield
+
+
+@contextmanager
+def _frozen_store(world: World, chance: random.Random) -> Iterator[None]:
+    assert world.store is not None
+    world.store.freeze()
+    try:
+        yield
+    finally:
+        world.store.thaw()
+
+
+@contextmanager
+def _killed_store(world: World, chance: random.Random) -> Iterator[None]:
+    assert world.store is not None
+    world.store.stop()
+    try:
+        yield
+    finally:
+        world.store.start()
+
+
+@contextmanager
+def _damaged_store(world: World, chance: random.Random) -> Iterator[None]:
+    assert world.store is not None
+    with contextlib.suppress(RedisError):
+        for name in world.store.names():
+            if chance.random() < 0.5:
+                held = world.store.client.get(name)
+                if isinstance(held, bytes):
+                    world.store.client.set(name, held[: chance.randrange(len(held) + 1)] + b"?")
+    yield
+
+
+@contextmanager
+def _clock(world: World, chance: random.Random) -> Iterator[None]:
+    """The wall clock alone; only expiries and dates may depend on it."""
+    world.clock.write_text(str(chance.choice((-86_400, -60, 60, 3_600, 86_400, 40 * 86_400))))
+    try:
+        yield
+    finally:
+        world.clock.unlink()
+
+
+def _has(tier: str) -> Callable[[World], bool]:
+    return lambda world: tier in world.setup.tiers
+
+
+def _alone(world: World) -> bool:
+    return not world.setup.replicas
+
+
+DEEDS = (
+    Deed("a grammar compiler is killed", _killed("compiler"), _alone),
+    Deed("a grammar compiler is stopped", _stopped("compiler"), _alone),
+    Deed("a decoder is killed", _killed("decoders"), _alone),
+    Deed("the decoders are stopped", _stopped("decoders"), _alone),
+    Deed("the server is stopped", _stopped("server")),
+    Deed("a rank is stopped", _stopped("rank"), lambda world: world.setup.ranks > 1),
+    Deed("a signal without a meaning", _signalled),
+    Deed("the disk is full", _disk_full, _alone),
+    Deed("files of the disk tier are damaged", _disk_tier, _has("disk")),
+    Deed("files of the adapter are damaged", _adapter, lambda world: world.adapter is not None),
+    Deed("temporary files come and go", _temporary, _alone),
+    Deed("kernel libraries are replaced", _libraries),
+    Deed("the store is frozen", _frozen_store, _has("store")),
+    Deed("the store is killed", _killed_store, _has("store")),
+    Deed("entries of the store are damaged", _damaged_store, _has("store")),
+    Deed("the clock jumps", _clock),
+    Deed("a replica is killed", _killed("replica"), lambda world: world.setup.replicas > 1),
+    Deed("the replicas are stopped", _stopped("replica"), lambda world: world.setup.replicas > 1),
+    Deed("a rank is killed", _killed("rank"), lambda world: world.setup.ranks > 1, fatal=True),
+    Deed("the server is killed", _killed("server"), fatal=True),
+)
+
+
+def wait_a_moment(chance: random.Random) -> None:
+    time.sleep(chance.uniform(0.1, 1.5))

@@ -1,0 +1,195 @@
+"""Ordinary clients with questions and their answers from a calm time."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import itertools
+import json
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+HANG_SECONDS = 240.0
+"""Nothing may take so long, under any load."""
+PREFIX = "A long beginning that all of these share, so that the cache has something to give. " * 6
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"type": "string", "maxLength": 8}, "good": {"type": "boolean"}},
+    "required": ["word", "good"],
+    "additionalProperties": False,
+}
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Question:
+    name: str
+    path: str
+    body: dict[str, Any]
+
+
+def questions(adapter: str | None) -> list[Question]:
+    """Greedy ones for every part within reach of chaos."""
+
+    def chat(name: str, content: Any, **fields: Any) -> Question:
+        body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
+        return Question(name, "/v1/chat/completions", body | {"max_tokens": 24} | fields)
+
+    found = [chat(f"text {n}", f"{PREFIX}{n} circles?") for n in range(6)]
+    found += [
+        chat(f"long {n}", f"{PREFIX}{n} stars?", max_tokens=96, ignore_eos=True) for n in (1, 2)
+    ]
+    for number in range(3):
+        regex = {"regex": f"(yes|no|{'a' * (number + 1)})"}
+        found.append(chat(f"regex {number}", f"{number}?", structured_outputs=regex))
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": SCHEMA}}
+    found.append(chat("schema", "Fill it in.", response_format=form))
+    image = {"type": "image_url", "image_url": {"url": circle()}}
+    found.append(chat("picture", [image, {"type": "text", "text": "What is this?"}]))
+    found.append(chat("two", f"{PREFIX}both", n=2, seed=3, temperature=0))
+    prompt = {"prompt": f"{PREFIX}One, two,", "max_tokens": 24, "temperature": 0}
+    found.append(Question("completion", "/v1/completions", prompt))
+    if adapter is not None:
+        found.append(chat("adapter", f"{PREFIX}And you?", model=adapter))
+    return found
+
+
+def fresh(question: Question, number: int) -> dict[str, Any]:
+    """The same question in other bytes: its grammar is compiled and its picture decoded again."""
+    body = copy.deepcopy(question.body)
+    if "structured_outputs" in body:
+        body["structured_outputs"]["regex"] += f"(k{number}){{0}}"
+    if "response_format" in body:
+        body["response_format"]["json_schema"]["schema"]["description"] = str(number)
+    if question.name == "picture":
+        body["messages"][0]["content"][0]["image_url"]["url"] = circle(str(number))
+    return body
+
+
+def circle(comment: str = "") -> str:
+    """A data URL of always the same picture."""
+    file, written = io.BytesIO(), PngInfo()
+    written.add_text("comment", comment)
+    Image.new("RGB", (64, 48), "red").save(file, "PNG", pnginfo=written)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def streamed(text: str) -> Any:
+    """The sum of a stream's chunks; an error if it ends early or says one."""
+    said: dict[int, list[Any]] = {}
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    if not lines or lines[-1] != "[DONE]":
+        return "cut off"
+    for line in lines[:-1]:
+        chunk = json.loads(line)
+        if "error" in chunk:
+            return "an error"
+        for choice in chunk.get("choices", ()):
+            part = said.setdefault(choice["index"], ["", None])
+            part[0] += choice.get("text", choice.get("delta", {}).get("content")) or ""
+            part[1] = choice["finish_reason"] or part[1]
+    return [tuple(said[index]) for index in sorted(said)]
+
+
+def whole(body: dict[str, Any]) -> Any:
+    """The same of an answer in one piece."""
+    made = sorted(body["choices"], key=lambda each: int(each["index"]))
+    texts = [each["text"] if "text" in each else each["message"]["content"] for each in made]
+    return [(text or "", each["finish_reason"]) for text, each in zip(texts, made, strict=True)]
+
+
+@dataclass
+class Judge:
+    """Compares answers with those of the calm time.
+
+    Attributes:
+        right, errors: how many there were, errors by what they were.
+        wrong: answers that differ, and whatever took too long.
+    """
+
+    known: dict[str, Any] = field(default_factory=dict)
+    right: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, client: httpx.Client, question: Question, *, stream: bool) -> bool:
+        """Ask, and judge the answer; return True if it was right, or is the first one."""
+        body = fresh(question, next(_numbers)) | ({"stream": True} if stream else {})
+        begun = time.monotonic()
+        try:
+            reply = client.post(question.path, json=body)
+        except httpx.TransportError as error:
+            hung = isinstance(error, httpx.TimeoutException)
+            return self._failed(question, f"{type(error).__name__}", hung=hung)
+        if reply.status_code != 200:
+            return self._failed(question, str(reply.status_code), hung=False)
+        said = streamed(reply.text) if stream else whole(reply.json())
+        if isinstance(said, str):
+            return self._failed(question, said, hung=False)
+        if time.monotonic() - begun > HANG_SECONDS:
+            return self._failed(question, "an answer", hung=True)
+        with self.lock:
+            if said != self.known.setdefault(question.name, said):
+                self.wrong.append(f"{question.name}: {said} and not {self.known[question.name]}")
+                return False
+            self.right += 1
+        return True
+
+    def _failed(self, question: Question, what: str, *, hung: bool) -> bool:
+        with self.lock:
+            self.errors[what] += 1
+            if hung:
+                self.wrong.append(f"{question.name}: {what} after {HANG_SECONDS:.0f} s")
+        return False
+
+
+class Clients:
+    """A few clients with one question after the other, until stopped."""
+
+    def __init__(
+        self, url: str, asked: list[Question], judge: Judge, seed: int, count: int
+    ) -> None:
+        self._stopped = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(url, asked, judge, f"{seed} {each}"))
+            for each in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, url: str, asked: list[Question], judge: Judge, seed: str) -> None:
+        chance = random.Random(seed)
+        with httpx.Client(base_url=url, timeout=HANG_SECONDS, trust_env=False) as client:
+            while not self._stopped.is_set():
+                if chance.random() < 0.1:
+                    self._leave(client, chance.choice(asked))
+                elif not judge.ask(client, chance.choice(asked), stream=chance.random() < 0.5):
+                    self._stopped.wait(0.2)
+
+    def _leave(self, client: httpx.Client, question: Question) -> None:
+        """Begin to read a stream, and go."""
+        try:
+            body = question.body | {"stream": True}
+            with client.stream("POST", question.path, json=body) as reply:
+                next(reply.iter_raw(), None)
+        except httpx.TransportError:
+            pass
+
+    def stop(self) -> list[str]:
+        """Return faults: clients without an end."""
+        self._stopped.set()
+        deadline = time.monotonic() + 2 * HANG_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return ["a client never came back" for thread in self._threads if thread.is_alive()]

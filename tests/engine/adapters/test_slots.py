@@ -1,0 +1,100 @@
+"""Slots of adapters: who waits for one, who gets it, and what a failed layout does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from vlm_serve.engine.adapters.slots import NO_SLOT, AdapterSlots
+from vlm_serve.engine.sequence import Sequence
+from vlm_serve.kernels.linear.low_rank import AdapterChanges
+from vlm_serve.models.adapters import Adapter, LowRank
+
+
+class Later(Executor):
+    """Runs jobs when it is told to."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Callable[[], None]] = []
+
+    def submit(self, job: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(job(*args, **kwargs))
+            except MemoryError as error:
+                future.set_exception(error)
+
+        self._jobs.append(run)
+        return future
+
+    def run(self) -> None:
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job()
+
+
+def sequence(number: int) -> Sequence:
+    """One that wants an adapter of its own."""
+    factor = torch.full((1, 1), float(number))
+    adapter = Adapter({"layers.0.mlp.up_proj": LowRank(factor, factor, 1.0)}, AdapterChanges({}, 0))
+    request = SimpleNamespace(adapter=adapter)
+    return cast(Sequence, SimpleNamespace(request=request, adapter_slot=NO_SLOT))
+
+
+class World:
+    def __init__(self, count: int, lay_out: Callable[[AdapterChanges], None]) -> None:
+        self.held: dict[int, Adapter | None] = {}
+        self.pool = Later()
+        self.slots = AdapterSlots(count, self.held.__setitem__, lay_out, self.pool)
+
+    def pass_over(self, waiting: list[Sequence], users: list[Sequence]) -> list[bool]:
+        """Who of these may start, beside users of slots: those who have started join them."""
+        self.slots.begin_pass()
+        running, found = [*users], []
+        for each in waiting:
+            found.append(self.slots.may_start(each, running))
+            running += [each] * found[-1]
+        return found
+
+
+def test_an_adapter_that_has_come_gives_way_to_one_that_is_wanted_first() -> None:
+    """The only slot is prepared for a sequence, when another one comes to stand before it."""
+    world, first, late = World(1, lambda _: None), sequence(1), sequence(2)
+    assert world.pass_over([late], []) == [False]
+    world.pool.run()
+    assert world.pass_over([first, late], []) == [False, False]
+    world.pool.run()
+    assert world.pass_over([first, late], []) == [True, False]
+    assert world.held[0] is first.request.adapter
+    assert world.pass_over([late], [first]) == [False], "the slot is in use"
+    assert world.slots.missed
+    assert world.pass_over([late], []) == [False]
+    world.pool.run()
+    assert world.pass_over([late], []) == [True]
+
+
+def test_a_failed_layout_is_told_to_whom_it_was_for() -> None:
+    broken = sequence(1)
+
+    def lay_out(changes: AdapterChanges) -> None:
+        adapter = broken.request.adapter
+        if adapter is not None and changes is adapter.changes:
+            raise MemoryError
+
+    world, other = World(1, lay_out), sequence(2)
+    assert world.pass_over([broken], []) == [False]
+    world.pool.run()
+    assert world.pass_over([other], []) == [False]
+    world.pool.run()
+    world.slots.begin_pass()
+    assert world.slots.may_start(other, [])
+    with pytest.raises(MemoryError):
+        world.slots.may_start(broken, [other])
+    assert not world.slots.may_start(broken, [other]), "it is tried again, once there is a slot"

@@ -1,0 +1,74 @@
+"""Bytes of a run on the device "meta" are those that it holds at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES
+from make_checkpoint import make_checkpoint
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.allocations import peak_of
+from vlm_serve.engine.arithmetic import Backend, decide
+from vlm_serve.engine.step_memory import measure_step_memory, planned_step_memory
+from vlm_serve.kernels.norms import rms_norm
+from vlm_serve.models import load_model, read_spec
+
+META = torch.device("meta")
+CONFIG = EngineConfig(block_size=16, max_num_seqs=4, max_num_batched_tokens=80, max_model_len=128)
+
+
+def some(count: int) -> torch.Tensor:
+    return torch.empty(count, 64, dtype=torch.float32, device=META)
+
+
+def test_what_is_freed_is_counted_no_longer() -> None:
+    def run() -> None:
+        kept = some(100)
+        for _ in range(5):
+            kept = kept + 1  # the old one is freed when the new one is there
+        kept.add_(1)
+        kept.view(-1)[:7].mul_(2)
+
+    assert peak_of(run) == 2 * 100 * 64 * 4
+
+
+def test_what_was_there_before_does_not_count() -> None:
+    weight = some(1000)
+    assert peak_of(lambda: weight[5:].view(-1)) == 0
+    assert peak_of(lambda: weight[5:6] + 1) == 512
+
+
+def test_what_a_kernel_writes_to_counts_and_what_it_was_given_is_freed() -> None:
+    weight = torch.empty(64, device=META)
+
+    def run() -> None:
+        x = some(100)
+        for _ in range(5):
+            x = rms_norm(x, weight, 1e-6)
+
+    assert peak_of(run) == 2 * 100 * 64 * 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_weights_takes_what_one_with_them_does(family: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, next(iter(FAMILIES[family].values())))
+    spec = read_spec(checkpoint)
+    types = decide(CONFIG, spec.dtype, Backend(torch.device("cpu")), None).types
+    planned = planned_step_memory(spec, checkpoint, types, CONFIG, with_graphs=True)
+    assert planned is not None
+    assert bool(planned.vision) == (spec.vision is not None)
+
+    rows = 80  # as many as there are tokens
+    read = measure_step_memory(
+        load_model(checkpoint, types.weights, META, compute_dtype=types.compute),
+        types,
+        CONFIG,
+        span_tokens=0,
+        logit_rows=rows,
+        with_graphs=True,
+    )
+    assert (planned.forward, planned.graphs) == (read.forward, read.graphs)
+    assert planned.forward > rows * spec.vocab_size * 4

@@ -1,0 +1,118 @@
+"""What steps take beside weights and pools is measured by running the largest ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from make_checkpoint import make_checkpoint
+from parity import executor_of
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine import memory as sizes
+from vlm_serve.engine import step_memory
+from vlm_serve.engine.memory import StepMemory, default_cache_memory
+from vlm_serve.engine.step_memory import largest_span, measure_step_memory
+from vlm_serve.errors import ConfigError
+from vlm_serve.pipeline import Pipeline
+
+GPU = torch.device("cuda", 0)
+CONFIG = EngineConfig(
+    dtype="float32",
+    cache_memory="4MiB",
+    block_size=16,
+    max_num_seqs=4,
+    max_num_batched_tokens=80,
+    max_model_len=128,
+    compiled_kernels=False,
+)
+
+
+class Card:
+    """A GPU's allocator for the host's tensors: each run takes 1000 bytes more than the last."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.runs = 0
+        for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+            patch.setattr(torch.cuda, name, lambda *_: None)
+        patch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+        patch.setattr(torch.cuda, "max_memory_allocated", self._most)
+
+    def _most(self, device: torch.device) -> int:
+        self.runs += 1
+        return 1000 * self.runs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_largest_step_and_picture_of_every_family_run(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = next(iter(FAMILIES[family].values()))
+    checkpoint = make_checkpoint(tmp_path, spec)
+    card = Card(monkeypatch)
+    with Pipeline(checkpoint, CONFIG) as pipe:
+        executor: Any = executor_of(pipe.engine)
+        model = executor._model
+        spans = largest_span(checkpoint, model.spec, 80)
+        found = measure_step_memory(
+            model,
+            pipe.engine.arithmetic.types,
+            pipe.engine.config,
+            span_tokens=spans,
+            logit_rows=6,
+            with_graphs=True,
+        )
+    assert card.runs == 2 + bool(spans)
+    assert bool(spans) == bool(spec.vision_depth)
+    assert found == StepMemory(1000, 3000 if spans else 0, 4000)
+    assert found.total == (7000 if spans else 5000)
+
+
+def test_a_picture_larger_than_a_step_counts(tmp_path: Path) -> None:
+    from vlm_serve.models import read_spec
+
+    spec = next(iter(FAMILIES["qwen3_5"].values()))
+    checkpoint = make_checkpoint(tmp_path, spec)
+    model = read_spec(checkpoint)
+    whole = spec.image_max_pixels // 16**2  # Patches of 8 x 8 pixels, 2 x 2 of them a token.
+    assert largest_span(checkpoint, model, 10) == whole
+    assert largest_span(checkpoint, model, whole + 5) == whole + 5
+
+
+def test_a_step_that_does_not_fit_names_its_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, next(iter(FAMILIES["qwen3_5"].values())))
+    Card(monkeypatch)
+
+    def full(device: torch.device, run: Callable[[], object]) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(step_memory, "_peak", full)
+    with Pipeline(checkpoint, CONFIG) as pipe:
+        executor: Any = executor_of(pipe.engine)
+        with pytest.raises(ConfigError, match="80 tokens does not fit .* max_num_batched_tokens"):
+            measure_step_memory(
+                executor._model,
+                pipe.engine.arithmetic.types,
+                pipe.engine.config,
+                span_tokens=0,
+                logit_rows=6,
+                with_graphs=False,
+            )
+
+
+def test_the_cache_takes_what_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10_000, 20_000))
+    assert default_cache_memory(GPU, 2) == 8_500
+    assert default_cache_memory(GPU, 1, StepMemory(3_000, 2_000, 1_000)) == 5_700
+    assert default_cache_memory(GPU, 1, StepMemory(30_000, 0, 0)) == 0
+    assert sizes.GPU_SHARE < 1
+
+
+def test_the_table_names_the_parts() -> None:
+    assert str(StepMemory(3 << 30, 1 << 20, 0)) == "text 3 GiB, media 1 MiB"

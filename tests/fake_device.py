@@ -1,0 +1,230 @@
+"""A device that works behind the host, as a GPU does, in the host's memory.
+
+Work queues up in streams. It runs when somebody waits for it, and not before; a stream's work runs
+in its order, and two streams have no order but that of the events between them. Memory that a copy
+reads is therefore read as late as a GPU may read it. `FakeTorch` gives a module the functions of
+`torch.cuda` that lead here, so that the module's own calls are what is tested.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Work = Callable[[], None]
+
+
+class _Mark:
+    """A place in a stream: reached or not."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.reached = False
+
+    def reach(self) -> None:
+        self.reached = True
+
+
+class Stream:
+    """A queue of work on a device, with the methods of `torch.cuda.Stream`."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self.queued: deque[Work | _Mark] = deque()
+        device.streams.append(self)
+
+    def synchronize(self) -> None:
+        """Run all that is queued here, and what it waits for."""
+        while self.queued and not self.device.working:
+            self.run_next()
+
+    def wait_stream(self, other: Stream) -> None:
+        """Let later work here wait for all that is queued there."""
+        event = Event(self.device)
+        event.record(other)
+        event.wait(self)
+
+    def run_next(self) -> None:
+        """Run one piece of work, or reach the mark of another stream that it waits for."""
+        work = self.queued.popleft()
+        if isinstance(work, _Mark):
+            work.stream.run_until(work)
+            return
+        self.device.working = True
+        try:
+            work()
+        finally:
+            self.device.working = False
+
+    def run_until(self, mark: _Mark) -> None:
+        while not mark.reached:
+            self.run_next()
+
+
+class Event:
+    """A place in a stream that others wait for, with the methods of `torch.cuda.Event`. As there,
+    nobody waits for one that was not recorded."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self._mark: _Mark | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self._device.current
+        self._mark = _Mark(stream)
+        stream.queued.append(self._mark.reach)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let later work of a stream wait for this place."""
+        if self._mark is not None:
+            (stream or self._device.current).queued.append(self._mark)
+
+    def synchronize(self) -> None:
+        if self._mark is not None and not self._device.working:
+            self._mark.stream.run_until(self._mark)
+
+    def query(self) -> bool:
+        return self._mark is None or self._mark.reached
+
+
+class FakeDevice:
+    """Streams and what is queued in them.
+
+    Args:
+        seed: which stream goes first where none has to wait.
+
+    Attributes:
+        current: the stream that work is queued in.
+        streams: all of them; the first one is the default stream.
+        working: True within a piece of work, where nothing waits.
+        longest: most pieces of work that were queued at one time, events left out.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.streams: list[Stream] = []
+        self.current = Stream(self)
+        self.working = False
+        self.longest = 0
+        self._queued = 0
+        self._rng = random.Random(seed)
+
+    def queue(self, work: Work) -> None:
+        """Queue work in the current stream. What is called within other work is part of that."""
+        if self.working:
+            work()
+            return
+
+        def run() -> None:
+            self._queued -= 1
+            work()
+
+        self._queued += 1
+        self.longest = max(self.longest, self._queued)
+        self.current.queued.append(run)
+
+    def synchronize(self, device: object = None) -> None:
+        """Run all that is queued in any stream."""
+        while not self.working and (busy := [each for each in self.streams if each.queued]):
+            self._rng.choice(busy).run_next()
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        """Queue work in another stream inside the block."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 host memory whose copies to the device are queued; not zeros, since what a
+        step does not write is of some step before."""
+        memory = torch.full((num_bytes,), 0x7F, dtype=torch.uint8).as_subclass(Pinned)
+        memory.device_of_copies = self
+        return memory
+
+
+class Pinned(torch.Tensor):
+    """Pinned host memory: a copy of it reads it when the device comes to the copy."""
+
+    device_of_copies: FakeDevice
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        copies = func is torch.Tensor.copy_ and isinstance(args[1], Pinned)
+        if copies and not isinstance(args[0], Pinned):
+            return _copy(*args, **kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        owner = next((each for each in args if isinstance(each, Pinned)), None)
+        return _kept(result, owner)
+
+
+def _kept(result: Any, owner: Pinned | None) -> Any:
+    """Return views of pinned memory as such, and other tensors as plain ones."""
+    if isinstance(result, (tuple, list)):
+        return type(result)(_kept(each, owner) for each in result)
+    if not isinstance(result, Pinned) or owner is None:
+        return result
+    if result.untyped_storage().data_ptr() != owner.untyped_storage().data_ptr():
+        return result.as_subclass(torch.Tensor)
+    result.device_of_copies = owner.device_of_copies
+    return result
+
+
+def _copy(target: torch.Tensor, source: Pinned, non_blocking: bool = False) -> torch.Tensor:
+    """Queue a copy; wait for it, as torch does, unless that is said to be needless."""
+    device, plain = source.device_of_copies, source.as_subclass(torch.Tensor)
+
+    def copy() -> None:
+        with torch.inference_mode():
+            target.copy_(plain)
+
+    device.queue(copy)
+    if not non_blocking:
+        device.current.synchronize()
+    return target
+
+
+class FakeTorch:
+    """In place of a module's `torch`: its `torch.cuda` and its pinned memory are the device's."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.cuda = FakeCuda(device)
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, size: int, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if not pin_memory:
+            return torch.empty(size, **options)
+        assert options == {"dtype": torch.uint8}
+        return self._device.pinned(size)
+
+
+class FakeCuda:
+    """What `torch.cuda` has for streams and events."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.stream, self.synchronize = device.using, device.synchronize
+
+    def Stream(self) -> Stream:
+        return Stream(self._device)
+
+    def Event(self) -> Event:
+        return Event(self._device)
+
+    def current_stream(self) -> Any:
+        return self._device.current
+
+    def graph_pool_handle(self) -> None:
+        return None

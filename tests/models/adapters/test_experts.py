@@ -1,0 +1,167 @@
+"""Adapters of routed experts: in one tensor (`target_parameters`), and expert by expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from changed_driver import ChangedDriver, rows_alone_and_together
+from families import SPECS
+from make_checkpoint import make_checkpoint
+from model_driver import text_sequence
+from peft_folders import (
+    adapted_experts,
+    fused_experts,
+    random_expert_factors,
+    random_factors,
+    write_adapter,
+)
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models import Model, load_model
+from vlm_serve.models.adapters import Adapter, place, read_adapter
+
+TOKENS = [(7 * index * index + 3) % 300 for index in range(40)]
+RANK, SCALE = 3, 2.0
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ALL = ("gate_up_proj", "down_proj")
+
+
+def loaded(path: Path, folder: Path, *, compiled: bool) -> tuple[Model, Adapter]:
+    model = load_model(path, torch.float32, "cpu", compiled=compiled)
+    return model, place(read_adapter(folder), model.modules, ALL)
+
+
+def logits(model: Model, adapter: Adapter, *, compiled: bool) -> torch.Tensor:
+    driver = ChangedDriver(model, [adapter], compiled=compiled)
+    driver.of_tokens = [0] * len(TOKENS)
+    return driver.prefill(text_sequence(TOKENS))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["text, moe", "vl moe", "next", "qwen3 moe"])
+def test_experts_in_one_tensor(tmp_path: Path, name: str, compiled: bool) -> None:
+    path = make_checkpoint(tmp_path / "model", SPECS[name])
+    tensors = random_expert_factors(fused_experts(path), 3, RANK)
+    folder = write_adapter(tmp_path / "adapter", tensors, RANK, target_parameters=BOTH)
+    tokens = {"input_ids": torch.tensor([TOKENS])}
+    plain = oracle.logits(path, tokens)
+    with adapted_experts(path, tensors, RANK, SCALE):
+        expected = oracle.logits(path, tokens)
+    assert (expected - plain).abs().max() > 0.02, "the adapter changes nothing"
+    got = logits(*loaded(path, folder, compiled=compiled), compiled=compiled)
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_one_tensor_alone(tmp_path: Path, kind: str) -> None:
+    path = make_checkpoint(tmp_path / "model", SPECS["text, moe"])
+    own = {name: each for name, each in fused_experts(path).items() if name.endswith(kind)}
+    tensors = random_expert_factors(own, 3, RANK, alone=True)
+    if kind == "down_proj":  # a module wrapped once has no base_layer in its names
+        tensors = {name.replace(".base_layer", ""): each for name, each in tensors.items()}
+    folder = write_adapter(
+        tmp_path / "adapter", tensors, RANK, target_parameters=[f"experts.{kind}"]
+    )
+    model, adapter = loaded(path, folder, compiled=True)
+    assert {name.split(".")[-1] for name in adapter.modules} == (
+        {"gate_proj", "up_proj"} if kind == "gate_up_proj" else {"down_proj"}
+    )
+    assert place(read_adapter(folder), model.modules, (kind,)).digest == adapter.digest
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_experts_apart_are_those_of_the_same_change_in_one_tensor(
+    tmp_path: Path, compiled: bool
+) -> None:
+    """An adapter of one expert's projections, beside transformers with the changed tensor."""
+    path = make_checkpoint(tmp_path / "model", SPECS["qwen3 moe"])
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, (_, rows, columns) in fused_experts(path).items():
+        module, _, kind = name.rpartition(".")
+        for own in ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj"):
+            size = (rows, columns) if kind == "down_proj" else (rows // 2, columns)
+            sizes |= {f"{module}.{expert}.{own}": size for expert in range(0, 8, 3)}
+    tensors = random_factors(sizes, 5, rank=RANK)
+    folder = write_adapter(tmp_path / "adapter", tensors, RANK)
+    parameters, before = dict(oracle.model(path).named_parameters()), {}
+    for key, down in tensors.items():
+        if ".lora_A." not in key:
+            continue
+        name = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        module, expert, own = name.rsplit(".", 2)
+        stacked = f"{module}.{'down_proj' if own == 'down_proj' else 'gate_up_proj'}"
+        if stacked not in before:
+            before[stacked] = parameters[stacked].data
+            parameters[stacked].data = before[stacked].clone()
+        change = SCALE * tensors[key.replace("lora_A", "lora_B")] @ down
+        first = len(change) if own == "up_proj" else 0
+        parameters[stacked].data[int(expert), first : first + len(change)] += change
+    expected = oracle.logits(path, {"input_ids": torch.tensor([TOKENS])})
+    for name, data in before.items():
+        parameters[name].data = data
+    got = logits(*loaded(path, folder, compiled=compiled), compiled=compiled)
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_of_other_adapters_change_no_bit(tmp_path: Path, compiled: bool) -> None:
+    path = make_checkpoint(tmp_path / "model", SPECS["text, moe"])
+    model = load_model(path, torch.float32, "cpu", compiled=compiled)
+    adapters = []
+    for seed in range(3):
+        rank = 2 + seed
+        tensors = random_expert_factors(fused_experts(path), seed, rank)
+        folder = write_adapter(tmp_path / str(seed), tensors, rank, target_parameters=BOTH)
+        adapters.append(place(read_adapter(folder), model.modules, ALL))
+    rows_alone_and_together(model, adapters, compiled=compiled)
+
+
+def _cut(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each[:-1] if "lora_A" in name else each for name, each in tensors.items()}
+
+
+def _outer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in tensors.items() if "base_layer" not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "allowed", "words"),
+    [
+        (dict, {}, (), "--lora-experts all allows it"),
+        (dict, {}, ("down_proj",), "--lora-experts all allows it"),
+        (dict, {"target_parameters": None}, ALL, "names 0 of gate_up_proj and down_proj"),
+        (dict, {"target_parameters": [BOTH[0]]}, ALL, "factors for 2 tensors"),
+        (dict, {"target_parameters": "experts"}, ALL, "target_parameters is no list of names"),
+        (dict, {"r": 5}, ALL, "says rank 5 for every expert"),
+        (_cut, {}, ALL, "says rank 3 for every expert"),
+        (_outer, {}, ALL, "factors for 1 tensors"),
+        (
+            lambda t: {k: v[:, 8:] if "A" in k else v for k, v in t.items()},
+            {},
+            ALL,
+            "another model",
+        ),
+        (
+            lambda t: {k: torch.cat([v] * 2, int("B" in k)) for k, v in t.items()},
+            {},
+            ALL,
+            "has expert 8",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, change: Any, fields: dict[str, Any], allowed: tuple[str, ...], words: str
+) -> None:
+    path = make_checkpoint(tmp_path / "model", SPECS["text, moe"])
+    tensors = change(random_expert_factors(fused_experts(path), 3, RANK))
+    folder = write_adapter(
+        tmp_path / "adapter", tensors, RANK, **({"target_parameters": BOTH} | fields)
+    )
+    modules = load_model(path, torch.float32, "cpu").modules
+    with pytest.raises(CheckpointError) as caught:
+        place(read_adapter(folder), modules, allowed)
+    assert words in str(caught.value)

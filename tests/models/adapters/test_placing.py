@@ -1,0 +1,56 @@
+"""Adapters of PEFT give the logits that transformers gives with them, unmerged, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+from changed_driver import ChangedDriver, rows_alone_and_together
+from families import SPECS
+from make_checkpoint import make_checkpoint
+from model_driver import text_sequence
+from peft_folders import adapted, random_adapter
+
+from vlm_serve.models import Model, load_model
+from vlm_serve.models.adapters import Adapter, place, read_adapter
+
+TOKENS = [(7 * index * index + 3) % 300 for index in range(40)]
+NAMES = ["dense", "text, tied", "vl", "next", "text, moe", "qwen3", "minicpm"]
+
+
+def loaded(path: Path, folder: Path, *, compiled: bool) -> tuple[Model, Adapter]:
+    model = load_model(path, torch.float32, "cpu", compiled=compiled)
+    return model, place(read_adapter(folder), model.modules)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_unmerged_adapter(
+    tmp_path: Path, name: str, compiled: bool
+) -> None:
+    path = make_checkpoint(tmp_path / "model", SPECS[name])
+    folder = random_adapter(path, tmp_path / "adapter", 3, rank=5)
+    tokens = {"input_ids": torch.tensor([TOKENS])}
+    plain = oracle.logits(path, tokens)
+    with adapted(path, folder, {"": 2.0}):
+        expected = oracle.logits(path, tokens)
+    assert (expected - plain).abs().max() > 0.05, "the adapter changes nothing"
+    model, adapter = loaded(path, folder, compiled=compiled)
+    driver = ChangedDriver(model, [adapter], compiled=compiled)
+    driver.of_tokens = [0] * len(TOKENS)
+    got = driver.prefill(text_sequence(TOKENS))
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["dense", "text, moe", "next"])
+def test_rows_of_other_adapters_change_no_bit(tmp_path: Path, name: str, compiled: bool) -> None:
+    path = make_checkpoint(tmp_path / "model", SPECS[name])
+    model = load_model(path, torch.float32, "cpu", compiled=compiled)
+    adapters = []
+    for seed, only in enumerate(([], ["q_proj", "in_proj_z", "gate_proj"], ["down_proj"])):
+        folder = random_adapter(path, tmp_path / str(seed), seed, only=only, rank=3 + 2 * seed)
+        adapters.append(place(read_adapter(folder), model.modules))
+    rows_alone_and_together(model, adapters, compiled=compiled)

@@ -1,0 +1,39 @@
+"""Blocks are taken apart as `gguf` does it, bit for bit."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_blocks import decode, encode, random_blocks
+
+from vlm_serve.models.gguf.block_types import BY_NAME
+from vlm_serve.models.gguf.blocks import decode as taken_apart
+
+KINDS = [name for name, kind in BY_NAME.items() if kind.quantised]
+ENCODED = ["Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1", "MXFP4", "Q4_K", "Q5_K", "Q6_K"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_random_bytes(name: str) -> None:
+    kind, stored = BY_NAME[name], random_blocks(name, 5, 768)
+    found = taken_apart(kind, torch.from_numpy(stored))
+    assert found.finite
+    assert np.array_equal(found.values().numpy(), decode(stored, Kind[name]))
+    assert gguf.GGML_QUANT_SIZES[Kind[name]] == (kind.values, kind.nbytes)
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_the_encoders_of_tests(name: str) -> None:
+    values = np.random.default_rng(1).normal(size=(4, 512)).astype(np.float32)
+    near = decode(encode(values, Kind[name]), Kind[name])
+    allowed = 0.35 if name == "MXFP4" else 2.0 / (1 << int(name[1]))
+    assert np.abs(near - values).max() < allowed * np.abs(values).max()
+
+
+def test_a_scale_that_is_no_number() -> None:
+    stored = torch.zeros(1, 34, dtype=torch.uint8)
+    stored[0, 1] = 0x7E
+    assert not taken_apart(BY_NAME["Q8_0"], stored).finite

@@ -1,0 +1,60 @@
+"""Launches of every family's steps on a GPU stay below their ceilings, which only fall."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES
+from launch_counts import PARTS, Kind, Launches, count
+from make_checkpoint import make_checkpoint
+
+from vlm_serve.models import Model, load_model
+from vlm_serve.models.parts.feed_forward import LoadedMlp
+
+TABLE = Path(__file__).resolve().parents[1] / "data" / "launches.toml"
+CEILINGS = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+KINDS: tuple[Kind, ...] = ("decode", "prefill")
+
+
+def model_of(family: str, folder: Path) -> Model:
+    checkpoint = make_checkpoint(folder, next(iter(FAMILIES[family].values())))
+    return load_model(checkpoint, torch.bfloat16, "meta")
+
+
+def largest(found: dict[str, list[Launches]]) -> dict[str, list[int]]:
+    return {part: max(each.numbers for each in own) for part, own in found.items()}
+
+
+def test_the_table_has_every_family_and_gives_reasons() -> None:
+    assert CEILINGS.keys() == {"why", *FAMILIES}
+    assert CEILINGS["why"].keys() == {"step", *PARTS}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_step_launches_more(family: str, tmp_path: Path) -> None:
+    model = model_of(family, tmp_path)
+    for kind in KINDS:
+        found, ceilings = count(model, kind), CEILINGS[family][kind]
+        for part, numbers in largest(found).items():
+            names = [(dict(each.triton), dict(each.torch)) for each in found[part]]
+            more = any(own > most for own, most in zip(numbers, ceilings[part], strict=True))
+            assert not more, f"{kind}, {part}: more than {ceilings[part]}, namely {names}"
+            assert numbers == ceilings[part], f"{kind}, {part}: lower the ceiling to {numbers}"
+        assert found.keys() == ceilings.keys()
+
+
+def test_a_launch_more_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, apply = model_of("qwen3", tmp_path), LoadedMlp.apply
+    before = largest(count(model, "decode"))
+    monkeypatch.setattr(
+        LoadedMlp,
+        "apply",
+        lambda self, x, residual, step: apply(self, x.clone(), residual, step),
+    )
+    after = largest(count(model, "decode"))
+    assert after["MLP"] == [before["MLP"][0], before["MLP"][1] + 1]
+    assert after["attention"] == before["attention"]
+    assert after["step"][1] == before["step"][1] + len(model._decoder.layers)

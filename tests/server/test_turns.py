@@ -1,0 +1,160 @@
+"""What a next turn reuses, and pictures in the results of tools, on a real engine."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import RunningServer, ok, running
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.engine import Engine
+from vlm_serve.server.config import ServerConfig
+
+CHAT = "/v1/chat/completions"
+FILE = Path(__file__).parents[2] / "examples" / "media" / "shapes.png"
+DATA = base64.b64encode(FILE.read_bytes()).decode()
+URL = f"data:image/png;base64,{DATA}"
+QUESTIONS = ("How many legs has a spider?", "And a cat?", "Name a color.", "Thank you!")
+GREEDY: dict[str, Any] = {"temperature": 0, "cache_report": True}
+
+
+@pytest.fixture(
+    scope="module", params=["off", "auto"], ids=["no states in answers", "states in answers"]
+)
+def _server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
+    config = EngineConfig(
+        device="cpu",
+        block_size=16,
+        cache_memory="64MiB",
+        max_model_len=2048,
+        threads=1,
+        prefix_cache_answer_ends=request.param,
+    )
+    engine = Engine.from_checkpoint("demo", config)
+    with running(engine, ServerConfig(port=0, idle_check=False)) as server:
+        yield server
+
+
+@pytest.fixture
+def server(_server: RunningServer) -> Iterator[RunningServer]:
+    _server.engine.flush()
+    yield _server
+    _server.engine.check()
+
+
+def length(server: RunningServer, messages: list[Any], variables: dict[str, Any]) -> int:
+    """How many tokens these messages are, without the beginning of an answer."""
+    body = {"messages": messages, "add_generation_prompt": False}
+    body |= {"chat_template_kwargs": variables}
+    return int(ok(server.post("/tokenize", body))["count"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "sent_back"),
+    [
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True}, False),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": True, "preserve_thinking": True}, True),
+    ],
+    ids=["no thoughts", "thoughts dropped", "thoughts sent back", "thoughts preserved"],
+)
+def test_a_next_turn_reuses_all_up_to_the_last_question(
+    server: RunningServer, variables: dict[str, Any], sent_back: bool
+) -> None:
+    messages: list[dict[str, Any]] = []
+    asked: list[int] = []
+    reports = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        options = GREEDY | {"max_tokens": 60, "chat_template_kwargs": variables}
+        made = ok(server.post(CHAT, options | {"messages": messages}))
+        report = made["cache_report"]
+        reports.append(report)
+        if asked:
+            assert report["boundary"] >= asked[-1] - 1, (
+                "the line break behind it is the next turn's"
+            )
+            assert report["reason"] in ("unseen", "no_snapshot")
+        asked.append(length(server, messages, variables))
+        said = made["choices"][0]["message"]
+        answer = {"role": "assistant", "content": said["content"] or ""}
+        if sent_back:
+            answer["reasoning"] = said.get("reasoning")
+        messages.append(answer)
+    # The KV of a thought that comes again is there; so is its state, unless that is turned off.
+    if variables.get("preserve_thinking"):
+        assert reports[-1]["kv_boundary"] > asked[-2]
+        states = server.engine.config.prefix_cache_answer_ends == "auto"
+        assert (reports[-1]["boundary"] > asked[-2]) == states
+        assert reports[-1]["answer_tokens"] > 0
+
+
+def test_choices_and_seeds_over_a_picture_are_those_of_a_cold_run(server: RunningServer) -> None:
+    content = [
+        {"type": "image_url", "image_url": {"url": URL}},
+        {"type": "text", "text": "What color is the star?"},
+    ]
+    body = {"messages": [{"role": "user", "content": content}], "cache_report": True}
+    body |= {"max_tokens": 8, "n": 4, "logprobs": True, "top_logprobs": 3}
+    for sampling in (
+        {"temperature": 0},
+        {"temperature": 1.5, "seed": 7},
+        {"temperature": 3, "seed": 8},
+    ):
+        server.engine.flush()
+        cold, hot = (ok(server.post(CHAT, body | sampling)) for _ in range(2))
+        assert cold["cache_report"]["boundary"] == 0 < hot["cache_report"]["boundary"]
+        assert hot["choices"] == cold["choices"]
+        texts = {choice["message"]["content"] for choice in cold["choices"]}
+        assert len(texts) == 1 or sampling["temperature"]
+        assert len(texts) > 1 or sampling["temperature"] != 3
+
+
+def test_pictures_in_the_results_of_tools_are_seen(server: RunningServer) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    question = {"role": "user", "content": "What color is the star?"}
+    shown = [{"type": "image_url", "image_url": {"url": URL}}]
+    chat = [
+        question,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": shown},
+    ]
+    items = [
+        question,
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "c1",
+            "output": [{"type": "input_image", "image_url": URL, "detail": "auto"}],
+        },
+    ]
+    source = {"type": "base64", "media_type": "image/png", "data": DATA}
+    result = [{"type": "image", "source": source}]
+    blocks = [
+        question,
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c1", "content": result}],
+        },
+    ]
+    first = ok(server.post(CHAT, GREEDY | {"messages": chat, "max_tokens": 16}))
+    responded = ok(server.post("/v1/responses", GREEDY | {"input": items, "max_output_tokens": 16}))
+    message = ok(server.post("/v1/messages", GREEDY | {"messages": blocks, "max_tokens": 16}))
+    text = first["choices"][0]["message"]["content"]
+    assert first["usage"]["prompt_tokens_details"]["image_tokens"] > 0
+    assert responded["output"][0]["content"][0]["text"] == text
+    assert message["content"][0]["text"] == text
+    for then in (responded, message):
+        assert (then["cache_report"]["media_encoded"], then["cache_report"]["reason"]) == (
+            0,
+            "full",
+        )

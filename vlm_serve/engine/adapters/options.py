@@ -1,0 +1,85 @@
+"""Options of adapters: those that are loaded at start, and engines that cannot serve any."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.errors import ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = re.compile(r"[\w.:/+-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """An adapter to load.
+
+    Attributes:
+        name: under which requests ask for it.
+        path: folder in PEFT's form, or a hub id.
+    """
+
+    name: str
+    path: str | Path
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
+            raise InvalidRequestError(
+                "an adapter's name must be 1 to 128 letters, digits or _.:/+-", param="lora_name"
+            )
+
+
+def named_adapters(config: EngineConfig) -> list[LoRA]:
+    """Return the config's adapters.
+
+    Raises:
+        ConfigError: one is not of the form name=path, or a name comes twice.
+    """
+    found: dict[str, LoRA] = {}
+    for each in config.lora_modules:
+        name, equals, path = each.partition("=")
+        if not equals or not path or not NAME.fullmatch(name):
+            raise ConfigError(
+                f"lora_modules must be of the form name=path, got {each!r}", param="lora_modules"
+            )
+        if name in found:
+            raise ConfigError(f"lora_modules names {name!r} twice", param="lora_modules")
+        found[name] = LoRA(name, path)
+    return list(found.values())
+
+
+def factors_dtype(config: EngineConfig) -> torch.dtype | None:
+    """Return the dtype of adapters' factors in memory; None: as their files have them."""
+    from vlm_serve.engine.arithmetic import DTYPES  # the gateway names adapters without torch
+
+    return DTYPES.get(config.lora_dtype)
+
+
+def changed_experts(config: EngineConfig) -> tuple[str, ...]:
+    """Return the weights of routed experts open to adapters."""
+    chosen = config.lora_experts
+    if chosen == "all":
+        return "gate_up_proj", "down_proj"
+    return () if chosen == "none" else (chosen,)
+
+
+def check_adapters_possible(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError if the config asks for adapters where none can be served."""
+    if not config.lora_modules:
+        return
+    problem = adapters_impossible(config, device)
+    if problem:
+        raise ConfigError(f"lora_modules: {problem}", param="lora_modules")
+
+
+def adapters_impossible(config: EngineConfig, device: torch.device) -> str:
+    """Return why such an engine serves no adapters; "" if it does."""
+    if device.type != "cpu":
+        return "adapters are served on CPUs only so far"
+    return ""

@@ -1,0 +1,358 @@
+"""Ends of answers: a sequence whose answer has ended keeps its lease until its state is a snapshot.
+
+At the end of an answer the last token is sampled and not computed: the state lies before the
+end-of-turn token, and the cut point behind it. So an *ending* sequence computes one more row, of
+lowest priority. It holds no seat and no live row, preempts nobody, and is dropped as soon as
+anybody needs what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Literal
+
+from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.records import Lease
+from vlm_serve.engine.ending_reuse import EndReuse, Group
+from vlm_serve.engine.plan import Slice
+from vlm_serve.engine.queues import SequenceQueues
+from vlm_serve.engine.sequence import Sequence
+from vlm_serve.preprocess.keys import PromptKeys
+
+EndingMode = Literal["auto", "always", "off"]
+
+LEAST_TOKENS = 8
+"""Tokens of an answer, times the share of such answers that go on, from which its state pays. A row
+of its own costs about as much as so many tokens of a prompt."""
+_NEXT_PROMPTS = 16
+"""Waiting prompts compared with ends of answers: those that may be admitted next."""
+_TOKENS = "tokens"
+"""Kind of requests without a conversation."""
+
+Ask = Callable[[Sequence, Callable[[int], None]], None]
+"""Finds out how many tokens of prompt and answer the next turn shares, and reports them later, on
+the engine's thread."""
+
+
+@dataclass(eq=False, slots=True)
+class Ending:
+    """A sequence whose answer has ended.
+
+    Attributes:
+        cut: where the state of its row will be: behind its last token, or where it is. 0: it has no
+            row, only the one of the last block boundary.
+        key: of the prefix that its state is expected to stand for.
+        shared: tokens that the next turn shares; None while unknown.
+    """
+
+    sequence: Sequence
+    cut: int
+    key: bytes
+    shared: int | None = None
+
+    @property
+    def lease(self) -> Lease:
+        assert self.sequence.lease is not None
+        return self.sequence.lease
+
+    @property
+    def computes(self) -> bool:
+        """True if the row of the last token is missing."""
+        return self.cut > self.lease.length
+
+
+class Endings:
+    """Keeps, plans and publishes the states at the ends of answers.
+
+    Args:
+        queues: sequences and their resources.
+        mode: "auto" keeps a state if it is expected to pay, "always" regardless of that.
+        most: maximum number of sequences that are ending.
+
+    Attributes:
+        ask: finds out what the next turn shares. Without it, that is everything.
+        reuse: how often ends of answers are continued.
+        num_dropped: number of sequences dropped before their state was a snapshot.
+        folding: those whose row the planned step only folds.
+    """
+
+    def __init__(self, queues: SequenceQueues, mode: EndingMode, most: int) -> None:
+        self.ask: Ask | None = None
+        self.reuse = EndReuse()
+        self.num_dropped = 0
+        self.folding: list[Ending] = []
+        self._queues = queues
+        self._mode = mode
+        self._most = most
+        self._endings: dict[int, Ending] = {}
+        self._due: list[Ending] = []
+        self._closed: list[int] = []
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._endings
+
+    @property
+    def has_work(self) -> bool:
+        """True if a step of its own would get on with one of them."""
+        return any(ending.shared is not None for ending in self._endings.values())
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Return the ending sequences."""
+        return [ending.sequence for ending in self._endings.values()]
+
+    def keeps(self, number: int) -> bool:
+        """Return True if executors still need a finished sequence; `take_closed` reports it."""
+        return number in self._endings or number in self._closed
+
+    def take_closed(self) -> list[int]:
+        """Return the numbers of the sequences that executors need no longer."""
+        closed, self._closed = self._closed, []
+        return closed
+
+    # Answers
+
+    def asked(self, sequence: Sequence) -> None:
+        """Learn from a new request."""
+        if self._mode == "auto" and not sequence.request.cold:
+            self.reuse.asked(sequence.keys)
+
+    def begin(self, sequence: Sequence) -> bool:
+        """Keep a sequence whose answer has ended, if a state of it may be worth that. If not,
+        return False, without any change."""
+        expected = self._expected(sequence)
+        cut = self._find_cut(sequence)
+        last = cut or self._trailing(sequence)
+        if expected is None or last is None:
+            return False
+        key = key_at(sequence.keys, last)
+        if self._mode == "auto":
+            self.reuse.ended(_group(sequence), key)
+            if not self._pays(sequence, expected):
+                return False
+        queues, ends = self._queues, self._queues.cache.answer_ends
+        queues.detach(sequence)
+        ending = Ending(sequence, cut, key)
+        if cut:
+            ends.keep_row(ending.lease, cut, expected)
+        else:
+            queues.forget_updates(sequence)
+            ends.release_row(ending.lease)
+        self._endings[sequence.number] = ending
+        if len(self._endings) > self._most:
+            self._drop(next(iter(self._endings.values())))
+        if self.ask is None or sequence.request.next_turn is None:
+            self._resolve(ending, sequence.num_tokens)
+        else:
+            self.ask(sequence, lambda shared: self._resolve(ending, shared))
+        return True
+
+    def trail(self) -> None:
+        """Let planned decode tokens that complete a block leave their state in the second row of
+        their sequence."""
+        planned, cache = self._queues.planned, self._queues.cache
+        for place, item in enumerate(planned):
+            if item.kind != "decode" or item.snapshots or item.end % cache.config.block_size:
+                continue
+            sequence = self._queues[item.sequence]
+            expected = self._expected(sequence)
+            if expected is None or not self._pays(sequence, expected):
+                continue
+            assert sequence.lease is not None
+            row = cache.answer_ends.trail(sequence.lease, item.end, expected)
+            if row is not None:
+                planned[place] = replace(item, snapshots=((item.end, row),))
+
+    # Steps
+
+    def prepare(self, waiting: Iterable[Sequence], room: int) -> int:
+        """Choose what the next step computes or folds, at most `room` tokens, and get the blocks
+        for it. Return the number of tokens.
+
+        A waiting prompt that contains an answer's end proves that the next turn shares it.
+        """
+        self._due = []
+        if self._queues.suspects:
+            return 0
+        unknown = [e for e in self._endings.values() if e.shared is None and e.cut]
+        if unknown:
+            prompts = [each.keys for each in islice(waiting, _NEXT_PROMPTS)]
+            for ending in unknown:
+                if any(_contains(keys, ending) for keys in prompts):
+                    ending.shared = ending.sequence.num_tokens
+        left = room
+        for ending in [e for e in self._endings.values() if e.shared is not None]:
+            if ending.computes and left <= 0:
+                continue
+            left -= ending.computes
+            if self._fits(ending):
+                self._due.append(ending)
+            else:
+                self._drop(ending)
+        return sum(ending.computes for ending in self._due)
+
+    def awaited(self, sequence: Sequence) -> bool:
+        """Return True if the next step makes a state that a waiting sequence can start from."""
+        cold = sequence.request.cold
+        return not cold and any(_contains(sequence.keys, ending) for ending in self._due)
+
+    def extend(self) -> None:
+        """Add the chosen endings to the step."""
+        queues = self._queues
+        for ending in self._due:
+            sequence = ending.sequence
+            queues.fold(sequence)
+            if ending.computes:
+                queues.planned.append(_last_token(sequence, ending.lease))
+        self.folding = [ending for ending in self._due if not ending.computes]
+        self._due = []
+
+    def committed(self, sequence: Sequence, end: Callable[[], None]) -> None:
+        """Publish the computed state behind an answer's last token.
+
+        Args:
+            end: commits the token.
+        """
+        ending = self._endings[sequence.number]
+        snapshot = ending.lease.reserved[ending.cut]
+        end()
+        self._queues.cache.answer_ends.supersede(snapshot)
+        self._close(ending)
+
+    def folded(self) -> None:
+        """Publish the states only folded by a successful step."""
+        for ending in list(self.folding):
+            self._publish_trailing(ending)
+
+    def drop_all(self) -> bool:
+        """Drop all of them; return False if there are none."""
+        dropped = bool(self._endings)
+        for ending in list(self._endings.values()):
+            self._drop(ending)
+        return dropped
+
+    def drop_adapted(self) -> None:
+        """Drop those with an adapter: others wait for its slot."""
+        for ending in list(self._endings.values()):
+            if ending.sequence.adapter_slot >= 0:
+                self._drop(ending)
+
+    # Decisions
+
+    def _expected(self, sequence: Sequence) -> float | None:
+        """Return the expected number of uses of a state in a sequence's answer; None if it cannot
+        be kept."""
+        cache, lease = self._queues.cache, sequence.lease
+        possible = (
+            self._mode != "off"
+            and cache.config.has_state
+            and cache.config.enabled
+            and lease is not None
+            and lease.committed
+            and not lease.private
+            and not sequence.prefilling
+            and not sequence.suspect_until
+            and sequence.num_generated > 1
+            and not any(lease.row in copy for copy in self._queues.row_copies)
+        )
+        if not possible:
+            return None
+        return 1.0 if self._mode == "always" else self.reuse.rate(_group(sequence))
+
+    def _pays(self, sequence: Sequence, expected: float) -> bool:
+        return self._mode == "always" or expected * sequence.num_generated >= LEAST_TOKENS
+
+    def _find_cut(self, sequence: Sequence) -> int:
+        """Return where the state of the sequence's row can be a snapshot; 0 for nowhere."""
+        answer, cuts, length = sequence.answer, sequence.keys.cuts, sequence.num_computed
+        by_token = answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
+        if by_token and cuts and cuts[-1] == sequence.num_tokens == length + 1:
+            return sequence.num_tokens
+        at_boundary = length % sequence.keys.block_size == 0
+        return length if at_boundary and length > len(sequence.prompt) else 0
+
+    def _trailing(self, sequence: Sequence) -> int | None:
+        """Return the position of the sequence's second row, if that holds a state."""
+        lease = sequence.lease
+        if lease is None or lease.trailing is None or lease.trailing.position > lease.length:
+            return None
+        return lease.trailing.position
+
+    def _resolve(self, ending: Ending, shared: int) -> None:
+        """Take the last state shared by the next turn, or none."""
+        sequence = ending.sequence
+        if self._endings.get(sequence.number) is not ending or ending.shared is not None:
+            return
+        if ending.cut and ending.cut <= shared:
+            ending.shared = shared
+            if not ending.computes and not sequence.pending:
+                self._publish_trailing(ending)
+            return
+        trailing = self._trailing(sequence)
+        if trailing is not None and trailing <= shared and (not ending.cut or ending.computes):
+            self._publish_trailing(ending)
+            return
+        self.reuse.forget(ending.key)
+        self._close(ending)
+
+    def _fits(self, ending: Ending) -> bool:
+        """Get the block of an ending's last token. No pin gives way to it."""
+        cache = self._queues.cache
+        missing = -(-ending.cut // cache.config.block_size) - len(ending.lease.blocks)
+        return missing <= cache.available_block_count and cache.grow(ending.lease, ending.cut)
+
+    # Ends
+
+    def _publish_trailing(self, ending: Ending) -> None:
+        sequence = ending.sequence
+        self._queues.cache.answer_ends.publish_trailing(
+            ending.lease, sequence.keys, sequence.prefill_target
+        )
+        self._close(ending)
+
+    def _drop(self, ending: Ending) -> None:
+        self.num_dropped += 1
+        self._close(ending)
+
+    def _close(self, ending: Ending) -> None:
+        number = ending.sequence.number
+        del self._endings[number]
+        self._due = [each for each in self._due if each is not ending]
+        self.folding = [each for each in self.folding if each is not ending]
+        self._queues.planned = [i for i in self._queues.planned if i.sequence != number]
+        self._closed.append(number)
+        self._queues.remove(ending.sequence)
+
+
+def _group(sequence: Sequence) -> Group:
+    turn = sequence.request.next_turn
+    return sequence.prompt.keys.root, _TOKENS if turn is None else turn.kind
+
+
+def _contains(keys: PromptKeys, ending: Ending) -> bool:
+    """Return True if a prompt contains all tokens up to an ending's cut."""
+    cut = ending.cut
+    if not cut or len(keys) <= cut:
+        return False
+    is_cut = cut % keys.block_size == 0 or cut in keys.tails
+    return is_cut and key_at(keys, cut) == ending.key
+
+
+def _last_token(sequence: Sequence, lease: Lease) -> Slice:
+    """Return the slice that computes an answer's last token and samples nothing."""
+    start, first_block = sequence.num_computed, sequence.settled_blocks
+    return Slice(
+        sequence=sequence.number,
+        kind="decode",
+        token_ids=(sequence.token_ids[start],),
+        start=start,
+        end=start + 1,
+        src_row=lease.src_row,
+        dst_row=lease.src_row,
+        first_block=first_block,
+        blocks=tuple(lease.blocks[first_block:]),
+        write_start=lease.shared_tokens,
+        adapter=sequence.adapter_slot,
+    )

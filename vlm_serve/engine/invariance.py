@@ -1,0 +1,84 @@
+"""Batch invariance: what an engine promises about the bits of its answers, and why.
+
+docs/architecture.md#batch-invariance
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.errors import ConfigError
+
+Reach = Literal["answers", "prompts", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What does not depend on batches, cache hits, chunk sizes, preemption and neighbours.
+
+    Attributes:
+        reach: tokens and log-probabilities of whole answers; the logits behind a prompt; nothing.
+        reason: why, in a clause.
+    """
+
+    reach: Reach = "none"
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reach}: {self.reason}"
+
+
+def promise(device: torch.device, *, compiled: bool, wanted: bool) -> Promise:
+    """Return the promise of an engine.
+
+    Args:
+        device: of the computation.
+        compiled: compiled CPU kernels compute.
+        wanted: the option `deterministic` is on.
+    """
+    if compiled:
+        return Promise("answers", "by construction, compiled kernels have one arithmetic per row")
+    if not wanted:
+        fast = "Triton's" if device.type != "cpu" else "torch's"
+        return Promise("none", f"{fast} products and splits follow the batch; see batch_invariant")
+    if device.type == "cpu":
+        return Promise("prompts", "torch may round a decoded token by its place in a step")
+    return Promise("answers", "fixed tiles in every step, and only prefill's entries are reused")
+
+
+def exact_only(config: EngineConfig, *, compiled: bool) -> bool:
+    """Return True if prompts must come from prefill alone and answers from decode steps.
+
+    Compiled kernels prefill and decode with equal bits. Others do not, which shows as soon as
+    either reuses what the other has left.
+    """
+    return config.deterministic and not compiled
+
+
+def check_options(config: EngineConfig, *, compiled: bool) -> None:
+    """Raise ConfigError for an option without a place in this mode; it names the option."""
+    if not exact_only(config, compiled=compiled):
+        return
+    where = "with batch_invariant and without compiled kernels"
+    if config.speculative not in ("auto", "off"):
+        raise ConfigError(
+            f"speculative must be off {where}, got {config.speculative!r}: drafts are verified by "
+            "another kernel than the one that decodes",
+            param="speculative",
+        )
+    if config.prefix_cache_decode_state_interval:
+        raise ConfigError(
+            f"prefix_cache_decode_state_interval must be 0 {where}: states that decoding has left "
+            "are not reused there",
+            param="prefix_cache_decode_state_interval",
+        )
+    if config.prefix_cache_answer_ends == "always":
+        raise ConfigError(
+            f"prefix_cache_answer_ends cannot be always {where}: what decoding has left is not "
+            "reused there",
+            param="prefix_cache_answer_ends",
+        )

@@ -1,0 +1,80 @@
+"""Engines that make vectors of prompts instead of answers (`--task embed` and `--task rerank`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.errors import ConfigError, InvalidRequestError
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.sampling_params import SamplingParams
+
+JUDGEMENTS = ("yes", "no")
+"""The tokens whose logits a reranker compares."""
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+"""A request for a prompt's vector; its token means nothing."""
+
+
+def pools(config: EngineConfig) -> bool:
+    """Return True if the engine makes vectors."""
+    return config.task != "generate"
+
+
+def without_drafts(config: EngineConfig) -> EngineConfig:
+    """Return the config for its task: an engine that pools drafts nothing.
+
+    Raises:
+        ConfigError: it cannot be combined with other options.
+    """
+    if not pools(config):
+        return config
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"task {config.task!r} runs on one rank: leave tensor_parallel_size at 1",
+            param="task",
+        )
+    if config.speculative not in ("auto", "off"):
+        raise ConfigError(
+            f"task {config.task!r} makes no tokens to draft: leave speculative off", param="task"
+        )
+    return replace(config, speculative="off")
+
+
+def pooled_tokens(config: EngineConfig, path: Path) -> tuple[int, ...] | None:
+    """Return `Model.pooled` for the engine's task.
+
+    Raises:
+        CheckpointError: the tokenizer has no single tokens for yes and no.
+    """
+    if not pools(config):
+        return None
+    if config.task == "embed":
+        return ()
+    tokenizer, found = Tokenizer(path), []
+    for word in JUDGEMENTS:
+        ids = tokenizer.encode(word)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"task 'rerank' needs a token for {word!r}, which this checkpoint has not",
+                param="task",
+            )
+        found += ids
+    return tuple(found)
+
+
+def head_rows(config: EngineConfig) -> int | None:
+    """Return `weight_bytes`'s `head_rows` for the engine's task."""
+    return {"embed": 0, "rerank": len(JUDGEMENTS)}.get(config.task)
+
+
+def check_task(config: EngineConfig, *, pooled: bool) -> None:
+    """Raise InvalidRequestError if the engine does not do what a request wants."""
+    if pooled and not pools(config):
+        raise InvalidRequestError(
+            "this server generates answers: start another one with --task embed or --task rerank"
+        )
+    if pools(config) and not pooled:
+        raise InvalidRequestError(
+            f"this server generates no answers: it was started with --task {config.task}"
+        )

@@ -1,0 +1,217 @@
+"""Memory that steps take beside weights and pools: measured on a GPU before the pools take theirs,
+and planned without one.
+
+Activations, logits and the vision tower's patches live in torch's allocator, beside the pools. So
+the largest step and the largest picture run once on small pools.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.allocations import peak_of
+from vlm_serve.engine.arithmetic import Types
+from vlm_serve.engine.memory import StepMemory
+from vlm_serve.engine.ranks.start import ModelSource
+from vlm_serve.engine.warm_up import warm_up
+from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.dispatch import launching_on
+from vlm_serve.kernels.metadata import PrefillMeta
+from vlm_serve.models import Model, ModelSpec
+from vlm_serve.models.batch import ForwardBatch
+from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models.unread import unread_model
+from vlm_serve.preprocess.processors import image_config
+
+CAPTURED_TOKENS = 512
+"""Tokens of the largest captured step, see `PrefillGraphs`."""
+REPORTED_LOGITS_BYTES = 256 << 20
+"""Maximum bytes of prompt logits that one step computes for requested prompt log-probabilities."""
+
+
+def try_steps(
+    source: ModelSource, model: Model, config: EngineConfig, *, with_graphs: bool
+) -> StepMemory | None:
+    """Measure what steps take and compile what serving needs, on one GPU; return None elsewhere.
+
+    Raises:
+        ConfigError: a step does not fit.
+    """
+    if source.device.type != "cuda" or config.tensor_parallel_size > 1:
+        return None
+    found = measure_step_memory(
+        model,
+        source.arithmetic.types,
+        config,
+        span_tokens=largest_span(source.path, source.spec, config.max_num_batched_tokens),
+        logit_rows=config.max_num_seqs + reported_tokens(config, source.spec),
+        with_graphs=with_graphs,
+    )
+    warm_up(model, source.arithmetic.types, config)
+    return found
+
+
+def planned_step_memory(
+    model: ModelSpec, path: Path, types: Types, config: EngineConfig, *, with_graphs: bool
+) -> StepMemory | None:
+    """Return what a start on a GPU would measure, without a GPU and without weights: the same steps
+    on the device "meta". None if Triton is not installed.
+
+    Args:
+        model: the model; quantised weights count as dense ones, whose activations are the same.
+        path: its checkpoint, or its config.json alone.
+        types: of weights, activations and pools.
+        config: options, with a block size.
+        with_graphs: see `measure_step_memory`.
+    """
+    tokens = config.max_num_batched_tokens
+    known = model.vision is None or path.is_dir()
+    try:
+        return measure_step_memory(
+            unread_model(model, types.weights, types.compute),
+            types,
+            config,
+            span_tokens=largest_span(path, model, tokens) if known else tokens,
+            logit_rows=config.max_num_seqs + reported_tokens(config, model),
+            with_graphs=with_graphs,
+        )
+    except KernelArgumentError:
+        return None
+
+
+def largest_span(checkpoint: Path, model: ModelSpec, step_tokens: int) -> int:
+    """Return the most placeholder tokens that a step encodes; 0 without a vision tower.
+
+    These are as many as a step has tokens, or those of one picture that is larger.
+    """
+    if model.vision is None:
+        return 0
+    if model.family.slice_start is not None:
+        return step_tokens  # Its pictures are cut into slices of some hundred tokens.
+    picture = image_config(checkpoint)
+    if picture is None:
+        return step_tokens
+    return max(step_tokens, picture.max_pixels // picture.factor**2)
+
+
+def reported_tokens(config: EngineConfig, model: ModelSpec) -> int:
+    """Return how many tokens of a step may report log-probabilities of the prompt."""
+    assert config.block_size is not None
+    return max(config.block_size, REPORTED_LOGITS_BYTES // (4 * model.vocab_size))
+
+
+def measure_step_memory(
+    model: Model,
+    types: Types,
+    config: EngineConfig,
+    *,
+    span_tokens: int,
+    logit_rows: int,
+    with_graphs: bool,
+) -> StepMemory:
+    """Run the largest step, the largest picture and the largest captured step on a GPU or "meta".
+
+    Args:
+        model: the model, loaded.
+        types: of pools.
+        config: options, with a block size.
+        span_tokens: placeholder tokens that a step may encode; 0 without a vision tower.
+        logit_rows: tokens of a step whose logits may be wanted.
+        with_graphs: True if short steps are captured.
+
+    Raises:
+        ConfigError: such a step does not fit beside the weights.
+    """
+    device, tokens = model.device, config.max_num_batched_tokens
+    size, rows = config.block_size, config.max_num_seqs
+    assert size is not None
+    few = min(tokens, CAPTURED_TOKENS)
+    try:
+        with torch.inference_mode(), launching_on(device):
+            caches = _small_pools(model, types, -(-tokens // size), size)
+            forward = partial(_forward, model, caches, config.gdn_chunk_size)
+            text = _peak(device, forward(tokens, logit_rows))
+            # Each size keeps its own outputs; what lies between is shared.
+            graphs = 2 * _peak(device, forward(few, rows)) if with_graphs else 0
+            media = _peak(device, _encode(model, span_tokens)) if span_tokens else 0
+            model.unbind()
+            del caches
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"a step of {tokens} tokens does not fit beside the weights on {device}: lower "
+            "max_num_batched_tokens",
+            param="max_num_batched_tokens",
+        ) from None
+    return StepMemory(text, media, graphs)
+
+
+def _peak(device: torch.device, run: Callable[[], object]) -> int:
+    """Return how many bytes a run allocates at most, beyond those at its beginning."""
+    if device.type == "meta":
+        return peak_of(run)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _small_pools(model: Model, types: Types, blocks: int, block_size: int) -> CacheTensors:
+    layout = model.spec.cache_layout(model.ranks.size, mtp=model.drafts)
+    rows = 1 if layout.has_state else 0
+    return layout.allocate(blocks, rows, block_size, types.pools, model.device, num_updates=rows)
+
+
+def _forward(
+    model: Model, caches: CacheTensors, chunk: int, tokens: int, logit_rows: int
+) -> Callable[[], object]:
+    """Return a run of one cold slice of that many tokens."""
+    batch = ForwardBatch(
+        token_ids=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.arange(tokens).expand(3, -1),
+        slots=torch.arange(tokens),
+        decode=None,
+        prefill=PrefillMeta(
+            cu_seqlens=(0, tokens),
+            starts=(0,),
+            block_tables=(tuple(range(-(-tokens // caches.block_size))),),
+            src_rows=(-1,),
+            dst_rows=(0 if caches.num_rows else -1,),
+            chunk_ends=((*range(chunk, tokens, chunk), tokens),),
+        ),
+        media=(),
+        logit_rows=torch.arange(max(0, tokens - logit_rows), tokens),
+    ).to(model.device)
+
+    def run() -> None:
+        output = model.forward(batch, caches)
+        # As sampling does with all rows.
+        output.logits.argmax(-1)
+
+    return run
+
+
+def _encode(model: Model, span_tokens: int) -> Callable[[], object]:
+    """Return a run of the tower over one picture of at least that many placeholder tokens."""
+    vision = model.spec.vision
+    assert vision is not None
+    merge = vision.merge_size
+    high = math.isqrt(span_tokens)
+    wide = -(-span_tokens // high)
+    grid = 1, merge * high, merge * wide
+
+    def run() -> None:
+        model.encode_media(torch.zeros(grid[1] * grid[2], vision.patch_dim), [grid], [merge])
+
+    return run

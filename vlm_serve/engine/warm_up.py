@@ -1,0 +1,138 @@
+"""Compiles a GPU's kernels at start, before a request has to wait for one.
+
+Triton compiles a kernel when it first meets a combination of types, alignments and constants, which
+takes up to seconds. Tiles of experts and of quantised products depend on a step's tokens; other
+kernels run only if a choice is forked, a sequence is long or a draft is accepted. So steps of every
+order of size run once, and every kernel that works between steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.arithmetic import Types
+from vlm_serve.kernels.dispatch import launching_on
+from vlm_serve.kernels.kv_write import copy_kv_rows
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.state_copy import copy_rows
+from vlm_serve.models import Model
+from vlm_serve.models.batch import ForwardBatch
+from vlm_serve.models.cache_layout import CacheTensors
+
+_log = logging.getLogger(__name__)
+
+_LONG = 8192
+"""Keys of a decoding sequence computed in several parts, whatever the model's heads."""
+_DRAFTED = 2
+
+
+def warm_up(model: Model, types: Types, config: EngineConfig) -> None:
+    """Run steps of 1, 2, 4 ... tokens, a long sequence's decode step, drafts and copies.
+
+    Args:
+        model: the model; of its pools nothing is left.
+        types: of pools.
+        config: options, with a block size.
+    """
+    begin = time.perf_counter()
+    with torch.inference_mode(), launching_on(model.device):
+        steps = _Steps(model, types, config)
+        tokens = 1
+        while tokens < config.max_num_batched_tokens:
+            steps.prefill(tokens)
+            tokens *= 2
+        steps.decode()
+        steps.copy()
+        if config.speculative != "off":
+            steps.verify()
+    model.unbind()
+    _log.info("compiled the kernels of all steps in %.1f s", time.perf_counter() - begin)
+
+
+class _Steps:
+    """Steps of one sequence on pools of its own.
+
+    Args:
+        model, types, config: see `warm_up`.
+    """
+
+    def __init__(self, model: Model, types: Types, config: EngineConfig) -> None:
+        assert config.block_size is not None
+        self._model, self._config, self._size = model, config, config.block_size
+        layout = model.spec.cache_layout(model.ranks.size, mtp=model.drafts)
+        self._has_state = layout.has_state
+        rows = 2 if layout.has_state else 0
+        drafted = _DRAFTED if config.speculative != "off" else 0
+        self._caches: CacheTensors = layout.allocate(
+            2, rows, self._size, types.pools, model.device, num_updates=drafted
+        )
+        for pool in (*self._caches.of_unit("block"), *self._caches.of_unit("row")):
+            pool.zero_()
+
+    def prefill(self, tokens: int) -> None:
+        """Compute a slice; all its tokens are of one block, and none of them is written."""
+        chunk = self._config.gdn_chunk_size
+        row = 0 if self._has_state else -1
+        meta = PrefillMeta(
+            cu_seqlens=(0, tokens),
+            starts=(0,),
+            block_tables=(self._blocks(tokens),),
+            src_rows=(-1,),
+            dst_rows=(row,),
+            chunk_ends=((*range(chunk, tokens, chunk), tokens),),
+        )
+        self._forward(tokens, prefill=meta)
+
+    def decode(self) -> None:
+        """Compute a token behind many keys."""
+        row = 0 if self._has_state else -1
+        self._forward(1, decode=DecodeMeta((self._blocks(_LONG),), (_LONG,), (row,), (row,), (-1,)))
+
+    def verify(self) -> None:
+        """Compute drafts, and fold one of them into the state."""
+        row, update = (0, 0) if self._has_state else (-1, -1)
+        meta = VerifyMeta(
+            cu_seqlens=(0, _DRAFTED),
+            starts=(1,),
+            block_tables=(self._blocks(1 + _DRAFTED),),
+            rows=(row,),
+            updates=(update,),
+            folded=(0,),
+        )
+        self._forward(_DRAFTED, verify=meta)
+        if self._has_state:
+            self._model.fold(self._caches, [(0, 0, 1)])
+
+    def copy(self) -> None:
+        """Copy as forked choices and shared blocks do."""
+        if self._has_state:
+            copy_rows(self._caches.of_unit("row"), (0,), (1,))
+        copy_kv_rows(self._caches["kv"], self._caches.tensors.get("kv_scales"), [(0, 1, 1)])
+
+    def _blocks(self, tokens: int) -> tuple[int, ...]:
+        return (0,) * -(-tokens // self._size)
+
+    def _forward(
+        self,
+        tokens: int,
+        *,
+        prefill: PrefillMeta | None = None,
+        decode: DecodeMeta | None = None,
+        verify: VerifyMeta | None = None,
+    ) -> None:
+        batch = ForwardBatch(
+            token_ids=torch.zeros(tokens, dtype=torch.int64),
+            positions=torch.arange(tokens).expand(3, -1),
+            slots=torch.full((tokens,), -1),
+            decode=decode,
+            prefill=prefill,
+            media=(),
+            logit_rows=torch.tensor([tokens - 1]),
+            deterministic=self._config.deterministic,
+            verify=verify,
+        )
+        self._model.forward(batch.to(self._model.device), self._caches)

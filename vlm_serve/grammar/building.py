@@ -1,0 +1,84 @@
+"""From a request's schema or structural tag to a grammar of llguidance that was tried.
+
+It runs in the compiling process, within its limits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar.library import UNSATISFIABLE, Library, sentence
+from vlm_serve.grammar.rewriting import children, refuse, rewrite
+from vlm_serve.grammar.tags import Tags
+
+_LOCATING = 200
+"""Subschemas compiled to find the one that fails."""
+
+
+Built = tuple[str, int]
+"""A grammar, and the bytes of memory that it takes."""
+
+
+def json_grammar(schema: Any, library: Library, *, strict: bool = False) -> Built:
+    """Build the grammar of a schema.
+
+    Raises:
+        InvalidRequestError: it cannot be enforced. The message names the path.
+    """
+    whole = rewrite(schema, strict=strict)
+    if whole is False:
+        raise _located(schema, UNSATISFIABLE, library)
+    grammar = library.json(whole)
+    error, size = library.tried(grammar)
+    if error:
+        raise _located(schema, error, library)
+    return grammar, size
+
+
+def tag_grammar(tag: Any, library: Library) -> Built:
+    """Build the grammar of a structural tag.
+
+    Raises:
+        InvalidRequestError: a schema in it cannot be enforced. The message names the path.
+        OtherTagError: the tag is not for llguidance.
+    """
+    tags = Tags(library)
+    grammar = library.lark(tags.grammar(tag))
+    error, size = library.tried(grammar)
+    if not error:
+        return grammar, size
+    for source in tags.sources:
+        found = _error(rewrite(source.schema), library)
+        if found:
+            raise source.error(_located(source.schema, found, library))
+    if len(tags.sources) == 1:
+        raise tags.sources[0].error(refuse("#", sentence(error)))
+    raise InvalidRequestError(f"the grammar {sentence(error)}")
+
+
+def _error(schema: Any, library: Library) -> str:
+    """Return why a rewritten schema cannot be followed from its start on; empty: it can."""
+    return UNSATISFIABLE if schema is False else library.tried(library.json(schema))[0]
+
+
+def _located(schema: Any, error: str, library: Library) -> InvalidRequestError:
+    """Return the error about the innermost subschema that fails by itself."""
+    place, left = "#", _LOCATING
+    searching = True
+    while searching:
+        searching = False
+        for child in children(schema, place):
+            left -= 1
+            if left < 0:
+                return refuse(place, sentence(error))
+            try:
+                part = rewrite(schema, pointer=child)
+            except InvalidRequestError:
+                continue
+            found = _error(part, library)
+            # A property that nothing fits may be absent.
+            if found and not (UNSATISFIABLE in found and UNSATISFIABLE not in error):
+                place, error, searching = child, found, True
+                break
+    return refuse(place, sentence(error))

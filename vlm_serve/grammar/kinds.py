@@ -1,0 +1,117 @@
+"""Kinds of the values that a JSON schema may accept: its types, with 2.0 as an integer.
+
+The grammar of a call in tags and the reader of the call use the same functions here. So a text that
+the grammar allows as a string is never read as another kind, or the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar.references import Document
+
+Kinds = frozenset[str]
+NUMBERS: Kinds = frozenset(["integer", "number"])
+ALL: Kinds = NUMBERS | {"string", "boolean", "null", "array", "object"}
+_NONE: Kinds = frozenset()
+_DEPTH = 64
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of a value."""
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, float):
+        return "integer" if value.is_integer() else "number"
+    names = {str: "string", int: "integer", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def own_kinds(node: Any) -> Kinds:
+    """Return the kinds by a schema's own types and lists of values."""
+    if not isinstance(node, Mapping):
+        return ALL if node is not False else _NONE
+    kinds, values = node.get("type"), allowed(node)
+    listed = [kinds] if isinstance(kinds, str) else kinds
+    found = ALL
+    if isinstance(listed, list):
+        found = frozenset(str(each) for each in listed)
+        found |= NUMBERS if "number" in found else _NONE
+    return found if values is None else found & {kind_of(value) for value in values}
+
+
+def allowed(node: Mapping[str, Any]) -> list[Any] | None:
+    """Return the only values that a schema lists; None: it lists none."""
+    if "const" in node:
+        return [node["const"]]
+    return node["enum"] if isinstance(node.get("enum"), list) else None
+
+
+def kinds_of(node: Any, document: Document) -> Kinds:
+    """Return the kinds of the values that a schema and its combinations may accept."""
+    return _kinds(node, document, {}, _DEPTH)
+
+
+def _kinds(node: Any, document: Document, known: dict[int, Kinds], depth: int) -> Kinds:
+    found = own_kinds(node)
+    if not isinstance(node, Mapping) or not depth or not found:
+        return found
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = found  # what it refers to may refer to it
+    for part in [*_target(node, document), *_listed(node, "allOf")]:
+        found &= _kinds(part, document, known, depth - 1)
+    for keyword in ("anyOf", "oneOf"):
+        if _listed(node, keyword):
+            parts = [_kinds(part, document, known, depth - 1) for part in node[keyword]]
+            found &= frozenset().union(*parts)
+    known[id(node)] = found
+    return found
+
+
+def kinds_of_parameter(document: Document, name: str) -> Kinds:
+    """Return the kinds of a property's values, wherever the document speaks of it.
+
+    Where an alternative does not name it, the alternative's rules for other properties speak of it.
+    If nothing does, all rules for other properties decide.
+    """
+    found: list[Any] = []
+    unnamed: list[Any] = []
+    others: list[Any] = []
+    open_nodes, seen = [document.root], set()
+    while open_nodes:
+        node = open_nodes.pop()
+        if not isinstance(node, Mapping) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        properties, patterns = node.get("properties"), node.get("patternProperties")
+        named = isinstance(properties, Mapping) and name in properties
+        if isinstance(properties, Mapping) and named:
+            found.append(properties[name])
+        rest = node.get("additionalProperties")
+        rules = list(patterns.values()) if isinstance(patterns, Mapping) else []
+        others += [*rules, True if rest is None else rest]
+        if not named:  # where any value fits, any reading does
+            unnamed += [each for each in (*rules, rest) if each not in (None, True, {})]
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            open_nodes += _listed(node, keyword)
+        open_nodes += _target(node, document)
+    told = [*found, *unnamed] if found else others
+    kinds = [kinds_of(each, document) for each in told if each is not None]
+    return frozenset().union(*kinds) or ALL
+
+
+def _target(node: Mapping[str, Any], document: Document) -> list[Any]:
+    if not isinstance(node.get("$ref"), str):
+        return []
+    try:
+        return [document.target(node["$ref"], "#")]
+    except InvalidRequestError:
+        return []
+
+
+def _listed(node: Mapping[str, Any], keyword: str) -> list[Any]:
+    value = node.get(keyword)
+    return value if isinstance(value, list) else []

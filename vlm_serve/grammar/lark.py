@@ -1,0 +1,86 @@
+"""Writes grammars in llguidance's dialect of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from vlm_serve.grammar.searching import literal
+
+OPTIONS: dict[str, Any] = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+}
+"""How JSON is written. White space is fixed: small models would emit it forever."""
+_NAME = re.compile(r"\bT[0-9]+\b")
+_PRINTABLE = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]*")
+
+
+class Lark:
+    """A grammar that grows. Equal parts are written once, under one name."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._names: dict[str, str] = {}
+        self._terminals: dict[str, str] = {}
+
+    def rule(self, body: str) -> str:
+        """Return the name of a rule."""
+        return self._named("r", body)
+
+    def terminal(self, body: str) -> str:
+        """Return the name of a terminal: a pattern matched as one."""
+        name = self._named("T", body)
+        self._terminals[name] = body
+        return name
+
+    def alone(self, body: str) -> str:
+        """Return the grammar of a terminal and of those that it names."""
+        lines, waiting = ["start: T", f"T: {body}"], [body]
+        seen = set[str]()
+        while waiting:  # a text may look like a name: the terminal is then there in vain
+            for name in _NAME.findall(waiting.pop()):
+                if name in self._terminals and name not in seen:
+                    seen.add(name)
+                    lines.append(f"{name}: {self._terminals[name]}")
+                    waiting.append(self._terminals[name])
+        return "\n".join(lines) + "\n"
+
+    def json(self, schema: Any) -> str:
+        """Return the name of a rule for the JSON of a rewritten schema."""
+        whole = {} if schema is True else schema
+        return self.rule("%json " + json.dumps({"x-guidance": OPTIONS, **whole}))
+
+    def text(self, start: str) -> str:
+        """Return the whole grammar.
+
+        Args:
+            start: the body of its start.
+        """
+        return "\n".join([f"start: {start}", *self._lines]) + "\n"
+
+    def _named(self, prefix: str, body: str) -> str:
+        if body not in self._names:
+            self._names[body] = f"{prefix}{len(self._names)}"
+            self._lines.append(f"{self._names[body]}: {body}")
+        return self._names[body]
+
+
+def constant(text: str) -> str:
+    """Return one text, in a rule or a terminal."""
+    if _PRINTABLE.fullmatch(text):
+        return json.dumps(text, ensure_ascii=False)
+    return pattern(literal(text))
+
+
+def pattern(text: str) -> str:
+    """Return a pattern, in a rule or a terminal. It has no plain slash."""
+    return f"/{text}/"
+
+
+def either(parts: list[str]) -> str:
+    """Return alternatives; "": there are none."""
+    kept = list(dict.fromkeys(part for part in parts if part))
+    return kept[0] if len(kept) == 1 else f"({' | '.join(kept)})" if kept else ""

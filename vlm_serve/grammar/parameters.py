@@ -1,0 +1,238 @@
+"""Grammars of arguments in tags, a parameter per property.
+
+<parameter=name>
+value
+</parameter>
+
+A string stands there as it is, up to the closing tag, any other value as JSON. A lexer that
+follows strings and JSON at once would go on with the string. So a string may not begin like the
+JSON that is allowed beside it, nor be what a reader takes for another kind of value.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Protocol
+
+from vlm_serve.grammar import searching
+from vlm_serve.grammar.kinds import ALL, NUMBERS, Kinds, kinds_of, kinds_of_parameter
+from vlm_serve.grammar.lark import Lark, constant, either, pattern
+from vlm_serve.grammar.library import UNSATISFIABLE, sentence
+from vlm_serve.grammar.raw_texts import ANY, RawTexts, both
+from vlm_serve.grammar.references import Document
+from vlm_serve.grammar.rewriting import refuse, rewrite
+from vlm_serve.grammar.shapes import Shape, shapes_of
+
+BEGIN, BEGIN_END, END = "<parameter=", ">\n", "\n</parameter>\n"
+_CLOSING = pattern(f"{searching.ANY}{searching.literal('</parameter>')}{searching.ANY}")
+_NAME = re.compile(r"[^<>\s\"'](?:[^<>\n]{0,254}[^<>\s\"'])?")
+_OTHER_NAME = pattern(r"[^<>\s\x{22}\x{27}](?:[^<>\n]{0,62}[^<>\s\x{22}\x{27}])?")
+_INTEGER = "-?(?:0|[1-9][0-9]*)"
+_NUMBER = rf"{_INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+_STARTS = {"object": r"\x{7b}", "array": r"\x{5b}", "number": "[-0-9]"}
+_WORDS: tuple[tuple[str, str, bool | None], ...] = (
+    ("true", "boolean", True), ("false", "boolean", False), ("null", "null", None),
+)  # fmt: skip
+
+
+class Oracle(Protocol):
+    """What only the library knows."""
+
+    def has_text(self, terminal: str) -> bool:
+        """Return True if a grammar of one terminal matches some text."""
+
+    def json_error(self, schema: Any) -> str:
+        """Return why no JSON can follow a rewritten schema; empty: it can."""
+
+
+class Parameters:
+    """Writes the arguments of one function.
+
+    Args:
+        lark: the grammar that gets the rules.
+        schema: the parameters' schema.
+        oracle: see `Oracle`.
+
+    Raises:
+        InvalidRequestError: from all methods: the schema cannot be enforced; it names the path.
+    """
+
+    def __init__(self, lark: Lark, schema: Any, oracle: Oracle) -> None:
+        self._lark, self._oracle = lark, oracle
+        self._given = Document(schema)
+        whole = rewrite(schema)
+        self._whole = {} if whole is True else whole
+        self._definitions = {} if whole is False else self._whole.pop("$defs", {})
+        self._defined = Document({"$defs": self._definitions})
+        self._raw = RawTexts(lark, self._definitions)
+        self._beside: dict[str, Kinds] = {}
+
+    def rule(self) -> str:
+        """Return the name of the rule for all parameters. Each ends with its line."""
+        found = shapes_of(self._whole, self._definitions)
+        if len(found) > 1:
+            self._beside = self._kinds_beside(found)
+        rules = [rule for rule in map(self._shape, found) if rule is not None]
+        if not rules:
+            raise refuse("#", "cannot be satisfied by any value")
+        return self._lark.rule(" | ".join(rules))
+
+    def _kinds_beside(self, found: list[Shape]) -> dict[str, Kinds]:
+        """Return the kinds that a parameter has in any shape; "": one that none names."""
+        rest = [self._kinds(schema) for shape in found for _, schema in shape.others()]
+        names = dict.fromkeys(name for shape in found for name in shape.names)
+        kinds = {
+            name: [self._kinds(shape.schema(name, self._matches)) for shape in found]
+            for name in names
+        }
+        beside = {name: frozenset().union(*each, *rest) for name, each in kinds.items()}
+        return beside | {"": frozenset().union(*rest, *beside.values())}
+
+    def _matches(self, searched: str, name: str) -> bool:
+        """Return True if the pattern of a property's name is found in it."""
+        text = pattern(self._searching(searched, "#/patternProperties"))
+        return self._has_text(both([constant(name), text]))
+
+    def _shape(self, shape: Shape) -> str | None:
+        """Return the rule of one shape; None: no arguments have it."""
+        parts: list[tuple[str, bool]] = []
+        for name in shape.names:
+            value = self._value(shape.schema(name, self._matches), name)
+            if value is None or not _NAME.fullmatch(name):
+                if name in shape.required and value is not None:
+                    raise refuse(_place(name), "has a name that a tag cannot have")
+                if name in shape.required:
+                    return None
+                continue
+            begin = self._lark.terminal(constant(f"{BEGIN}{name}{BEGIN_END}"))
+            parts.append((self._lark.rule(f"{begin} {value}"), name in shape.required))
+        others = [rule for rule in (self._others(shape, each) for each in shape.others()) if rule]
+        return self._counted(shape, parts, either(others))
+
+    def _counted(self, shape: Shape, parts: list[tuple[str, bool]], other: str) -> str | None:
+        needed = sum(required for _, required in parts)
+        least, most = max(0, shape.least - needed), shape.most
+        if most is not None and (most < needed or (not other and most >= len(parts))):
+            if most < needed:
+                return None
+            most = None
+        if most is not None and most == len(parts) == needed:
+            other, most = "", None
+        if least and not other and len(parts) == needed:
+            return None
+        optional = len(parts) > needed
+        if optional and (most is not None or least > 1):
+            raise refuse("#", "limits the number of properties of which some are optional")
+        if least == 1 and optional:
+            return self._at_least_one(parts, other)
+        words = [name if required else f"{name}?" for name, required in parts]
+        if other:
+            words.append(f"{other}{{{least},{'' if most is None else most - needed}}}")
+        return self._lark.rule(" ".join(words) or '""')
+
+    def _at_least_one(self, parts: list[tuple[str, bool]], other: str) -> str:
+        """Return the rule of optional parameters of which one is there."""
+        rule, rest = (self._lark.rule(f"{other}+"), f"{other}*") if other else ("", "")
+        for name, _ in reversed(parts):
+            rule = self._lark.rule(either([f"{name} {rest}".strip(), rule]))
+            rest = self._lark.rule(f"{name}? {rest}".strip())
+        return rule
+
+    def _others(self, shape: Shape, other: tuple[str | None, Any]) -> str | None:
+        """Return the rule of a parameter that the schema does not name.
+
+        Args:
+            other: the pattern of its name, or None, and its schema.
+        """
+        searched, node = other
+        value = self._value(node, "")
+        if value is None:
+            return None
+        wholes = {each: pattern(self._searching(each, "#")) for each in shape.patterns}
+        excluded = [constant(name) for name in shape.names if _NAME.fullmatch(name)]
+        excluded += [text for each, text in wholes.items() if each != searched]
+        names = [_OTHER_NAME, *(f"~{text}" for text in excluded)]
+        if searched is not None:
+            names.append(wholes[searched])
+        begin = f"{constant(BEGIN)} {both(names)} {constant(BEGIN_END)}"
+        if not self._has_text(begin):
+            return None
+        return self._lark.rule(f"{self._lark.terminal(begin)} {value}")
+
+    def _kinds(self, node: Any) -> Kinds:
+        return kinds_of(node, self._defined)
+
+    def _has_text(self, terminal: str) -> bool:
+        return self._oracle.has_text(self._lark.alone(terminal))
+
+    def _searching(self, text: str, path: str) -> str:
+        try:
+            return searching.whole(text)
+        except searching.PatternError as error:
+            raise refuse(path, str(error)) from None
+
+    def _value(self, node: Any, name: str) -> str | None:
+        """Return the rule of a value with its closing tag; None: no value fits.
+
+        Args:
+            name: the parameter's; "": any that the schema does not name.
+        """
+        try:
+            text = self._raw.terminal(node)
+        except searching.PatternError as wrong:
+            raise refuse(_place(name), str(wrong)) from None
+        kinds, schema = self._kinds(node), node
+        if text or self._beside:
+            read = kinds_of_parameter(self._given, name) | kinds if name else ALL
+            text, kinds = self._beside_json(node, text, kinds, read, self._beside.get(name))
+            schema = {"allOf": [node, {"type": sorted(kinds)}]}
+        rules = []
+        if text and self._has_text(text):
+            rules.append(self._lark.terminal(f"{text} {constant(END)}"))
+        if kinds:
+            whole = {"$defs": self._definitions, **({} if schema is True else schema)}
+            error = self._oracle.json_error(whole)
+            if error and not error.startswith(UNSATISFIABLE):
+                raise refuse(_place(name), sentence(error))
+            if not error:
+                rules.append(f"{self._lark.json(whole)} {self._lark.terminal(constant(END))}")
+        return self._lark.rule(" | ".join(rules)) if rules else None
+
+    def _beside_json(
+        self, node: Any, text: str, kinds: Kinds, read: Kinds, beside: Kinds | None
+    ) -> tuple[str, Kinds]:
+        """Return the terminal of a value that may be a string, and the kinds left for JSON.
+
+        Args:
+            text: the terminal of the strings.
+            kinds: the kinds that fit.
+            read: the kinds that a reader takes the text for.
+            beside: the kinds that other shapes have for this parameter.
+        """
+        excluded, also = [_CLOSING], list[str]()
+        left: Kinds = frozenset()
+        for word, kind, value in _WORDS:
+            if self._raw.takes(node, value):
+                also.append(constant(word))
+            elif kind in read:
+                excluded.append(constant(word))
+        for kind in ("object", "array", "number"):
+            mine = kinds & (NUMBERS if kind == "number" else {kind})
+            theirs = read & (NUMBERS if kind == "number" else {kind})
+            free = mine == theirs and all(self._raw.takes_all(node, each) for each in mine)
+            other = beside is not None and bool(beside & theirs)
+            if not theirs or (free and text == ANY and not other):
+                continue
+            if free and kind == "number" and not other:
+                also.append(pattern(_NUMBER if mine == NUMBERS else _INTEGER))
+                continue
+            left |= mine
+            start = pattern(_STARTS[kind] + searching.ANY)
+            excluded.append(start if mine or other or kind != "number" else pattern(_NUMBER))
+        return either([both([text, *(f"~{each}" for each in excluded)]), *also]), left
+
+
+def _place(name: str) -> str:
+    if not name:
+        return "#/additionalProperties"
+    return "#/properties/" + name[:64].replace("~", "~0").replace("/", "~1").replace("%", "%25")

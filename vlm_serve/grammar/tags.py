@@ -1,0 +1,275 @@
+"""Structural tags as grammars of llguidance.
+
+Its lexer always takes the longest text. So a part without a fixed end, or a text that another one
+begins with, has to be told apart in one terminal. Tags for which that is not done here, and those
+without a JSON schema, stay with xgrammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar import searching
+from vlm_serve.grammar.kinds import kinds_of
+from vlm_serve.grammar.lark import Lark, constant, either, pattern
+from vlm_serve.grammar.parameters import Oracle, Parameters
+from vlm_serve.grammar.raw_texts import ANY, both
+from vlm_serve.grammar.references import Document
+from vlm_serve.grammar.rewriting import refuse, rewrite
+
+_JSON_STARTS = frozenset('{["-0123456789tfn')
+_NUMBER_PARTS = frozenset("0123456789.eE+-")
+_UNSUPPORTED = ("excludes", "any_order", "max_tokens", "max_chars")
+
+
+class OtherTagError(Exception):
+    """The tag stays with xgrammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A schema of a structural tag, and the request's field that it comes from."""
+
+    schema: Any
+    of: Mapping[str, Any]
+
+    def error(self, error: InvalidRequestError) -> InvalidRequestError:
+        """Return the error about the schema, with the function or the field that it belongs to."""
+        message, name = error.message, self.of.get("function")
+        if isinstance(name, str) and message.startswith(_SCHEMA):
+            message = f"{_SCHEMA} of the function {name[:64]!r}{message[len(_SCHEMA) :]}"
+        field = self.of.get("field")
+        return InvalidRequestError(message, param=field if isinstance(field, str) else None)
+
+
+_SCHEMA = "the JSON schema"
+
+
+class Tags:
+    """Writes the grammar of a structural tag.
+
+    Args:
+        oracle: see `Oracle`.
+
+    Attributes:
+        sources: the schemas in it.
+    """
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+        self._lark = Lark()
+        self.sources: list[Source] = []
+
+    def grammar(self, tag: Mapping[str, Any]) -> str:
+        """Return the whole grammar.
+
+        Raises:
+            InvalidRequestError: a schema cannot be enforced. The message names the path.
+            OtherTagError: see the module.
+        """
+        rule = self._format(tag.get("format"), [])
+        if not self.sources:
+            raise OtherTagError
+        return self._lark.text(rule)
+
+    def _format(self, node: Any, others: list[str]) -> str:
+        """Return a rule.
+
+        Args:
+            others: texts with which an alternative of it begins.
+        """
+        if not isinstance(node, Mapping) or any(node.get(name) for name in _UNSUPPORTED):
+            raise OtherTagError
+        method = getattr(self, f"_{node.get('type')}", None)
+        if method is None or node.get("type") not in _TYPES:
+            raise OtherTagError
+        rule: str = method(node, others)
+        return rule
+
+    def _json_schema(self, node: Mapping[str, Any], others: list[str]) -> str:
+        of = node.get("of")
+        source = Source(node.get("json_schema"), of if isinstance(of, Mapping) else {})
+        if any(each[:1] in _JSON_STARTS for each in others):
+            raise OtherTagError
+        style = node.get("style", "json")
+        if style not in ("json", "qwen_xml"):
+            raise OtherTagError
+        self.sources.append(source)
+        try:
+            if style == "qwen_xml":
+                return Parameters(self._lark, source.schema, self._oracle).rule()
+            schema = rewrite(source.schema, strict=source.of.get("strict") is True)
+            if "function" in source.of:
+                schema = _only_objects(schema)
+            if schema is False:
+                raise refuse("#", "cannot be satisfied by any value")
+        except InvalidRequestError as error:
+            raise source.error(error) from None
+        return self._lark.json(schema)
+
+    def _const_string(self, node: Mapping[str, Any], others: list[str]) -> str:
+        return self._constants([_text(node.get("value"))], others)
+
+    def _constants(self, texts: list[str], others: list[str]) -> str:
+        if any(each.startswith(text) or text.startswith(each) for text in texts for each in others):
+            raise OtherTagError
+        return self._lark.terminal(either([constant(text) for text in texts]))
+
+    def _regex(self, node: Mapping[str, Any], others: list[str]) -> str:
+        """Return the rule of a text with this pattern, to which nothing is added."""
+        try:
+            whole = pattern(searching.full(_text(node.get("pattern"))))
+        except searching.PatternError:
+            raise OtherTagError from None
+        return self._lark.terminal(both([whole, *_avoiding(others)]))
+
+    def _or(self, node: Mapping[str, Any], others: list[str]) -> str:
+        elements = _list(node.get("elements"))
+        texts = [_text(each.get("value")) for each in elements if _is_text(each)]
+        elements = [each for each in elements if not _is_text(each)]
+        begins = [_begins(each) for each in elements]
+        rules = []
+        if texts:
+            rules.append(self._constants(texts, others + sum(begins, [])))
+        for index, each in enumerate(elements):
+            beside = sum(begins[:index] + begins[index + 1 :], [])
+            rules.append(self._format(each, [*others, *texts, *beside]))
+        return self._lark.rule(either(rules))
+
+    def _tag(self, node: Mapping[str, Any], others: list[str], skipped: int = 0) -> str:
+        begin, content, ends = _text(node.get("begin")), node.get("content"), _ends(node)
+        _tell_apart([begin, *others])
+        opening = self._lark.terminal(constant(begin[skipped:])) if begin[skipped:] else ""
+        if isinstance(content, Mapping) and content.get("type") == "any_text":
+            if any(content.get(name) for name in _UNSUPPORTED):
+                raise OtherTagError
+            return self._lark.rule(f"{opening} {self._lark.terminal(_up_to(ends))}".strip())
+        if not isinstance(content, Mapping) or content.get("type") not in _CLOSED:
+            raise OtherTagError
+        if any(end[:1] in _NUMBER_PARTS for end in ends) and content["type"] == "json_schema":
+            raise OtherTagError
+        rule = self._format(content, [])
+        if content.get("style") == "qwen_xml":  # each parameter ends with its line
+            ends = [end.removeprefix("\n") for end in ends]
+        _tell_apart(ends)
+        closing = self._lark.terminal(either([constant(end) for end in ends]))
+        return self._lark.rule(f"{opening} {rule} {closing}".strip())
+
+    def _tags_with_separator(self, node: Mapping[str, Any], others: list[str]) -> str:
+        tags = _list(node.get("tags"))
+        _tell_apart(list(dict.fromkeys(_text(_mapping(each).get("begin")) for each in tags)))
+        one = self._lark.rule(either([self._tag(_mapping(each), others) for each in tags]))
+        rule = one
+        if not node.get("stop_after_first"):
+            between = self._lark.terminal(constant(_text(node.get("separator"))))
+            rule = self._lark.rule(f"{one} ({between} {one})*")
+        return rule if node.get("at_least_one") else self._lark.rule(f"{rule}?")
+
+    def _triggered_tags(self, node: Mapping[str, Any], others: list[str]) -> str:
+        """Return the rule of text with tags in it, each from its trigger on."""
+        triggers = [_text(each) for each in _list(node.get("triggers"))]
+        tags = [_mapping(each) for each in _list(node.get("tags"))]
+        inside = any(a in b for a in triggers for b in triggers if a is not b)
+        if others or inside or node.get("at_least_one") or not triggers:
+            raise OtherTagError
+        calls = []
+        for trigger in triggers:
+            mine = [each for each in tags if _text(each.get("begin")).startswith(trigger)]
+            rests = [each for each in mine if len(each["begin"]) > len(trigger)]
+            _tell_apart(list(dict.fromkeys(each["begin"] for each in mine)))
+            if not mine or len(rests) < len(mine):
+                raise OtherTagError
+            others_in = [each for each in triggers if each != trigger]
+            before = self._lark.terminal(both([_up_to([trigger]), *_without(others_in)]))
+            rest = either([self._tag(each, [], len(trigger)) for each in mine])
+            calls.append(self._lark.rule(f"{before} {rest}"))
+        plain = self._lark.terminal(both([ANY, *_without(triggers)]))
+        if node.get("stop_after_first"):
+            return self._lark.rule(either([*calls, plain]))
+        return self._lark.rule(f"{either(calls)}* {plain}?")
+
+
+_TYPES = frozenset(
+    ["json_schema", "const_string", "regex", "or", "tag", "tags_with_separator", "triggered_tags"]
+)
+_CLOSED = frozenset(["json_schema", "const_string", "tag", "tags_with_separator"])
+"""Formats with an end that cannot be mistaken for something else."""
+
+
+def _only_objects(schema: Any) -> Any:
+    """Return the rewritten schema of the objects that fit a rewritten schema."""
+    if isinstance(schema, bool):
+        return {"type": "object"} if schema else False
+    definitions = {"$defs": schema.get("$defs", {})}
+    kinds = kinds_of(schema, Document(definitions))
+    if kinds == {"object"} or "object" not in kinds:
+        return schema if "object" in kinds else False
+    return {**definitions, "allOf": [schema, {"type": "object"}]}
+
+
+def _is_text(node: Any) -> bool:
+    return isinstance(node, Mapping) and node.get("type") == "const_string"
+
+
+def _begins(node: Any) -> list[str]:
+    """Return texts with which an alternative begins, as far as they are known."""
+    kind = _mapping(node).get("type")
+    if kind == "tag":
+        return [_text(node.get("begin"))]
+    if kind == "tags_with_separator":
+        return [_text(_mapping(each).get("begin")) for each in _list(node.get("tags"))]
+    if kind == "or":
+        return [text for each in _list(node.get("elements")) for text in _begins(each)]
+    return [_text(node.get("value"))] if kind == "const_string" else []
+
+
+def _ends(tag: Mapping[str, Any]) -> list[str]:
+    end = tag.get("end")
+    ends = [_text(each) for each in (end if isinstance(end, list) else [end])]
+    if not all(ends):
+        raise OtherTagError
+    return ends
+
+
+def _up_to(ends: list[str]) -> str:
+    """Return the terminal of any text up to the first of these ends, which belongs to it."""
+    end = "|".join(searching.literal(each) for each in ends)
+    longer = pattern(f"{searching.ANY}(?:{end})(?s:.+)")
+    return f"({pattern(f'{searching.ANY}(?:{end})')} & ~{longer})"
+
+
+def _without(texts: list[str]) -> list[str]:
+    parts = [f"{searching.ANY}{searching.literal(text)}{searching.ANY}" for text in texts]
+    return [f"~{pattern(part)}" for part in parts]
+
+
+def _avoiding(begins: list[str]) -> list[str]:
+    return [f"~{pattern(searching.literal(text) + searching.ANY)}" for text in begins]
+
+
+def _tell_apart(texts: list[str]) -> None:
+    """Refuse texts of which one begins with another."""
+    for index, text in enumerate(sorted(texts)[:-1]):
+        if sorted(texts)[index + 1].startswith(text) and sorted(texts)[index + 1] != text:
+            raise OtherTagError
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise OtherTagError
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise OtherTagError
+    return value
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise OtherTagError
+    return value

@@ -1,0 +1,15 @@
+"""LoRA adapters: read from PEFT's folders, placed beside a model's projections.
+
+fields.py    adapter_config.json: ranks, scales, refusals
+folder.py    the tensors, by module
+low_rank.py  one module's change
+experts.py   all experts' changes in one tensor
+beside.py    a tokenizer or chat template beside them
+placing.py   a model's modules, an adapter's share of each projection
+"""
+
+from vlm_serve.models.adapters.folder import AdapterFile, read_adapter
+from vlm_serve.models.adapters.low_rank import LowRank
+from vlm_serve.models.adapters.placing import Adapter, Modules, changes_of, place
+
+__all__ = ["Adapter", "AdapterFile", "LowRank", "Modules", "changes_of", "place", "read_adapter"]

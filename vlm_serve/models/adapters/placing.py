@@ -1,0 +1,243 @@
+"""Where adapters change a model: its modules by name, and an adapter's share of each projection."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from blake3 import blake3
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.kernels.linear import Linear, Part, Shard
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, Change, Up
+from vlm_serve.models.adapters.experts import kind_of, split
+from vlm_serve.models.adapters.folder import AdapterFile
+from vlm_serve.models.adapters.low_rank import LowRank
+from vlm_serve.options import format_size
+from vlm_serve.preprocess.keys import tagged
+
+_DOMAIN = b"vlm-serve adapter 1"
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "language_model.")
+_TIED, _HEAD = "embed_tokens", "lm_head"
+_LISTED = 8
+
+
+@dataclass
+class Modules:
+    """The projections of a model that adapters can change; `Weights` enters each that it loads.
+
+    Attributes:
+        sites: the parts of every projection, from number 1 on, and its columns.
+        sizes: (out, in) of every module but routed experts.
+        experts: (out, in) of every routed expert's projections, by expert.
+    """
+
+    sites: list[tuple[tuple[Rows, ...], int]] = field(default_factory=list)
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    experts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def enter(self, loaded: Linear) -> None:
+        """Give a projection its numbers, unless adapters do not reach it."""
+        for leaf in loaded.leaves():
+            rows = tuple(rows_of(part, leaf.shard) for part in leaf.origin)
+            if not rows or any(each.module.startswith("mtp.") for each in rows):
+                continue
+            for each in rows:
+                known = self.experts if ".experts." in each.module else self.sizes
+                known[each.module] = each.sizes
+            self.sites.append((rows, leaf.columns))
+            leaf.site = len(self.sites)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A module's rows in a projection.
+
+    Attributes:
+        module: its name.
+        sizes: (out, in) of the whole module.
+        ranges: of its rows, in their order.
+        columns: of its columns.
+    """
+
+    module: str
+    sizes: tuple[int, int]
+    ranges: tuple[range, ...]
+    columns: range
+
+
+def rows_of(part: Part, shard: Shard | None) -> Rows:
+    """Return a rank's rows of a part's module. Of experts in one tensor, each projection is a
+    module."""
+    name, (out, depth), ranges = module_of(part.name), part.sizes, tuple(part.ranges(shard))
+    columns = shard.of(depth) if shard is not None and shard.axis == 1 else range(depth)
+    if part.index is None:
+        return Rows(name, (out, depth), ranges, columns)
+    experts, _, kind = name.rpartition(".")
+    if not kind.startswith("gate_up"):
+        return Rows(f"{experts}.{part.index}.{kind}", (out, depth), ranges, columns)
+    size = out // 2
+    half = "gate_proj" if ranges[0].start < size else "up_proj"
+    own = tuple(range(each.start % size, (each.stop - 1) % size + 1) for each in ranges)
+    return Rows(f"{experts}.{part.index}.{half}", (size, depth), own, columns)
+
+
+def module_of(name: str) -> str:
+    """Return a module's name as it is the same in checkpoints and adapters of all classes."""
+    name = name.removesuffix(".weight")
+    prefix = next((each for each in _PREFIXES if name.startswith(each)), "")
+    name = name.removeprefix(prefix)
+    return _HEAD if name == _TIED else name
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter beside the model that it was placed for.
+
+    Attributes:
+        modules: its factors, by the model's names of modules.
+        changes: of the model's projections.
+    """
+
+    modules: Mapping[str, LowRank]
+    changes: AdapterChanges
+
+    @cached_property
+    def digest(self) -> str:
+        """64 hexadecimal digits that name everything that decides bits; not the adapter's name."""
+        return _digest(self.modules)
+
+    @cached_property
+    def vision_digest(self) -> str:
+        """The same of the vision tower's modules; "" if it leaves them alone."""
+        tower = {name: each for name, each in self.modules.items() if is_vision(name)}
+        return _digest(tower) if tower else ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its factors, of which the modules of an expert may share one."""
+        factors = (each for own in self.modules.values() for each in (own.down, own.up))
+        return sum({each.data_ptr(): each.nbytes for each in factors}.values())
+
+    @property
+    def layout_bytes(self) -> int:
+        """Bytes of its factors in the layout of compiled code, about."""
+        return sum(each.layout_bytes for each in self.modules.values())
+
+
+def is_vision(module: str) -> bool:
+    """Return True for a module of a vision tower or its merger."""
+    return module != _HEAD and not module.startswith("layers.")
+
+
+def place(file: AdapterFile, modules: Modules, experts: Collection[str] = ()) -> Adapter:
+    """Match an adapter's modules with a model's.
+
+    Args:
+        file: the adapter.
+        modules: of the model.
+        experts: projections of routed experts that adapters may change: gate_up_proj, down_proj.
+
+    Raises:
+        CheckpointError: the model lacks modules, which the message lists, or has them in another
+            size.
+    """
+    named: dict[str, LowRank] = {}
+    for name, change in file.modules.items():
+        module = module_of(name)
+        if module in named:
+            raise CheckpointError(f"the adapter has {module} twice")
+        named[module] = change
+    for name, fused in file.experts.items():
+        own = split(module_of(name), fused, modules.experts)
+        if named.keys() & own.keys():
+            raise CheckpointError(f"the adapter has experts of {name} twice")
+        named |= own
+    sizes = modules.sizes | modules.experts
+    unknown = sorted(name for name in named if name not in sizes)
+    if unknown:
+        raise CheckpointError(_complaint(unknown, modules))
+    _check_experts(named, modules, experts)
+    for name, change in named.items():
+        out, depth = sizes[name]
+        if (change.up.shape[0], change.down.shape[1]) != (out, depth):
+            raise CheckpointError(
+                f"the adapter is of another model: {name} takes {change.down.shape[1]} numbers to "
+                f"{change.up.shape[0]}, the model's takes {depth} to {out}"
+            )
+    return Adapter(named, changes_of(named, modules))
+
+
+def changes_of(named: Mapping[str, LowRank], modules: Modules) -> AdapterChanges:
+    """Return what an adapter's modules, which fit, change in a model or in a rank's share of it."""
+    changes = {
+        number: _change(rows, named)
+        for number, (rows, _) in enumerate(modules.sites, 1)
+        if any(each.module in named for each in rows)
+    }
+    return AdapterChanges(changes, len(modules.sites), tower=any(map(is_vision, named)))
+
+
+def _complaint(unknown: list[str], modules: Modules) -> str:
+    shown = ", ".join(unknown[:_LISTED]) + (", ..." if len(unknown) > _LISTED else "")
+    known = ", ".join(dict.fromkeys(_kinds(modules.sizes | modules.experts)))
+    return (
+        f"the model has no such modules, {len(unknown)} of the adapter's: {shown}; it has {known}"
+    )
+
+
+def _kinds(names: Iterable[str]) -> Iterable[str]:
+    """Yield modules' names without the numbers of layers."""
+    for name in names:
+        yield ".".join(part if not part.isdigit() else "*" for part in name.split("."))
+
+
+def _check_experts(
+    named: Mapping[str, LowRank], modules: Modules, allowed: Collection[str]
+) -> None:
+    """Check that options allow the adapter's changes of routed experts."""
+    changed = {kind_of(name) for name in named if name in modules.experts}
+    if changed <= set(allowed):
+        return
+    wanted = changed | set(allowed)
+    option = "all" if len(wanted) > 1 else next(iter(wanted))
+    size = format_size(
+        sum(each.layout_bytes for name, each in named.items() if ".experts." in name)
+    )
+    raise CheckpointError(
+        f"the adapter changes routed experts, in {size} of memory: --lora-experts {option} "
+        "allows it"
+    )
+
+
+def _change(rows: tuple[Rows, ...], named: Mapping[str, LowRank]) -> Change:
+    """Return an adapter's change of a projection of several parts; a module's parts share u."""
+    offsets: dict[str, int] = {}
+    downs, scales, ups = list[torch.Tensor](), list[torch.Tensor](), list[Up]()
+    first = width = 0
+    for each in rows:
+        change = named.get(each.module)
+        if change is not None:
+            if each.module not in offsets:
+                offsets[each.module] = width
+                width += change.rank
+                downs.append(change.down[:, each.columns.start : each.columns.stop])
+                scales.append(torch.full((change.rank,), change.scale))
+            own = torch.cat([change.up[one.start : one.stop] for one in each.ranges])
+            ups.append(Up(first, offsets[each.module], own))
+        first += sum(map(len, each.ranges))
+    return Change(torch.cat(downs), torch.cat(scales), tuple(ups))
+
+
+def _digest(modules: Mapping[str, LowRank]) -> str:
+    whole = blake3(tagged("domain", _DOMAIN))
+    for name in sorted(modules):
+        change = modules[name]
+        whole.update(tagged("module", name) + tagged("scale", float(change.scale).hex()))
+        for tag, factor in ("down", change.down), ("up", change.up):
+            raw = factor.contiguous().view(torch.uint8).numpy()
+            whole.update(tagged(tag, f"{factor.dtype} {list(factor.shape)}"))
+            whole.update(raw.tobytes())
+    return whole.hexdigest()

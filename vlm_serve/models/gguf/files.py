@@ -1,0 +1,159 @@
+"""Finds the files of a model: the parts of a split one, and the vision tower beside it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
+from vlm_serve.models.gguf.metadata import Metadata
+from vlm_serve.models.gguf.reader import GgufFile
+from vlm_serve.models.gguf.text_config import architecture_of
+from vlm_serve.models.gguf.vision_config import projector_of
+
+SUFFIX = ".gguf"
+NO_TOWER = "none"
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+_PREFERRED = ("bf16", "f16", "f32", "q8_0")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of a model: its parts in order, and its vision tower, if it has one."""
+
+    parts: tuple[Path, ...]
+    tower: Path | None
+
+    @property
+    def every(self) -> tuple[Path, ...]:
+        """Return all of them."""
+        return self.parts if self.tower is None else (*self.parts, self.tower)
+
+
+def _is_gguf(path: Path) -> bool:
+    """Return True for a file with the name of a GGUF file."""
+    return path.suffix.lower() == SUFFIX
+
+
+def is_tower(path: Path) -> bool:
+    """Return True for a file with the name of a vision tower."""
+    return _is_gguf(path) and "mmproj" in path.name.lower()
+
+
+def sole_model(folder: Path) -> Path | None:
+    """Return the only model in a folder of GGUF files; None if there is no GGUF file.
+
+    Raises:
+        ModelNotFoundError: there are several.
+    """
+    firsts = _firsts(sorted(each for each in folder.iterdir() if _is_gguf(each)))
+    if len(firsts) > 1:
+        names = ", ".join(each.name for each in firsts)
+        raise ModelNotFoundError(f"{str(folder)!r} holds several models, name one: {names}")
+    return firsts[0] if firsts else None
+
+
+def _firsts(files: Sequence[Path]) -> list[Path]:
+    """Return the first parts of all models."""
+    parts = {each: _PART.fullmatch(each.name) for each in files if not is_tower(each)}
+    return [each for each, part in parts.items() if part is None or int(part[2]) == 1]
+
+
+def find_files(model: Path, tower: str | None) -> ModelFiles:
+    """Return the files of a model.
+
+    Args:
+        model: its file, or any part of it.
+        tower: the file of its vision tower, or "none"; None: one that lies beside it.
+
+    Raises:
+        CheckpointError: a part is missing, or a file is damaged.
+        ConfigError: the named tower is no file.
+    """
+    parts = _parts(model)
+    if tower == NO_TOWER:
+        return ModelFiles(parts, None)
+    if tower is not None:
+        if not Path(tower).is_file():
+            raise ConfigError(f"mmproj {tower!r} is no file", param="mmproj")
+        return ModelFiles(parts, Path(tower))
+    return ModelFiles(parts, _beside(parts[0]))
+
+
+def _parts(model: Path) -> tuple[Path, ...]:
+    match = _PART.fullmatch(model.name)
+    if match is None:
+        return (model,)
+    stem, count = match[1], int(match[3])
+    found = tuple(
+        model.with_name(f"{stem}-{number:05}-of-{match[3]}{model.suffix}")
+        for number in range(1, count + 1)
+    )
+    missing = [each.name for each in found if not each.is_file()]
+    if missing or not found:
+        raise CheckpointError(f"{model.name} is a part of a model whose {missing[0]} is missing")
+    return found
+
+
+def check_parts(files: Sequence[GgufFile]) -> None:
+    """Check that files are the parts of one model, in order.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    seen: dict[str, str] = {}
+    for index, file in enumerate(files):
+        own, name = Metadata(file.metadata, file.path.name, "split."), file.path.name
+        count = own.count("count") or 1
+        if count != len(files) or own.count("no") != index:
+            raise CheckpointError(
+                f"{name} is part {own.count('no') + 1} of {count} by its metadata: name the file "
+                "of a split model as it was made"
+            )
+        for tensor in file.tensors:
+            if tensor in seen:
+                raise CheckpointError(f"{seen[tensor]} and {name} both hold {tensor[:80]!r}")
+            seen[tensor] = name
+
+
+def _beside(model: Path) -> Path | None:
+    """Return the vision tower in the model's folder made from the same model, or the one
+    that fits, if the folder holds no other model; None if there is none."""
+    files = [each for each in sorted(model.parent.iterdir()) if _is_gguf(each)]
+    towers = [each for each in files if is_tower(each)]
+    if not towers:
+        return None
+    metadata = Metadata(GgufFile(model).metadata, model.name)
+    name, kind = architecture_of(metadata)
+    if not kind.sees or metadata.count("split.no"):
+        return None
+    hidden = metadata.size(f"{name}.embedding_length")
+    opened = {each: Metadata(GgufFile(each).metadata, each.name) for each in towers}
+    fitting = [each for each, own in opened.items() if _fits(own, hidden)]
+    alike = [each for each in fitting if _basename(opened[each]) == _basename(metadata)]
+    alone = len(_firsts(files)) == 1
+    chosen = alike or (fitting if alone else [])
+    if not chosen:
+        _log.warning("no mmproj beside %s is known to be its own: name it by --mmproj", model.name)
+        return None
+    found = min(chosen, key=_rank)
+    _log.info("the vision tower of %s is %s, which lies beside it", model.name, found.name)
+    return found
+
+
+def _fits(tower: Metadata, hidden: int) -> bool:
+    return bool(projector_of(tower)) and tower.count("clip.vision.projection_dim") == hidden
+
+
+def _basename(metadata: Metadata) -> str:
+    return metadata.text("general.basename", "").lower()
+
+
+def _rank(tower: Path) -> tuple[int, str]:
+    name = tower.name.lower()
+    place = next((i for i, each in enumerate(_PREFERRED) if each in name), len(_PREFERRED))
+    return place, name

@@ -1,0 +1,170 @@
+"""A folder with the small files of a checkpoint, made from GGUF files and pointing to them.
+
+Everything that reads a checkpoint's folder reads this one. Weights stay in the GGUF files, which
+`gguf.json` names.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.gguf.files import ModelFiles, check_parts
+from vlm_serve.models.gguf.made import Made
+from vlm_serve.models.gguf.metadata import Metadata
+from vlm_serve.models.gguf.names import TextNames
+from vlm_serve.models.gguf.processors import processors
+from vlm_serve.models.gguf.reader import GgufFile
+from vlm_serve.models.gguf.tensors import GgufTensors, types_of
+from vlm_serve.models.gguf.text_config import Tensors, architecture_of, text_config
+from vlm_serve.models.gguf.tokenizer import tokenizer_files
+from vlm_serve.models.gguf.vision_config import vision_config
+from vlm_serve.models.gguf.vision_names import vision_tensors
+from vlm_serve.temporary_folder import TemporaryFolder
+
+POINTER = "gguf.json"
+_PREFIX = "vlm-serve-gguf-"
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_known: dict[tuple[Any, ...], TemporaryFolder] = {}
+
+
+def folder_of(files: ModelFiles) -> Path:
+    """Return a folder for a model; it is removed when this process ends.
+
+    Raises:
+        CheckpointError: a file is damaged, incomplete or of an unsupported kind.
+    """
+    states = [(str(each.resolve()), each.stat().st_mtime_ns) for each in files.every]
+    key = (len(files.parts), *states)
+    if key not in _known:
+        contents = _Model(files).contents()
+        folder = TemporaryFolder(_PREFIX)
+        atexit.register(folder.remove)
+        for name, content in contents.items():
+            (Path(folder.path) / name).write_text(content, encoding="utf-8")
+        _known[key] = folder
+    return Path(_known[key].path)
+
+
+def gguf_files(folder: Path) -> ModelFiles | None:
+    """Return the files that a folder points to; None if it holds its weights itself.
+
+    Raises:
+        CheckpointError: the pointer cannot be read, or a file is gone.
+    """
+    try:
+        content = json.loads((folder / POINTER).read_text(encoding="utf-8"))
+        parts, tower = tuple(map(Path, content["parts"])), content["tower"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{POINTER} cannot be read") from error
+    found = ModelFiles(parts, Path(tower) if tower else None)
+    for each in found.every:
+        if not each.is_file():
+            raise CheckpointError(f"{POINTER} names {each.name}, which is missing")
+    return found
+
+
+def open_tensors(files: ModelFiles) -> GgufTensors:
+    """Return the tensors of a model by the names of a checkpoint.
+
+    Raises:
+        CheckpointError: as `folder_of`.
+    """
+    return _Model(files).tensors()
+
+
+class _Model:
+    def __init__(self, files: ModelFiles) -> None:
+        self._files = files
+        self._parts = [GgufFile(each) for each in files.parts]
+        check_parts(self._parts)
+        first = self._parts[0]
+        self._metadata = Metadata(first.metadata, first.path.name)
+        _, self._kind = architecture_of(self._metadata)
+        every: Tensors = {}
+        for part in self._parts:
+            every |= part.tensors
+        self._text = text_config(self._metadata, every)
+        self._every = every
+        self._tower = None if files.tower is None else GgufFile(files.tower)
+        self._vision: dict[str, Any] | None = None
+        if self._tower is not None:
+            self._vision = self._vision_of(self._tower)
+
+    def _vision_of(self, tower: GgufFile) -> dict[str, Any]:
+        name = self._metadata.name
+        if not self._kind.sees:
+            raise CheckpointError(f"{name} is a model of text, {tower.path.name} has no use")
+        found = vision_config(
+            Metadata(tower.metadata, tower.path.name), tower.tensors, self._kind.kind
+        )
+        if found["out_hidden_size"] != self._text["hidden_size"]:
+            raise CheckpointError(
+                f"{tower.path.name} is no vision tower of {name}: its embeddings have "
+                f"{found['out_hidden_size']} numbers, the model's {self._text['hidden_size']}"
+            )
+        return found
+
+    def _made(self) -> list[tuple[GgufFile, dict[str, Made]]]:
+        prefix = "model." if self._vision is None else "model.language_model."
+        names = TextNames(self._kind, self._text, prefix, self._metadata.name)
+        found = [(part, names.made(part.tensors)) for part in self._parts]
+        if self._tower is not None and self._vision is not None:
+            features = self._vision["deepstack_visual_indexes"]
+            own = vision_tensors(
+                self._tower.tensors, features, "model.visual.", self._tower.path.name
+            )
+            found.append((self._tower, own))
+        return found
+
+    def tensors(self) -> GgufTensors:
+        """Return the tensors by the names of a checkpoint."""
+        return GgufTensors(self._made())
+
+    def contents(self) -> dict[str, str]:
+        """Return the files of the folder by their names."""
+        found = tokenizer_files(self._metadata, self._text["vocab_size"])
+        found["config.json"] = json.dumps(self._config())
+        parts = [str(each.absolute()) for each in self._files.parts]
+        tower = None if self._files.tower is None else str(self._files.tower.absolute())
+        found[POINTER] = json.dumps({"parts": parts, "tower": tower})
+        if self._tower is not None and self._vision is not None:
+            metadata = Metadata(self._tower.metadata, self._tower.path.name)
+            for name, content in processors(metadata, self._vision).items():
+                found[name] = json.dumps(content)
+        return found
+
+    def _config(self) -> dict[str, Any]:
+        dtype, text = self._dtype(), self._text
+        if self._vision is None:
+            config = {"model_type": self._kind.text_kind, **text}
+        else:
+            config = {
+                "model_type": self._kind.kind,
+                "text_config": {"model_type": f"{self._kind.kind}_text", **text},
+                "vision_config": self._vision,
+                "tie_word_embeddings": text["tie_word_embeddings"],
+            }
+        config["dtype"] = dtype
+        types: dict[str, list[str]] = defaultdict(list)
+        for file, made in self._made():
+            for name, kind in types_of(file, made).items():
+                types[kind.name].append(name)
+        if types:
+            config["quantization_config"] = {"quant_method": "gguf", "types": types}
+        return config
+
+    def _dtype(self) -> str:
+        """Return the dtype of most numbers in matrices; bfloat16 where most are in blocks."""
+        sizes: dict[str, int] = defaultdict(int)
+        for entry in self._every.values():
+            if len(entry.shape) > 1:
+                sizes[entry.type.name] += entry.nbytes
+        most = max(sizes, key=lambda name: sizes[name])
+        return _DTYPES.get(most, "bfloat16")

@@ -1,0 +1,190 @@
+"""GGUF: blocks of codes with one or two levels of scales, row after row.
+
+A weight's blocks are one tensor of bytes. Where the file has its columns in another order, a second
+one holds that order. It moves whole groups of values with one scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.kernels.linear import Part
+from vlm_serve.kernels.linear.codes import IntegerCodes, Outer
+from vlm_serve.models.gguf.block_types import BY_NAME, BlockType
+from vlm_serve.models.gguf.blocks import Decoded, decode
+from vlm_serve.models.gguf.tensors import blocks_of, columns_of
+from vlm_serve.models.quantization.base import PIECE_BYTES, Format, Names, Opened, Tensors
+from vlm_serve.models.quantization.gptq import whole_weight
+from vlm_serve.models.quantization.rules import Rule, plain_name
+from vlm_serve.models.shape_fields import mismatch
+
+
+class _Memory(NamedTuple):
+    """Of a type in memory: bits of a code, values in a group, and bytes of a group's scale and
+    minimum, of the numbers above them in a block, and of a row's factor."""
+
+    bits: int
+    group: int
+    per_group: int
+    per_block: int = 0
+    per_row: int = 0
+
+    @property
+    def floored(self) -> bool:
+        """Return True if groups have minima."""
+        return self.per_block == 4
+
+
+_MEMORY = {
+    "Q8_0": _Memory(8, 32, 2),
+    "Q5_0": _Memory(6, 32, 2),
+    "Q4_0": _Memory(4, 32, 2),
+    "IQ4_NL": _Memory(8, 32, 2),
+    "MXFP4": _Memory(4, 32, 1, per_row=4),
+    "Q5_1": _Memory(6, 32, 2, 4),
+    "Q4_1": _Memory(4, 32, 2, 4),
+    "Q6_K": _Memory(6, 16, 1, 2),
+    "Q5_K": _Memory(6, 32, 2, 4),
+    "Q4_K": _Memory(4, 32, 2, 4),
+    "Q3_K": _Memory(4, 16, 1, 2),
+    "Q2_K": _Memory(4, 16, 2, 4),
+    "IQ4_XS": _Memory(8, 32, 1, 2),
+}
+_KEPT_BITS = {2: 4, 5: 6}
+"""Bits of codes of other widths in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks(Format):
+    """Weights of one type of blocks. `flat`: with one level of scales, float32."""
+
+    type: BlockType
+    flat: bool = False
+
+    @property
+    def label(self) -> str:
+        return self.type.name
+
+    def mark(self, names: Names) -> str:
+        return blocks_of(names.weight, self.type)
+
+    def open(self, tensors: Tensors, part: Part) -> OpenedBlocks:
+        names, (rows, depth) = whole_weight(part), part.sizes
+        found = tensors.shape_of(names.weight)
+        assert found is not None, "blocks have a weight"
+        if found != (rows, depth):
+            raise CheckpointError(mismatch(names.weight, found, (rows, depth)))
+        order = columns_of(names.weight)
+        columns = tensors.stored(order) if order in tensors else None
+        return OpenedBlocks(self.type, tensors.stored(self.mark(names)), columns, names.weight)
+
+    def nbytes(self, columns: int, depth: int) -> int:
+        kept = _MEMORY[self.type.name]
+        scales = depth // kept.group * (4 if self.flat else kept.per_group)
+        if not self.flat:
+            scales += -(-depth // self.type.values) * kept.per_block
+        return columns * (depth * kept.bits // 8 + scales + kept.per_row)
+
+    def without_compiler(self) -> Blocks | None:
+        kept = _MEMORY[self.type.name]
+        return None if kept.floored else Blocks(self.type, flat=kept.per_block > 0)
+
+
+class OpenedBlocks(Opened):
+    """The blocks of a weight.
+
+    Args:
+        kind: their type.
+        blocks: uint8 `[N, bytes of a row]`.
+        order: int64 `[K]`, the place of every column; None: all are in their place.
+        weight: its name, for messages.
+    """
+
+    def __init__(
+        self, kind: BlockType, blocks: torch.Tensor, order: torch.Tensor | None, weight: str
+    ) -> None:
+        self._kind, self._blocks, self._order, self._weight = kind, blocks, order, weight
+
+    @property
+    def piece_bytes(self) -> int:
+        # Blocks are taken apart in more steps than other codes, and tables of embeddings expanded.
+        return PIECE_BYTES // 4
+
+    def piece(self, rows: range, columns: range, unit: int) -> IntegerCodes:
+        own = self._blocks[rows.start : rows.stop]
+        if self._order is None:
+            codes = self._codes(own, columns)
+        else:
+            codes = self._codes(own, range(own.shape[1] // self._kind.nbytes * self._kind.values))
+            codes = _moved(codes, self._order).of_columns(columns)
+        return codes
+
+    def _codes(self, rows: torch.Tensor, columns: range) -> IntegerCodes:
+        """Return the codes of some columns, from the blocks around them."""
+        values, nbytes = self._kind.values, self._kind.nbytes
+        first, last = columns.start // values, -(-columns.stop // values)
+        found = decode(self._kind, rows[:, first * nbytes : last * nbytes])
+        if not found.finite:
+            raise CheckpointError(f"{self._weight} holds scales that are NaN or infinite")
+        start = columns.start - first * values
+        return _integers(found).of_columns(range(start, start + len(columns)))
+
+
+def _integers(found: Decoded) -> IntegerCodes:
+    bits = _KEPT_BITS.get(found.bits, found.bits)
+    if found.inner is None:
+        factors = torch.full((len(found.codes),), 0.5) if found.float4 else None
+        return IntegerCodes(
+            found.codes, found.outer, None, bits, found.group, factors, float4=found.float4
+        )
+    zeros = None if found.floors is None else found.floors.to(torch.uint8)
+    size = found.codes.shape[1] // found.outer.shape[1]
+    outer = Outer(found.outer, found.floor, size)
+    scales = found.inner.to(torch.int8)
+    return IntegerCodes(found.codes, scales, zeros, bits, found.group, outer=outer)
+
+
+def _moved(codes: IntegerCodes, order: torch.Tensor) -> IntegerCodes:
+    """Return codes in another order of columns, which moves runs of them together."""
+    starts = torch.nonzero(order[1:] != order[:-1] + 1).flatten() + 1
+    run = math.gcd(len(order), *starts.tolist(), *order[starts].tolist())
+    group = math.gcd(codes.group, run)
+    moved = order[::group] // codes.group
+    outer = codes.outer
+    if outer is not None:
+        size = math.gcd(outer.size, run)
+        above = order[::size] // outer.size
+        floors = None if outer.floors is None else outer.floors[:, above]
+        outer = Outer(outer.scales[:, above], floors, size)
+    return replace(
+        codes,
+        codes=codes.codes[:, order],
+        scales=codes.scales[:, moved],
+        zeros=None if codes.zeros is None else codes.zeros[:, moved],
+        group=group,
+        outer=outer,
+    )
+
+
+def type_rules(found: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """Return the rules for weights by the names of their types.
+
+    Args:
+        found: `types` of quantization_config.
+
+    Raises:
+        CheckpointError: it is not as `gguf/folder.py` writes it.
+    """
+    rules = []
+    for name, weights in found.items():
+        if name not in BY_NAME or not isinstance(weights, list):
+            raise CheckpointError(f"types in quantization_config has the unknown type {name!r}")
+        modules = frozenset(plain_name(Names(str(each)).module) for each in weights)
+        rules.append(Rule(Blocks(BY_NAME[name]), modules, anchored=True))
+    return tuple(rules)
