@@ -59,8 +59,10 @@ def renderer() -> str | None:
 
 
 def count_pages(document: bytes) -> int:
-    """Return the number of pages. Raises MediaError for a broken or encrypted document."""
+    """Return the number of pages. Raises MediaError for a broken, encrypted or empty document."""
     with _opened(document) as pdf:
+        if not len(pdf):
+            raise MediaError("the PDF document has no pages")
         return len(pdf)
 
 

@@ -36,6 +36,13 @@ trailer <</Root 1 0 R/Encrypt 4 0 R/ID[<01><01>]/Size 5>>
 %%EOF
 """
 
+EMPTY = """%PDF-1.4
+1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj
+2 0 obj <</Type/Pages/Kids[]/Count 0>> endobj
+trailer <</Root 1 0 R/Size 3>>
+%%EOF
+"""
+
 
 def made(*texts: str, size: tuple[int, int] = (300, 400)) -> bytes:
     """A document with a page for each text."""
@@ -136,6 +143,7 @@ def test_pictures_before_and_behind_keep_their_places(preprocessor: Preprocessor
         (b"%PDF-1.7 and no more", "the PDF document is damaged"),
         (b"<html></html>", "the PDF document is damaged"),
         (ENCRYPTED.encode(), "needs a password"),
+        (EMPTY.encode(), "has no pages"),
     ],
 )
 def test_what_cannot_be_opened_is_said(preprocessor: Preprocessor, data: bytes, words: str) -> None:
