@@ -1,4 +1,4 @@
-"""Send damaged pictures, videos and documents of every kind to the decoders: a medium or an error each time.
+"""Send damaged pictures, videos and documents to the decoders: a medium or an error each time.
 
     python benchmarks/media_files.py [--files 5000] [--seed 0]
 
