@@ -6,7 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.editable_wheel import editable_wheel
 
@@ -34,18 +34,22 @@ class PlatformWheel(bdist_wheel):
     They are plain shared libraries. `release/wheels.py` gives the platform by `--plat-name`.
     """
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        if self._with_kernels():
-            self.root_is_pure = False
-
     def get_tag(self) -> tuple[str, str, str]:
-        if not self._with_kernels():
+        if not with_kernels():
             return super().get_tag()
         return "py3", "none", self.plat_name.replace("-", "_").replace(".", "_")
 
-    def _with_kernels(self) -> bool:
-        return any((PACKAGE / "kernels" / "shipped").glob("*.so"))
+
+class PlatformDistribution(Distribution):
+    """Install the package where a platform's packages go, if it has compiled kernels."""
+
+    def has_ext_modules(self) -> bool:
+        return with_kernels()
+
+
+def with_kernels() -> bool:
+    """Return True if libraries lie in the package's folder, as in the tree of a wheel."""
+    return any((PACKAGE / "kernels" / "shipped").glob("*.so"))
 
 
 def for_an_index(text: str) -> str:
@@ -62,6 +66,7 @@ problem = runpy.run_path(str(PACKAGE / "links.py"))["find_problem"](str(PACKAGE)
 if problem:
     raise SystemExit(f"error: {problem}")
 setup(
+    distclass=PlatformDistribution,
     cmdclass={"bdist_wheel": PlatformWheel, "editable_wheel": EditableWheel},
     long_description=for_an_index((HERE / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
