@@ -130,7 +130,11 @@ def self_test(library: Shipped, folder: Path, command: list[str] | None) -> str:
     if found.float32 != FLOAT32:
         raise BuildError(f"{library.file} computes {found.float32}, not {FLOAT32}")
     how = "tiles" if found.tiles else "pairs"
-    return f"float32 as everywhere, bfloat16 in {how}: {found.pairs}" if found.pairs else "float32 as everywhere"
+    return (
+        f"float32 as everywhere, bfloat16 in {how}: {found.pairs}"
+        if found.pairs
+        else "float32 as everywhere"
+    )
 
 
 def show(path: Path) -> None:

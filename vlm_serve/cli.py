@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.completion_command import add_completion, script
+from vlm_serve.config import EngineConfig
 from vlm_serve.config_file import ALL_OPTIONS, DEMO_MODEL, read_config_file
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError, VlmServeError

@@ -18,7 +18,8 @@ _CHOICES = re.compile(r"\{(.+)\}")
 _BASH = """\
 # Completion of vlm-serve in bash: eval "$(vlm-serve completion bash)"
 _vlm_serve() {
-    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" path="" words="" each
+    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"
+    local path="" words="" each
     for each in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
         case "$path $each" in
             @PATHS@) path="$path $each" ;;
@@ -104,7 +105,7 @@ class Command:
 
 def add_completion(commands: Any) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
-    parser = commands.add_parser(
+    parser: argparse.ArgumentParser = commands.add_parser(
         "completion", help="print a script that completes commands and flags", allow_abbrev=False
     )
     parser.add_argument("shell", choices=SHELLS, help="where the script runs")
@@ -130,11 +131,11 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
     return filled.replace("@VALUES@", "\n".join(values)).replace("@WORDS@", "\n".join(words))
 
 
-def read_commands(
-    parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
-) -> Iterator[Command]:
+def read_commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Command]:
     """Yield a parser's command, then those below it."""
-    flags, arguments, below = [], [], []
+    flags: list[Flag] = []
+    arguments: list[str] = []
+    below: list[tuple[str, str]] = []
     subparsers: dict[str, argparse.ArgumentParser] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -152,7 +152,7 @@ class EngineConfig:
     )
     compiled_kernels: bool | None = _model(
         None,
-        "on a CPU, use native kernels: those of the installed wheel, or compiled at the first start",
+        "on a CPU, use native kernels: the installed wheel's, or compiled at the first start",
         default_text="on if the wheel has some, or with a C++ compiler",
     )
     native_kernels: str = _model(

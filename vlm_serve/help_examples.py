@@ -10,9 +10,7 @@ EXAMPLES: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ("vlm-serve serve checkpoint/ --cache-memory 4GiB --api-key secret", "a model of your own"),
         ("vlm-serve serve checkpoint/ --device cuda", "on a GPU, with the extra `gpu`"),
     ),
-    ("deploy",): (
-        ("vlm-serve deploy checkpoint/ --replicas 2", "two engines behind one address"),
-    ),
+    ("deploy",): (("vlm-serve deploy checkpoint/ --replicas 2", "two engines behind one address"),),
     ("plan",): (
         ("vlm-serve plan checkpoint/ --cache-memory 8GiB", "memory, types and arithmetic"),
         ("vlm-serve plan Qwen/Qwen3.5-4B --json", "of a hub's model, for a program"),
