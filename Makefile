@@ -24,6 +24,11 @@
 #                 emulated tile registers, and on aarch64 (with Debian's g++-aarch64-linux-gnu and
 #                 qemu-user), then runs their tests for the processor here and for x86-64-v3;
 #                 ARGS="--tests x86-64-v3" only for the latter
+# make wheels    builds the source distribution and wheels with compiled kernels, for x86-64 and aarch64, into dist (with
+#                Debian's g++-aarch64-linux-gnu; ARGS="--machines x86_64" only the former). It compiles nine libraries,
+#                which are kept in build/kernels
+# make release-check   builds them, has twine check them, installs this machine's into an empty environment of each Python
+#                      from 3.11 to 3.14 that is here, and asks the demo about a picture, with no compiler on the path
 # make native-digest    prints the digest of the compiled kernels' arithmetic, for kernels/native_self_test.py
 #
 # make image-steps   goes through the Dockerfile without a container, in a root folder made by Debian's debootstrap, and
@@ -61,7 +66,7 @@ UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of pac
 MODEL ?= demo
 CPP = $(shell find kernels/native vlm_serve/models/native tests/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve deploy test test-slow test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest image-steps plots screenshots lint format clean
+.PHONY: serve deploy test test-slow test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest wheels release-check image-steps plots screenshots lint format clean
 
 serve: $(VENV)/installed
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -124,6 +129,12 @@ test-isa: $(VENV)/installed-dev
 
 native-digest: $(VENV)/installed
 	$(BIN)/python -m vlm_serve.kernels.native_self_test
+
+wheels: $(VENV)/installed
+	$(BIN)/python release/wheels.py $(ARGS)
+
+release-check: $(VENV)/installed-dev
+	PYTHONPATH="$(CURDIR)/tests" $(BIN)/python release/check.py $(ARGS)
 
 image-steps:
 	$(PYTHON) tests/image_steps.py $(ARGS)

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,19 +76,21 @@ class Recipe:
         arch: target processor, as a value of `-march`.
         sanitized: build with the address and undefined-behaviour sanitizers.
         tiles: allow tile registers (AMX) if the processor has them.
+        extra: further flags, after `-march`.
     """
 
     compiler: str
     arch: str
     sanitized: bool
     tiles: bool = True
+    extra: tuple[str, ...] = ()
 
     @property
     def flags(self) -> tuple[str, ...]:
         """Flags of the compiler."""
         without = () if self.tiles else WITHOUT_TILES
         sanitizer = SANITIZER_FLAGS if self.sanitized else ()
-        return (*FLAGS, f"-march={self.arch}", *without, *sanitizer)
+        return (*FLAGS, f"-march={self.arch}", *self.extra, *without, *sanitizer)
 
     def path(self) -> Path:
         """Return the path of the cached library, built or not.
@@ -100,11 +102,7 @@ class Recipe:
 
     def _digest(self) -> bytes:
         """Return the digest of sources, flags, compiler and processor."""
-        hasher = blake3()
-        for folder in SOURCES:
-            for source in sorted(path for path in folder.rglob("*") if path.is_file()):
-                hasher.update(source.relative_to(folder).as_posix().encode())
-                hasher.update(source.read_bytes())
+        hasher = blake3(sources_digest())
         status = Path(self.compiler).stat()
         identity = (self, self.flags, status.st_size, status.st_mtime_ns, platform.machine())
         hasher.update(repr(identity).encode())
@@ -137,6 +135,21 @@ def build(how: Recipe, target: Path) -> None:
     deadline = time.monotonic() + TIME_LIMIT_S * (5 if how.sanitized else 1)
     macros = instructions(how, deadline)
     make_private(target.parent)
+    compile_to(target, how, macros, deadline)
+
+
+def compile_to(target: Path, how: Recipe, macros: Set[str], deadline: float) -> None:
+    """Compile and link as `build` does, for any processor: the code need not run here.
+
+    Args:
+        target: path of the library, in a folder that exists.
+        how: compiler and flags.
+        macros: their `predefined`.
+        deadline: on the clock of `time.monotonic`.
+
+    Raises:
+        BuildError, OSError: as from `build`.
+    """
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         sources = translation_units()
         objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
@@ -157,6 +170,16 @@ def build(how: Recipe, target: Path) -> None:
         seal(linked)
         linked.chmod(0o600)
         linked.replace(target)
+
+
+def sources_digest() -> bytes:
+    """Return the digest of the names and contents of all sources."""
+    hasher = blake3()
+    for folder in SOURCES:
+        for source in sorted(path for path in folder.rglob("*") if path.is_file()):
+            hasher.update(source.relative_to(folder).as_posix().encode())
+            hasher.update(source.read_bytes())
+    return hasher.digest()
 
 
 def translation_units() -> list[Path]:

@@ -1,6 +1,7 @@
 """Compiled CPU kernels: the library of the C++ sources, and calls into it.
 
-The library is built on first use with the installed compiler (`native_build`). If there is no
+A wheel carries it for several processors (`native_shipped`). Where none fits, or `build_own` was
+called, it is built on first use with the installed compiler (`native_build`). If there is no
 compiler, or if building, loading or the self-test (`native_self_test`) fails, torch computes
 everything.
 """
@@ -17,9 +18,16 @@ from contextlib import suppress
 from functools import cache
 from typing import TypeAlias
 
-from vlm_serve.kernels import native_build, native_kept, native_layout, native_self_test
+from vlm_serve.kernels import (
+    native_build,
+    native_kept,
+    native_layout,
+    native_self_test,
+    native_shipped,
+)
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.kernels.native_self_test import FLOAT32, SelfTestDigests
+from vlm_serve.kernels.native_shipped import Shipped
 
 Argument: TypeAlias = "ctypes._CArgObject | ctypes.c_int64 | int | float | None"
 """A record by reference, an address, a number."""
@@ -53,6 +61,9 @@ FUNCTIONS: dict[str, tuple[str | type, ...]] = {
 """Parameters of every function of the library. A string names a struct passed by reference. All
 functions return the value of `guarded` in `native/guard.h`."""
 
+OWN = "_VLM_SERVE_OWN_KERNELS"
+"""Environment variable for child processes: set, none of the wheel's libraries is used."""
+
 UNMEASURED = "(measured at the first start)"
 """Placeholder for a digest not computed yet."""
 
@@ -66,8 +77,28 @@ _loading = threading.Lock()
 _functions: dict[str, Callable[..., int]] = {}
 
 
+def build_own() -> None:
+    """Have this process and its children use a library compiled here, whatever the wheel carries.
+
+    Raises:
+        BuildError: the wheel's is already in use; a process has one library.
+    """
+    with _loading:
+        if _load.cache_info().currsize and shipped() is not None:
+            raise BuildError("this process already computes with the library of its wheel")
+        os.environ[OWN] = "1"
+
+
+def shipped() -> Shipped | None:
+    """Return the library of the wheel that `load` uses; None if it is or would be compiled."""
+    if os.environ.get(OWN):
+        return None
+    found = _shipped()
+    return None if found is None else found[1]
+
+
 def load() -> ctypes.CDLL:
-    """Return the library, and build it first if needed.
+    """Return the library: the wheel's, or else one built here, now if needed.
 
     Concurrent calls wait for the first one. After a failure, later calls fail immediately.
 
@@ -84,6 +115,8 @@ def load() -> ctypes.CDLL:
 
 def built() -> bool:
     """Return True if `load` would find the library instead of building it."""
+    if shipped() is not None:
+        return True
     try:
         return native_kept.is_kept(native_build.recipe())
     except BuildError:
@@ -108,6 +141,8 @@ def foreseen() -> SelfTestDigests:
     Raises:
         BuildError: the build is already known to fail.
     """
+    if shipped() is not None:
+        return digests()
     how = native_build.recipe()
     with suppress(OSError):  # An unusable cache does not prevent the build.
         if native_kept.is_kept(how):
@@ -154,7 +189,16 @@ def _prepare(name: str) -> Callable[..., int]:
 
 
 @cache
+def _shipped() -> tuple[ctypes.CDLL, Shipped] | None:
+    return native_shipped.load()
+
+
+@cache
 def _load() -> ctypes.CDLL | BuildError:
+    if shipped() is not None:
+        library, _ = _shipped() or (None, None)
+        assert library is not None
+        return library
     try:
         # The loader identifies libraries by name, which contains the descriptor: keep it open.
         path, descriptor = native_kept.opened(native_build.recipe())

@@ -37,6 +37,16 @@ _SAME = (
     *("AMX_TILE", "AMX_BF16", "AMX_INT8", "AMX_FP16"),
 )
 _X86_FLAGS = _FLAGS | {f"__{name}__": name.lower() for name in _SAME}
+_ARM_FLAGS = {
+    "__ARM_FEATURE_ATOMICS": "atomics",
+    "__ARM_FEATURE_CRC32": "crc32",
+    "__ARM_FEATURE_DOTPROD": "asimddp",
+    "__ARM_FEATURE_FP16_VECTOR_ARITHMETIC": "asimdhp",
+    "__ARM_FEATURE_MATMUL_INT8": "i8mm",
+    "__ARM_FEATURE_QRDMX": "asimdrdm",
+    "__ARM_FEATURE_SVE": "sve",
+    "__ARM_NEON": "asimd",
+}
 _NEEDED = {"__AVX2__": "AVX2", "__FMA__": "FMA"}
 
 
@@ -51,16 +61,15 @@ def lacking(macros: Set[str], *, compilers_choice: bool) -> str | None:
         A predicate such as "would use avx512f, which this processor lacks". None if the code can
         run, and also off x86 and Linux, where the instructions are unknown.
     """
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    if architecture() != "x86_64":
         return None
     missing = [name for macro, name in _NEEDED.items() if macro not in macros]
     if missing:
         return f"has no {' and '.join(missing)}, without which the kernels are not built"
-    have = _flags()
+    have = flags()
     if compilers_choice or not have:
         return None
-    used = {flag for macro, flag in _X86_FLAGS.items() if macro in macros}
-    lacks = sorted(used - have)
+    lacks = sorted(flags_of(macros) - have)
     return f"would use {', '.join(lacks)}, which this processor lacks" if lacks else None
 
 
@@ -86,15 +95,28 @@ def tile_registers_refused() -> bool:
 
     Linux grants them to a process on request; this function makes the request.
     """
-    if "amx_tile" not in _flags():
+    if "amx_tile" not in flags():
         return False
     arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     result: int = ctypes.CDLL(None).syscall(arch_prctl, request, tile_data)
     return result != 0
 
 
-def _flags() -> set[str]:
-    line = next((line for line in _cpuinfo() if line.startswith("flags")), "")
+def architecture() -> str:
+    """Return the name of this processor's architecture: x86_64, aarch64 or another one."""
+    name = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+def flags_of(macros: Set[str]) -> set[str]:
+    """Return the names in /proc/cpuinfo of the instructions that predefined macros allow."""
+    names = _X86_FLAGS | _ARM_FLAGS
+    return {flag for macro, flag in names.items() if macro in macros}
+
+
+def flags() -> set[str]:
+    """Return the names of this processor's instructions; empty if the system does not tell."""
+    line = next((line for line in _cpuinfo() if line.startswith(("flags", "Features"))), "")
     return set(line.partition(":")[2].split())
 
 

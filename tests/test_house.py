@@ -375,7 +375,7 @@ def test_constraints_pin_every_dependency_exactly() -> None:
 def test_a_wheel_contains_the_linked_folders(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: an old build/ folder would be packed too
     source.mkdir()
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "setup.py"):
         shutil.copy(ROOT / name, source)
     for name in ("vlm_serve", *LINKS):
         shutil.copytree(

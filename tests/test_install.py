@@ -14,6 +14,7 @@ import pytest
 from dockerfile import ROOT
 from install import CPU_BYTES, check_size, copied, index_of, stranger
 
+import vlm_serve
 from vlm_serve.links import find_problem as find_links_problem
 from vlm_serve.torch_index import find_problem, pinned_version
 
@@ -47,7 +48,7 @@ def test_an_editable_installation_imports_nothing_from_the_current_folder(tmp_pa
     )
     with ZipFile(next(wheels.iterdir())) as wheel:
         wheel.extractall(site)
-    made_up = "__editable__.vlm_serve-0.1.0.finder.__path_hook__"
+    made_up = f"__editable__.vlm_serve-{vlm_serve.__version__}.finder.__path_hook__"
     (here / made_up / "vlm_serve").mkdir(parents=True)
     (here / made_up / "vlm_serve" / "__init__.py").write_text("raise SystemExit('planted')\n")
     program = (

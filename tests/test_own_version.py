@@ -1,27 +1,33 @@
-"""The version, of an installed package and of a source tree."""
+"""The version: one text, of the code that runs."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from vlm_serve import own_version as module
+import vlm_serve
 from vlm_serve.cli import main
+from vlm_serve.own_version import own_version
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_of_an_installed_package() -> None:
-    assert module.own_version() == version("vlm-serve")
-
-
-def test_a_source_tree_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(module, "version", missing)
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out == "vlm-serve not installed\n"
+    assert capsys.readouterr().out == f"vlm-serve {vlm_serve.__version__}\n"
+    assert own_version() == vlm_serve.__version__
+
+
+def test_the_metadata_takes_it_from_the_package() -> None:
+    whole = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in whole["project"] and "version" in whole["project"]["dynamic"]
+    assert whole["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "vlm_serve.__version__"}
+
+
+def test_the_changelog_has_it() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## {vlm_serve.__version__} - " in text

@@ -29,7 +29,11 @@ __all__ = [
     "SamplingParams",
     "Usage",
     "VlmServeError",
+    "__version__",
 ]
+
+__version__ = "0.2.0"
+"""Version of this package, from which its metadata has it."""
 
 _HOME = {
     "CacheReport": "vlm_serve.engine.outputs",

@@ -31,7 +31,7 @@ def chat(
 
     Compiled kernels are used only if they exist: a single answer is not worth compiling them.
     """
-    if config.compiled_kernels is None and not built():
+    if config.compiled_kernels is None and config.native_kernels == "auto" and not built():
         config = dataclasses.replace(config, compiled_kernels=False)
     content: list[dict[str, Any]] = [_part("image", source) for source in images]
     content += [_part("video", source) for source in videos]

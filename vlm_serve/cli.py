@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vlm_serve.completion_command import add_completion, script
 from vlm_serve.config import EngineConfig
 from vlm_serve.config_file import ALL_OPTIONS, DEMO_MODEL, read_config_file
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError, VlmServeError
 from vlm_serve.flags import Parser, add_options, positive
+from vlm_serve.help_examples import add_examples
 from vlm_serve.options import Option, check_environment, from_environment, options_of
 from vlm_serve.own_version import own_version
 from vlm_serve.process_limits import check_process_limits, memory_sentence
@@ -118,6 +120,9 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--report", action="store_true", help="also print what the cache did")
     _add_config_file(chat)
     add_options(chat, options_of(EngineConfig))
+
+    add_completion(commands).set_defaults(run=run_completion)
+    add_examples(parser)
     return parser
 
 
@@ -309,6 +314,11 @@ def run_doctor(options: argparse.Namespace) -> int:
     from vlm_serve import doctor_command
 
     doctor_command.run(as_json=options.json)
+    return 0
+
+
+def run_completion(options: argparse.Namespace) -> int:
+    print(script(options.shell, build_parser()), end="")
     return 0
 
 

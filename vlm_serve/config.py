@@ -1,8 +1,4 @@
-"""Options of the engine.
-
-The fields below are the only declaration. Flags, config-file keys, environment variables and the
-documentation's table are made from them.
-"""
+"""Options of the engine, from which flags, file keys, variables and the documents' table follow."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KV_DTYPES = (*_DTYPES, "fp8", "int8")
 _STATE_DTYPES = ("auto", "float32", "bfloat16")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
-
 _model = section("model")
 _cache = section("cache")
 _scheduler = section("scheduler")
@@ -157,8 +152,13 @@ class EngineConfig:
     )
     compiled_kernels: bool | None = _model(
         None,
-        "on a CPU, use native kernels, compiled at the first start",
-        default_text="on with a C++ compiler",
+        "on a CPU, use native kernels: the installed wheel's, or compiled at the first start",
+        default_text="on if the wheel has some, or with a C++ compiler",
+    )
+    native_kernels: str = _model(
+        "auto",
+        "auto: the installed wheel's, compiled where none fit this processor; build: compiled here",
+        choices=("auto", "build"),
     )
     enable_prefix_caching: bool = _cache(
         True, "reuse KV and state of shared prefixes (text and media)"

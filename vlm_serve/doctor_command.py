@@ -15,7 +15,7 @@ from vlm_serve.engine.arithmetic import decide, name_of
 from vlm_serve.engine.invariance import promise
 from vlm_serve.engine.memory import free_host_memory
 from vlm_serve.engine.step_paths import find_backend
-from vlm_serve.kernels import native_build, native_kept
+from vlm_serve.kernels import native_build, native_kept, native_library
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.kernels.native_processor import processor_name
 from vlm_serve.options import format_size
@@ -41,7 +41,7 @@ _CHECKPOINTS = (torch.bfloat16, torch.float32)
 
 
 def run(*, as_json: bool) -> None:
-    """Print the report. Nothing is built or loaded."""
+    """Print the report. Nothing is built."""
     found = examine()
     if as_json:
         print(json.dumps(found))
@@ -78,6 +78,9 @@ def _compiler() -> str:
 
 
 def _kernels() -> str:
+    carried = native_library.shipped()
+    if carried is not None:
+        return f"of the installed wheel, for {carried.arch}: {carried.path}"
     try:
         how = native_build.recipe()
         kept, path = native_kept.is_kept(how), how.path()

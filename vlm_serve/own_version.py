@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from vlm_serve import __version__
 
 
 def own_version() -> str:
-    """Return the installed version; a source tree only on the path has none."""
-    try:
-        return version("vlm-serve")
-    except PackageNotFoundError:
-        return "not installed"
+    """Return the version of the code that runs, installed or not."""
+    return __version__

@@ -14,7 +14,7 @@ from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.native_build import BuildError
-from vlm_serve.kernels.native_library import digests, foreseen
+from vlm_serve.kernels.native_library import build_own, digests, foreseen
 from vlm_serve.models import Model
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.program import UnsupportedError
@@ -82,7 +82,7 @@ def find_backend(config: EngineConfig, device: torch.device, *, build: bool = Tr
             the compiler instead.
 
     Raises:
-        ConfigError: the option requests compiled kernels and they are unavailable.
+        ConfigError: the options request compiled kernels, or a build of them, that cannot be had.
     """
     if config.compiled_kernels and device.type != "cpu":
         raise ConfigError(
@@ -90,6 +90,11 @@ def find_backend(config: EngineConfig, device: torch.device, *, build: bool = Tr
         )
     if device.type != "cpu" or config.compiled_kernels is False:
         return Backend(device)
+    if config.native_kernels == "build":
+        try:
+            build_own()
+        except BuildError as error:
+            raise ConfigError(f"native_kernels: {error}", param="native_kernels") from error
     try:
         return Backend(device, digests() if build else foreseen())
     except BuildError as error:
