@@ -30,7 +30,7 @@ def flags_of(*arguments: str) -> dict[str, Any]:
     "command",
     [
         *("", "serve", "plan", "models", "doctor", "chat", "run-batch", "video-qa"),
-        *("eval", "eval longbench", "eval video", "eval lmms"),
+        *("eval", "eval longbench", "eval video", "eval lmms", "bench"),
     ],
 )
 def test_help_loads_nothing_heavy(command: str) -> None:
