@@ -1,4 +1,5 @@
 # make serve   sets up .venv from nothing and serves a model on http://127.0.0.1:8000
+# make shell   opens a shell that finds vlm-serve, which lies in .venv/bin
 # make deploy  sets up .venv and serves the model with two replicas, and with a store that they share
 #              if there is a redis-server
 # make test    sets up .venv with the development dependencies and runs the tests that are quick, on up to four
@@ -59,10 +60,15 @@ UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of pac
 MODEL ?= demo
 CPP = $(shell find kernels/native vlm_serve/models/native tests/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve deploy test test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest image-steps plots screenshots lint format clean
+.PHONY: serve shell deploy test test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest image-steps plots screenshots lint format clean
 
 serve: $(VENV)/installed
+	@echo "The command is $(BIN)/vlm-serve; make shell opens a shell that finds it."
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+shell: $(VENV)/installed
+	@echo "This shell finds vlm-serve; exit leaves it."
+	@VIRTUAL_ENV="$(CURDIR)/$(VENV)" PATH="$(CURDIR)/$(BIN):$$PATH" exec "$${SHELL:-/bin/sh}" $(ARGS)
 
 # A store for these replicas alone, on a port of its own; it ends when they do, however that is.
 REPLICAS ?= 2
@@ -148,29 +154,30 @@ $(LMMS)/installed: tests/server/lmms/requirements.txt
 # Who installs while another make does waits for it, where there is flock, and finds it done.
 ifndef LOCKED
 $(VENV)/installed $(VENV)/installed-ray $(VENV)/installed-dev $(OLD_TRITON)/installed $(LMMS)/installed: pyproject.toml constraints.txt $(wildcard setup.py)
-	$(if $(shell command -v flock),flock $(VENV).lock) $(MAKE) --no-print-directory LOCKED=1 $@
+	@$(if $(shell command -v flock),flock $(VENV).lock) $(MAKE) --no-print-directory LOCKED=1 $@
 else
 
 $(VENV)/created:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vlm-serve needs Python 3.11 or newer; say make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vlm-serve needs Python 3.11 or newer; say make PYTHON=...")'
+	@echo "Creating $(VENV)."
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
 
 # setuptools comes first, so that the build runs with the pinned one and needs no environment of its own. From an index of
 # its own comes torch alone: were pip to look there for everything, it could take any other package from there too.
 $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt $(wildcard setup.py)
-	@echo "Installing what vlm-serve needs into $(VENV), torch among it: a few minutes, once."
+	@echo "Installing what vlm-serve needs into $(VENV), torch among it (0.5 GB, with CUDA 2.8 GB): a few minutes, once."
 	@$(PIP) install --quiet --constraint constraints.txt setuptools $(UNREACHED)
 	@$(CHOOSE_INDEX); if [ -n "$$index" ]; then \
 		$(PIP) install --progress-bar on --constraint constraints.txt --no-deps --index-url "$$index" torch $(OTHERWISE); \
 	fi
-	$(PIP) install --progress-bar on --constraint constraints.txt --no-build-isolation --editable '.[store]'
-	touch $@
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[store]'
+	@touch $@
 
 $(VENV)/installed-ray: $(VENV)/installed
 	@echo "Installing Ray Serve and a client for a store as well: a minute, once."
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[ray,store]'
-	touch $@
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[ray,store]'
+	@touch $@
 
 # torchvision is an oracle of the preprocessing tests. It names a CUDA build of torch as its dependency,
 # so it is installed without dependencies, beside whichever build of torch is there. AutoGPTQ and AutoAWQ
@@ -178,8 +185,8 @@ $(VENV)/installed-ray: $(VENV)/installed
 # maintained; where one cannot be installed its tests are skipped.
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "Installing what its tests need as well: a few minutes, once."
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-	$(PIP) install --quiet --no-deps torchvision==0.28.0
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@$(PIP) install --quiet --no-deps torchvision==0.28.0
 	-BUILD_CUDA_EXT=0 $(PIP) install --quiet --no-deps --no-build-isolation auto-gptq==0.7.1
 	-$(PIP) install --quiet --no-deps --no-build-isolation autoawq==0.2.9
 	touch $@
