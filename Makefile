@@ -27,6 +27,7 @@
 #
 # make image-steps   goes through the Dockerfile without a container, in a root folder made by Debian's debootstrap, and
 #                    asks the server there (as root; a few minutes, 6 GB of disk)
+# make docs          builds docs/ and the reference of Python as a site with a search, into build/site
 # make plots         draws the figures of docs/performance.md anew from benchmarks/results
 # make screenshots   takes pictures of every view of the page, with Debian's chromium, into docs/screenshots
 #
@@ -43,6 +44,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 LMMS := $(VENV)/lmms
+DOCS := $(VENV)/docs
 # That of torch 2.11, the oldest that is supported. It goes into a folder of its own, beside the pinned one.
 OLD_TRITON := $(VENV)/triton-3.6.0
 
@@ -60,7 +62,7 @@ UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of pac
 MODEL ?= demo
 CPP = $(shell find kernels/native vlm_serve/models/native tests/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve shell deploy test test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest image-steps plots screenshots lint format clean
+.PHONY: serve shell deploy test test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest image-steps docs plots screenshots lint format clean
 
 serve: $(VENV)/installed
 	@echo "The command is $(BIN)/vlm-serve; make shell opens a shell that finds it."
@@ -129,6 +131,11 @@ native-digest: $(VENV)/installed
 image-steps:
 	$(PYTHON) tests/image_steps.py $(ARGS)
 
+# -E reads everything anew: pages of the reference depend on code that Sphinx does not watch.
+docs: $(DOCS)/installed
+	@PYTHONPATH="$(CURDIR)/$(DOCS)" $(BIN)/python -m sphinx -q -E -W --keep-going -c docs/site . build/site $(ARGS)
+	@echo "The site is build/site/index.html."
+
 plots:
 	$(PYTHON) benchmarks/plots.py
 
@@ -150,10 +157,11 @@ clean:
 	rm -rf $(VENV) $(VENV).lock build dist *.egg-info
 
 $(LMMS)/installed: tests/server/lmms/requirements.txt
+$(DOCS)/installed: docs/site/requirements.txt
 
 # Who installs while another make does waits for it, where there is flock, and finds it done.
 ifndef LOCKED
-$(VENV)/installed $(VENV)/installed-ray $(VENV)/installed-dev $(OLD_TRITON)/installed $(LMMS)/installed: pyproject.toml constraints.txt $(wildcard setup.py)
+$(VENV)/installed $(VENV)/installed-ray $(VENV)/installed-dev $(OLD_TRITON)/installed $(LMMS)/installed $(DOCS)/installed: pyproject.toml constraints.txt $(wildcard setup.py)
 	@$(if $(shell command -v flock),flock $(VENV).lock) $(MAKE) --no-print-directory LOCKED=1 $@
 else
 
@@ -198,5 +206,11 @@ $(OLD_TRITON)/installed: $(VENV)/created
 $(LMMS)/installed: $(VENV)/installed-dev
 	$(PIP) install --quiet --no-deps --upgrade --target $(LMMS) --requirement tests/server/lmms/requirements.txt
 	touch $@
+
+$(DOCS)/installed: $(VENV)/installed
+	@echo "Installing the builder of the site: some seconds, once."
+	@mkdir -p $(DOCS)
+	@$(PIP) install --quiet --no-deps --upgrade --target $(DOCS) --requirement docs/site/requirements.txt
+	@touch $@
 
 endif

@@ -42,6 +42,8 @@ class Checkout:
     def __init__(self, folder: Path, chosen: str = "", fails: str = "no such words") -> None:
         for name in ("Makefile", "pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, folder)
+        (folder / "docs" / "site").mkdir(parents=True)
+        shutil.copy(ROOT / "docs" / "site" / "requirements.txt", folder / "docs" / "site")
         self._folder, self._python, self._log = folder, folder / "python", folder / "log"
         self._python.write_text(PYTHON)
         self._python.chmod(0o755)
@@ -130,6 +132,18 @@ def test_a_shell_of_make_finds_the_command(tmp_path: Path) -> None:
     process.communicate(timeout=120)
     assert process.returncode == 0
     assert checkout.log()[-1] == "served"
+
+
+@make
+def test_the_site_is_built_by_packages_beside_the_environment(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, CPU_INDEX)
+    process = checkout.start(target="docs")
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    *_, builder, built = checkout.log()
+    where = "--target .venv/docs --requirement docs/site/requirements.txt"
+    assert builder == f"install --quiet --no-deps --upgrade {where}"
+    assert built == "-m sphinx -q -E -W --keep-going -c docs/site . build/site"
 
 
 @make
