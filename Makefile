@@ -1,4 +1,5 @@
 # make serve   sets up .venv from nothing and serves a model on http://127.0.0.1:8000
+# make shell   opens a shell that finds vlm-serve, which lies in .venv/bin
 # make deploy  sets up .venv and serves the model with two replicas, and with a store that they share
 #              if there is a redis-server
 # make test    sets up .venv with the development dependencies and runs the tests that are quick, on up to four
@@ -33,6 +34,7 @@
 #
 # make image-steps   goes through the Dockerfile without a container, in a root folder made by Debian's debootstrap, and
 #                    asks the server there (as root; a few minutes, 6 GB of disk)
+# make docs          builds docs/ and the reference of Python as a site with a search, into build/site
 # make plots         draws the figures of docs/performance.md anew from benchmarks/results
 # make screenshots   takes pictures of every view of the page, with Debian's chromium, into docs/screenshots
 #
@@ -49,6 +51,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 LMMS := $(VENV)/lmms
+DOCS := $(VENV)/docs
 # That of torch 2.11, the oldest that is supported. It goes into a folder of its own, beside the pinned one.
 OLD_TRITON := $(VENV)/triton-3.6.0
 
@@ -66,10 +69,15 @@ UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of pac
 MODEL ?= demo
 CPP = $(shell find kernels/native vlm_serve/models/native tests/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve deploy test test-slow test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest wheels release-check image-steps plots screenshots lint format clean
+.PHONY: serve shell deploy test test-slow test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest wheels release-check image-steps docs plots screenshots lint format clean
 
 serve: $(VENV)/installed
+	@echo "The command is $(BIN)/vlm-serve; make shell opens a shell that finds it."
 	exec $(BIN)/vlm-serve serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+shell: $(VENV)/installed
+	@echo "This shell finds vlm-serve; exit leaves it."
+	@VIRTUAL_ENV="$(CURDIR)/$(VENV)" PATH="$(CURDIR)/$(BIN):$$PATH" exec "$${SHELL:-/bin/sh}" $(ARGS)
 
 # A store for these replicas alone, on a port of its own; it ends when they do, however that is.
 REPLICAS ?= 2
@@ -139,6 +147,11 @@ release-check: $(VENV)/installed-dev
 image-steps:
 	$(PYTHON) tests/image_steps.py $(ARGS)
 
+# -E reads everything anew: pages of the reference depend on code that Sphinx does not watch.
+docs: $(DOCS)/installed
+	@PYTHONPATH="$(CURDIR)/$(DOCS)" $(BIN)/python -m sphinx -q -E -W --keep-going -c docs/site . build/site $(ARGS)
+	@echo "The site is build/site/index.html."
+
 plots:
 	$(PYTHON) benchmarks/plots.py
 
@@ -160,33 +173,35 @@ clean:
 	rm -rf $(VENV) $(VENV).lock build dist *.egg-info
 
 $(LMMS)/installed: tests/server/lmms/requirements.txt
+$(DOCS)/installed: docs/site/requirements.txt
 
 # Who installs while another make does waits for it, where there is flock, and finds it done.
 ifndef LOCKED
-$(VENV)/installed $(VENV)/installed-ray $(VENV)/installed-dev $(OLD_TRITON)/installed $(LMMS)/installed: pyproject.toml constraints.txt $(wildcard setup.py)
-	$(if $(shell command -v flock),flock $(VENV).lock) $(MAKE) --no-print-directory LOCKED=1 $@
+$(VENV)/installed $(VENV)/installed-ray $(VENV)/installed-dev $(OLD_TRITON)/installed $(LMMS)/installed $(DOCS)/installed: pyproject.toml constraints.txt $(wildcard setup.py)
+	@$(if $(shell command -v flock),flock $(VENV).lock) $(MAKE) --no-print-directory LOCKED=1 $@
 else
 
 $(VENV)/created:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vlm-serve needs Python 3.11 or newer; say make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vlm-serve needs Python 3.11 or newer; say make PYTHON=...")'
+	@echo "Creating $(VENV)."
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
 
 # setuptools comes first, so that the build runs with the pinned one and needs no environment of its own. From an index of
 # its own comes torch alone: were pip to look there for everything, it could take any other package from there too.
 $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt $(wildcard setup.py)
-	@echo "Installing what vlm-serve needs into $(VENV), torch among it: a few minutes, once."
+	@echo "Installing what vlm-serve needs into $(VENV), torch among it (0.5 GB, with CUDA 2.8 GB): a few minutes, once."
 	@$(PIP) install --quiet --constraint constraints.txt setuptools $(UNREACHED)
 	@$(CHOOSE_INDEX); if [ -n "$$index" ]; then \
 		$(PIP) install --progress-bar on --constraint constraints.txt --no-deps --index-url "$$index" torch $(OTHERWISE); \
 	fi
-	$(PIP) install --progress-bar on --constraint constraints.txt --no-build-isolation --editable '.[store]'
-	touch $@
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[store]'
+	@touch $@
 
 $(VENV)/installed-ray: $(VENV)/installed
 	@echo "Installing Ray Serve and a client for a store as well: a minute, once."
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[ray,store]'
-	touch $@
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[ray,store]'
+	@touch $@
 
 # torchvision is an oracle of the preprocessing tests. It names a CUDA build of torch as its dependency,
 # so it is installed without dependencies, beside whichever build of torch is there. AutoGPTQ and AutoAWQ
@@ -194,8 +209,8 @@ $(VENV)/installed-ray: $(VENV)/installed
 # maintained; where one cannot be installed its tests are skipped.
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "Installing what its tests need as well: a few minutes, once."
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-	$(PIP) install --quiet --no-deps torchvision==0.28.0
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@$(PIP) install --quiet --no-deps torchvision==0.28.0
 	-BUILD_CUDA_EXT=0 $(PIP) install --quiet --no-deps --no-build-isolation auto-gptq==0.7.1
 	-$(PIP) install --quiet --no-deps --no-build-isolation autoawq==0.2.9
 	touch $@
@@ -207,5 +222,11 @@ $(OLD_TRITON)/installed: $(VENV)/created
 $(LMMS)/installed: $(VENV)/installed-dev
 	$(PIP) install --quiet --no-deps --upgrade --target $(LMMS) --requirement tests/server/lmms/requirements.txt
 	touch $@
+
+$(DOCS)/installed: $(VENV)/installed
+	@echo "Installing the builder of the site: some seconds, once."
+	@mkdir -p $(DOCS)
+	@$(PIP) install --quiet --no-deps --upgrade --target $(DOCS) --requirement docs/site/requirements.txt
+	@touch $@
 
 endif

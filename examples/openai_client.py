@@ -2,7 +2,7 @@
 
 vlm-serve serve demo &
 pip install openai
-python examples/openai_client.py [photo.jpg] [--base-url http://127.0.0.1:8000/v1]
+python examples/openai_client.py [examples/media/photo.jpg] [--base-url http://127.0.0.1:8000/v1]
 """
 
 from __future__ import annotations

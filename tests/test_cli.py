@@ -30,7 +30,7 @@ def flags_of(*arguments: str) -> dict[str, Any]:
     "command",
     [
         *("", "serve", "plan", "models", "doctor", "chat", "run-batch", "video-qa"),
-        *("eval", "eval longbench", "eval video", "eval lmms"),
+        *("eval", "eval longbench", "eval video", "eval lmms", "bench"),
     ],
 )
 def test_help_loads_nothing_heavy(command: str) -> None:
@@ -210,6 +210,42 @@ def test_the_model_may_be_a_flag(command: str) -> None:
         assert _model(options, {}) == "some/model"
     with pytest.raises(ConfigError, match="both 'a' and 'b'"):
         _model(build_parser().parse_args([command, "a", "--model", "b"]), {})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo", "Where?"],
+        ["demo", "Where?", "--image", "a.png"],
+        ["--image", "a.png", "demo", "Where?"],
+        ["demo", "--image", "a.png", "Where?"],
+        ["--model", "demo", "--image", "a.png", "Where?"],
+        ["Where?", "--model", "demo"],
+    ],
+)
+def test_chat_takes_its_model_as_serve_does(words: list[str]) -> None:
+    options = build_parser().parse_args(["chat", *words])
+    assert (_model(options, {}), options.question) == ("demo", "Where?")
+    assert options.image == (["a.png"] if "--image" in words else [])
+
+
+def test_a_question_alone_is_asked_of_the_default_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = build_parser().parse_args(["chat", "Where?", "--threads", "1"])
+    assert (options.model, options.question) == (None, "Where?")
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["chat", "demo", "Where?", "more"])
+    assert "there is no more" in capsys.readouterr().err
+
+
+def test_a_command_says_that_it_loads_its_libraries(tmp_path: Path) -> None:
+    code = "import sys; from vlm_serve.cli import main; sys.exit(main(sys.argv[1:]))"
+    begun = [sys.executable, "-c", code, "chat", "nosuch", "hi", "--image", str(tmp_path / "a")]
+    done = subprocess.run(begun, capture_output=True, text=True, check=False)
+    first, second = done.stderr.splitlines()
+    assert first == "vlm-serve: loading its libraries, some seconds"
+    assert "No such file" in second and done.stdout == ""
 
 
 KUBERNETES = {

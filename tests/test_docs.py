@@ -185,3 +185,24 @@ def test_every_view_is_shown_large_and_small_light_and_dark() -> None:
     for path in (ROOT / "docs" / "screenshots").iterdir():
         assert f'"screenshots/{path.name}"' in text
     assert len(list((ROOT / "docs" / "screenshots").iterdir())) == 3 * 2 * 2
+
+
+def test_files_of_the_examples_that_documents_name_exist() -> None:
+    seen = 0
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"(?<![\w/.])(?:\.\./)*(examples/[\w/.-]*[\w/])", text):
+            seen += 1
+            assert (ROOT / name).exists() or (ROOT / f"{name}.md").is_file(), f"{path.name}: {name}"
+    assert seen > 25
+
+
+def test_the_photograph_is_the_one_whose_licence_is_named() -> None:
+    import numpy as np
+    from PIL import Image
+    from skimage.data import chelsea
+
+    shown = np.asarray(Image.open(ROOT / "examples" / "media" / "photo.jpg"), np.float32)
+    assert abs(shown - chelsea()).mean() < 4
+    text = (ROOT / "examples" / "media" / "README.md").read_text(encoding="utf-8")
+    assert "`photo.jpg` | a photograph of a cat by Stefan van der Walt, CC0" in text

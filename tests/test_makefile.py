@@ -42,19 +42,23 @@ class Checkout:
     def __init__(self, folder: Path, chosen: str = "", fails: str = "no such words") -> None:
         for name in ("Makefile", "pyproject.toml", "constraints.txt"):
             shutil.copy(ROOT / name, folder)
+        (folder / "docs" / "site").mkdir(parents=True)
+        shutil.copy(ROOT / "docs" / "site" / "requirements.txt", folder / "docs" / "site")
         self._folder, self._python, self._log = folder, folder / "python", folder / "log"
         self._python.write_text(PYTHON)
         self._python.chmod(0o755)
         self._environment = {**os.environ, "LOG": str(self._log), "CHOSEN": chosen, "FAILS": fails}
         self._environment.pop("TORCH_INDEX", None)
 
-    def start(self, *words: str, **environment: str) -> subprocess.Popen[str]:
-        """Starts `make serve` with these words and variables."""
+    def start(
+        self, *words: str, target: str = "serve", **environment: str
+    ) -> subprocess.Popen[str]:
+        """Starts `make` with these words and variables."""
         return subprocess.Popen(
-            ["make", "serve", f"PYTHON={self._python}", f"CPU_INDEX={CPU_INDEX}", *words],
+            ["make", target, f"PYTHON={self._python}", f"CPU_INDEX={CPU_INDEX}", *words],
             cwd=self._folder,
             env={**self._environment, **environment},
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -108,6 +112,38 @@ def test_torch_alone_comes_from_the_index_that_was_chosen(
     assert middle == asked + ([from_index(index)] if index else [])
     assert everything.endswith("--editable .[store]") and "index" not in everything
     assert served == "served"
+
+
+@make
+def test_it_says_little_and_where_the_command_is(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, CPU_INDEX)
+    said, _ = checkout.start().communicate(timeout=120)
+    lines = [line for line in said.splitlines() if not line.startswith("make")]
+    assert [line.split()[0] for line in lines] == ["Creating", "Installing", "The", "exec"]
+    assert ".venv/bin/vlm-serve; make shell" in said
+    loud = [line for line in checkout.log() if "install" in line and "--quiet" not in line]
+    assert loud == [from_index(CPU_INDEX)], "only a large download shows its progress"
+
+
+@make
+def test_a_shell_of_make_finds_the_command(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, CPU_INDEX)
+    process = checkout.start("ARGS=-c vlm-serve", target="shell", SHELL="/bin/sh")
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert checkout.log()[-1] == "served"
+
+
+@make
+def test_the_site_is_built_by_packages_beside_the_environment(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, CPU_INDEX)
+    process = checkout.start(target="docs")
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    *_, builder, built = checkout.log()
+    where = "--target .venv/docs --requirement docs/site/requirements.txt"
+    assert builder == f"install --quiet --no-deps --upgrade {where}"
+    assert built == "-m sphinx -q -E -W --keep-going -c docs/site . build/site"
 
 
 @make

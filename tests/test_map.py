@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
+import contextlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -138,16 +140,91 @@ def test_scripts_and_targets_that_documents_name_exist() -> None:
     assert scripts > 20
 
 
+def fenced_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a document's code, continued ones joined."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", path.read_text("utf-8"), re.M | re.S)
+    yield from "\n".join(blocks).replace("\\\n", " ").splitlines()
+
+
+def commands(line: str, program: str) -> Iterator[list[str]]:
+    """Yield the words behind a program in a shell line, if it has any."""
+    with contextlib.suppress(ValueError):  # A line of another language.
+        words = shlex.split(line.split("|")[0], comments=True)
+        for number, word in enumerate(words):
+            before = words[:number]
+            if word in (program, f".venv/bin/{program}") and all("=" in each for each in before):
+                yield [each for each in words[number + 1 :] if each != "&"]
+
+
 def test_commands_in_the_documents_are_accepted() -> None:
     seen = 0
     for path in documents():
-        blocks = re.findall(r"^```\w*\n(.*?)^```", path.read_text("utf-8"), re.M | re.S)
-        for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
-            if line.startswith("vlm-serve "):
-                words = shlex.split(line.split("|")[0], comments=True)[1:]
+        for line in fenced_lines(path):
+            for words in commands(line, "vlm-serve"):
                 seen += 1
-                build_parser().parse_args([word for word in words if word != "&"])
-    assert seen > 15
+                build_parser().parse_args(words)
+            for words in commands(line, "docker"):
+                images = [n for n, word in enumerate(words) if word.startswith("vlm-serve")]
+                if words[0] == "run" and words[images[-1] :][1:]:
+                    seen += 1
+                    build_parser().parse_args(words[words.index("vlm-serve") + 1 :])
+    assert seen > 45
+
+
+def test_commands_in_sentences_are_accepted() -> None:
+    seen = 0
+    for path in documents():
+        text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.M | re.S)
+        for code in re.findall(r"`([^`]+)`", text):
+            command = re.sub(r"^(\w+=\S+ )*", "", " ".join(code.split()))
+            if not command.startswith("vlm-serve ") or command.startswith("vlm-serve needs "):
+                continue  # The latter is what `make` says.
+            command = command.removeprefix("vlm-serve ")
+            words = shlex.split(" ".join(command.split()).replace("...", ""))
+            flags = [word.split("=")[0] for word in words if word.startswith("--")]
+            known = flags_of(words[0])
+            seen += 1
+            assert set(flags) <= known, f"{path.name}: vlm-serve {command}"
+    assert seen > 20
+
+
+def flags_of(command: str) -> set[str]:
+    """Return the flags of a command and of its own commands. Raises KeyError: there is none."""
+    parser: argparse.ArgumentParser = build_parser()
+    if command.startswith("--"):
+        return {*parser._option_string_actions}
+    (commands_action,) = (
+        each for each in parser._actions if isinstance(each, argparse._SubParsersAction)
+    )
+    waiting, found = [commands_action.choices[command]], set[str]()
+    while waiting:
+        parser = waiting.pop()
+        found |= parser._option_string_actions.keys()
+        for each in parser._actions:
+            if isinstance(each, argparse._SubParsersAction):
+                waiting += each.choices.values()
+    return found
+
+
+def test_scripts_in_the_documents_know_their_flags() -> None:
+    seen = 0
+    for path in documents():
+        for line in fenced_lines(path):
+            for words in commands(line, "python"):
+                script = ROOT / words[0]
+                if not words[0].endswith(".py") or not script.is_file():
+                    continue
+                near = [
+                    script,
+                    *script.parent.glob("*.py"),
+                    *(script.parent / "common").glob("*.py"),
+                ]
+                known = "".join(each.read_text("utf-8") for each in near)
+                for flag in (word.split("=")[0] for word in words if word.startswith("--")):
+                    seen += 1
+                    names = (f'"{flag}"', flag.removeprefix("--").replace("-", "_"))
+                    assert any(each in known for each in names), f"{path.name}: {line}"
+    assert seen > 5
 
 
 def test_no_document_is_cited_that_is_not_here() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.run in (run_serve, run_deploy, run_batch, run_video_qa, run_eval, run_chat):
             check_process_limits()
+            _say_that_libraries_are_loaded()
         status: int = options.run(options)
     except ConfigError as error:
         print(f"vlm-serve: {error.message}", file=sys.stderr)
@@ -47,8 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def _say_that_libraries_are_loaded() -> None:
+    """Say on standard error why nothing happens for the next seconds, unless they are loaded."""
+    if "torch" not in sys.modules:
+        with contextlib.suppress(OSError):
+            print("vlm-serve: loading its libraries, some seconds", file=sys.stderr, flush=True)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; its result's `run` is the command's function."""
+    from vlm_serve.bench.flags import add_bench_command
     from vlm_serve.eval.flags import add_eval_commands
 
     parser = Parser(
@@ -101,11 +111,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_batch_commands(commands)
     add_eval_commands(commands, run_eval, _add_model)
+    add_bench_command(commands, run_bench, _add_model)
 
     chat = commands.add_parser("chat", help="answer one question and exit", allow_abbrev=False)
-    chat.set_defaults(run=run_chat)
+    chat.set_defaults(run=run_chat, take_late=_take_late_question)
+    _add_model(chat)
     chat.add_argument("question", help="what to ask")
-    chat.add_argument("--model", default=None, help=f"as for serve (default: {DEMO_MODEL})")
     chat.add_argument(
         "--image", action="append", default=[], metavar="FILE|URL", help="may be given repeatedly"
     )
@@ -118,12 +129,24 @@ def build_parser() -> argparse.ArgumentParser:
     )
     chat.add_argument("--lora", metavar="NAME", help="answer with this one of --lora-modules")
     chat.add_argument("--report", action="store_true", help="also print what the cache did")
-    _add_config_file(chat)
     add_options(chat, options_of(EngineConfig))
 
     add_completion(commands).set_defaults(run=run_completion)
     add_examples(parser)
     return parser
+
+
+def _take_late_question(options: argparse.Namespace, unknown: list[str]) -> list[str]:
+    """Read `chat MODEL --image FILE QUESTION`, where argparse takes MODEL for the question.
+
+    Returns:
+        What is still unknown.
+    """
+    words = [word for word in unknown if not word.startswith("-")]
+    if options.model is not None or len(words) != 1:
+        return unknown
+    options.model, options.question = options.question, words[0]
+    return [word for word in unknown if word is not words[0]]
 
 
 def add_batch_commands(commands: Any) -> None:
@@ -293,6 +316,21 @@ def run_eval(options: argparse.Namespace) -> int:
     from vlm_serve.eval.command import evaluate
 
     return evaluate(options, _model(options, file), engine_config)
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    file = read_config_file(options.config)
+    check_environment(ALL_OPTIONS, os.environ)
+    given = vars(options)
+    if options.base_url is None:
+        engine = collect(options_of(EngineConfig), given, os.environ, file)
+        EngineConfig(**engine)
+    else:  # What the environment and the file say of engines is not about this one.
+        engine = collect(options_of(EngineConfig), given, {}, {})
+    from vlm_serve.bench.command import bench
+
+    named = options.model or options.model_flag
+    return bench(options, _model(options, file), named, engine)
 
 
 def run_plan(options: argparse.Namespace) -> int:

@@ -11,10 +11,16 @@ from vlm_serve.options import Option, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser with errors of one line and a suggestion of the closest flag."""
+    """Argument parser with errors of one line and a suggestion of the closest flag.
+
+    A command may have a default `take_late`: a function of the options and the unknown arguments,
+    which takes the ones it knows and returns the others.
+    """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
+        if unknown and hasattr(options, "take_late"):
+            unknown = options.take_late(options, unknown)
         if unknown:
             flags = self._flags_of(options)
             problems = [f"there is no {name}{did_you_mean(name, flags)}" for name in unknown]

@@ -1,4 +1,4 @@
-"""Draw the pictures and the video that the examples ask about:
+"""Make the pictures and the video that the examples ask about:
 `python examples/train_demo/draw_examples.py examples/media`."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from demo_clips import Clip, frame_count, render_clip
 from demo_drawing import render
 from demo_scenes import RGB, Background, Scene, Thing
 from PIL import Image
+from skimage.data import chelsea
 
 
 def plain(colour: RGB) -> Background:
@@ -50,6 +51,8 @@ def main() -> None:
     clip = Clip("change", 6, 10, pale, (before, after), (4,))
     frames = render_clip(clip, list(range(frame_count(clip))), 128, 128)
     write_video(out / "change.mp4", frames, clip.frame_rate)
+    # CC0, by Stefan van der Walt; it comes with scikit-image.
+    Image.fromarray(chelsea()).save(out / "photo.jpg", quality=88)
 
 
 if __name__ == "__main__":

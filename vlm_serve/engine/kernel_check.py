@@ -57,6 +57,9 @@ def check_kernels(model: Model, types: Types, config: EngineConfig) -> str:
     begin = time.perf_counter()
     for sentence in known_faults(model.device):
         _log.info("%s", sentence)
+    _log.info(
+        "comparing kernels with the host; those that are not kept are compiled: minutes, once"
+    )
     faults, digest = compare_kernels(model, types, config)
     if faults.found:
         raise EngineError(

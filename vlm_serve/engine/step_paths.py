@@ -50,6 +50,7 @@ def step_graphs(
         ConfigError: the option requests graphs and they cannot be captured.
     """
     assert config.block_size is not None
+    _log.info("capturing CUDA graphs of short steps, some seconds")
     try:
         with launching_on(caches.device):
             device = CudaGraphs()

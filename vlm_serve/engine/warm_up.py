@@ -39,6 +39,7 @@ def warm_up(model: Model, types: Types, config: EngineConfig) -> None:
         config: options, with a block size.
     """
     begin = time.perf_counter()
+    _log.info("compiling the kernels of all steps that are not kept yet: minutes, once")
     with torch.inference_mode(), launching_on(model.device):
         steps = _Steps(model, types, config)
         tokens = 1

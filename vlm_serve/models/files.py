@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from vlm_serve.foreign_files import foreign, is_gguf
 from vlm_serve.models.gguf.files import NO_TOWER, find_files, sole_model
 from vlm_serve.models.gguf.folder import POINTER, folder_of, gguf_files
 from vlm_serve.models.gguf.hub import choose, choose_tower
+
+_log = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?", re.ASCII)
@@ -86,6 +89,8 @@ def _fetched(
     # Imported late, because local checkpoints do not need it and it slows the start.
     from huggingface_hub import snapshot_download
 
+    if not downloaded:
+        _log.info("fetching the files of %s from the hub that are not here yet", name)
     try:
         return Path(
             snapshot_download(
