@@ -9,6 +9,7 @@ from browser import Visit, answer_of
 from page_checks import LARGE, SMALL, fits, violations
 from playwright.sync_api import Browser, Page, expect
 
+
 @pytest.fixture(params=[("light", LARGE), ("dark", SMALL)], ids=["light, large", "dark, small"])
 def filled(request: pytest.FixtureRequest, browser: Browser, server_url: str) -> Iterator[Visit]:
     """The page with two answers about a picture."""
@@ -38,7 +39,7 @@ def test_a_view_has_no_serious_violation_and_fits(filled: Visit, view: str) -> N
     assert fits(page), "the page is wider than the screen"
 
 
-@pytest.mark.parametrize("name", ["Options", "API key", "Keyboard shortcuts"])
+@pytest.mark.parametrize("name", ["Options", "API key"])
 def test_a_dialog_has_no_serious_violation_and_gives_the_focus_back(
     filled: Visit, name: str
 ) -> None:

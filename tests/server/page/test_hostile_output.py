@@ -43,8 +43,8 @@ def test_an_answer_is_shown_and_nothing_of_it_happens(visit: Visit, text: str) -
     said = page.locator(".markdown")
     expect(said).not_to_be_empty()
     forbidden = (
-        "script, img, iframe, object, svg:not(.copy svg), style, form, input, "
-        "button:not(.copy), [style], [onclick]"
+        "script, img, iframe, object, svg:not(.copy svg, .katex svg), style, form, input, "
+        "button:not(.copy), [style]:not(.katex *), [onclick]"
     )
     expect(said.locator(forbidden)).to_have_count(0)
     for link in said.locator("a").all():

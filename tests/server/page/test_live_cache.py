@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -252,3 +253,20 @@ def test_a_hidden_tab_lets_go_of_the_connection(visit: Visit) -> None:
     ask(visit, "Something that comes after the tab is seen again, and is told of.")
     expect(size(page)).to_contain_text(f"{len(nodes_of(visit.url))} node")
     assert visit.streams == 2
+
+
+def test_it_begins_with_the_servers_last_minutes(visit: Visit) -> None:
+    """What happened while no page was open: in the gauges and among the events."""
+    page = visit.page
+    for number in range(3):
+        ask(visit, f"Something that happens before anybody looks, for the time number {number}.")
+    page.wait_for_timeout(6000)  # the server keeps a status every five seconds
+    visit.open("live")
+    feed = page.locator(".feed li")
+    expect(feed.filter(has_text="prompt tokens reused").first).to_be_visible()
+    assert feed.filter(has_text="cached").count() > 0
+    # A line needs two statuses; the stream brings one a second.
+    expect(page.locator(".gauges .card path").first).to_have_attribute("d", re.compile("L|M"))
+    other = visit.tab()
+    visit.open("live", other)
+    expect(other.locator(".feed li")).to_have_count(feed.count())
