@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.mirror import TreeMirror
+from vlm_serve.engine.recent_changes import SECONDS
 from vlm_serve.errors import EngineClosedError, OverloadedError
 from vlm_serve.server.http.errors import DrainingError
 
@@ -87,8 +88,8 @@ class CacheFeed:
 
     def history(self) -> list[tuple[float, dict[str, Any]]]:
         """Return the statuses of the last minutes with their ages in seconds, oldest first."""
-        now, longest = time.monotonic(), HISTORY_SECONDS * MAX_HISTORY
-        return [(now - at, status) for at, status in self._history if now - at <= longest]
+        now = time.monotonic()
+        return [(now - at, status) for at, status in self._history if now - at <= SECONDS]
 
     @contextlib.contextmanager
     def subscribed(self, share: bytes = b"") -> Iterator[None]:

@@ -22,7 +22,7 @@ export function readReport(told) {
   return {
     ...Object.fromEntries(NUMBERS.map((name) => [name, number(told[name])])),
     reason: text(told.reason),
-    boundary_key: text(told.boundary_key),
+    boundary_key: text(told.boundary_key) || null,
     segments: list(told.segments, SEGMENT),
     media: list(told.media, SPAN),
     snapshots: (Array.isArray(told.snapshots) ? told.snapshots : []).map(number),
