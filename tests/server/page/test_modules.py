@@ -71,7 +71,7 @@ def test_libraries_come_with_their_licences() -> None:
     assert libraries == {"marked", "purify", "katex", "highlight"}
     for path in (PAGE_FOLDER / "vendor" / "languages").iterdir():
         assert "Highlight.js" in path.read_text(encoding="utf-8")[:200]
-    for library in libraries:
+    for library in (*libraries, "fonts"):
         licence = PAGE_FOLDER / "vendor" / f"{library}.LICENSE.txt"
         assert "Copyright" in licence.read_text(encoding="utf-8")
 
