@@ -27,7 +27,7 @@ SCREENS = {
 }
 
 
-@pytest.fixture(params=SCREENS.values(), ids=SCREENS)
+@pytest.fixture(params=list(SCREENS.values()), ids=list(SCREENS))
 def screen(request: pytest.FixtureRequest, browser: Browser, server_url: str) -> Iterator[Visit]:
     scheme, size = request.param
     visit = Visit(browser, server_url, color_scheme=scheme, viewport=size)

@@ -12,14 +12,11 @@ MOST_BYTES = 400_000
 
 def test_the_first_load_is_small_and_has_no_mathematics(browser: Browser, server_url: str) -> None:
     visit = Visit(browser, server_url)
-    loaded: dict[str, int] = {}
-
-    def count(response: Response) -> None:
-        loaded[response.url] = len(response.body()) if response.status == 200 else 0
-
-    visit.page.on("requestfinished", lambda request: count(request.response()))  # type: ignore[arg-type]
+    responses: list[Response] = []
+    visit.page.on("response", responses.append)
     visit.open()
     visit.page.wait_for_load_state("networkidle")
+    loaded = {each.url: len(each.body()) for each in responses}
     visit.close()
     assert len(loaded) > 50
     assert sum(loaded.values()) < MOST_BYTES

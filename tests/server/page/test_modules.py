@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from browser import Visit
+from browser import MEDIA, Visit
 
 from vlm_serve.server.http.static_page import PAGE_FOLDER
 
@@ -74,6 +74,12 @@ def test_libraries_come_with_their_licences() -> None:
     for library in (*libraries, "fonts"):
         licence = PAGE_FOLDER / "vendor" / f"{library}.LICENSE.txt"
         assert "Copyright" in licence.read_text(encoding="utf-8")
+
+
+def test_examples_are_those_of_the_examples() -> None:
+    for path in (PAGE_FOLDER / "examples").iterdir():
+        if path.name != "change.png":  # the first frame of change.mp4
+            assert path.read_bytes() == (MEDIA / path.name).read_bytes()
 
 
 def test_every_language_that_is_named_is_there() -> None:

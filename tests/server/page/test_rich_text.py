@@ -91,3 +91,24 @@ def test_an_answer_without_them_loads_neither(visit: Visit) -> None:
     say(visit, "Just *words*.")
     expect(visit.page.locator(".markdown em")).to_have_text("words")
     assert not [url for url in asked if "vendor" in url]
+
+
+def test_the_end_of_an_answer_stays_in_sight_until_the_reader_goes_up(visit: Visit) -> None:
+    """Also while formulas and pictures arrive, which make it longer."""
+    page = visit.page
+    page.set_viewport_size({"width": 380, "height": 500})
+    visit.upload("shapes.png")
+    say(visit, "Look.\n\n" + "$$\\sum_{i=1}^n \\frac{1}{i^2}$$\n\n" * 8)
+    expect(page.locator(".katex-display")).to_have_count(8)
+    left = "(area) => area.scrollHeight - area.scrollTop - area.clientHeight"
+    thread = page.locator(".thread")
+    for _ in range(100):
+        if thread.evaluate(left) < 2:
+            break
+        page.wait_for_timeout(50)
+    assert thread.evaluate(left) < 2
+    thread.evaluate("(area) => { area.scrollTop = 0; }")
+    page.wait_for_timeout(200)
+    page.locator(".turns").evaluate("(turns) => { turns.append('x'.repeat(500)); }")
+    page.wait_for_timeout(200)
+    assert thread.evaluate("(area) => area.scrollTop") == 0

@@ -108,7 +108,8 @@ class _Subscriber:
         """
         loop, feed = asyncio.get_running_loop(), self._feed
         with feed.subscribed(self._share):
-            sequence, status_number, quiet = -1, 0, 0
+            # The latest status is part of the history; as one of now it would be wrong.
+            sequence, status_number, quiet = -1, feed.status_number, 0
             while True:
                 first = sequence < 0
                 sequence, pieces = self._messages_since(sequence)

@@ -1,4 +1,4 @@
-// Keeps the end of what grows in sight, unless the reader has scrolled up.
+// Keeps the end of what grows in sight, unless the reader has scrolled up or does something there.
 
 const NEAR_END = 80;
 
@@ -14,6 +14,9 @@ export class Following {
   constructor(area, content) {
     this.#area = area;
     area.addEventListener("scroll", () => this.#scrolled());
+    // What is opened, selected or copied stays where it is.
+    area.addEventListener("pointerdown", () => this.stop());
+    area.addEventListener("keydown", () => this.stop());
     const observer = new ResizeObserver(() => this.#follows && this.#toEnd());
     observer.observe(content);
     observer.observe(area);

@@ -9,7 +9,7 @@ import { History } from "./history.js";
 const BUCKETS = {
   kv: "keys, values",
   snapshots: "kept states",
-  live_states: "running states",
+  live_states: "live states",
   embeddings: "pictures",
   experts: "experts",
   logprobs: "log-probs",

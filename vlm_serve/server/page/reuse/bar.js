@@ -58,8 +58,14 @@ export function legend(report, tag = "ul") {
       `${sourceName(source)}: ${counted(tokens, "token")}`,
     ),
   );
-  if (report.media?.length)
-    entries.push(h(item, null, h("span", { class: "swatch medium" }), "picture or video"));
+  for (const [encoded, told] of [
+    [true, "picture or video, encoded now"],
+    [false, "picture or video, encoded before"],
+  ]) {
+    const mark = encoded ? "swatch line encoded" : "swatch line";
+    if (report.media?.some((span) => (span.source === "encoded") === encoded))
+      entries.push(h(item, null, h("span", { class: mark }), told));
+  }
   if (report.snapshots?.length)
     entries.push(
       h(item, null, h("span", { class: "swatch snapshot" }), "recurrent state kept here"),
