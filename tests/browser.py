@@ -95,7 +95,7 @@ class Visit:
 
     def choose(self, file: Path | FilePayload) -> None:
         attached = self.page.locator(".attachment").count()
-        self.page.get_by_label("Pictures and videos", exact=True).set_input_files(file)
+        self.page.get_by_label("Pictures, videos and texts", exact=True).set_input_files(file)
         expect(self.page.locator(".attachment")).to_have_count(attached + 1)
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ def take(browser: Browser, url: str, scheme: str, width: int) -> None:
             visit.page.locator(".thread").evaluate("(thread) => { thread.scrollTop = 1e6 }")
         if view == "live":
             visit.page.locator(".meters").wait_for()
-            visit.page.get_by_role("treegrid").get_by_text("img").first.click()
+            visit.page.get_by_role("treegrid").get_by_text("picture").first.click()
             some_traffic(url)
             visit.page.locator(".live").evaluate("(view) => view.scrollTo(0, 0)")
         visit.page.mouse.move(0, 0)

@@ -46,6 +46,7 @@ def test_what_routers_read(server: RunningServer) -> None:
             assert (body["model_path"], body["is_generation"]) == ("test-model", True)
             assert body["tokenizer_path"] == "test-model" and body["has_image_understanding"]
             assert body["max_model_len"] == 4096
+            assert body["max_body_bytes"] == 64 << 20
     models = server.client.get("/v1/models", headers=OPERATOR).json()["data"]
     assert body["model_path"] in [each["id"] for each in models]
 

@@ -16,6 +16,7 @@ from typing import Literal
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.listing import ListedNode
 from vlm_serve.cache.records import Hit, Node, Snapshot
+from vlm_serve.engine.recent_changes import RecentChanges
 
 ChangeKind = Literal[
     "node_added", "node_evicted", "snapshot_ready", "snapshot_evicted", "hit", "pinned"
@@ -56,7 +57,7 @@ class TreeListing:
 class TreeMirror:
     """Mirror of one cache's tree, written by the cache's thread and read by any thread.
 
-    Without followers, only the list of nodes is kept.
+    Without followers, only the list of nodes and a summary of the last minutes are kept.
 
     Args:
         events: events of a cache that is still empty.
@@ -64,10 +65,12 @@ class TreeMirror:
 
     Attributes:
         sequence: number of the last batch of changes; 0 before the first one.
+        recent: the changes of the last minutes, in few numbers.
     """
 
     def __init__(self, events: CacheEvents, limit: int = MAX_CHANGES) -> None:
         self.sequence = 0
+        self.recent = RecentChanges()
         self._events = events
         self._limit = limit
         self._lock = threading.Lock()
@@ -160,7 +163,9 @@ class TreeMirror:
             if self._followers:
                 self._used |= self._touched
             if self._pending:
-                self._add_batch(tuple([self._apply(each) for each in self._pending]))
+                changes = tuple([self._apply(each) for each in self._pending])
+                self._add_batch(changes)
+                self._remember(changes)
         self._pending.clear()
         self._touched.clear()
 
@@ -192,6 +197,14 @@ class TreeMirror:
             entry = ListedNode(node, self._entries[node.key].root, snapshot)
         self._entries[node.key] = entry
         return Change(kind, node.key, entry.root, entry, snapshot)
+
+    def _remember(self, changes: tuple[Change, ...]) -> None:
+        nodes = [each for each in self._pending if not isinstance(each, Hit)]
+        roots = [change.root for change in changes if change.hit is None]
+        self.recent.add(
+            (change.hit for change in changes if change.hit is not None),
+            ((root, kind, node) for root, (kind, node, _) in zip(roots, nodes, strict=True)),
+        )
 
     def _add_batch(self, changes: tuple[Change, ...]) -> None:
         self.sequence += 1

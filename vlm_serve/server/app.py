@@ -127,7 +127,7 @@ def create_routes(service: Service) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.count_fetched()
+        service.start()
         try:
             yield
         finally:

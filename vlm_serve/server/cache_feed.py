@@ -1,7 +1,8 @@
 """The feed of the cache's changes: one poll of the mirror for all subscribers.
 
-Nothing runs without subscribers. With some, the mirror is polled ten times a second, and the
-engine's thread is asked only for its counters, once a second.
+With subscribers, the mirror is polled ten times a second, and the engine's thread is asked only for
+its counters, once a second. Without any, the counters are read every few seconds, as long as the
+engine works, so that a new subscriber can be shown the last minutes.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.mirror import TreeMirror
+from vlm_serve.engine.recent_changes import SECONDS
 from vlm_serve.errors import EngineClosedError, OverloadedError
 from vlm_serve.server.http.errors import DrainingError
 
@@ -29,6 +32,10 @@ POLL_SECONDS = 0.1
 POLLS_PER_USE = 5
 """Polls between reports of pins and hits, which a request changes on its whole path."""
 POLLS_PER_STATUS = 10
+HISTORY_SECONDS = 5.0
+"""Interval between the statuses that are kept."""
+MAX_HISTORY = 60
+"""Maximum number of kept statuses, each of about 4 KiB: five minutes of work."""
 
 
 class CacheFeed:
@@ -48,6 +55,8 @@ class CacheFeed:
     ) -> None:
         self.status: dict[str, Any] = {}
         self.status_number = 0
+        self._history: deque[tuple[float, dict[str, Any]]] = deque(maxlen=MAX_HISTORY)
+        self._keeping: asyncio.Task[None] | None = None
         self._subscribers: Counter[bytes] = Counter()
         self._engine = engine
         self._status_of = status_of
@@ -66,10 +75,21 @@ class CacheFeed:
         """The engine's mirror of the cache's tree."""
         return self._engine.mirror
 
+    def start(self) -> None:
+        """Begin to keep a history, on the running loop."""
+        self._keeping = asyncio.ensure_future(self._keep_history())
+
     def close(self) -> None:
-        """End every subscription."""
+        """End every subscription, and the history."""
         self._closed = True
         self._polled.set()
+        if self._keeping is not None:
+            self._keeping.cancel()
+
+    def history(self) -> list[tuple[float, dict[str, Any]]]:
+        """Return the statuses of the last minutes with their ages in seconds, oldest first."""
+        now = time.monotonic()
+        return [(now - at, status) for at, status in self._history if now - at <= SECONDS]
 
     @contextlib.contextmanager
     def subscribed(self, share: bytes = b"") -> Iterator[None]:
@@ -119,6 +139,25 @@ class CacheFeed:
             polled.set()
             await asyncio.sleep(POLL_SECONDS)
             number += 1
+
+    async def _keep_history(self) -> None:
+        """Keep a status every few seconds, unless the engine has done nothing since the last one.
+
+        The status before a time without work is kept again at its end, for there is no other way to
+        tell how long that was.
+        """
+        seen = None
+        while not self._closed:
+            step = self._engine.last_step_time
+            if step != seen:
+                if self._history and time.monotonic() - self._history[-1][0] > 2 * HISTORY_SECONDS:
+                    self._history.append((time.monotonic() - HISTORY_SECONDS, self._history[-1][1]))
+                if not self.num_subscribers:
+                    await self._read_status()
+                if self.status:
+                    self._history.append((time.monotonic(), self.status))
+                seen = step
+            await asyncio.sleep(HISTORY_SECONDS)
 
     async def _read_status(self) -> None:
         """Read the engine's counters; an engine in a long step answers after it."""

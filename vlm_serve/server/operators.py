@@ -54,6 +54,7 @@ async def model_info(service: Service, _: Request) -> Response:
             "has_image_understanding": sees,
             "has_audio_understanding": False,
             "max_model_len": service.engine.max_model_len,
+            "max_body_bytes": service.config.max_body_bytes,
         }
     )
 

@@ -202,6 +202,11 @@ class Service:
         """End the endless streams."""
         self.cache_feed.close()
 
+    def start(self) -> None:
+        """Begin the background work, on the running loop."""
+        self.count_fetched()
+        self.cache_feed.start()
+
     def count_fetched(self) -> None:
         """Count fetched media from now on against the budget of open requests."""
         seconds = self.engine.config.media_fetch_timeout
@@ -213,6 +218,7 @@ class Service:
         """End the background work and close the engine."""
         self.requests.draining = True
         self.trimmer.close()
+        self.cache_feed.close()
         self.engine.preprocessor.count_fetched(None)
         self.idle_check.close()
         if self.batches is not None:

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from serving import WAIT_SECONDS, RunningServer, chat_body, running, wait_for
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.server import cache_feed
 from vlm_serve.server.cache_feed import MAX_SUBSCRIBERS
 from vlm_serve.server.config import ServerConfig
 
@@ -91,6 +93,49 @@ def test_it_begins_with_the_whole_and_goes_on_with_changes(server: RunningServer
     assert [each["kind"] for each in media] == ["image"] * len(media)
     assert media and all(len(each["hash"]) == 16 for each in media)
     assert any(node["snapshot"] == "media" for node in reader.nodes.values())
+
+
+def is_kept(server: RunningServer, number: int) -> bool:
+    """Whether the history has a status after that many steps."""
+    return any(status["steps"] == number for _, status in feed_of(server).history())
+
+
+def test_who_comes_late_is_told_the_last_minutes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statuses and events of a time without readers, oldest first."""
+    monkeypatch.setattr(cache_feed, "HISTORY_SECONDS", 0.05)
+    with running(engine_of(checkpoint), ServerConfig(port=0, idle_check=False)) as server:
+        for _ in range(2):
+            ask(server, text(TEXT))
+            number = server.engine.stats()["num_steps"]
+            wait_for(partial(is_kept, server, number))
+        with reading(server) as reader:
+            wait_for(lambda: bool(reader.named("history")))
+            assert [name for _, name, _ in reader.messages[:2]] == ["tree", "history"]
+            (told,) = reader.named("history")
+        ages = [each["age_seconds"] for each in told["statuses"]]
+        assert ages == sorted(ages, reverse=True)
+        assert told["statuses"][-1]["steps"] == number
+        cold, hit = (each for each in told["events"] if each["type"] == "hit")
+        assert (cold["cached_tokens"], cold["reason"]) == (0, "cold")
+        assert hit["cached_tokens"] > 0
+        added = [each for each in told["events"] if each["type"] == "node_added"]
+        assert sum(each["nodes"] for each in added) == len(tree(server))
+
+
+def test_an_idle_engine_is_not_asked(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_feed, "HISTORY_SECONDS", 0.02)
+    with running(engine_of(checkpoint), ServerConfig(port=0, idle_check=False)) as server:
+        ask(server, text(TEXT))
+        feed = feed_of(server)
+        seen: list[int] = []
+
+        def quiet() -> bool:
+            seen.append(feed.status_number)
+            return len(seen) > 20 and len(set(seen[-20:])) == 1
+
+        wait_for(quiet)
 
 
 def test_random_load_is_followed(server: RunningServer) -> None:
@@ -287,11 +332,18 @@ def test_tenants_see_what_is_theirs(shared: RunningServer) -> None:
         wait_for(lambda: len(alice.hits) == 2 and agrees(shared, alice, **asked("key-a")))
         wait_for(lambda: len(bob.hits) == 1 and agrees(shared, bob, **asked("key-b")))
         wait_for(lambda: bool(operator.named("status")))
+        (past,) = alice.named("history")
+        assert (past["statuses"], past["events"]) == ([], [])
         assert alice.nodes and bob.nodes and not alice.nodes.keys() & bob.nodes.keys()
         assert alice.nodes.keys() | bob.nodes.keys() < operator.nodes.keys()
         assert not alice.named("status") and not bob.named("status")
         numbers = [number for number, _, _ in bob.messages]
         assert numbers == list(range(1, len(numbers) + 1)), "a number tells of others' doings"
+    with reading(shared, **asked("key-a")) as alice:
+        wait_for(lambda: bool(alice.named("history")))
+        (past,) = alice.named("history")
+        assert past["statuses"] == []
+        assert [each["type"] for each in past["events"]].count("hit") == 2
     # By key: a tenant reaches no node of another.
     (theirs, *_), (own, *_) = bob.nodes, alice.nodes
     for path, body in (("nodes/%s", None), ("pin", {"ttl_seconds": 1, "key": "%s"})):

@@ -16,8 +16,9 @@ from vlm_serve.server.http import static_page
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' blob: data:; media-src blob:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify page"
+    "img-src 'self' blob: data:; media-src blob:; font-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify page"
 )
 FILES = {
     "index.html": ("<!doctype html><title>ü</title>", "text/html; charset=utf-8"),

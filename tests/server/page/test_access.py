@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from browser import Visit, answer_of
+from page_checks import LARGE, SMALL, fits, violations
 from playwright.sync_api import Browser, Page, expect
-
-AXE = Path(__file__).with_name("axe.min.js").read_text(encoding="utf-8")
-SMALL = {"width": 380, "height": 740}
-LARGE = {"width": 1280, "height": 800}
-CHECK = "async () => { const told = await axe.run(); return JSON.stringify(told.violations); }"
-
-
-def violations(page: Page) -> list[str]:
-    """What axe-core objects to, where it is serious."""
-    page.evaluate(AXE)
-    told = json.loads(page.evaluate(CHECK))
-    return [
-        f"{each['id']}: {each['help']}: {each['nodes'][0]['html']}"
-        for each in told
-        if each["impact"] in ("serious", "critical")
-    ]
 
 
 @pytest.fixture(params=[("light", LARGE), ("dark", SMALL)], ids=["light, large", "dark, small"])
@@ -53,8 +36,7 @@ def test_a_view_has_no_serious_violation_and_fits(filled: Visit, view: str) -> N
     if view == "chat":
         page.locator(".reuse-of summary").last.click()
     assert violations(page) == []
-    width = page.evaluate("() => document.documentElement.scrollWidth")
-    assert width <= page.evaluate("() => innerWidth"), "the page is wider than the screen"
+    assert fits(page), "the page is wider than the screen"
 
 
 @pytest.mark.parametrize("name", ["Options", "API key"])

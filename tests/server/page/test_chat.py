@@ -48,10 +48,10 @@ def test_the_second_question_about_a_picture_encodes_nothing(visit: Visit) -> No
     visit.upload(PICTURE)
     visit.ask("What color is the star?")
     assert answer_of(page, 0) == "The star is red."
-    assert "media_encoded 1" in reuse_of(page, 0)
+    assert "1 picture encoded" in reuse_of(page, 0)
     visit.ask("Where is the triangle?")
     assert answer_of(page, 1) == "The triangle is at the top right."
-    assert "media_encoded 0" in reuse_of(page, 1)
+    assert "no picture encoded again" in reuse_of(page, 1)
     expect(page.locator(".turn").nth(1).locator(".part.device")).to_have_count(1)
     page.locator(".reuse-of summary").nth(1).click()
     told = page.locator(".turn").nth(1).locator(".sentences")
@@ -70,10 +70,11 @@ def test_a_picture_comes_by_drop_and_by_paste(visit: Visit, kind: str, where: st
     expect(visit.page.locator(".question img")).to_be_visible()
 
 
-def test_what_is_neither_picture_nor_video_is_refused_by_name(visit: Visit) -> None:
-    bring(visit, "drop", ".conversation", MEDIA.parent / "video_qa.py", "text/x-python")
+def test_what_is_no_picture_video_or_text_is_refused_by_name(visit: Visit, tmp_path: Path) -> None:
+    (tmp_path / "data.bin").write_bytes(b"\0\xff\xfe")
+    bring(visit, "drop", ".conversation", tmp_path / "data.bin", "application/octet-stream")
     expect(visit.page.locator(".notice")).to_have_text(
-        "video_qa.py is neither a picture nor a video."
+        "data.bin is neither a picture, a video nor a text."
     )
     expect(visit.page.locator(".attachment")).to_have_count(0)
 
@@ -84,7 +85,7 @@ def test_a_video_is_asked_about_and_shown_in_place(visit: Visit) -> None:
     assert answer_of(visit.page, 0) == "A red circle turns blue at second 4."
     expect(visit.page.locator(".question video")).to_have_attribute("src", re.compile("^blob:"))
     visit.ask("What happens?")
-    assert "media_encoded 0" in reuse_of(visit.page, 1)
+    assert "no video encoded again" in reuse_of(visit.page, 1)
 
 
 def test_an_answer_streams_and_stops(visit: Visit, server_url: str) -> None:
@@ -131,7 +132,7 @@ def test_a_question_is_edited_and_an_answer_asked_for_again(visit: Visit) -> Non
     expect(page.locator(".markdown")).to_have_text(["The circle is blue."])
     page.get_by_role("button", name="Ask again").click()
     expect(page.locator(".markdown")).to_have_text(["The circle is blue."])
-    expect(page.locator(".numbers-line")).to_contain_text("media_encoded 0")
+    expect(page.locator(".numbers-line")).to_contain_text("no picture encoded again")
 
 
 def test_conversations_are_kept_apart_and_deleted(visit: Visit) -> None:
@@ -156,8 +157,8 @@ def test_options_are_part_of_the_request_and_checked(visit: Visit) -> None:
     page.get_by_role("button", name="Options").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("System prompt").fill("Be brief.")
-    dialog.get_by_label("temperature").fill("0")
-    dialog.get_by_label("max_tokens").fill("2")
+    dialog.get_by_label("Temperature").fill("0")
+    dialog.get_by_label("Longest answer").fill("2")
     dialog.get_by_label("Tools").fill("{}")
     dialog.get_by_role("button", name="Use these options").click()
     expect(dialog.get_by_role("alert")).to_have_text("Tools must be a JSON list.")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from browser import Visit
-from playwright.sync_api import Route, expect
+from page_checks import saying
+from playwright.sync_api import expect
 
 from vlm_serve.server.http.static_page import CONTENT_SECURITY_POLICY
 
@@ -30,19 +27,12 @@ HOSTILE = {
     "frame": f"<iframe src='{STRANGER}'></iframe><object data='{STRANGER}'></object>",
     "attribute": '![x" onerror="document.title=`owned`](x)',
     "title": "[x](https://example.org \"y' onclick='document.title=1\")",
+    "formula": "$\\href{javascript:document.title='owned'}{x}$ $\\htmlStyle{color: red}{x}$",
+    "picture formula": f"$$\\includegraphics{{{STRANGER}/cat.png}}$$",
+    "macros": "$\\def\\a{\\a\\a}\\a$ $" + "{" * 1900 + "}" * 1900 + "$",
+    "language": "```python' onclick=document.title=1 class=copy\nx\n```",
     "code": "```html\n</code></pre><script>document.title='owned'</script>\n```",
 }
-
-
-def saying(**delta: Any) -> Callable[[Route], None]:
-    """A model that says this, whatever it is asked."""
-    chunks = [
-        {"model": "m", "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {"model": "m", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
-    ]
-    events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
-    headers = {"content-type": "text/event-stream"}
-    return lambda route: route.fulfill(status=200, headers=headers, body="".join(events))
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
@@ -52,7 +42,10 @@ def test_an_answer_is_shown_and_nothing_of_it_happens(visit: Visit, text: str) -
     visit.ask("Be hostile")
     said = page.locator(".markdown")
     expect(said).not_to_be_empty()
-    forbidden = "script, img, iframe, object, svg, style, form, input, button, [style], [onclick]"
+    forbidden = (
+        "script, img, iframe, object, svg:not(.copy svg, .katex svg), style, form, input, "
+        "button:not(.copy), [style]:not(.katex *), [onclick]"
+    )
     expect(said.locator(forbidden)).to_have_count(0)
     for link in said.locator("a").all():
         address = link.get_attribute("href")

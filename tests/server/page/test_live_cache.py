@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -65,7 +66,7 @@ def test_a_flush_asks_first(visit: Visit) -> None:
 
 def choose_picture(page: Page) -> None:
     """Chooses the first row of the table in which a picture begins."""
-    page.get_by_role("treegrid").get_by_text("1 img").first.click()
+    page.get_by_role("treegrid").get_by_text("1 picture").first.click()
 
 
 def test_a_picture_is_shown_to_the_browser_that_has_it_only(visit: Visit, server_url: str) -> None:
@@ -199,7 +200,7 @@ def test_gauges_tell_memory_and_the_last_minutes(visit: Visit) -> None:
     visit.open("live")
     ask(visit, "Something to do for the gauges, so that there are tokens and a latency to tell.")
     gauges = visit.page.locator(".gauges")
-    expect(gauges.locator(".meters")).to_contain_text("kv")
+    expect(gauges.locator(".meters")).to_contain_text("keys, values")
     expect(gauges.locator(".meters")).to_contain_text("MiB")
     card = gauges.locator(".card")
     expect(card.filter(has_text="First token").locator("strong")).to_contain_text("s")
@@ -217,7 +218,7 @@ def test_one_connection_for_all_tabs_and_none_while_nobody_looks(visit: Visit) -
     other = visit.tab()
     visit.open("live", other)
     expect(size(other)).to_have_text(size(page).inner_text())
-    expect(other.locator(".meters")).to_contain_text("kv")
+    expect(other.locator(".meters")).to_contain_text("keys, values")
     assert visit.streams == 1
     ask(visit, "Something else, which the second tab is told by the first one only.")
     number = len(nodes_of(visit.url))
@@ -245,10 +246,27 @@ def test_a_hidden_tab_lets_go_of_the_connection(visit: Visit) -> None:
         Object.defineProperty(document, "hidden", {value: hidden, configurable: true});
         document.dispatchEvent(new Event("visibilitychange"));
     }"""
-    expect(page.locator(".meters")).to_contain_text("kv")
+    expect(page.locator(".meters")).to_contain_text("keys, values")
     with page.expect_event("requestfailed", lambda it: it.url.endswith("/v1/cache/events")):
         page.evaluate(hide, True)
     page.evaluate(hide, False)
     ask(visit, "Something that comes after the tab is seen again, and is told of.")
     expect(size(page)).to_contain_text(f"{len(nodes_of(visit.url))} node")
     assert visit.streams == 2
+
+
+def test_it_begins_with_the_servers_last_minutes(visit: Visit) -> None:
+    """What happened while no page was open: in the gauges and among the events."""
+    page = visit.page
+    for number in range(3):
+        ask(visit, f"Something that happens before anybody looks, for the time number {number}.")
+    page.wait_for_timeout(6000)  # the server keeps a status every five seconds
+    visit.open("live")
+    feed = page.locator(".feed li")
+    expect(feed.filter(has_text="prompt tokens reused").first).to_be_visible()
+    assert feed.filter(has_text="cached").count() > 0
+    # A line needs two statuses; the stream brings one a second.
+    expect(page.locator(".gauges .card path").first).to_have_attribute("d", re.compile("L|M"))
+    other = visit.tab()
+    visit.open("live", other)
+    expect(other.locator(".feed li")).to_have_count(feed.count())

@@ -6,13 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
-from browser import Visit
+from browser import MEDIA, Visit
 
 from vlm_serve.server.http.static_page import PAGE_FOLDER
 
 MOST_LINES = 300
 MODULES = [path for path in sorted(PAGE_FOLDER.rglob("*.js")) if "vendor" not in path.parts]
-FILES = [path for path in sorted(PAGE_FOLDER.rglob("*.*")) if "vendor" not in path.parts]
+FILES = [
+    path
+    for path in sorted(PAGE_FOLDER.rglob("*.*"))
+    if not {"vendor", "examples"} & set(path.parts[len(PAGE_FOLDER.parts) :])
+]
 # What makes a text into code or elements, and what asks other hosts.
 FORBIDDEN = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function"
@@ -64,10 +68,24 @@ def test_arrows_between_parts_point_one_way() -> None:
 
 def test_libraries_come_with_their_licences() -> None:
     libraries = {path.stem for path in (PAGE_FOLDER / "vendor").glob("*.js")}
-    assert libraries == {"marked", "purify"}
-    for library in libraries:
+    assert libraries == {"marked", "purify", "katex", "highlight"}
+    for path in (PAGE_FOLDER / "vendor" / "languages").iterdir():
+        assert "Highlight.js" in path.read_text(encoding="utf-8")[:200]
+    for library in (*libraries, "fonts"):
         licence = PAGE_FOLDER / "vendor" / f"{library}.LICENSE.txt"
         assert "Copyright" in licence.read_text(encoding="utf-8")
+
+
+def test_examples_are_those_of_the_examples() -> None:
+    for path in (PAGE_FOLDER / "examples").iterdir():
+        if path.name != "change.png":  # the first frame of change.mp4
+            assert path.read_bytes() == (MEDIA / path.name).read_bytes()
+
+
+def test_every_language_that_is_named_is_there() -> None:
+    text = (PAGE_FOLDER / "chat" / "highlighting.js").read_text(encoding="utf-8")
+    named = re.findall(r"^  (\w+): \[", text, re.MULTILINE)
+    assert named == sorted(path.stem for path in (PAGE_FOLDER / "vendor" / "languages").iterdir())
 
 
 WORDS = """async () => {

@@ -15,8 +15,10 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.cache.listing import ListedNode, NodeInfo
+from vlm_serve.cache.records import Hit
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.mirror import Change, TreeListing
+from vlm_serve.engine.recent_changes import PastChange
 from vlm_serve.server.api.cache import (
     CacheNode,
     entries_below,
@@ -53,6 +55,14 @@ class CacheTreeEvent(BaseModel):
     sequence: int
     roots: list[CacheRoot]
     nodes: list[CacheNode]
+
+
+class CacheHistoryEvent(BaseModel):
+    """The data of a `history` event; each item has its age."""
+
+    object: Literal["cache.history"] = "cache.history"
+    statuses: list[dict[str, Any]]
+    events: list[dict[str, Any]]
 
 
 async def cache_events(service: Service, request: Request) -> Response:
@@ -98,9 +108,13 @@ class _Subscriber:
         """
         loop, feed = asyncio.get_running_loop(), self._feed
         with feed.subscribed(self._share):
-            sequence, status_number, quiet = -1, 0, 0
+            # The latest status is part of the history; as one of now it would be wrong.
+            sequence, status_number, quiet = -1, feed.status_number, 0
             while True:
+                first = sequence < 0
                 sequence, pieces = self._messages_since(sequence)
+                if first:
+                    pieces = chain(pieces, self._history(sequence))
                 if self._root is None and feed.status_number != status_number:
                     status_number = feed.status_number
                     pieces = chain(pieces, self._status(sequence))
@@ -146,6 +160,18 @@ class _Subscriber:
         yield from _joined(changes, self._change)
         yield b"]}\n\n"
 
+    def _history(self, sequence: int) -> Iterator[bytes]:
+        number = self._message_number(sequence)
+        statuses = self._feed.history() if self._root is None else []
+        told = CacheHistoryEvent(
+            statuses=[{"age_seconds": round(age, 1), **status} for age, status in statuses],
+            events=[
+                {"age_seconds": round(age, 1), **_past_body(each)}
+                for age, each in self._feed.mirror.recent.latest(self._root)
+            ],
+        )
+        yield f"id: {number}\nevent: history\ndata: {told.model_dump_json()}\n\n".encode()
+
     def _status(self, sequence: int) -> Iterator[bytes]:
         data = _as_text(self._feed.status)
         yield f"id: {sequence}\nevent: status\ndata: {data}\n\n".encode()
@@ -170,11 +196,7 @@ class _Subscriber:
     def _change(self, change: Change) -> dict[str, Any]:
         body: dict[str, Any] = {"type": change.kind, "key": change.key.hex()}
         if change.hit is not None:
-            body["prompt_tokens"] = change.hit.prompt_tokens
-            body["cached_tokens"] = change.hit.boundary
-            body["reason"] = change.hit.reason
-            body["joined_tokens"] = change.hit.joined_tokens
-            body["joined_ms"] = change.hit.joined_ms
+            body |= _hit_body(change.hit)
         elif change.kind == "snapshot_ready":
             body["snapshot"] = change.snapshot
         elif change.entry is not None and change.kind != "snapshot_evicted":
@@ -183,6 +205,22 @@ class _Subscriber:
                 return {"type": change.kind, "node": node}
             body |= {name: node[name] for name in ("pins", "hits", "snapshot_hits", "num_bytes")}
         return body
+
+
+def _past_body(past: PastChange) -> dict[str, Any]:
+    if past.hit is not None:
+        return {"type": past.kind, **_hit_body(past.hit)}
+    return {"type": past.kind, "nodes": past.num_nodes, "tokens": past.num_tokens}
+
+
+def _hit_body(hit: Hit) -> dict[str, Any]:
+    return {
+        "prompt_tokens": hit.prompt_tokens,
+        "cached_tokens": hit.boundary,
+        "reason": hit.reason,
+        "joined_tokens": hit.joined_tokens,
+        "joined_ms": hit.joined_ms,
+    }
 
 
 def _joined(items: Sequence[_T], body_of: Callable[[_T], dict[str, Any]]) -> Iterator[bytes]:

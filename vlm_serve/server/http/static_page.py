@@ -24,8 +24,11 @@ CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".mjs": "text/javascript; charset=utf-8",
+    ".mp4": "video/mp4",
+    ".png": "image/png",
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
+    ".woff2": "font/woff2",
 }
 """Content type by suffix; other files of the folder are not served."""
 
@@ -40,6 +43,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "connect-src 'self'",
         "img-src 'self' blob: data:",
         "media-src blob:",
+        "font-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",

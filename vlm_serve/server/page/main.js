@@ -4,11 +4,13 @@ import { ChatView } from "./chat/view.js";
 import { known, loadLibrary } from "./chat/library.js";
 import { LiveView } from "./live/view.js";
 import { reuseView } from "./reuse/view.js";
-import { requestJson, server } from "./shared/api.js";
+import { server } from "./shared/api.js";
 import { askForKey } from "./shared/dialogs.js";
 import { button, h, replace } from "./shared/dom.js";
 import { icon } from "./shared/icons.js";
 import { storedKey } from "./shared/key.js";
+import { onShortcuts, showShortcuts } from "./shared/keyboard.js";
+import { learnServed, served } from "./shared/served.js";
 import { themeButton } from "./shared/theme.js";
 
 const NAMES = { chat: "Chat", reuse: "What was reused", live: "Live cache" };
@@ -30,6 +32,7 @@ document.body.append(
     h("span", { class: "brand" }, "vlm-serve"),
     h("nav", { "aria-label": "Views" }, links),
     model,
+    button("Keyboard shortcuts", icon("keys"), showShortcuts, { bare: true, class: "bare keys" }),
     button("API key", icon("key"), () => changeKey(false), { bare: true }),
     themeButton(),
   ),
@@ -51,11 +54,12 @@ async function changeKey(wrong) {
   asking = false;
 }
 
-/** Learns the served model, and with that whether the server is there and takes the key. */
+served.subscribe(({ name }) => (model.textContent = name));
+
+/** Learns what is served, and with that whether the server is there and takes the key. */
 async function greet() {
   try {
-    const { data } = await requestJson("/v1/models");
-    model.textContent = data[0].id;
+    await learnServed();
     live.reconnect();
   } catch {
     // What is wrong is shown by the state of the server.
@@ -95,7 +99,25 @@ function skip(event) {
     ?.focus();
 }
 
+function go(name, act) {
+  return () => {
+    if (chat.view.hidden || name !== "chat") location.hash = name;
+    // The view is shown by an event that comes later.
+    if (act) setTimeout(act);
+  };
+}
+
+onShortcuts({
+  "Ctrl+/": showShortcuts,
+  "Ctrl+KeyK": go("chat", () => chat.search()),
+  "Alt+KeyN": go("chat", () => chat.begin()),
+  "Alt+Digit1": go("chat"),
+  "Alt+Digit2": go("reuse"),
+  "Alt+Digit3": go("live"),
+  Escape: () => !chat.view.hidden && chat.escape(),
+});
+
 window.addEventListener("hashchange", show);
 await loadLibrary();
-await chat.load();
 show();
+await chat.load();

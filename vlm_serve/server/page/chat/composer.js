@@ -1,8 +1,8 @@
-// Where a question is written: text, and pictures and videos by button, drop and paste.
+// Where a question is written: text, and pictures, videos and text files by button, drop and paste.
 
 import { button, freshId, h, replace } from "../shared/dom.js";
 import { icon } from "../shared/icons.js";
-import { kindOf, taken } from "./library.js";
+import { attach, bytesInRequest } from "./attaching.js";
 import { mediumFigure } from "./media.js";
 
 const MAX_HEIGHT = 220;
@@ -10,15 +10,15 @@ const MAX_HEIGHT = 220;
 export class Composer {
   #media = [];
   #busy = false;
-  #onSend;
-  #onStop;
+  #actions;
 
   /**
-   * @param {{onSend: (text: string, media: object[]) => void, onStop: () => void}} actions
+   * @param {{send: (text: string, media: object[]) => void, stop: () => void,
+   *   room: () => {limit: number, used: number}, editLast: () => void, leave: () => void}} actions
+   *   `room`: as `attach` takes it, without the files that are attached here
    */
-  constructor({ onSend, onStop }) {
-    this.#onSend = onSend;
-    this.#onStop = onStop;
+  constructor(actions) {
+    this.#actions = actions;
     const id = freshId("question");
     this.text = h("textarea", {
       id,
@@ -34,23 +34,25 @@ export class Composer {
       type: "file",
       class: "unseen",
       multiple: true,
-      accept: "image/*,video/*",
       tabindex: "-1",
-      "aria-label": "Pictures and videos",
+      "aria-label": "Pictures, videos and texts",
       on: { change: () => this.#addFiles([...this.file.files]) },
     });
     this.attached = h("div", { class: "attached" });
     this.notice = h("p", { class: "notice", role: "status" });
+    this.leave = button("Leave it as it was", null, () => this.#actions.leave(), { hidden: true });
+    this.next = h("div", { class: "next" });
     this.action = h("div");
     this.element = h(
       "div",
       { class: "composer" },
-      this.notice,
+      this.next,
+      h("div", { class: "noticed" }, this.notice, this.leave),
       this.attached,
       h(
         "div",
         { class: "line" },
-        button("Add pictures or videos", icon("clip"), () => this.file.click(), { bare: true }),
+        button("Add pictures, videos or texts", icon("clip"), () => this.file.click(), { bare: true }),
         this.file,
         h("label", { for: id, class: "unseen" }, "Question"),
         this.text,
@@ -83,7 +85,7 @@ export class Composer {
   setBusy(busy) {
     this.#busy = busy;
     const shown = busy
-      ? button("Stop", icon("stop"), () => this.#onStop(), { bare: true, class: "round" })
+      ? button("Stop", icon("stop"), () => this.#actions.stop(), { bare: true, class: "round" })
       : button("Send", icon("send"), () => this.#send(), { bare: true, class: "round primary" });
     replace(this.action, shown);
   }
@@ -98,7 +100,25 @@ export class Composer {
     this.text.setSelectionRange(text.length, text.length);
   }
 
+  /** Says something above the box; `changing`: a question that is sent already is in it. */
+  say(text, changing = false) {
+    this.notice.textContent = text;
+    this.leave.hidden = !changing;
+  }
+
+  /** Offers questions to ask with one click. */
+  offer(questions) {
+    const offers = questions.map((question) =>
+      button(question, null, () => this.#actions.send(question, []), { class: "offer" }),
+    );
+    replace(this.next, offers);
+  }
+
   #onKey(event) {
+    if (event.key === "ArrowUp" && !this.text.value && !this.#media.length) {
+      event.preventDefault();
+      this.#actions.editLast();
+    }
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     this.#send();
@@ -112,12 +132,11 @@ export class Composer {
   }
 
   async #addFiles(files) {
-    const refused = files.filter((file) => kindOf(file) === null);
-    const media = files.filter((file) => kindOf(file) !== null);
-    this.notice.textContent = refused
-      .map((file) => `${file.name} is neither a picture nor a video.`)
-      .join(" ");
-    this.#media.push(...(await Promise.all(media.map(taken))));
+    const { limit, used } = this.#actions.room();
+    const mine = this.#media.reduce((sum, { blob }) => sum + bytesInRequest(blob.size), 0);
+    const { media, refusals } = await attach(files, { limit, used: used + mine });
+    this.notice.textContent = refusals.join(" ");
+    this.#media.push(...media);
     this.file.value = "";
     this.#showMedia();
     this.text.focus();
@@ -151,9 +170,9 @@ export class Composer {
     const media = this.#media;
     this.text.value = "";
     this.#media = [];
-    this.notice.textContent = "";
+    this.say("");
     this.#showMedia();
     this.#fit();
-    this.#onSend(text, media);
+    this.#actions.send(text, media);
   }
 }

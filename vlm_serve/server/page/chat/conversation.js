@@ -32,6 +32,7 @@ export function newConversation() {
     model: "",
     options: { ...NO_OPTIONS },
     turns: [],
+    branches: {},
   };
 }
 

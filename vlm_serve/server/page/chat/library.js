@@ -5,6 +5,7 @@ import { Value } from "../shared/value.js";
 import { media as stored } from "./store.js";
 
 const KINDS = /^(image|video)\//;
+const TEXT_TYPE = "text/plain";
 
 const byId = new Map();
 const byHash = new Map();
@@ -24,21 +25,28 @@ function remember(medium) {
   for (const hash of medium.hashes) byHash.set(hash, medium);
 }
 
-/** "image" or "video"; null for what is neither. */
-export function kindOf(file) {
-  return KINDS.exec(file.type)?.[1] ?? null;
+/** "image", "video" or "text"; null for what is none of them. Vector graphics are text. */
+export async function kindOf(file) {
+  if (file.type !== "image/svg+xml" && KINDS.test(file.type)) return KINDS.exec(file.type)[1];
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    return text.includes("\0") ? null : "text";
+  } catch {
+    return null;
+  }
 }
 
 /**
  * Takes a copy of a file in, for the file may be gone when it is needed. It is kept when the
  * conversation that it is part of is.
  */
-export async function taken(file) {
-  const blob = new Blob([await file.arrayBuffer()], { type: file.type });
+export async function taken(file, kind) {
+  const type = kind === "text" ? TEXT_TYPE : file.type;
+  const blob = new Blob([await file.arrayBuffer()], { type });
   const medium = {
     id: randomId(),
     conversation: null,
-    kind: kindOf(file),
+    kind,
     name: file.name || "pasted",
     blob,
     hashes: [],

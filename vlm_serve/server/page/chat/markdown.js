@@ -3,6 +3,12 @@
 
 import { Marked } from "../vendor/marked.js";
 import DOMPurify from "../vendor/purify.js";
+import { copy } from "../shared/clipboard.js";
+import { button, h } from "../shared/dom.js";
+import { icon } from "../shared/icons.js";
+import { highlighted } from "./highlighting.js";
+import { arrived } from "./loading.js";
+import { formula, mathExtensions } from "./mathematics.js";
 
 const ALLOWED = {
   ALLOWED_TAGS: [
@@ -32,7 +38,7 @@ const ALLOWED = {
     "tr",
     "ul",
   ],
-  ALLOWED_ATTR: ["href", "start", "title", "align"],
+  ALLOWED_ATTR: ["href", "start", "title", "align", "class"],
   ALLOWED_URI_REGEXP: /^(?:https?:\/\/|mailto:)/i,
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
@@ -41,12 +47,21 @@ const ALLOWED = {
 
 const parser = new Marked({
   gfm: true,
+  extensions: mathExtensions(escaped),
   renderer: {
     html: ({ text }) => escaped(text),
     checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
     image: ({ href, text }) =>
       `<a href="${escaped(href)}">${escaped(text || href)} (image, not loaded)</a>`,
   },
+});
+
+// Classes come from the parser alone: of code, what it is.
+const CLASSES = /^(?:math|math display|language-\S{1,30})$/;
+
+DOMPurify.addHook("uponSanitizeAttribute", (node, facts) => {
+  if (facts.attrName === "class")
+    facts.keepAttr = node.tagName === "CODE" && CLASSES.test(facts.attrValue);
 });
 
 DOMPurify.addHook("afterSanitizeAttributes", (node) => {
@@ -66,6 +81,8 @@ const MARKERS = /[>*+-]|\d[.)]/g;
 const PREFIX = /^(?:[ \t>*+-]|\d{1,9}[.)])*/;
 
 let parsed = { text: "", fragment: document.createDocumentFragment() };
+
+arrived.subscribe(() => (parsed = { text: "", fragment: document.createDocumentFragment() }));
 
 /** A fragment with what the text says. */
 export function rendered(text) {
@@ -119,8 +136,53 @@ function asElements(text) {
     table.replaceWith(frame);
     frame.append(table);
   }
-  for (const block of fragment.querySelectorAll("pre")) block.tabIndex = 0;
+  for (const code of fragment.querySelectorAll("code.math")) setFormula(code);
+  for (const block of fragment.querySelectorAll("pre")) frameCode(block);
   return fragment;
+}
+
+function setFormula(code) {
+  const display = code.classList.contains("display");
+  const source = code.textContent;
+  const set = formula(source, display);
+  if (set === null) return;
+  const tag = display ? "div" : "span";
+  const frame = h(tag, { class: display ? "formula wide" : "formula", tabindex: display ? "0" : null }, set);
+  if (display) frame.append(copyButton("Copy this formula as TeX"));
+  const paragraph = code.parentElement;
+  // A paragraph cannot have a block in it.
+  if (display && paragraph?.tagName === "P" && paragraph.childNodes.length === 1)
+    paragraph.replaceWith(frame);
+  else code.replaceWith(frame);
+}
+
+function frameCode(block) {
+  const code = block.firstElementChild;
+  const name = /^language-(\S+)/.exec(code?.className ?? "")?.[1] ?? "";
+  const nodes = name && highlighted(code.textContent, name);
+  if (nodes) code.replaceChildren(...nodes);
+  block.tabIndex = 0;
+  const frame = h("div", { class: "code-block" });
+  block.replaceWith(frame);
+  frame.append(h("div", { class: "code-bar" }, h("span", null, name || "code"), copyButton("Copy this code")), block);
+}
+
+function copyButton(name) {
+  return button(name, icon("copy"), null, { bare: true, class: "bare copy" });
+}
+
+const TOLD_MS = 1500;
+
+/** Copies what a button of an answer belongs to, if that is what was clicked. */
+export async function copyFrom(target) {
+  const clicked = target.closest(".copy");
+  const frame = clicked?.closest(".code-block, .formula");
+  if (!frame) return;
+  await copy((frame.querySelector("annotation") ?? frame.querySelector("pre")).textContent);
+  const name = clicked.ariaLabel;
+  if (name === "Copied") return;
+  clicked.ariaLabel = clicked.title = "Copied";
+  setTimeout(() => (clicked.ariaLabel = clicked.title = name), TOLD_MS);
 }
 
 function escaped(text) {

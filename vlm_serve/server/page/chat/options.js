@@ -2,13 +2,13 @@
 
 import { dialog } from "../shared/dialogs.js";
 import { field, h } from "../shared/dom.js";
-import { complaintAbout } from "./request.js";
+import { complaintAbout, NUMBERS } from "./request.js";
 
 const SAMPLING = [
   ["temperature", "0 always picks the most likely token", "0.05"],
   ["top_p", "probability mass of the most likely tokens to sample from", "0.01"],
   ["top_k", "number of the most likely tokens to sample from", "1"],
-  ["max_tokens", "maximum length of the answer", "1"],
+  ["max_tokens", "in tokens", "1"],
   ["seed", "makes answers repeatable", "1"],
 ];
 
@@ -66,7 +66,7 @@ export async function askForOptions(options, models, model) {
         "fieldset",
         null,
         h("legend", null, "Sampling"),
-        SAMPLING.map(([name, hint]) => field(name, inputs[name], hint)),
+        SAMPLING.map(([name, hint]) => field(NUMBERS[name], inputs[name], hint)),
       ),
       field(
         "Stop texts",
@@ -77,7 +77,7 @@ export async function askForOptions(options, models, model) {
       field(
         "Tools",
         inputs.tools,
-        "a JSON list of functions, as the field tools of the API takes it",
+        "a JSON list of functions, as the API takes it",
       ),
       problem,
       h("footer", null, h("button", { type: "submit", class: "primary" }, "Use these options")),

@@ -1,19 +1,24 @@
-// From a conversation to a request: as a body, as a curl command, and as a file to keep. None of
-// them has the key.
+// From a conversation to a request: as a body and as a curl command. Neither has the key.
 
 import { randomId } from "../shared/ids.js";
-import { bytes } from "../shared/words.js";
-import { titleOf } from "./conversation.js";
 import { dataUrlOf, mediumOf } from "./library.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+/** Options that are numbers, with their names in words. */
+export const NUMBERS = {
+  temperature: "Temperature",
+  top_p: "Top p",
+  top_k: "Top k",
+  max_tokens: "Longest answer",
+  seed: "Seed",
+};
+
 const END = "END_OF_REQUEST";
 
 /** What is wrong with the options, as a sentence, or null. */
 export function complaintAbout(options) {
-  for (const name of NUMBERS) {
+  for (const [name, words] of Object.entries(NUMBERS)) {
     if (options[name] !== "" && !Number.isFinite(Number(options[name])))
-      return `${name} must be a number.`;
+      return `${words} must be a number.`;
   }
   if (options.tools.trim() === "") return null;
   try {
@@ -43,7 +48,8 @@ export async function requestBody(conversation, turns, urlFor = dataUrlOf) {
     cache_report: true,
   };
   if (conversation.model) body.model = conversation.model;
-  for (const name of NUMBERS) if (options[name] !== "") body[name] = Number(options[name]);
+  for (const name of Object.keys(NUMBERS))
+    if (options[name] !== "") body[name] = Number(options[name]);
   if (options.stop.trim()) body.stop = options.stop.split("\n").filter(Boolean);
   if (options.thinking) body.chat_template_kwargs = { enable_thinking: options.thinking === "on" };
   if (options.tools.trim()) body.tools = JSON.parse(options.tools);
@@ -62,13 +68,23 @@ async function questionMessages(turn, urlFor) {
   for (const id of turn.media) {
     const medium = mediumOf(id);
     if (medium === null)
-      throw new Error("A picture or video of this conversation is not in this browser any more.");
-    const type = `${medium.kind}_url`;
-    parts.push({ type, [type]: { url: await urlFor(medium) } });
+      throw new Error("A file of this conversation is not in this browser any more.");
+    parts.push(await partOf(medium, urlFor));
   }
   if (!parts.length) return [{ role: "user", content: turn.text }];
   if (turn.text) parts.push({ type: "text", text: turn.text });
   return [{ role: "user", content: parts }];
+}
+
+async function partOf(medium, urlFor) {
+  if (medium.kind === "text") {
+    const text = await medium.blob.text();
+    const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((ticks) => ticks.length));
+    const fence = "`".repeat(longest + 1);
+    return { type: "text", text: `${medium.name}:\n${fence}\n${text.trimEnd()}\n${fence}\n\n` };
+  }
+  const type = `${medium.kind}_url`;
+  return { type, [type]: { url: await urlFor(medium) } };
 }
 
 function answerMessages(answer) {
@@ -100,21 +116,4 @@ export async function curlCommand(conversation, address, withKey) {
   }
   const key = withKey ? ` -H "Authorization: Bearer $VLM_SERVE_KEY"` : "";
   return `curl -N ${address}/v1/chat/completions -H 'Content-Type: application/json'${key} -d @- <<${END}\n${text}\n${END}\n`;
-}
-
-/** The conversation as JSON text, media included. */
-export async function exported(conversation) {
-  const { title: _, ...rest } = conversation;
-  const turns = [];
-  for (const turn of conversation.turns) {
-    const media = turn.media.map(mediumOf).filter(Boolean);
-    const told = media.map(async (medium) => ({
-      kind: medium.kind,
-      name: medium.name,
-      size: bytes(medium.blob.size),
-      url: await dataUrlOf(medium),
-    }));
-    turns.push({ ...turn, media: await Promise.all(told) });
-  }
-  return JSON.stringify({ title: titleOf(conversation), ...rest, turns }, null, 2);
 }

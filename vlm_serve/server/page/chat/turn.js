@@ -3,10 +3,10 @@
 import { button, field, h, replace } from "../shared/dom.js";
 import { icon } from "../shared/icons.js";
 import { copy } from "../shared/clipboard.js";
-import { promptBar } from "../reuse/bar.js";
+import { legend, promptBar } from "../reuse/bar.js";
 import { linkToNode, numbersLine, sentences } from "../reuse/facts.js";
 import { mediumOf } from "./library.js";
-import { rendered } from "./markdown.js";
+import { copyFrom, rendered } from "./markdown.js";
 import { mediumFigure } from "./media.js";
 
 const FINISHED = {
@@ -22,12 +22,14 @@ export class TurnView {
 
   /**
    * @param {object} turn see conversation.js
-   * @param {{retry: Function, edit: Function, giveResults: Function}} actions called with the turn
+   * @param {{retry: Function, edit: Function, giveResults: Function, showVersion: Function}} actions
+   *   called with the turn
+   * @param {{number: number, count: number}} version see branches.js
    */
-  constructor(turn, actions) {
+  constructor(turn, actions, version) {
     this.#turn = turn;
     this.#actions = actions;
-    this.text = h("div", { class: "markdown" });
+    this.text = h("div", { class: "markdown", on: { click: (event) => copyFrom(event.target) } });
     this.folded = h("div");
     this.below = h("div", { class: "below" });
     this.answer = h(
@@ -37,7 +39,13 @@ export class TurnView {
       this.text,
       this.below,
     );
-    this.element = h("li", { class: "turn" }, this.#question(), this.answer);
+    this.element = h(
+      "li",
+      { class: "turn" },
+      this.#question(),
+      version.count > 1 ? this.#versions(version) : null,
+      this.answer,
+    );
     this.update();
   }
 
@@ -52,6 +60,23 @@ export class TurnView {
       this.#asked = null;
       this.#show();
     }
+  }
+
+  /** Shows the text anew, with what has been loaded for it meanwhile. */
+  renew() {
+    const { text } = this.#turn.answer;
+    if (text) replace(this.text, rendered(text));
+  }
+
+  #versions({ number, count }) {
+    const to = (other) => () => this.#actions.showVersion(this.#turn, other);
+    return h(
+      "div",
+      { class: "versions", role: "group", "aria-label": "Versions of this question" },
+      button("Earlier version", icon("back"), to(number - 1), { bare: true, disabled: number === 1 }),
+      h("span", { role: "status" }, `${number} of ${count}`),
+      button("Later version", icon("forth"), to(number + 1), { bare: true, disabled: number === count }),
+    );
   }
 
   #question() {
@@ -157,6 +182,7 @@ function reuseOf(answer) {
       "summary",
       null,
       promptBar(answer.report),
+      legend(answer.report, "span"),
       h(
         "span",
         { class: "numbers-line" },

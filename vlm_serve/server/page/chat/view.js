@@ -1,23 +1,22 @@
 // The view "Chat": the list of conversations, the one that is open, and the composer.
 
-import { here, requestJson, server } from "../shared/api.js";
-import { copy, save } from "../shared/clipboard.js";
-import { confirmed } from "../shared/dialogs.js";
-import { button, h, replace } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
-import { storedKey } from "../shared/key.js";
+import { h, replace } from "../shared/dom.js";
+import { served } from "../shared/served.js";
 import { Value } from "../shared/value.js";
 import { ask } from "./answering.js";
+import { attach, roomOf } from "./attaching.js";
+import { branch, endWhatWasRunning, everyTurn, showVersion, versionAt } from "./branches.js";
+import { conversationBar } from "./bar.js";
+import * as commands from "./commands.js";
 import { Composer } from "./composer.js";
-import { newAnswer, newConversation, newTurn, titleOf } from "./conversation.js";
+import { mediaOf, newAnswer, newConversation, newTurn, titleOf } from "./conversation.js";
+import { Following } from "./following.js";
 import { forget, keepFor, mediumOf } from "./library.js";
-import { askForOptions } from "./options.js";
-import { curlCommand, exported } from "./request.js";
+import { arrived } from "./loading.js";
 import { Sidebar } from "./sidebar.js";
 import { conversations, isLasting } from "./store.js";
 import { TurnView } from "./turn.js";
-
-const NEAR_END = 80;
+import { followUps, welcome } from "./welcome.js";
 
 export class ChatView {
   #list = [];
@@ -33,30 +32,43 @@ export class ChatView {
     this.answered = new Value(0);
     this.sidebar = new Sidebar({
       open: (each) => this.#open(each),
-      add: () => this.#open(newConversation()),
+      add: () => this.begin(),
       remove: (each) => this.#remove(each),
+      rename: (each) => this.#rename(each),
+      read: (file) => this.#import(file),
     });
     this.composer = new Composer({
-      onSend: (text, media) => this.#send(text, media),
-      onStop: () => this.#stop(),
+      send: (text, media) => this.#send(text, media),
+      stop: () => this.#stop(),
+      room: () => roomOf(this.current.get()),
+      editLast: () => this.#editLast(),
+      leave: () => this.#leaveEdit(),
     });
+    this.welcome = welcome((question, files) => this.#tryExample(question, files));
     this.turns = h("ol", { class: "turns", "aria-label": "Conversation" });
     this.thread = h(
       "div",
       { class: "thread", tabindex: "0", role: "region", "aria-label": "Messages" },
       this.turns,
     );
+    this.following = new Following(this.thread, this.turns);
     this.title = h("h1");
     const main = h(
       "main",
       { class: "conversation", tabindex: "-1" },
-      this.#bar(),
+      conversationBar(this.title, {
+        list: () => this.view.classList.toggle("with-sidebar"),
+        options: () => this.#options(),
+        copy: () => this.#copyCurl(),
+        save: () => commands.saveAsFile(this.current.get()),
+      }),
       this.thread,
       this.composer.element,
     );
     this.view = h("div", { class: "chat" }, this.sidebar.element, main);
-    this.main = main;
     this.composer.takeDropsOn(main);
+    served.subscribe(() => this.welcome.update());
+    arrived.subscribe(() => this.#turnViews.forEach((each) => each.renew()));
     this.#tabs.onmessage = ({ data }) => this.#changedElsewhere(data);
   }
 
@@ -71,27 +83,32 @@ export class ChatView {
     this.#open(open ?? this.#list[0] ?? newConversation());
   }
 
-  #bar() {
-    return h(
-      "header",
-      { class: "conversation-bar" },
-      button("Conversations", icon("menu"), () => this.view.classList.toggle("with-sidebar"), {
-        bare: true,
-        class: "bare menu",
-      }),
-      this.title,
-      button("Options", icon("options"), () => this.#options(), { bare: true }),
-      button("Copy as a curl command", icon("copy"), () => this.#copyCurl(), { bare: true }),
-      button("Export as JSON", icon("save"), () => this.#export(), { bare: true }),
-    );
+  begin() {
+    this.#open(newConversation());
+  }
+
+  /** Leads to the search. */
+  search() {
+    this.view.classList.add("with-sidebar");
+    this.sidebar.search.focus();
+  }
+
+  /** Stops the answer, else leaves the change of a question, else leads to the box. */
+  escape() {
+    this.view.classList.remove("with-sidebar");
+    if (this.#running.has(this.current.get().id)) this.#stop();
+    else if (this.#edited !== null) this.#leaveEdit();
+    this.composer.text.focus();
   }
 
   #open(conversation) {
     this.view.classList.remove("with-sidebar");
     sessionStorage.setItem("vlm-serve-open", conversation.id);
+    if (this.#edited !== null) this.#leaveEdit();
     this.current.set(conversation);
     this.#showTurns();
-    this.thread.scrollTop = this.thread.scrollHeight;
+    this.following.begin();
+    if (!this.view.hidden && !document.querySelector("dialog[open]")) this.composer.text.focus();
   }
 
   #showTurns() {
@@ -100,24 +117,39 @@ export class ChatView {
       retry: (turn) => this.#retry(turn),
       edit: (turn) => this.#edit(turn),
       giveResults: (turn, results) => this.#ask(newTurn("", [], results)),
+      showVersion: (turn, number) => this.#showVersion(turn, number),
     };
     this.#turnViews = new Map(
-      conversation.turns.map((turn) => [turn.id, new TurnView(turn, actions)]),
+      conversation.turns.map((turn, index) => [
+        turn.id,
+        new TurnView(turn, actions, versionAt(conversation, index)),
+      ]),
     );
     const views = [...this.#turnViews.values()].map((each) => each.element);
-    replace(this.turns, views.length ? views : welcome());
+    replace(this.turns, views.length ? views : this.welcome.element);
     this.#showAround();
   }
 
   #showAround() {
     const conversation = this.current.get();
     this.title.textContent = titleOf(conversation);
-    this.composer.setBusy(this.#running.has(conversation.id));
+    const busy = this.#running.has(conversation.id);
+    this.composer.setBusy(busy);
+    this.composer.offer(busy ? [] : followUps(conversation));
     this.sidebar.show(this.#list, conversation);
   }
 
+  async #tryExample(question, files) {
+    const { media, refusals } = await attach(files, roomOf(this.current.get()));
+    if (refusals.length) this.composer.say(refusals.join(" "));
+    else this.#send(question, media);
+  }
+
   #send(text, media) {
-    this.#cutBefore(this.#edited);
+    const conversation = this.current.get();
+    if (this.#running.has(conversation.id)) return;
+    const index = conversation.turns.findIndex((turn) => turn.id === this.#edited);
+    if (index >= 0) branch(conversation, index);
     this.#edited = null;
     this.#ask(
       newTurn(
@@ -135,11 +167,18 @@ export class ChatView {
     this.#answer(conversation, turn);
   }
 
+  /** Asks again. An answer that came is kept as another version; an error is not. */
   #retry(turn) {
     const conversation = this.current.get();
     if (this.#running.has(conversation.id)) return;
-    conversation.turns.splice(conversation.turns.indexOf(turn) + 1);
-    turn.answer = newAnswer();
+    const index = conversation.turns.indexOf(turn);
+    if (turn.answer.error && turn === conversation.turns.at(-1)) {
+      turn.answer = newAnswer();
+    } else {
+      branch(conversation, index);
+      turn = newTurn(turn.text, turn.media, turn.results);
+      conversation.turns.push(turn);
+    }
     this.#showTurns();
     this.#answer(conversation, turn);
   }
@@ -147,13 +186,31 @@ export class ChatView {
   #edit(turn) {
     this.#edited = turn.id;
     this.composer.edit(turn.text, turn.media.map(mediumOf).filter(Boolean));
-    this.composer.notice.textContent = "Sending replaces this question and what came after it.";
+    this.composer.say("Sending makes another version of this question; the one that is there is kept.", true);
   }
 
-  #cutBefore(turnId) {
-    const { turns } = this.current.get();
-    const index = turns.findIndex((turn) => turn.id === turnId);
-    if (index >= 0) turns.splice(index);
+  #editLast() {
+    const last = this.current.get().turns.findLast((turn) => turn.results === null);
+    if (last && !this.#running.has(this.current.get().id)) this.#edit(last);
+  }
+
+  #leaveEdit() {
+    this.#edited = null;
+    this.composer.edit("", []);
+    this.composer.say("");
+  }
+
+  async #showVersion(turn, number) {
+    const conversation = this.current.get();
+    if (this.#running.has(conversation.id)) return;
+    const index = conversation.turns.indexOf(turn);
+    showVersion(conversation, index, number);
+    this.#showTurns();
+    this.following.stop();
+    const shown = this.#turnViews.get(conversation.turns[index].id);
+    shown.element.scrollIntoView({ block: "nearest" });
+    shown.element.querySelector(".versions button:enabled")?.focus();
+    await this.#keep(conversation);
   }
 
   async #answer(conversation, turn) {
@@ -161,20 +218,13 @@ export class ChatView {
     this.#running.set(conversation.id, controller);
     this.#list = [conversation, ...this.#list.filter((each) => each.id !== conversation.id)];
     this.#showAround();
-    this.thread.scrollTop = this.thread.scrollHeight;
+    this.following.begin();
     await this.#keep(conversation);
-    await ask(conversation, controller.signal, () => this.#progress(turn));
+    await ask(conversation, controller.signal, () => this.#turnViews.get(turn.id)?.update());
     this.#running.delete(conversation.id);
     await this.#keep(conversation);
     this.#showAround();
     this.answered.set(this.answered.get() + 1);
-  }
-
-  #progress(turn) {
-    const { scrollHeight, scrollTop, clientHeight } = this.thread;
-    const follows = scrollHeight - scrollTop - clientHeight < NEAR_END;
-    this.#turnViews.get(turn.id)?.update();
-    if (follows) requestAnimationFrame(() => (this.thread.scrollTop = this.thread.scrollHeight));
   }
 
   #stop() {
@@ -185,7 +235,7 @@ export class ChatView {
     conversation.updated = Date.now();
     await keepFor(
       conversation.id,
-      conversation.turns.flatMap((turn) => turn.media),
+      mediaOf(everyTurn(conversation)),
     );
     await conversations.put(conversation);
     this.#tabs.postMessage(conversation.id);
@@ -202,14 +252,7 @@ export class ChatView {
   }
 
   async #remove(conversation) {
-    if (
-      !(await confirmed(
-        "Delete this conversation?",
-        `“${titleOf(conversation)}” and its pictures are removed from this browser.`,
-        "Delete",
-      ))
-    )
-      return;
+    if (!(await commands.mayRemove(conversation))) return;
     this.#running.get(conversation.id)?.abort();
     await conversations.remove(conversation.id);
     forget(conversation.id);
@@ -218,57 +261,35 @@ export class ChatView {
     else this.#showAround();
   }
 
+  async #rename(conversation) {
+    const title = await commands.otherTitle(conversation);
+    if (title === null) return;
+    conversation.title = title;
+    await this.#keep(conversation);
+    this.#showAround();
+  }
+
+  async #import(file) {
+    const { conversation, problem } = await commands.readFile(file);
+    if (problem !== null) {
+      this.view.classList.remove("with-sidebar");
+      this.composer.say(problem);
+      return;
+    }
+    await this.#keep(conversation);
+    this.#list = [conversation, ...this.#list];
+    this.#open(conversation);
+  }
+
   async #options() {
     const conversation = this.current.get();
-    let models = [];
-    try {
-      models = (await requestJson("/v1/models")).data.map((each) => each.id);
-    } catch {
-      // The dialog goes without the choice of a model; the state of the server is shown elsewhere.
-    }
-    const changed = await askForOptions(conversation.options, models, conversation.model);
+    const changed = await commands.otherOptions(conversation);
     if (changed === null) return;
     Object.assign(conversation, changed);
     if (conversation.turns.length) await this.#keep(conversation);
   }
 
   async #copyCurl() {
-    await copy(
-      await curlCommand(
-        this.current.get(),
-        here("/").slice(0, -1),
-        server.get() === "key" || storedKey() !== "",
-      ),
-    );
-    this.composer.notice.textContent =
-      "The command is on the clipboard. Pictures are read from files of their names.";
+    this.composer.say(await commands.copyAsCurl(this.current.get()));
   }
-
-  async #export() {
-    const conversation = this.current.get();
-    save(
-      `${titleOf(conversation).replace(/[^\w-]+/g, "-")}.json`,
-      "application/json",
-      await exported(conversation),
-    );
-  }
-}
-
-function welcome() {
-  return h(
-    "li",
-    { class: "welcome" },
-    h("h2", null, "Ask about a picture, then ask again."),
-    h(
-      "p",
-      null,
-      "Drop, paste or choose pictures and videos. The second answer shows how much of the first one's work was reused, and why not more.",
-    ),
-  );
-}
-
-/** A reload has ended what was still streaming. */
-function endWhatWasRunning(conversation) {
-  for (const { answer } of conversation.turns)
-    if (answer.finish === null) answer.finish = "stopped";
 }

@@ -25,7 +25,7 @@ export class Connection {
     this.#tabs.onmessage = ({ data }) => this.#fromTab(data);
   }
 
-  /** Says what this tab can tell another one that comes later: the tree as it knows it. */
+  /** Says what this tab can tell another one that comes later: `whole` gets what sends a message. */
   answerWith(whole) {
     this.#wholeFor = whole;
   }
@@ -91,7 +91,7 @@ export class Connection {
   #fromTab({ ask, message, state }) {
     if (ask === "tree") {
       if (this.#reading !== null)
-        this.#wholeFor?.((data) => this.#tabs.postMessage({ message: { event: "tree", data } }));
+        this.#wholeFor?.((event, data) => this.#tabs.postMessage({ message: { event, data } }));
     } else if (this.#looking !== null) {
       if (message) this.#onMessage(message);
       else this.#onState(state);

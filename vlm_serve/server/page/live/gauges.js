@@ -5,6 +5,16 @@ import { bytes, count, duration, percent, rate } from "../shared/words.js";
 import { Chart } from "./chart.js";
 import { History } from "./history.js";
 
+/** Parts of the memory in words. */
+const BUCKETS = {
+  kv: "keys, values",
+  snapshots: "kept states",
+  live_states: "live states",
+  embeddings: "pictures",
+  experts: "experts",
+  logprobs: "log-probs",
+};
+
 export class Gauges {
   #history = new History();
   #charts = {
@@ -28,9 +38,30 @@ export class Gauges {
   }
 
   add(status) {
+    this.#history.add(status, performance.now());
+    this.#show(status);
+  }
+
+  /** What was told before this view was opened; `age_seconds` in each. */
+  addPast(statuses) {
+    if (this.#history.latest() !== null) return;
+    const now = performance.now();
+    for (const { age_seconds: age, ...status } of statuses) this.#history.add(status, now - 1000 * age);
+    const latest = this.#history.latest();
+    if (latest !== null) this.#show(latest);
+  }
+
+  /** The history in the form of `addPast`. */
+  past() {
+    const now = performance.now();
+    return this.#history
+      .of((status) => status)
+      .map(([time, status]) => ({ ...status, age_seconds: (now - time) / 1000 }));
+  }
+
+  #show(status) {
     const now = performance.now();
     const history = this.#history;
-    history.add(status, now);
     this.element.hidden = false;
     const { hits, queue, steps, tokens, first, between } = this.#charts;
     hits.show(
@@ -75,7 +106,7 @@ function meters(memory, limits) {
     h(
       "ul",
       { class: "meters" },
-      rows.map(([name, size]) => meter(name.replaceAll("_", " "), size, limits[name] ?? null)),
+      rows.map(([name, size]) => meter(BUCKETS[name] ?? name.replaceAll("_", " "), size, limits[name] ?? null)),
     ),
   ];
 }

@@ -2,7 +2,7 @@
 // sight exist. Follows the treegrid pattern of the ARIA practices, with aria-activedescendant.
 
 import { h, replace } from "../shared/dom.js";
-import { bytes, count } from "../shared/words.js";
+import { bytes, count, counted } from "../shared/words.js";
 import { TIERS } from "./layout.js";
 
 const ROW = 30;
@@ -158,8 +158,8 @@ export class TreeGrid {
     const spans = media.slice(firstMedium[run], firstMedium[run + 1]).filter((span) => span.begins);
     const images = spans.filter((span) => span.kind === "image").length;
     const parts = [
-      images ? `${images} img` : null,
-      spans.length > images ? `${spans.length - images} video` : null,
+      images ? counted(images, "picture") : null,
+      spans.length > images ? counted(spans.length - images, "video part") : null,
     ];
     return parts.filter(Boolean).join(", ") || "–";
   }

@@ -65,7 +65,8 @@ export class LiveView {
       (text) => this.#say(text),
     );
     this.connection.answerWith((tell) => {
-      this.#askers.push(tell);
+      tell("history", { statuses: this.gauges.past(), events: this.feed.past() });
+      this.#askers.push((tree) => tell("tree", tree));
       this.#worker.postMessage({ ask: "tree" });
     });
     document.addEventListener("visibilitychange", () => this.#look());
@@ -98,8 +99,14 @@ export class LiveView {
 
   #onMessage(message) {
     if (message.event === "status") this.gauges.add(message.data);
+    else if (message.event === "history") this.#onHistory(message.data);
     else if (message.event === "tree" || message.event === "changes")
       this.#worker.postMessage(message);
+  }
+
+  #onHistory({ statuses, events }) {
+    this.gauges.addPast(statuses);
+    this.feed.addPast(events);
   }
 
   #fromWorker({ layout, choice, chosen, happened, tree }) {

@@ -44,23 +44,33 @@ export function promptBar(report, { scale = report.prompt_tokens, detailed = fal
   );
 }
 
-/** The colours of a report's bar with what they mean. */
-export function legend(report) {
+/**
+ * The colours of a report's bar with what they mean.
+ * @param {"ul"|"span"} tag "span" where a list may not stand
+ */
+export function legend(report, tag = "ul") {
+  const item = tag === "ul" ? "li" : "span";
   const entries = totalsOf(report).map(([source, tokens]) =>
     h(
-      "li",
+      item,
       null,
       h("span", { class: `swatch ${classOf(source)}` }),
       `${sourceName(source)}: ${counted(tokens, "token")}`,
     ),
   );
-  if (report.media?.length)
-    entries.push(h("li", null, h("span", { class: "swatch medium" }), "picture or video"));
+  for (const [encoded, told] of [
+    [true, "picture or video, encoded now"],
+    [false, "picture or video, encoded before"],
+  ]) {
+    const mark = encoded ? "swatch line encoded" : "swatch line";
+    if (report.media?.some((span) => (span.source === "encoded") === encoded))
+      entries.push(h(item, null, h("span", { class: mark }), told));
+  }
   if (report.snapshots?.length)
     entries.push(
-      h("li", null, h("span", { class: "swatch snapshot" }), "recurrent state kept here"),
+      h(item, null, h("span", { class: "swatch snapshot" }), "recurrent state kept here"),
     );
-  return h("ul", { class: "legend" }, entries);
+  return h(tag, { class: "legend" }, entries);
 }
 
 /** The class that colours a source. */

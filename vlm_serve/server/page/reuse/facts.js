@@ -1,7 +1,7 @@
 // What an answer took, in numbers and words.
 
 import { h } from "../shared/dom.js";
-import { count, duration, percent, rate } from "../shared/words.js";
+import { count, counted, duration, percent, rate } from "../shared/words.js";
 import { tokenRate } from "../chat/answering.js";
 import { headline, mediaSentence, reusedShare, whySentence } from "./report.js";
 
@@ -24,9 +24,7 @@ export function numbersLine(answer) {
   const speed = tokenRate(answer);
   return [
     report && `${percent(reusedShare(report))} reused`,
-    report &&
-      report.media_encoded + report.media_skipped > 0 &&
-      `media_encoded ${report.media_encoded}`,
+    report && report.media_encoded + report.media_skipped > 0 && encodedWords(report),
     times?.first && `first token ${duration(times.first)}`,
     speed && `${rate(speed)} tokens/s`,
     usage && `${count(usage.prompt_tokens)} → ${count(usage.completion_tokens)} tokens`,
@@ -38,23 +36,30 @@ export function numbersList(answer) {
   const { report, usage, times } = answer;
   const speed = tokenRate(answer);
   const rows = [
-    ["time to first token", times?.first ? duration(times.first) : "–"],
+    ["time to the first token", times?.first ? duration(times.first) : "–"],
     ["tokens a second", speed ? rate(speed) : "–"],
     ["prompt tokens", count(report.prompt_tokens)],
     ["reused", count(report.boundary)],
     ["reused after a wait", `${count(report.joined_tokens)}, ${duration(report.joined_ms)}`],
     ["of these from its own answers", count(report.answer_tokens)],
     ["answer tokens", usage ? count(usage.completion_tokens) : "–"],
-    ["media_decoded", count(report.media_decoded)],
-    ["media_encoded", count(report.media_encoded)],
+    ["pictures and videos decoded", count(report.media_decoded)],
+    ["pictures and videos encoded", count(report.media_encoded)],
     ...(report.media_cut_short ? [["videos cut short", count(report.media_cut_short)]] : []),
     ["keys and values known up to", count(report.kv_boundary)],
     ["state known up to", count(report.state_boundary)],
-    ["reason", report.reason],
   ];
   return h(
     "dl",
     { class: "numbers" },
     rows.map(([term, value]) => h("div", null, h("dt", null, term), h("dd", null, value))),
   );
+}
+
+/** What went through the vision encoder. */
+function encodedWords({ media, media_encoded: encoded }) {
+  const kinds = new Set((media ?? []).map((span) => span.kind));
+  const noun = kinds.size !== 1 ? "picture or video" : kinds.has("video") ? "video" : "picture";
+  if (encoded === 0) return `no ${noun} encoded again`;
+  return `${counted(encoded, noun, noun === "picture or video" ? "pictures and videos" : undefined)} encoded`;
 }

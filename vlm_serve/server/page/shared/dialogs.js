@@ -43,6 +43,24 @@ export async function confirmed(title, text, action) {
   return answer === "yes";
 }
 
+/** Asks for one line of text. Resolves to it, or to null if the dialog was dismissed. */
+export async function askForText(title, label, value, action) {
+  const input = h("input", { type: "text", value, maxlength: "200", autocomplete: "off" });
+  const give = (close) => (event) => {
+    event.preventDefault();
+    close("yes");
+  };
+  const answer = await dialog(title, (close) => [
+    h(
+      "form",
+      { on: { submit: give(close) } },
+      field(label, input),
+      h("footer", null, h("button", { type: "submit", class: "primary" }, action)),
+    ),
+  ]);
+  return answer === "yes" ? input.value.trim() : null;
+}
+
 /** Asks for the API key of this tab. Resolves to whether one was given. */
 export async function askForKey(wrong) {
   const input = h("input", {

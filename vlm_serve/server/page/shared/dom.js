@@ -65,7 +65,7 @@ export function button(name, icon, onClick, { bare = false, ...facts } = {}) {
       class: bare ? "bare" : null,
       "aria-label": bare ? name : null,
       title: bare ? name : null,
-      on: { click: onClick },
+      on: onClick ? { click: onClick } : {},
       ...facts,
     },
     icon,
