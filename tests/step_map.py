@@ -101,6 +101,7 @@ def op_row(module: str, name: str) -> tuple[str, str, str, str]:
     if op.compiled is not None:
         symbols = native_symbols(reachable(*op.compiled.split(":")))
         compiled = ", ".join(f"`{each}` (`{defined_at(each)}`)" for each in symbols)
+        compiled = compiled or "its ops, one by one"
     gpu = "torch, as on a CPU" if op.triton is None else _target(op.triton)
     kernels = "-" if op.triton is None else ", ".join(launched(op.triton))
     return compiled, _target(op.torch), gpu, kernels

@@ -31,6 +31,8 @@ DTYPES = {
 """Stored types by option value; int8 means unsigned codes with scales."""
 NUMERICS_VERSION = 7
 """Raised whenever a kernel's arithmetic changes; results of older code are then not reused."""
+TRITON_SUMS = 2
+"""Raised whenever the arithmetic of the Triton kernels changes, and that of no others."""
 
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
 _PAIRS = "products of bfloat16 pairs (AVX512-BF16)"
@@ -253,7 +255,7 @@ def _numerics(compute: torch.dtype, backend: Backend, config: EngineConfig) -> s
         how = "-tiles" if backend.digests.tiles else "-pairs"
         parts.append(f"cpu-compiled {name_of(compute)}{how if paired else ''} {digest}")
     elif backend.device.type != "cpu":
-        parts += [f"triton {triton_version()}", *_unusual_forms(backend.device)]
+        parts += [f"triton {triton_version()} sums {TRITON_SUMS}", *_unusual_forms(backend.device)]
     parts.append(f"{_torch(backend)} {_capability(backend.device)}")
     if config.tensor_parallel_size > 1:
         parts.append(f"{config.tensor_parallel_size} ranks, float32 sums in their order")

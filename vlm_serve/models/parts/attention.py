@@ -12,17 +12,18 @@ import torch
 
 from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.kv_quant.compiled import pages_record
-from vlm_serve.kernels.kv_write import write_kv
+from vlm_serve.kernels.kv_write.rotated import Rotation, rotate_and_write
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, VerifyMeta
+from vlm_serve.kernels.norms.pending import Normed
 from vlm_serve.kernels.paged_attention import (
     attention_decode,
     attention_prefill,
     attention_verify,
+    gated_attention_decode,
 )
 from vlm_serve.kernels.paged_attention.moved import without_first
 from vlm_serve.kernels.ranks import Ranks
-from vlm_serve.kernels.rope import qk_norm_rope
 from vlm_serve.kernels.rope.compiled import MAX_DIM
 from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool
 from vlm_serve.models.parts.base import (
@@ -132,27 +133,36 @@ class LoadedAttention(LoadedMixer):
 
     def apply(
         self,
-        x: torch.Tensor,
+        x: Normed,
         residual: torch.Tensor,
         cache: KVLayer,
         step: Step,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
         sizes = self.sizes
-        wide = self.in_proj(x, deterministic=step.deterministic, changes=step.changes)
+        wide = self.in_proj.of_norm(x, deterministic=step.deterministic, changes=step.changes)
         widths = [sizes.queries, sizes.keys, sizes.keys]
         q, k, v, *gate = torch.split_with_sizes(wide, widths + [sizes.queries] * sizes.gated, 1)
-        q, k = qk_norm_rope(
+        q = rotate_and_write(
             q.view(-1, sizes.heads, sizes.head_dim),
             k.view(-1, sizes.kv_heads, sizes.head_dim),
-            self.q_norm,
-            self.k_norm,
-            step.cos,
-            step.sin,
-            self.eps,
+            v.view(-1, sizes.kv_heads, sizes.head_dim),
+            Rotation(self.q_norm, self.k_norm, step.cos, step.sin, self.eps),
+            cache,
+            step.slots,
         )
-        write_kv(k, v.view(k.shape), cache, step.slots)
-        out = self._attend(q, cache, step).flatten(1)
+        if gate and step.decodes_alone:
+            assert step.decode is not None
+            out = gated_attention_decode(
+                q,
+                cache,
+                step.decode,
+                gate.pop(),
+                scale=sizes.head_dim**-0.5,
+                deterministic=step.deterministic,
+            ).flatten(1)
+        else:
+            out = self._attend(q, cache, step).flatten(1)
         if keep is not None:
             out, residual, gate = out[keep], residual[keep], [each[keep] for each in gate]
         for each in gate:

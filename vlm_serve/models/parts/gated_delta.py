@@ -26,10 +26,12 @@ from vlm_serve.kernels.gated_delta import (
     verify_gated_delta,
 )
 from vlm_serve.kernels.gated_delta.compiled import STATE_TYPES
+from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.norms import gated_rms_norm
+from vlm_serve.kernels.norms.pending import Normed
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.parts.base import (
@@ -171,17 +173,24 @@ class LoadedGatedDelta(LoadedMixer):
 
     def apply(
         self,
-        x: torch.Tensor,
+        x: Normed,
         residual: torch.Tensor,
         cache: StateLayer,
         step: Step,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
         sizes, deterministic = self.sizes, step.deterministic
+        wide = self.in_proj.of_norm(x, deterministic=deterministic, changes=step.changes)
+        if step.decodes_alone:
+            assert step.decode is not None
+            weights = self.conv, self.neg_decay, self.dt_bias, self.norm, self.eps
+            mixing = Mixing(*weights, cache.conv, cache.recurrent)
+            out = mix_decode(wide, mixing, step.decode, deterministic=deterministic)
+            if keep is not None:
+                out, residual = out[keep], residual[keep]
+            return self.out_proj(out, residual, step.kept(keep))
         widths = (sizes.channels, sizes.values, 2 * sizes.value_heads)
-        qkv, z, raw = torch.split_with_sizes(
-            self.in_proj(x, deterministic=deterministic, changes=step.changes), widths, 1
-        )
+        qkv, z, raw = torch.split_with_sizes(wide, widths, 1)
         beta, decay = gates(raw, self.neg_decay, self.dt_bias, deterministic=deterministic)
         parts = [
             self._mix(qkv[rows], decay[rows], beta[rows], cache, meta)
