@@ -25,7 +25,6 @@ class Around(NamedTuple):
     Attributes:
         norm: float `[K]`, weight of a zero-centred RMS norm before it; None: no norm.
         eps: of the norm.
-        bias: `[N]`, added to the product.
         gated: True if the weight stacks two of N rows each, gate and up: the result is
             `silu(gate) * up`.
         plus: `[T, N]`, added to the result; not beside `gated`.
@@ -35,7 +34,6 @@ class Around(NamedTuple):
 
     norm: torch.Tensor | None = None
     eps: float = 0.0
-    bias: torch.Tensor | None = None
     gated: bool = False
     plus: torch.Tensor | None = None
     overwrite: bool = False
@@ -45,7 +43,7 @@ class Around(NamedTuple):
 def _by_torch(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Tensor:
     if around.norm is not None:
         x = norms.rms_norm(x, around.norm, around.eps)
-    out = F.linear(x, weight, around.bias)
+    out = F.linear(x, weight)
     if around.gated:
         out = elementwise.silu_times(*out.chunk(2, dim=1))
     if around.plus is not None:

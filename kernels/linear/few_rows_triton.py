@@ -47,7 +47,6 @@ def _few_rows_kernel(
     x,
     norm,
     weight,
-    bias,
     plus,
     out,
     rows,
@@ -59,7 +58,6 @@ def _few_rows_kernel(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
-    BIAS: tl.constexpr,
     GATED: tl.constexpr,
     PLUS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -102,8 +100,6 @@ def _few_rows_kernel(
         scale = tl.rsqrt(squares / SIZE + eps)
         total *= scale[:, None]
         up *= scale[:, None]
-    if BIAS:
-        total += tl.load(bias + columns, mask=within, other=0.0).to(tl.float32)[None, :]
     mask = real[:, None] & within[None, :]
     if GATED:
         # Rounded before the activation, as where both products have results of their own.
@@ -117,7 +113,7 @@ def _few_rows_kernel(
 
 
 def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Tensor:
-    norm, eps, bias, gated, plus, overwrite, widened = around
+    norm, eps, gated, plus, overwrite, widened = around
     rows, size = x.shape
     if rows > MOST_ROWS:
         raise KernelArgumentError("x", f"{rows} rows, at most {MOST_ROWS}")
@@ -135,7 +131,6 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Ten
         # Any pointer takes the place of what there is not; it is never read.
         "norm": x if norm is None else norm,
         "weight": weight,
-        "bias": x if bias is None else bias,
         "plus": x if plus is None else plus,
         "out": out,
         "rows": rows,
@@ -147,7 +142,6 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Ten
         "SIZE": size,
         "WIDTH": width,
         "NORM": norm is not None,
-        "BIAS": bias is not None,
         "GATED": gated,
         "PLUS": plus is not None,
         "ROWS": ROWS,

@@ -79,7 +79,7 @@ class TorchDense(Linear):
         """
         if not deterministic:
             if after.activation is None and after.times is None and self._few(x):
-                around = Around(bias=self._bias, plus=after.plus, overwrite=after.overwrite)
+                around = Around(plus=after.plus, overwrite=after.overwrite)
                 return few_rows(x, self._weight, around)
             return self._product(x, self._weight, self._bias, after)
         rows, weight, bias = x.shape[0], self._weight, self._bias
@@ -97,13 +97,12 @@ class TorchDense(Linear):
     ) -> torch.Tensor:
         if deterministic or changes is not None or not self._few_normed(x):
             return super().of_norm(x, deterministic=deterministic, changes=changes)
-        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, self._bias))
+        return few_rows(x.raw, self._weight, Around(x.weight, x.eps))
 
     def gated_of_norm(
         self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
     ) -> torch.Tensor:
-        plain = changes is None and self._bias is None and not deterministic
-        if not plain or not self._few_normed(x):
+        if deterministic or changes is not None or not self._few_normed(x):
             return super().gated_of_norm(x, deterministic=deterministic, changes=changes)
         return few_rows(x.raw, self._weight, Around(x.weight, x.eps, gated=True))
 
@@ -112,10 +111,11 @@ class TorchDense(Linear):
     ) -> torch.Tensor:
         if deterministic or changes is not None or not self._few_normed(x):
             return super().logits(x, deterministic=deterministic, changes=changes)
-        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, self._bias, widened=True))
+        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, widened=True))
 
     def _few(self, x: torch.Tensor) -> bool:
-        return not self._weight.is_mkldnn and serves(x, self._weight)
+        """Return True if `few_rows` multiplies; decoders' projections have no bias."""
+        return self._bias is None and not self._weight.is_mkldnn and serves(x, self._weight)
 
     def _few_normed(self, x: Normed) -> bool:
         """Return True if one launch takes the norm too; float16 has no room for rows before it."""

@@ -159,6 +159,7 @@ def attention_verify(
     q: torch.Tensor,
     kv: KVLayer,
     meta: VerifyMeta,
+    gate: torch.Tensor | None = None,
     *,
     scale: float,
     deterministic: bool = False,
@@ -168,6 +169,7 @@ def attention_verify(
     Args:
         q: `[N, Hq, D]`; q, kv, scale and deterministic as for `attention_decode`.
         meta: slices, their absolute starts and block tables.
+        gate: as for `gated_attention_decode`; None: there is none.
 
     Returns:
         `[N, Hq, D]` in the dtype of q.
@@ -178,6 +180,8 @@ def attention_verify(
     if "as decode tokens" not in meta.plans:
         meta.plans["as decode tokens"] = _as_decode_tokens(meta)
     tokens = cast(DecodeMeta, meta.plans["as decode tokens"])
+    if gate is not None:
+        return gated_attention_decode(q, kv, tokens, gate, scale=scale, deterministic=deterministic)
     return attention_decode(q, kv, tokens, scale=scale, deterministic=deterministic)
 
 

@@ -22,8 +22,6 @@ def expected(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Ten
     if around.norm is not None:
         wide = rms_norm_reference(x, around.norm, around.eps)
     out = wide @ weight.double().T
-    if around.bias is not None:
-        out = out + around.bias.double()
     if around.gated:
         gate, up = out.chunk(2, dim=1)
         out = gate * torch.sigmoid(gate) * up
@@ -42,8 +40,7 @@ def inputs(
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 40, 96), (8, 33, 300), (5, 1, 64)])
 def test_plain_products(dtype: torch.dtype, rows: int, columns: int, depth: int) -> None:
     x, weight = inputs(rows, columns, depth, dtype)
-    bias, plus = randn(columns, dtype=dtype, seed=2), randn(rows, columns, dtype=dtype, seed=3)
-    for around in (Around(), Around(bias=bias), Around(plus=plus), Around(bias=bias, plus=plus)):
+    for around in (Around(), Around(plus=randn(rows, columns, dtype=dtype, seed=3))):
         with kernels():
             result = few_rows(x, weight, around)
         assert result.dtype == dtype

@@ -51,11 +51,6 @@ class Step:
     first_key: int = 0
     changes: RowChanges | None = None
 
-    @property
-    def decodes_alone(self) -> bool:
-        """True if decode steps' tokens are all that there is."""
-        return self.decode is not None and self.prefill is None and self.verify is None
-
     def kept(self, rows: torch.Tensor | None) -> Step:
         """Return the step of what follows when only some rows are left; None: all of them."""
         if rows is None or self.changes is None:
