@@ -8,6 +8,7 @@ So each weight is read once, by one program, and no sum is shared.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import triton.language as tl
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch
+from vlm_serve.kernels.tuning import Limits, tuned
 
 ROWS = 16
 """Rows of the smallest dot."""
@@ -33,12 +35,24 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(dtype: torch.dtype, columns: int) -> Tile:
+def tile_of(dtype: torch.dtype, columns: int, gated: bool = False) -> Tile:
     """Return the tile; the number of rows has no part in it."""
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1)
-    stages = 1 if current_target().backend == "hip" else 4
-    return Tile(16, 256, 2, stages) if columns < NARROW_BELOW else Tile(32, 128, 4, stages)
+    target, narrow = current_target(), columns < NARROW_BELOW
+    stages = 1 if target.backend == "hip" else 4
+    usual = Tile(16, 256, 2, stages) if narrow else Tile(32, 128, 4, stages)
+    if target.backend != "cuda":
+        return usual
+    limits = Limits(frozenset(Tile._fields), lambda own: _shared_bytes(own, gated))
+    op = "few rows, narrow" if narrow else "few rows"
+    return Tile(**tuned(op, target.arch, target.shared_memory, usual._asdict(), limits))
+
+
+def _shared_bytes(tile: Mapping[str, int], gated: bool) -> int:
+    """Return the shared memory of 16-bit tiles in flight: weights and rows."""
+    width = (2 if gated else 1) * tile["columns"] + ROWS
+    return 2 * tile["stages"] * tile["depth"] * width
 
 
 # The number of rows differs between steps: specialising on it would recompile while serving.
@@ -125,7 +139,7 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Ten
     else:
         kind = torch.float32 if widened else x.dtype
         out = torch.empty(rows, width, dtype=kind, device=x.device)
-    tile = tile_of(x.dtype, width)
+    tile = tile_of(x.dtype, width, gated)
     arguments = {
         "x": x,
         # Any pointer takes the place of what there is not; it is never read.

@@ -17,6 +17,7 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.invariance import Promise, check_options, promise
 from vlm_serve.errors import ConfigError
+from vlm_serve.kernels import tuning
 from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.kernels.triton_faults import forms_at, triton_version
 from vlm_serve.models.quantization.scheme import QuantScheme
@@ -299,11 +300,14 @@ def _capability(device: torch.device) -> str:
 
 
 def _unusual_forms(device: torch.device) -> list[str]:
-    """Return the kernels that a known fault of Triton gives another form, which has other bits."""
+    """Return what gives kernels other bits on a GPU: forms that avoid known faults of Triton, and
+    the table of its tiles."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return []
     major, minor = torch.cuda.get_device_capability(device)
-    return list(forms_at(10 * major + minor, triton_version()))
+    architecture = 10 * major + minor
+    tiles = tuning.digest(architecture)
+    return [*forms_at(architecture, triton_version()), *([f"tiles {tiles}"] if tiles else [])]
 
 
 def with_checked_kernels(arithmetic: Arithmetic, digest: str) -> Arithmetic:
