@@ -73,6 +73,10 @@ class Op(Generic[P, R]):
                 return result
         return self.torch(*args, **kwargs)
 
+    def on_triton(self, device: torch.device) -> bool:
+        """Return True if a call for a device runs the Triton implementation."""
+        return self.triton is not None and (device.type != "cpu" or _triton_everywhere.get())
+
     def load_triton(self) -> Callable[P, R]:
         """Return the Triton implementation; import it on first use.
 

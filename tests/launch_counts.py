@@ -70,16 +70,17 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def count(model: Model, kind: Kind) -> dict[str, list[Launches]]:
+def count(model: Model, kind: Kind, decodes: int = 4) -> dict[str, list[Launches]]:
     """Return the launches of a captured step: one entry under "step", and those of every layer's
     parts under the names of `PARTS`.
 
     Args:
         model: on the device "meta", where all that is asked for a GPU is done and nothing computed.
         kind: of the step's tokens; beside a prefill some sequences decode.
+        decodes: sequences of a decode step.
     """
-    caches = _pools(model)
-    batch = _captured(caches, kind)
+    caches = _pools(model, decodes)
+    batch = _captured(caches, kind, decodes)
     found: dict[str, list[Launches]] = {}
     with record_launches(Target("cuda", 90)) as recorded:
         model.forward(batch, caches)  # what belongs to the weights is derived once
@@ -94,20 +95,20 @@ def count(model: Model, kind: Kind) -> dict[str, list[Launches]]:
     return {name: launches for name, launches in found.items() if launches}
 
 
-def _pools(model: Model) -> CacheTensors:
+def _pools(model: Model, decodes: int) -> CacheTensors:
     layout = model.spec.cache_layout(1, mtp=False)
     types = {
         **dict.fromkeys(("kv", "conv", "hidden"), model.dtype),
         "recurrent": torch.float32,
     }
-    return layout.allocate(8, 8, BLOCK, types, model.device)
+    return layout.allocate(8, decodes + 4, BLOCK, types, model.device)
 
 
-def _captured(caches: CacheTensors, kind: Kind) -> ForwardBatch:
+def _captured(caches: CacheTensors, kind: Kind, decodes: int) -> ForwardBatch:
     limits = DecodeLimits(BLOCK, LONGEST // BLOCK, max(caches.num_rows - 1, 0))
     ring = HostRing(QueuedDevice())
     if kind == "decode":
-        return DecodeBuffers(4, limits, ring, caches.device).batch
+        return DecodeBuffers(decodes, limits, ring, caches.device).batch
     return PrefillBuffers(PrefillSizes(2, 64, 2), limits, ring, caches.device).batch
 
 

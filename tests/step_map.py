@@ -77,6 +77,7 @@ SAMPLING = (
     ("SequenceSampler._changed", "`logit_bias` and penalties"),
     ("SequenceSampler._draw", "`temperature`, `top_k`, `top_p`, `min_p` and the draw"),
     ("_top_logprobs", "log-probabilities"),
+    ("choose_rows", "all of this for many rows at once, on a GPU (`engine/sampling_rows.py`)"),
 )
 """Functions of engine/sampler.py and what they are for."""
 BEST = "find_argmax"
@@ -101,6 +102,7 @@ def op_row(module: str, name: str) -> tuple[str, str, str, str]:
     if op.compiled is not None:
         symbols = native_symbols(reachable(*op.compiled.split(":")))
         compiled = ", ".join(f"`{each}` (`{defined_at(each)}`)" for each in symbols)
+        compiled = compiled or "its ops, one by one"
     gpu = "torch, as on a CPU" if op.triton is None else _target(op.triton)
     kernels = "-" if op.triton is None else ", ".join(launched(op.triton))
     return compiled, _target(op.torch), gpu, kernels

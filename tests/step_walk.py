@@ -19,6 +19,8 @@ CONDITIONS = {
     "sizes.gated": "gated attention",
     "self.shared is not None": "shared expert",
     "self.shared": "several ranks",
+    "self.up is None": "on a GPU",
+    "gate": "gated attention",
     "self.drafts": "with `mtp` drafts",
     "not self.drafts": "without `mtp` drafts",
     "index < spec.media_features": "media features",
@@ -27,6 +29,10 @@ CONDITIONS = {
 """Conditions in the code of parts, as the page words them."""
 LABELLED = {"add", "gated", "logits", "norm", "product"}
 """Methods of `Program` whose rows name the weights that they are called with."""
+NORMS, PENDING = "vlm_serve.kernels.norms", "Normed"
+"""The norms, and what stands for one that is still to come."""
+OF_NORM = {"of_norm": "", "logits": "", "gated_of_norm": " with that of `up`, then `silu_times`"}
+"""Methods of `Linear` for rows whose norm is still to come, and what their rows end with."""
 SUM = ", plus the residual"
 """Ends the row of an `OutputProjection`."""
 
@@ -317,7 +323,9 @@ class Walk:
     def _call(self, call: ast.Call, text: str, when: tuple[str, ...]) -> None:
         owner, _, last = text.rpartition(".")
         if not owner:
-            found = function(self.module, text)
+            if text == PENDING:
+                text = "rms_norm"
+            found = function(NORMS if text == "rms_norm" else self.module, text)
             if found is not None and own_ops(found):
                 self._add(f"{found.module}:{found.name}", when)
         elif owner.startswith("layer.") and last in ("apply", "lower"):
@@ -349,6 +357,10 @@ class Walk:
         kind, whole = self._kind(owner), f"{owner}.{last}"
         if kind == "Output" and last == "lower":
             self._inner("vlm_serve.models.program", "Program", "add", _field(owner), when)
+        elif kind == "Linear" and last in OF_NORM:
+            self._add(f"projection {_field(owner)}{OF_NORM[last]}", when)
+        elif kind == "LoadedMlp" and last == "hidden":
+            self._add(f"{_field(owner)} as an MLP", when)
         elif kind == "Linear" and last == "gated":
             up = _field(self._whole(ast.unparse(call.args[0])))
             self._add(f"projections {_field(owner)} and {up}, then `silu_times`", when)

@@ -16,14 +16,22 @@ from vlm_serve.kernels.gated_delta import (
     recurrent_gated_delta,
     verify_gated_delta,
 )
+from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
 from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
+from vlm_serve.kernels.kv_write.rotated import Rotation, rotate_and_write
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
+from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
 from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8, StoredIntegers
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.moe import route, routed_experts
+from vlm_serve.kernels.moe.beside import Beside
 from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
-from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
+from vlm_serve.kernels.paged_attention import (
+    attention_decode,
+    attention_prefill,
+    gated_attention_decode,
+)
 from vlm_serve.kernels.rope import qk_norm_rope
 from vlm_serve.kernels.state_copy import copy_rows
 
@@ -46,6 +54,7 @@ def cases(models: Sequence[str]) -> Iterator[Case]:
             continue
         yield from _memory_ops(shapes)
         yield from _elementwise(shapes)
+        yield from _joined(shapes)
         yield from _state_ops(shapes)
         yield from _attention(shapes)
         yield from _quantised(shapes)
@@ -79,6 +88,41 @@ def _elementwise(shapes: Shapes) -> Iterator[Case]:
     k = _half(TOKENS, shapes.kv_heads, shapes.head_dim)
     weight, angles = _half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)
     yield "rope", partial(qk_norm_rope, q, k, weight, weight, angles, angles, 1e-6)
+
+
+def _joined(shapes: Shapes) -> Iterator[Case]:
+    """What decode steps run: ops that do several others' work, and products of few rows."""
+    heads, dim, width = shapes.value_heads, shapes.state_dim, shapes.query_heads * shapes.head_dim
+    tails = _half(STATE_ROWS, 2, shapes.conv_channels, shapes.conv_taps - 1)[:, 0]
+    state = torch.empty(STATE_ROWS, 2, heads, dim, dim)[:, 0]
+    factors, norm = torch.empty(heads), torch.empty(dim)
+    conv = _half(shapes.conv_channels, shapes.conv_taps)
+    mixing = Mixing(conv, factors, factors, norm, 1e-6, tails, state)
+    columns = shapes.conv_channels + heads * dim + 2 * heads
+    yield "mix_decode", partial(mix_decode, _half(BATCH, columns), mixing, decode_meta())
+    weight, angles = _half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)
+    rotation = Rotation(weight, weight, angles, angles, 1e-6)
+    q = _half(TOKENS, shapes.query_heads, 2 * shapes.head_dim)[..., : shapes.head_dim]
+    k = _half(TOKENS, shapes.kv_heads, shapes.head_dim)
+    slots = torch.empty(TOKENS, dtype=torch.int64)
+    for dtype in KV_DTYPES:
+        yield (
+            "rotate_write",
+            partial(rotate_and_write, q, k, k, rotation, pages(shapes, dtype)[0], slots),
+        )
+    x, norm = _half(MOST_ROWS, shapes.hidden), _half(shapes.hidden)
+    inner = _half(MOST_ROWS, width)
+    for kind, own, weight, around in (
+        ("in", x, _half(columns, shapes.hidden), Around(norm, 1e-6)),
+        ("gated", x, _half(8 * shapes.hidden, shapes.hidden), Around(norm, 1e-6, gated=True)),
+        ("out", inner, _half(shapes.hidden, width), Around(plus=x, overwrite=True)),
+        ("head", x, _half(64 * shapes.hidden, shapes.hidden), Around(norm, 1e-6, widened=True)),
+    ):
+        yield f"few_rows {kind}", partial(few_rows, own, weight, around)
+    own = partial(few_rows, x.float(), _half(columns, shapes.hidden).float(), Around(norm, 1e-6))
+    yield "few_rows fp32", own
+    own = _half(MOST_ROWS, shapes.hidden)
+    yield "few_rows plain", partial(few_rows, own, _half(shapes.hidden, shapes.hidden), Around())
 
 
 def _state_ops(shapes: Shapes) -> Iterator[Case]:
@@ -115,6 +159,12 @@ def _attention(shapes: Shapes) -> Iterator[Case]:
             yield label, partial(attention_decode, q, kv, meta, scale=scale)
         fixed = partial(attention_decode, q, kv, meta, scale=scale, deterministic=True)
         yield f"{label}, fixed parts", fixed
+        gate = q.flatten(1)
+        for meta in (decode_meta(), decode_meta(1, LONGEST // BLOCK)):
+            own = q[:1].expand(len(meta), -1, -1)
+            rows = gate[:1].expand(len(meta), -1)
+            gated = partial(gated_attention_decode, own, kv, meta, rows, scale=scale)
+            yield f"{label}, gated", gated
 
 
 def _experts(shapes: Shapes) -> Iterator[Case]:
@@ -127,6 +177,8 @@ def _experts(shapes: Shapes) -> Iterator[Case]:
         weights = _half(tokens, shapes.top_k)
         x = _half(tokens, shapes.hidden)
         yield "moe", partial(routed_experts, x, weights, ids, gate_up, down)
+        beside = Beside(x, x, weights[:, :1])
+        yield "moe, beside", partial(routed_experts, x, weights, ids, gate_up, down, beside=beside)
 
 
 def _quantised(shapes: Shapes) -> Iterator[Case]:

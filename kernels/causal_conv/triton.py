@@ -9,6 +9,8 @@ at the end of a sequence does not wait for the one at its start.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -177,7 +179,9 @@ def causal_conv_prefill(
 
 
 @triton.jit
-def _decode_kernel(
+def convolve_token(
+    sequence,
+    tile,
     x,
     weight,
     tails,
@@ -194,8 +198,8 @@ def _decode_kernel(
     BLOCK_TAPS: tl.constexpr,
     CHANNEL_TILE: tl.constexpr,
 ):
-    sequence = tl.program_id(0)
-    channels = tl.program_id(1) * CHANNEL_TILE + tl.arange(0, CHANNEL_TILE)
+    """Convolve the new token of a sequence in a tile of channels, and shift its tail."""
+    channels = tile * CHANNEL_TILE + tl.arange(0, CHANNEL_TILE)
     columns = tl.arange(0, BLOCK_TAPS)
     src = tl.load(src_rows + sequence).to(tl.int64)
     dst = tl.load(dst_rows + sequence).to(tl.int64)
@@ -222,13 +226,65 @@ def _decode_kernel(
         tl.store(tails + snapshot * tail_row_stride + channel_places - 1, window, mask=shifted)
 
 
+@triton.jit
+def _decode_kernel(
+    x,
+    weight,
+    tails,
+    out,
+    src_rows,
+    dst_rows,
+    snapshot_rows,
+    x_stride,
+    weight_stride,
+    tail_row_stride,
+    tail_channel_stride,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr,
+):
+    convolve_token(
+        tl.program_id(0),
+        tl.program_id(1),
+        x,
+        weight,
+        tails,
+        out,
+        src_rows,
+        dst_rows,
+        snapshot_rows,
+        x_stride,
+        weight_stride,
+        tail_row_stride,
+        tail_channel_stride,
+        CHANNELS,
+        TAPS,
+        BLOCK_TAPS,
+        CHANNEL_TILE,
+    )
+
+
 def causal_conv_decode(
     x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: DecodeMeta
 ) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid = (x.shape[0], triton.cdiv(x.shape[1], TAIL_TILE))
+    launch(_decode_kernel, grid, token_arguments(x, weight, tails, meta, out), num_warps=2)
+    return out
+
+
+def token_arguments(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tails: torch.Tensor,
+    meta: DecodeMeta,
+    out: torch.Tensor,
+) -> dict[str, Any]:
+    """Return the arguments of `convolve_token`, by parameter name."""
     channels, taps = weight.shape
     tables = decode_tables(meta, x.device)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    arguments = {
+    return {
         "x": x,
         "weight": weight,
         "tails": tails,
@@ -245,5 +301,3 @@ def causal_conv_decode(
         "BLOCK_TAPS": power_of_two(taps),
         "CHANNEL_TILE": TAIL_TILE,
     }
-    launch(_decode_kernel, (x.shape[0], triton.cdiv(channels, TAIL_TILE)), arguments, num_warps=2)
-    return out

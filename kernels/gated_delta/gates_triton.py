@@ -12,7 +12,8 @@ from vlm_serve.kernels.triton_support import launch, power_of_two
 
 
 @triton.jit
-def _gates_kernel(
+def token_gates(
+    row,
     raw,
     neg_decay,
     dt_bias,
@@ -22,7 +23,7 @@ def _gates_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    """Store one token's write strengths and decays."""
     heads = tl.arange(0, BLOCK)
     inside = heads < HEADS
     strength = tl.load(raw + row * raw_stride + heads, mask=inside, other=0.0).to(tl.float32)
@@ -36,6 +37,21 @@ def _gates_kernel(
     factor = tl.load(neg_decay + heads, mask=inside, other=0.0)
     tl.store(beta + row * HEADS + heads, 1.0 / (1.0 + tl.exp(-strength)), mask=inside)
     tl.store(decay + row * HEADS + heads, factor * softplus, mask=inside)
+
+
+@triton.jit
+def _gates_kernel(
+    raw,
+    neg_decay,
+    dt_bias,
+    beta,
+    decay,
+    raw_stride,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token_gates(row, raw, neg_decay, dt_bias, beta, decay, raw_stride, HEADS, BLOCK)
 
 
 def gates(

@@ -35,6 +35,71 @@ def step(current, query, key, value, gate, strength, scale):
     return current, result, key, change, decay
 
 
+@triton.jit
+def advance(
+    sequence,
+    head,
+    columns,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    state,
+    src_rows,
+    dst_rows,
+    snapshot_rows,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    g_stride,
+    beta_stride,
+    state_row_stride,
+    scale,
+    RATIO: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_KEY: tl.constexpr,
+):
+    """Step one token of a sequence and store the state's columns; return the output of the
+    columns."""
+    token = sequence.to(tl.int64)
+    dims = tl.arange(0, BLOCK_KEY)
+    inside = dims < KEY_DIM
+    inside_columns = columns < VALUE_DIM
+    tile_inside = inside[:, None] & inside_columns[None, :]
+    tile = head * KEY_DIM * VALUE_DIM + dims[:, None] * VALUE_DIM + columns[None, :]
+
+    current = tl.zeros((BLOCK_KEY, columns.shape[0]), tl.float32)
+    src = tl.load(src_rows + sequence).to(tl.int64)
+    if src >= 0:
+        stored = tl.load(state + src * state_row_stride + tile, mask=tile_inside, other=0.0)
+        current = stored.to(tl.float32)
+    query_place = q + token * q_token_stride + (head // RATIO) * q_head_stride + dims
+    key_place = k + token * k_token_stride + (head // RATIO) * k_head_stride + dims
+    value_place = v + token * v_token_stride + head * v_head_stride + columns
+    current, result, _key, _change, _decay = step(
+        current,
+        tl.load(query_place, mask=inside, other=0.0).to(tl.float32),
+        tl.load(key_place, mask=inside, other=0.0).to(tl.float32),
+        tl.load(value_place, mask=inside_columns, other=0.0).to(tl.float32),
+        tl.load(g + token * g_stride + head),
+        tl.load(beta + token * beta_stride + head).to(tl.float32),
+        scale,
+    )
+    rounded = current.to(state.dtype.element_ty)
+    dst = tl.load(dst_rows + sequence).to(tl.int64)
+    tl.store(state + dst * state_row_stride + tile, rounded, mask=tile_inside)
+    snapshot = tl.load(snapshot_rows + sequence).to(tl.int64)
+    if snapshot >= 0:
+        tl.store(state + snapshot * state_row_stride + tile, rounded, mask=tile_inside)
+    return result
+
+
 def step_arguments(tokens: Tokens, state: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
     """Return the arguments that kernels of single steps share, by parameter name."""
     q, k, v, g, beta = tokens

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vlm_serve.kernels.checks import MAX_CHUNK
 from vlm_serve.kernels.gated_delta.chunk_triton import prepare_chunks
-from vlm_serve.kernels.gated_delta.step_triton import STEP_COLUMNS, step, step_arguments
+from vlm_serve.kernels.gated_delta.step_triton import STEP_COLUMNS, advance, step_arguments
 from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.triton_support import (
@@ -204,40 +204,39 @@ def _step_kernel(
     COLUMNS: tl.constexpr,
 ):
     sequence = tl.program_id(2)
-    token = sequence.to(tl.int64)
     head = tl.program_id(1)
-    dims = tl.arange(0, BLOCK_KEY)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = dims < KEY_DIM
-    inside_columns = columns < VALUE_DIM
-    tile_inside = inside[:, None] & inside_columns[None, :]
-    tile = head * KEY_DIM * VALUE_DIM + dims[:, None] * VALUE_DIM + columns[None, :]
-
-    current = tl.zeros((BLOCK_KEY, COLUMNS), tl.float32)
-    src = tl.load(src_rows + sequence).to(tl.int64)
-    if src >= 0:
-        stored = tl.load(state + src * state_row_stride + tile, mask=tile_inside, other=0.0)
-        current = stored.to(tl.float32)
-    query_place = q + token * q_token_stride + (head // RATIO) * q_head_stride + dims
-    key_place = k + token * k_token_stride + (head // RATIO) * k_head_stride + dims
-    value_place = v + token * v_token_stride + head * v_head_stride + columns
-    current, result, _key, _change, _decay = step(
-        current,
-        tl.load(query_place, mask=inside, other=0.0).to(tl.float32),
-        tl.load(key_place, mask=inside, other=0.0).to(tl.float32),
-        tl.load(value_place, mask=inside_columns, other=0.0).to(tl.float32),
-        tl.load(g + token * g_stride + head),
-        tl.load(beta + token * beta_stride + head).to(tl.float32),
+    result = advance(
+        sequence,
+        head,
+        columns,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        src_rows,
+        dst_rows,
+        snapshot_rows,
+        q_token_stride,
+        q_head_stride,
+        k_token_stride,
+        k_head_stride,
+        v_token_stride,
+        v_head_stride,
+        g_stride,
+        beta_stride,
+        state_row_stride,
         scale,
+        RATIO,
+        HEADS,
+        KEY_DIM,
+        VALUE_DIM,
+        BLOCK_KEY,
     )
-    places = (token * HEADS + head) * VALUE_DIM + columns
-    tl.store(out + places, result.to(out.dtype.element_ty), mask=inside_columns)
-    rounded = current.to(state.dtype.element_ty)
-    dst = tl.load(dst_rows + sequence).to(tl.int64)
-    tl.store(state + dst * state_row_stride + tile, rounded, mask=tile_inside)
-    snapshot = tl.load(snapshot_rows + sequence).to(tl.int64)
-    if snapshot >= 0:
-        tl.store(state + snapshot * state_row_stride + tile, rounded, mask=tile_inside)
+    places = (sequence.to(tl.int64) * HEADS + head) * VALUE_DIM + columns
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=columns < VALUE_DIM)
 
 
 def recurrent_gated_delta(tokens: Tokens, state: torch.Tensor, meta: DecodeMeta) -> torch.Tensor:

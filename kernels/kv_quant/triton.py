@@ -129,3 +129,12 @@ def quantise_rows(x):
 def round_half_even(x):
     """Round |x| < 2**22 to whole numbers: adding 1.5 * 2**23 leaves no fraction bits."""
     return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def store_plain(pages, places, values, mask, FORM: tl.constexpr):
+    """Store values in pages without scales: as they are, or as float8 codes."""
+    if FORM == PLAIN:
+        tl.store(pages + places, values.to(pages.dtype.element_ty), mask=mask)
+    else:
+        tl.store(pages + places, encode_float8(values.to(tl.float32)), mask=mask)

@@ -13,10 +13,9 @@ import triton.language as tl
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.kv_quant.triton import (
     INT8,
-    PLAIN,
-    encode_float8,
     page_arguments,
     quantise_rows,
+    store_plain,
     stored_form,
 )
 from vlm_serve.kernels.metadata import KVLayer
@@ -37,10 +36,8 @@ def _store_rows(
         tl.store(pages + page_places, codes, mask=inside)
         tl.store(scales + scale_places, scale, mask=heads_inside)
         tl.store(zeros + scale_places, zero, mask=heads_inside)
-    elif FORM == PLAIN:
-        tl.store(pages + page_places, values.to(pages.dtype.element_ty), mask=inside)
     else:
-        tl.store(pages + page_places, encode_float8(values.to(tl.float32)), mask=inside)
+        store_plain(pages, page_places, values, inside, FORM)
 
 
 @triton.jit

@@ -12,8 +12,10 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.native_layout import struct
+from vlm_serve.kernels.norms.pending import Normed
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -282,6 +284,39 @@ class Linear(ABC):
     @abstractmethod
     def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         """Compute `gated` for rows without adapters."""
+
+    def of_norm(
+        self,
+        x: Normed,
+        *,
+        deterministic: bool = False,
+        changes: ChangedRows | None = None,
+    ) -> torch.Tensor:
+        """Compute the product of rows whose norm is still to come, `[T, N]`."""
+        return self(x.rows, deterministic=deterministic, changes=changes)
+
+    def gated_of_norm(
+        self,
+        x: Normed,
+        *,
+        deterministic: bool = False,
+        changes: ChangedRows | None = None,
+    ) -> torch.Tensor:
+        """Compute `silu(gate) * up`, `[T, N / 2]`, with a weight that stacks gate's rows and
+        up's."""
+        wide = self.of_norm(x, deterministic=deterministic, changes=changes)
+        half = wide.shape[1] // 2
+        return silu_times(wide[:, :half], wide[:, half:])
+
+    def logits(
+        self,
+        x: Normed,
+        *,
+        deterministic: bool = False,
+        changes: ChangedRows | None = None,
+    ) -> torch.Tensor:
+        """Compute `of_norm`, widened to float32."""
+        return self.of_norm(x, deterministic=deterministic, changes=changes).float()
 
     def partial(
         self,

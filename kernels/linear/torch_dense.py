@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise import silu_times
-from vlm_serve.kernels.linear.base import Activation, Epilogue, Linear
+from vlm_serve.kernels.linear.base import Activation, ChangedRows, Epilogue, Linear
+from vlm_serve.kernels.linear.few_rows import Around, few_rows, serves
+from vlm_serve.kernels.norms.pending import Normed
 
 MIN_ROWS = 16
 MIN_COLUMNS = 16
@@ -76,6 +78,9 @@ class TorchDense(Linear):
         number.
         """
         if not deterministic:
+            if after.activation is None and after.times is None and self._few(x):
+                around = Around(plus=after.plus, overwrite=after.overwrite)
+                return few_rows(x, self._weight, around)
             return self._product(x, self._weight, self._bias, after)
         rows, weight, bias = x.shape[0], self._weight, self._bias
         if self.columns == 1 and not weight.is_mkldnn:
@@ -86,6 +91,35 @@ class TorchDense(Linear):
             x, lambda tile, own: self._product(tile, weight, bias, after.of(itemgetter(own)))
         )
         return out[:, : self.columns]
+
+    def of_norm(
+        self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
+    ) -> torch.Tensor:
+        if deterministic or changes is not None or not self._few_normed(x):
+            return super().of_norm(x, deterministic=deterministic, changes=changes)
+        return few_rows(x.raw, self._weight, Around(x.weight, x.eps))
+
+    def gated_of_norm(
+        self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
+    ) -> torch.Tensor:
+        if deterministic or changes is not None or not self._few_normed(x):
+            return super().gated_of_norm(x, deterministic=deterministic, changes=changes)
+        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, gated=True))
+
+    def logits(
+        self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
+    ) -> torch.Tensor:
+        if deterministic or changes is not None or not self._few_normed(x):
+            return super().logits(x, deterministic=deterministic, changes=changes)
+        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, widened=True))
+
+    def _few(self, x: torch.Tensor) -> bool:
+        """Return True if `few_rows` multiplies; decoders' projections have no bias."""
+        return self._bias is None and not self._weight.is_mkldnn and serves(x, self._weight)
+
+    def _few_normed(self, x: Normed) -> bool:
+        """Return True if one launch takes the norm too; float16 has no room for rows before it."""
+        return x.raw.dtype != torch.float16 and self._few(x.raw)
 
     def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         if not self._weight.is_mkldnn:

@@ -16,6 +16,7 @@ from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.base import ChangedRows
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import torch_cpu
+from vlm_serve.kernels.moe.beside import Beside
 
 _TRITON = "vlm_serve.kernels.moe.triton"
 _route = Op(torch_cpu.route, triton=f"{_TRITON}:route")
@@ -52,6 +53,7 @@ def routed_experts(
     *,
     deterministic: bool = False,
     changes: ChangedRows | None = None,
+    beside: Beside | None = None,
 ) -> torch.Tensor:
     """Compute `sum_j weights[t, j] * down[e] @ (silu(gate) * up)` for every token t.
 
@@ -69,6 +71,7 @@ def routed_experts(
         deterministic: make a token's bits independent of the other tokens; on a CPU only with
             projections.
         changes: the adapters of the rows, if any have one; with projections only.
+        beside: what is added to the sum, after it is rounded; None: nothing.
 
     Returns:
         `[T, H]` in the dtype of x.
@@ -81,11 +84,31 @@ def routed_experts(
     check_tensor("weights", weights, (x.shape[0], None), (x.dtype,), device)
     check_tensor("ids", ids, weights.shape, (torch.int64,), device)
     _check_experts(x, gate_up, down)
+    if beside is not None:
+        _check_beside(x, beside)
     if changes is not None and not isinstance(gate_up, torch.Tensor | Stored):
         return torch_cpu.routed_experts(
-            x, weights, ids, gate_up, down, deterministic=deterministic, changes=changes
+            x,
+            weights,
+            ids,
+            gate_up,
+            down,
+            deterministic=deterministic,
+            beside=beside,
+            changes=changes,
         )
-    return _experts(device, x, weights, ids, gate_up, down, deterministic=deterministic)
+    return _experts(
+        device, x, weights, ids, gate_up, down, deterministic=deterministic, beside=beside
+    )
+
+
+def _check_beside(x: torch.Tensor, beside: Beside) -> None:
+    check_tensor("beside.residual", beside.residual, x.shape, (x.dtype,), x.device)
+    if (beside.shared is None) != (beside.gate is None):
+        raise KernelArgumentError("beside.gate", "given if and only if shared is")
+    if beside.shared is not None and beside.gate is not None:
+        check_tensor("beside.shared", beside.shared, x.shape, (x.dtype,), x.device)
+        check_tensor("beside.gate", beside.gate, (x.shape[0], 1), (x.dtype,), x.device)
 
 
 def _check_experts(

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels.elementwise import silu
+from vlm_serve.kernels.elementwise import silu, times_sigmoid
 from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.base import ChangedRows
 from vlm_serve.kernels.linear.stored_codes import Stored
+from vlm_serve.kernels.moe.beside import Beside
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,6 +28,7 @@ def routed_experts(
     down: torch.Tensor | Stored | Sequence[Linear],
     *,
     deterministic: bool,
+    beside: Beside | None = None,
     changes: ChangedRows | None = None,
 ) -> torch.Tensor:
     # Each expert adds to a token at most once, and experts run in ascending order. So the order of
@@ -44,7 +46,14 @@ def routed_experts(
         result = _expert(x[tokens], gate_up, down, expert, deterministic, own)
         total.index_add_(0, tokens, result * factors[begin:end])
         begin = end
-    return total.to(x.dtype)
+    out = total.to(x.dtype)
+    return out if beside is None else _with(out, beside)
+
+
+def _with(out: torch.Tensor, beside: Beside) -> torch.Tensor:
+    if beside.shared is not None and beside.gate is not None:
+        out = out + times_sigmoid(beside.shared, beside.gate)
+    return beside.residual + out
 
 
 def _expert(

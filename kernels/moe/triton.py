@@ -14,6 +14,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes_triton import code_arguments
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe.align_triton import align
+from vlm_serve.kernels.moe.beside import Beside
 from vlm_serve.kernels.moe.codes_triton import down_codes_kernel, gate_up_codes_kernel
 from vlm_serve.kernels.moe.pairs_triton import store_gated, store_weighted, tile_pairs
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch, power_of_two
@@ -173,16 +174,67 @@ def _down_kernel(
 
 
 @triton.jit
-def _sum_kernel(parts, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr):
-    """Sum a token's experts in the order of its router: no atomics, always the same bits."""
+def _sum_kernel(
+    parts,
+    shared,
+    gate,
+    residual,
+    out,
+    shared_stride,
+    gate_stride,
+    residual_stride,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TILE: tl.constexpr,
+    SHARED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """Sum a token's experts in the order of its router: no atomics, always the same bits.
+
+    What is beside them is added as by operations of their own, which round to the dtype of out.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < HIDDEN
+    dtype = out.dtype.element_ty
     total = tl.zeros((TILE,), tl.float32)
     for rank in range(TOP_K):
         places = (token * TOP_K + rank) * HIDDEN + columns
         total += tl.load(parts + places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
+    if SHARED:
+        logit = tl.load(gate + token * gate_stride).to(tl.float32)
+        own = tl.load(shared + token * shared_stride + columns, mask=inside, other=0.0)
+        own = (own.to(tl.float32) / (1.0 + tl.exp(-logit))).to(dtype)
+        total = total.to(dtype).to(tl.float32) + own.to(tl.float32)
+    if RESIDUAL:
+        before = tl.load(residual + token * residual_stride + columns, mask=inside, other=0.0)
+        total = before.to(tl.float32) + total.to(dtype).to(tl.float32)
+    tl.store(out + token * HIDDEN + columns, total.to(dtype), mask=inside)
+
+
+def _sum(parts: torch.Tensor, x: torch.Tensor, top_k: int, beside: Beside | None) -> torch.Tensor:
+    tokens, hidden = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    residual, shared, gate = beside or (None, None, None)
+    block = min(1024, power_of_two(hidden))
+    arguments = {
+        "parts": parts,
+        # Any pointer takes the place of what there is not; it is never read.
+        "shared": parts if shared is None else shared,
+        "gate": parts if gate is None else gate,
+        "residual": parts if residual is None else residual,
+        "out": out,
+        "shared_stride": 0 if shared is None else shared.stride(0),
+        "gate_stride": 0 if gate is None else gate.stride(0),
+        "residual_stride": 0 if residual is None else residual.stride(0),
+        "HIDDEN": hidden,
+        "TOP_K": top_k,
+        "TILE": block,
+        "SHARED": shared is not None,
+        "RESIDUAL": residual is not None,
+    }
+    launch(_sum_kernel, (tokens, triton.cdiv(hidden, block)), arguments)
+    return out
 
 
 def routed_experts(
@@ -193,6 +245,7 @@ def routed_experts(
     down: torch.Tensor | Stored,
     *,
     deterministic: bool,
+    beside: Beside | None = None,
 ) -> torch.Tensor:
     """Round parts to the dtype of x, then sum them in float32 in the router's order."""
     tokens, hidden = x.shape
@@ -243,11 +296,7 @@ def routed_experts(
     grid = (triton.cdiv(hidden, tile["COLUMNS"]), tiles)
     kernel = down_codes_kernel if coded else _down_kernel
     launch(kernel, grid, arguments, num_warps=4, num_stages=stages)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    block = min(1024, power_of_two(hidden))
-    arguments = {"parts": parts, "out": out, "HIDDEN": hidden, "TOP_K": top_k, "TILE": block}
-    launch(_sum_kernel, (tokens, triton.cdiv(hidden, block)), arguments)
-    return out
+    return _sum(parts, x, top_k, beside)
 
 
 def _weight(

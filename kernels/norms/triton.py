@@ -51,6 +51,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @triton.jit
+def gated_rows(values, gates, factor, eps, SIZE: tl.constexpr):
+    """Compute `gated_rms_norm` of rows of SIZE values, zeros behind them, in float32."""
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
+    # As in transformers, round to the input's dtype before the weight and before the gate.
+    normed = (wide * scale[:, None]).to(values.dtype).to(tl.float32)
+    normed = normed * factor.to(tl.float32)[None, :]
+    if factor.dtype == values.dtype:
+        normed = normed.to(values.dtype).to(tl.float32)
+    gates = gates.to(tl.float32)
+    return normed * (gates * tl.sigmoid(gates))
+
+
+@triton.jit
 def _gated_kernel(
     x,
     gate,
@@ -76,15 +90,7 @@ def _gated_kernel(
     values = tl.load(x + x_row[:, None] + columns[None, :], mask=inside, other=0.0)
     gates = tl.load(gate + gate_row[:, None] + columns[None, :], mask=inside, other=0.0)
     factor = tl.load(weight + columns, mask=columns < SIZE, other=0.0)
-    wide = values.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
-    # As in transformers, round to the input's dtype before the weight and before the gate.
-    normed = (wide * scale[:, None]).to(values.dtype).to(tl.float32)
-    normed = normed * factor.to(tl.float32)[None, :]
-    if factor.dtype == values.dtype:
-        normed = normed.to(values.dtype).to(tl.float32)
-    gates = gates.to(tl.float32)
-    result = normed * (gates * tl.sigmoid(gates))
+    result = gated_rows(values, gates, factor, eps, SIZE)
     places = row[:, None] * SIZE + columns[None, :]
     tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
 

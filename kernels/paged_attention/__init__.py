@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from vlm_serve.kernels import elementwise
 from vlm_serve.kernels.checks import (
     FLOAT_DTYPES,
     KernelArgumentError,
@@ -21,6 +22,7 @@ from vlm_serve.kernels.checks import (
     check_tensor,
 )
 from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.elementwise import torch_cpu as elementwise_cpu
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.paged_attention import compiled, torch_cpu
 
@@ -35,6 +37,36 @@ _decode = Op(
     compiled=compiled.attention,
     triton=f"{_TRITON}:attention_decode",
 )
+
+
+def _gated_by_torch(
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: DecodeMeta,
+    *,
+    scale: float,
+    deterministic: bool,
+    gate: torch.Tensor,
+) -> torch.Tensor:
+    out = torch_cpu.attention_decode(q, kv, meta, scale=scale, deterministic=deterministic)
+    return elementwise_cpu.times_sigmoid(out.flatten(1), gate).view(out.shape)
+
+
+def _gated_by_ops(
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: DecodeMeta,
+    *,
+    scale: float,
+    deterministic: bool,
+    gate: torch.Tensor,
+) -> torch.Tensor:
+    """Run both ops, each by the kernels that it has."""
+    out = attention_decode(q, kv, meta, scale=scale, deterministic=deterministic)
+    return elementwise.times_sigmoid(out.flatten(1), gate).view(out.shape)
+
+
+_gated = Op(_gated_by_torch, compiled=_gated_by_ops, triton=f"{_TRITON}:attention_decode")
 
 
 def attention_prefill(
@@ -93,17 +125,41 @@ def attention_decode(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    _check(q, kv)
-    if len(meta) != q.shape[0] or any(length < 1 for length in meta.kv_lens):
-        raise KernelArgumentError("meta.kv_lens", f"expected {q.shape[0]} positive lengths")
-    check_block_tables(meta, meta.kv_lens, kv.k.shape[0], kv.k.shape[1])
+    _check_decode(q, kv, meta)
     return _decode(q.device, q, kv, meta, scale=scale, deterministic=deterministic)
+
+
+def gated_attention_decode(
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: DecodeMeta,
+    gate: torch.Tensor,
+    *,
+    scale: float,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Multiply `attention_decode`, rounded, by the sigmoids of a gate.
+
+    Args:
+        q, kv, meta, scale, deterministic: as for `attention_decode`.
+        gate: `[B, Hq * D]` in the dtype of q, dense rows.
+
+    Returns:
+        `[B, Hq, D]` in the dtype of q.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    _check_decode(q, kv, meta)
+    check_tensor("gate", gate, (q.shape[0], q.shape[1] * q.shape[2]), (q.dtype,), q.device)
+    return _gated(q.device, q, kv, meta, scale=scale, deterministic=deterministic, gate=gate)
 
 
 def attention_verify(
     q: torch.Tensor,
     kv: KVLayer,
     meta: VerifyMeta,
+    gate: torch.Tensor | None = None,
     *,
     scale: float,
     deterministic: bool = False,
@@ -113,6 +169,7 @@ def attention_verify(
     Args:
         q: `[N, Hq, D]`; q, kv, scale and deterministic as for `attention_decode`.
         meta: slices, their absolute starts and block tables.
+        gate: as for `gated_attention_decode`; None: there is none.
 
     Returns:
         `[N, Hq, D]` in the dtype of q.
@@ -123,6 +180,8 @@ def attention_verify(
     if "as decode tokens" not in meta.plans:
         meta.plans["as decode tokens"] = _as_decode_tokens(meta)
     tokens = cast(DecodeMeta, meta.plans["as decode tokens"])
+    if gate is not None:
+        return gated_attention_decode(q, kv, tokens, gate, scale=scale, deterministic=deterministic)
     return attention_decode(q, kv, tokens, scale=scale, deterministic=deterministic)
 
 
@@ -143,3 +202,10 @@ def _check(q: torch.Tensor, kv: KVLayer) -> None:
     check_tensor("q", q, (None, None, dim), FLOAT_DTYPES, q.device)
     if q.shape[1] % heads:
         raise KernelArgumentError("q", f"{q.shape[1]} query heads for {heads} key heads")
+
+
+def _check_decode(q: torch.Tensor, kv: KVLayer, meta: DecodeMeta) -> None:
+    _check(q, kv)
+    if len(meta) != q.shape[0] or any(length < 1 for length in meta.kv_lens):
+        raise KernelArgumentError("meta.kv_lens", f"expected {q.shape[0]} positive lengths")
+    check_block_tables(meta, meta.kv_lens, kv.k.shape[0], kv.k.shape[1])

@@ -25,6 +25,15 @@ FIXED_PART = 2048
 """Keys of a split with bounds from positions alone; a multiple of every tile."""
 
 
+@triton.jit
+def _gated(values, gate, mask, GATED: tl.constexpr):
+    """Multiply rounded values by the sigmoids of a gate, if there is one, as `times_sigmoid`."""
+    if GATED:
+        gates = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
+        values = (values.to(tl.float32) / (1.0 + tl.exp(-gates))).to(values.dtype)
+    return values
+
+
 # The table's stride is the longest sequence's number of blocks, and splits depend on it too:
 # specialising on them would recompile the kernels while serving.
 @triton.jit(do_not_specialize=["table_stride", "splits"])
@@ -54,6 +63,8 @@ def _decode_kernel(
     block_size,
     score_scale,
     splits,
+    gate,
+    gate_stride,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -65,6 +76,7 @@ def _decode_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     PART: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """Attend to one split of a sequence's keys from the query heads of one key head.
 
@@ -109,7 +121,9 @@ def _decode_kernel(
     if splits == 1 and PART == 0:
         places = (token * HEADS + heads)[:, None] * DIM + dims[None, :]
         result = total / norm[:, None]
-        tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
+        own = gate + token * gate_stride + heads[:, None] * DIM + dims[None, :]
+        result = _gated(result.to(out.dtype.element_ty), own, inside, GATED)
+        tl.store(out + places, result, mask=inside)
     else:
         rows = (token * HEADS + heads) * splits + split
         tl.store(best_parts + rows, best * score_scale, mask=members < GROUP)
@@ -124,9 +138,13 @@ def _combine_kernel(
     total_parts,
     out,
     splits,
+    gate,
+    gate_stride,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     MOST: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """Combine the splits of one query head and sequence, each rescaled to the largest score."""
     row = tl.program_id(0).to(tl.int64)
@@ -143,7 +161,9 @@ def _combine_kernel(
     mask = real[:, None] & inside[None, :]
     totals = tl.load(total_parts + places, mask=mask, other=0.0)
     result = tl.sum(totals * weights[:, None], axis=0) / norm
-    tl.store(out + row * DIM + dims, result.to(out.dtype.element_ty), mask=inside)
+    own = gate + row // HEADS * gate_stride + row % HEADS * DIM + dims
+    result = _gated(result.to(out.dtype.element_ty), own, inside, GATED)
+    tl.store(out + row * DIM + dims, result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -154,10 +174,13 @@ def _merge_kernel(
     kv_lens,
     out,
     splits,
+    gate,
+    gate_stride,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PART: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """Merge the fixed parts of one query head and sequence, in their order: only those it
     has count, however many there are room for."""
@@ -178,7 +201,9 @@ def _merge_kernel(
         added = tl.load(total_parts + places, mask=inside, other=0.0)
         total = total * shrink + added * weight
         best = larger
-    tl.store(out + row * DIM + dims, (total / norm).to(out.dtype.element_ty), mask=inside)
+    own = gate + row // HEADS * gate_stride + row % HEADS * DIM + dims
+    result = _gated((total / norm).to(out.dtype.element_ty), own, inside, GATED)
+    tl.store(out + row * DIM + dims, result, mask=inside)
 
 
 def split_count(programs: int, longest: int) -> int:
@@ -192,7 +217,13 @@ def split_count(programs: int, longest: int) -> int:
 
 
 def attention_decode(
-    q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, *, scale: float, deterministic: bool
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: DecodeMeta,
+    *,
+    scale: float,
+    deterministic: bool,
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend in enough splits for the device; with `deterministic`, in splits of fixed bounds."""
     tables = decode_tables(meta, q.device)
@@ -208,9 +239,16 @@ def attention_decode(
         "norm_parts": torch.empty(batch, heads, splits, device=q.device),
         "total_parts": torch.empty(batch, heads, splits, dim, device=q.device),
     }
+    after = {
+        # Any pointer takes the place of a gate, and is never read.
+        "gate": q if gate is None else gate,
+        "gate_stride": 0 if gate is None else gate.stride(0),
+        "GATED": gate is not None,
+    }
     arguments = {
         "out": out,
         **parts,
+        **after,
         "kv_lens": tables["kv_lens"],
         **attention_arguments(q, kv, tables, scale, tile),
         "splits": splits,
@@ -218,9 +256,9 @@ def attention_decode(
     }
     grid = (splits, kv_heads, batch)
     launch(_decode_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
-    shape = {"DIM": dim, "BLOCK_DIM": power_of_two(dim), "splits": splits}
+    shape = {"HEADS": heads, "DIM": dim, "BLOCK_DIM": power_of_two(dim), "splits": splits, **after}
     if part:
-        fixed = {"kv_lens": tables["kv_lens"], "HEADS": heads, "PART": part}
+        fixed = {"kv_lens": tables["kv_lens"], "PART": part}
         merged = {**parts, "out": out, **shape, **fixed}
         launch(_merge_kernel, (batch * heads,), merged, num_warps=4)
     elif splits > 1:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import triton.language as tl
 from vlm_serve.kernels.kv_quant.triton import INT8, decode_stored, page_arguments, stored_form
 from vlm_serve.kernels.metadata import KVLayer
 from vlm_serve.kernels.triton_support import Tables, current_target, dot_dtype, power_of_two
+from vlm_serve.kernels.tuning import Limits, tuned
 
 _CONSUMER = 99 << 10
 """Bytes of shared memory of a program on consumer cards, where one tile less is in flight."""
@@ -61,7 +63,17 @@ def decode_tile(dtype: torch.dtype, dim: int, group: int) -> Tile:
         return Tile(rows, 16, 8, 1) if dim > 128 else Tile(rows, 32, 4, 1)
     target = current_target()
     keys, stages = 32 if dim > 128 else 64, 4 if target.shared_memory > _CONSUMER else 3
-    return Tile(rows, keys, 4, 1 if target.backend == "hip" else stages)
+    if target.backend != "cuda":
+        return Tile(rows, keys, 4, 1 if target.backend == "hip" else stages)
+
+    def shared(own: Mapping[str, int]) -> int:
+        """Return the bytes of keys and values in flight, and of the queries."""
+        return 2 * power_of_two(dim, 16) * (2 * (own["stages"] - 1) * own["keys"] + rows)
+
+    limits = Limits(frozenset(("keys", "warps", "stages")), shared)
+    usual = {"keys": keys, "warps": 4, "stages": stages}
+    op = f"attention decode, head dim {dim}"
+    return Tile(rows, **tuned(op, target.arch, target.shared_memory, usual, limits))
 
 
 def attention_arguments(

@@ -75,6 +75,23 @@ def qk_norm_rope(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
+    check_heads(q, k, q_weight, k_weight, cos, sin)
+    return _norm_rope(q.device, q, k, q_weight, k_weight, cos, sin, eps)
+
+
+def check_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    """Check the arguments of `qk_norm_rope`.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
     tokens, _, dim = q.shape
     device = q.device
     check_tensor("q", q, (tokens, None, dim), FLOAT_DTYPES, device)
@@ -85,4 +102,3 @@ def qk_norm_rope(
     check_tensor("sin", sin, cos.shape, (torch.float32,), device)
     if 2 * cos.shape[1] > dim:
         raise KernelArgumentError("cos", f"rotates {2 * cos.shape[1]} of {dim} dims")
-    return _norm_rope(device, q, k, q_weight, k_weight, cos, sin, eps)

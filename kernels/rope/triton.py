@@ -4,21 +4,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from vlm_serve.kernels.kv_quant.triton import PLAIN, store_plain
 from vlm_serve.kernels.triton_support import launch, power_of_two
+
+BLOCK_HEADS = 4
+"""Heads of a program."""
+_PLAIN = tl.constexpr(PLAIN.value)
 
 
 @triton.jit
-def _norm_rotate(
+def norm_rotate(
     x,
     out,
     weight,
     cos,
     sin,
     head_stride,
+    out_head_stride,
     first_head,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -26,9 +34,12 @@ def _norm_rotate(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    FORM: tl.constexpr,
     eps,
 ):
     """Normalise and rotate some heads of one token; x and out point at the token.
+
+    FORM: how out stores them, after they are rounded to the dtype of x; not INT8.
 
     The rotated dims are loaded as two halves, so a rotation needs no exchange between threads.
     """
@@ -52,13 +63,13 @@ def _norm_rotate(
     other = other * scale * (1.0 + rest_weight)[None, :]
     c = tl.load(cos + pairs, mask=pairs < HALF, other=0.0)[None, :]
     s = tl.load(sin + pairs, mask=pairs < HALF, other=0.0)[None, :]
-    dtype = out.dtype.element_ty
-    out_row = heads[:, None] * DIM
+    dtype = x.dtype.element_ty
+    out_row = heads[:, None] * out_head_stride
     turned = (first * c - second * s).to(dtype)
-    tl.store(out + out_row + pairs[None, :], turned, mask=pair_mask)
+    store_plain(out, out_row + pairs[None, :], turned, pair_mask, FORM)
     turned = (second * c + first * s).to(dtype)
-    tl.store(out + out_row + HALF + pairs[None, :], turned, mask=pair_mask)
-    tl.store(out + out_row + rest[None, :], other.to(dtype), mask=rest_mask)
+    store_plain(out, out_row + HALF + pairs[None, :], turned, pair_mask, FORM)
+    store_plain(out, out_row + rest[None, :], other.to(dtype), rest_mask, FORM)
 
 
 @triton.jit
@@ -91,13 +102,14 @@ def _qk_kernel(
     cos += token * angle_stride
     sin += token * angle_stride
     if group < q_groups:
-        _norm_rotate(
+        norm_rotate(
             q + token * q_token_stride,
             q_out + token * Q_HEADS * DIM,
             q_weight,
             cos,
             sin,
             q_head_stride,
+            DIM,
             group * BLOCK_HEADS,
             Q_HEADS,
             DIM,
@@ -105,16 +117,18 @@ def _qk_kernel(
             BLOCK_HEADS,
             BLOCK_HALF,
             BLOCK_REST,
+            _PLAIN,
             eps,
         )
     else:
-        _norm_rotate(
+        norm_rotate(
             k + token * k_token_stride,
             k_out + token * K_HEADS * DIM,
             k_weight,
             cos,
             sin,
             k_head_stride,
+            DIM,
             (group - q_groups) * BLOCK_HEADS,
             K_HEADS,
             DIM,
@@ -122,6 +136,7 @@ def _qk_kernel(
             BLOCK_HEADS,
             BLOCK_HALF,
             BLOCK_REST,
+            _PLAIN,
             eps,
         )
 
@@ -135,16 +150,32 @@ def qk_norm_rope(
     sin: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, q_heads, dim = q.shape
-    k_heads, half = k.shape[1], cos.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    block_heads = 4
     arguments = {
-        "q": q,
-        "k": k,
+        **qk_arguments(q, k, q_weight, k_weight, cos, sin, eps),
         "q_out": q_out,
         "k_out": k_out,
+    }
+    groups = triton.cdiv(q.shape[1], BLOCK_HEADS) + triton.cdiv(k.shape[1], BLOCK_HEADS)
+    launch(_qk_kernel, (q.shape[0], groups), arguments, num_warps=2)
+    return q_out, k_out
+
+
+def qk_arguments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> dict[str, Any]:
+    """Return the arguments that kernels with this norm and rotation share, by parameter name."""
+    dim, half = q.shape[2], cos.shape[1]
+    return {
+        "q": q,
+        "k": k,
         "q_weight": q_weight,
         "k_weight": k_weight,
         "cos": cos,
@@ -155,14 +186,11 @@ def qk_norm_rope(
         "k_head_stride": k.stride(1),
         "angle_stride": cos.stride(0),
         "eps": eps,
-        "Q_HEADS": q_heads,
-        "K_HEADS": k_heads,
+        "Q_HEADS": q.shape[1],
+        "K_HEADS": k.shape[1],
         "DIM": dim,
         "HALF": half,
-        "BLOCK_HEADS": block_heads,
+        "BLOCK_HEADS": BLOCK_HEADS,
         "BLOCK_HALF": power_of_two(half),
         "BLOCK_REST": power_of_two(dim - 2 * half),
     }
-    groups = triton.cdiv(q_heads, block_heads) + triton.cdiv(k_heads, block_heads)
-    launch(_qk_kernel, (tokens, groups), arguments, num_warps=2)
-    return q_out, k_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from vlm_serve.engine import kernel_check
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.kernel_check import check_at_start, check_kernels
 from vlm_serve.errors import EngineError
-from vlm_serve.kernels import gated_delta, kv_write, norms, triton_check
+from vlm_serve.kernels import gated_delta, norms, triton_check
 from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.gated_delta import decoding
+from vlm_serve.kernels.kv_write import rotated
+from vlm_serve.kernels.linear import torch_dense
 from vlm_serve.kernels.triton_faults import faults_at
 from vlm_serve.models import load_model, read_spec
 from vlm_serve.models.parts import feed_forward
@@ -39,6 +43,7 @@ def check(folder: Path, spec: CheckpointSpec, config: EngineConfig = CONFIG) -> 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: True)
+    monkeypatch.setattr(torch_dense, "_packable_dtypes", lambda: ())
     monkeypatch.setattr(kernel_check, "LENGTHS", (30, 9))
 
 
@@ -52,18 +57,27 @@ def test_right_kernels_of_every_kind_of_model_pass(
     assert int(line.split()[1]) > 8
 
 
-@pytest.mark.parametrize("fault", [gated_delta._chunk, kv_write._write])
+# One value of a state or of a page, which the caller's tensors hold.
+PLACES: list[tuple[Op[..., Any], Callable[[Any], torch.Tensor]]] = [
+    (gated_delta._chunk, lambda args: args[1]),
+    (decoding._mix, lambda args: args[1].state),
+    (rotated._rotate, lambda args: args[4].k),
+]
+
+
+@pytest.mark.parametrize(("fault", "place"), PLACES)
 def test_a_wrong_kernel_is_refused_by_name(
-    fault: Op[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Op[..., Any],
+    place: Callable[[Any], torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inner: Any = fault.load_triton()
     path, _, name = str(fault.triton).partition(":")
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         out = inner(*args, **kwargs)
-        # One value of a state or of a page, which the caller's tensors hold.
-        place = args[1] if fault is gated_delta._chunk else args[2].k
-        place[0, 0, 0, 0] += 1.0
+        place(args)[0, 0, 0, 0] += 1.0
         return out
 
     monkeypatch.setattr(f"{path}.{name}", wrong)
@@ -165,7 +179,7 @@ def test_an_unusual_form_enters_the_numerics(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("vlm_serve.engine.arithmetic.triton_version", lambda: "3.7.1")
     config = replace(CONFIG, dtype="auto")
     numerics = decide(config, torch.bfloat16, Backend(torch.device("cuda", 0))).numerics
-    assert "triton 3.7.1, chunk_gated_delta with 16 columns and 2 warps, torch" in numerics
+    assert "triton 3.7.1 sums 2, chunk_gated_delta with 16 columns and 2 warps, torch" in numerics
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     numerics = decide(config, torch.bfloat16, Backend(torch.device("cuda", 0))).numerics
-    assert "triton 3.7.1, torch" in numerics
+    assert "triton 3.7.1 sums 2, torch" in numerics

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 from sweeps import quick
-from triton_case import assert_near, heads_of, kernels, poison, prefill_case, randn
+from triton_case import assert_near, heads_of, kernels, prefill_case, randn
+from triton_pools import state_pool
 
 from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
 from vlm_serve.kernels.gated_delta.reference import gated_delta_reference
@@ -42,16 +43,6 @@ def inputs(
         g,
         beta,
     )
-
-
-def state_pool(
-    rows: int, written: set[int], shape: tuple[int, ...], dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """A layer's view of a pool of two layers; rows that nobody wrote hold NaN."""
-    pool = poison(rows, 2, *shape, dtype=dtype)
-    for row in written:
-        pool[row, 1] = randn(*shape, dtype=dtype, seed=row)
-    return pool[:, 1]
 
 
 def check_prefill(

@@ -5,29 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from triton_case import DEVICE, kernels, randn
+from triton_pools import FORMS, layer
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.kv_quant import quantise, to_float8
 from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
 from vlm_serve.kernels.metadata import KVLayer
 from vlm_serve.kernels.triton_support import interpreted
-
-BLOCKS, SIZE, LAYERS = 5, 4, 2
-FORMS = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8]
-
-
-def layer(
-    dtype: torch.dtype, heads: int, dim: int, device: torch.device = DEVICE
-) -> tuple[KVLayer, torch.Tensor, torch.Tensor]:
-    """The second layer of a pool filled with 0x7f bytes (NaN in every float form)."""
-    shape = (BLOCKS, LAYERS, 2, SIZE, heads, dim)
-    pool = torch.full((*shape, dtype.itemsize), 0x7F, dtype=torch.uint8, device=device)
-    pool = pool.view(dtype).squeeze(-1)
-    scales = torch.full(
-        (BLOCKS, LAYERS, 4, SIZE, heads), float("nan"), dtype=torch.float16, device=device
-    )
-    views = [scales[:, 1, i] if dtype == torch.uint8 else None for i in range(4)]
-    return KVLayer(pool[:, 1, 0], pool[:, 1, 1], *views), pool, scales
 
 
 def stored(kv: KVLayer) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from recorded_ops import RecordedOps
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import Linear, Part, Shard, dense, load
 from vlm_serve.kernels.linear.dense import PackedDense
+from vlm_serve.kernels.linear.few_rows import MOST_ROWS
 from vlm_serve.kernels.linear.torch_dense import ROWS_AT_ONCE, TorchDense
 
 SHAPES = [(1, 64), (37, 65), (200, 64), (48, 300), (272, 2304), (2150, 64)]
@@ -274,7 +275,8 @@ def test_deterministic_products_on_a_gpu_have_always_as_many_rows(rows: int) -> 
 def launched(overwrite: bool) -> tuple[bool, list[str]]:
     """Whether a product takes the place of the tensor that it is added to, and its operations
     besides views."""
-    x, plus = torch.empty(3, 8, device="meta"), torch.empty(3, 6, device="meta")
+    rows = MOST_ROWS + 1
+    x, plus = torch.empty(rows, 8, device="meta"), torch.empty(rows, 6, device="meta")
     linear = TorchDense(torch.empty(6, 8, device="meta"), None)
     with RecordedOps() as recorded:
         out = linear(x, plus=plus, overwrite=overwrite)

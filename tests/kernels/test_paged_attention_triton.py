@@ -7,45 +7,13 @@ import random
 import pytest
 import torch
 from sweeps import quick
-from triton_case import DEVICE, TOLERANCE, assert_near, kernels, on_cpu, poison, randn, row_by_row
+from triton_case import TOLERANCE, assert_near, kernels, on_cpu, randn, row_by_row
+from triton_pools import FORMS, filled
 
-from vlm_serve.kernels.kv_write import write_kv
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
 from vlm_serve.kernels.paged_attention import decode_triton as paged_decode_triton
 from vlm_serve.kernels.paged_attention.reference import attention_reference
-
-FORMS = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8]
-
-
-def filled(
-    lengths: list[int], heads: int, dim: int, form: torch.dtype, seed: int, size: int = 16
-) -> tuple[KVLayer, tuple[tuple[int, ...], ...]]:
-    """Pages of sequences in blocks of random order; every row past a sequence's end is NaN (or, for
-    int8, has NaN scales), as are blocks that nobody owns."""
-    rng = random.Random(seed)
-    counts = [-(-length // size) for length in lengths]
-    blocks = list(range(sum(counts) + 2))
-    rng.shuffle(blocks)
-    shape = (len(blocks), 2, 2, size, heads, dim)
-    pool = torch.full((*shape, form.itemsize), 0x7F, dtype=torch.uint8, device=DEVICE)
-    pool = pool.view(form).squeeze(-1)
-    scales = poison(len(blocks), 2, 4, size, heads, dtype=torch.float16)
-    parts = [scales[:, 1, i] if form == torch.uint8 else None for i in range(4)]
-    kv = KVLayer(pool[:, 1, 0], pool[:, 1, 1], *parts)
-    tables = []
-    for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        table = tuple(blocks.pop() for _ in range(count))
-        slots = [table[p // size] * size + p % size for p in range(length)]
-        k, v = randn(length, heads, dim, seed=seed + i), randn(length, heads, dim, seed=seed - i)
-        slots_there = torch.tensor(slots, dtype=torch.int64)
-        stored = on_cpu(kv)
-        write_kv(k.cpu(), v.cpu(), stored, slots_there)
-        for name, part in vars(kv).items():
-            if part is not None:
-                part.view(torch.uint8).copy_(getattr(stored, name).view(torch.uint8))
-        tables.append(table)
-    return kv, tuple(tables)
 
 
 def reference(

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_spec import CheckpointSpec
 from families import FAMILIES
 from launch_counts import PARTS, Kind, Launches, count
 from make_checkpoint import make_checkpoint
 
+from vlm_serve.kernels.linear.few_rows import MOST_ROWS
 from vlm_serve.models import Model, load_model
 from vlm_serve.models.parts.feed_forward import LoadedMlp
 
@@ -52,9 +54,25 @@ def test_a_launch_more_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         LoadedMlp,
         "apply",
-        lambda self, x, residual, step: apply(self, x.clone(), residual, step),
+        lambda self, x, residual, step: apply(self, x, residual.clone(), step),
     )
     after = largest(count(model, "decode"))
     assert after["MLP"] == [before["MLP"][0], before["MLP"][1] + 1]
     assert after["attention"] == before["attention"]
     assert after["step"][1] == before["step"][1] + len(model._decoder.layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "most"), [(32, 0, 240), (40, 8, 720)], ids=["4B", "35B-A3B"]
+)
+def test_a_decode_step_of_as_many_layers_as_a_published_model_has(
+    layers: int, experts: int, most: int, tmp_path: Path
+) -> None:
+    spec = CheckpointSpec(num_layers=layers, num_experts=experts, vision_depth=0)
+    model = load_model(make_checkpoint(tmp_path, spec), torch.bfloat16, "meta")
+    for batch in (1, MOST_ROWS):
+        (found,) = count(model, "decode", batch)["step"]
+        assert sum(found.numbers) <= most, found
+    # With more rows the products are the library's, and what is around them is apart.
+    (found,) = count(model, "decode", MOST_ROWS + 1)["step"]
+    assert sum(found.numbers) <= 1.5 * most, found

@@ -17,6 +17,7 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.invariance import Promise, check_options, promise
 from vlm_serve.errors import ConfigError
+from vlm_serve.kernels import tuning
 from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.kernels.triton_faults import forms_at, triton_version
 from vlm_serve.models.quantization.scheme import QuantScheme
@@ -31,6 +32,8 @@ DTYPES = {
 """Stored types by option value; int8 means unsigned codes with scales."""
 NUMERICS_VERSION = 7
 """Raised whenever a kernel's arithmetic changes; results of older code are then not reused."""
+TRITON_SUMS = 2
+"""Raised whenever the arithmetic of the Triton kernels changes, and that of no others."""
 
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
 _PAIRS = "products of bfloat16 pairs (AVX512-BF16)"
@@ -253,7 +256,7 @@ def _numerics(compute: torch.dtype, backend: Backend, config: EngineConfig) -> s
         how = "-tiles" if backend.digests.tiles else "-pairs"
         parts.append(f"cpu-compiled {name_of(compute)}{how if paired else ''} {digest}")
     elif backend.device.type != "cpu":
-        parts += [f"triton {triton_version()}", *_unusual_forms(backend.device)]
+        parts += [f"triton {triton_version()} sums {TRITON_SUMS}", *_unusual_forms(backend.device)]
     parts.append(f"{_torch(backend)} {_capability(backend.device)}")
     if config.tensor_parallel_size > 1:
         parts.append(f"{config.tensor_parallel_size} ranks, float32 sums in their order")
@@ -297,11 +300,14 @@ def _capability(device: torch.device) -> str:
 
 
 def _unusual_forms(device: torch.device) -> list[str]:
-    """Return the kernels that a known fault of Triton gives another form, which has other bits."""
+    """Return what gives kernels other bits on a GPU: forms that avoid known faults of Triton, and
+    the table of its tiles."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return []
     major, minor = torch.cuda.get_device_capability(device)
-    return list(forms_at(10 * major + minor, triton_version()))
+    architecture = 10 * major + minor
+    tiles = tuning.digest(architecture)
+    return [*forms_at(architecture, triton_version()), *([f"tiles {tiles}"] if tiles else [])]
 
 
 def with_checked_kernels(arithmetic: Arithmetic, digest: str) -> Arithmetic:

@@ -33,5 +33,5 @@ def running_sum(probs: torch.Tensor) -> torch.Tensor:
 
 
 def whole_sums(probs: torch.Tensor) -> torch.Tensor:
-    """Return `running_sum` in whole units of a probability."""
-    return (probs * _UNITS).long().cumsum(0).double() / _UNITS
+    """Return `running_sum` of each row, `[..., n]`, in whole units of a probability."""
+    return (probs * _UNITS).long().cumsum(-1).double() / _UNITS

@@ -15,11 +15,10 @@ import torch
 
 from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
 from vlm_serve.engine.row_sums import log_softmax, running_sum
+from vlm_serve.engine.sampling_rows import LEAST_MASS, Row, choose_rows
 
 _FEW_LOGITS = 1 << 17
 """Up to this many logits, one thread searches faster than several, which torch would wake."""
-_LEAST_MASS = 1e-300
-"""Stands for a `top_p` of 0: less than the mass of any likeliest token."""
 
 
 def sample(
@@ -43,7 +42,8 @@ def sample(
     """
     sampled: dict[int, tuple[Sampled, ...]] = {}
     ended: set[int] = set()
-    for task, row in zip(tasks, rows, strict=True):
+    ready = _together(logits, tasks, samplers, rows) if at_once(logits) else {}
+    for place, (task, row) in enumerate(zip(tasks, rows, strict=True)):
         if task.sequence in ended:
             continue
         sampler = samplers[task.sequence]
@@ -51,7 +51,7 @@ def sample(
             best = _best(logits) if best is None else best
             one = Sampled(best[row], {})
         else:
-            one = sampler.choose(logits[row], task)
+            one = ready.get(place) or sampler.choose(logits[row], task)
         if task.forced is not None and task.forced != one.token_id:
             one = sampler.forced(logits[row], task.forced, one.token_id)
         sampled[task.sequence] = (*sampled.get(task.sequence, ()), one)
@@ -60,6 +60,35 @@ def sample(
         elif task.draft is not None:
             ended.add(task.sequence)
     return sampled
+
+
+def at_once(logits: torch.Tensor) -> bool:
+    """Return True if rows are sampled together: on a GPU, where the host waits for each of them."""
+    return logits.device.type != "cpu"
+
+
+def _together(
+    logits: torch.Tensor,
+    tasks: Sequence[SampleTask],
+    samplers: Mapping[int, SequenceSampler],
+    rows: Sequence[int],
+) -> dict[int, Sampled]:
+    """Sample the tasks that need no other's token, by their places in the list.
+
+    Those are all but the ones behind a draft in a sequence with penalties.
+    """
+    places, asked, begun = list[int](), list[Row](), set[int]()
+    for place, (task, row) in enumerate(zip(tasks, rows, strict=True)):
+        sampler, first = samplers[task.sequence], task.sequence not in begun
+        begun.add(task.sequence)
+        plain = sampler.is_plain and task.mask is None and not task.unbiased
+        if not plain and (first or not sampler.is_penalised):
+            places.append(place)
+            asked.append(sampler.row(logits[row], task))
+    if not asked:
+        return {}
+    chosen = choose_rows(asked)
+    return {place: Sampled(*one) for place, one in zip(places, chosen, strict=True)}
 
 
 def _best(logits: torch.Tensor) -> list[int]:
@@ -77,6 +106,7 @@ class SequenceSampler:
     position.
 
     Attributes:
+        is_penalised: True if earlier tokens change the logits.
         is_plain: True for greedy sampling without changes to the logits (other than masks) and
             without log-probabilities.
     """
@@ -85,12 +115,12 @@ class SequenceSampler:
         params = info.params
         self._params, self._seed = params, info.seed
         self._repetition = params.repetition_penalty or 1.0
-        self._penalised = bool(
+        self.is_penalised = bool(
             params.presence_penalty or params.frequency_penalty or self._repetition != 1.0
         )
-        self._changes = self._penalised or bool(params.logit_bias)
+        self._changes = self.is_penalised or bool(params.logit_bias)
         self.is_plain = not self._changes and params.temperature == 0 and params.logprobs is None
-        self._prompt = frozenset(info.token_ids if self._penalised else ())
+        self._prompt = frozenset(info.token_ids if self.is_penalised else ())
         self._generated: list[int] = []
         self._counts: Counter[int] = Counter()
         self._bias = tuple((params.logit_bias or {}).items())
@@ -103,7 +133,7 @@ class SequenceSampler:
 
     def replace(self, first: int, token_ids: Sequence[int]) -> None:
         """Replace the generated tokens from index `first` on."""
-        if not self._penalised:
+        if not self.is_penalised:
             return
         assert first <= len(self._generated), "generated tokens are missing"
         gone = self._generated[first:]
@@ -125,6 +155,12 @@ class SequenceSampler:
         token = _best(logits[None])[0] if greedy else self._draw(logits, task.position)
         return Sampled(token, _top_logprobs(raw, token, self._params.logprobs))
 
+    def row(self, raw: torch.Tensor, task: SampleTask) -> Row:
+        """Return what `choose` would sample, for `choose_rows`."""
+        changed = self._changed(raw) if self._changes and not task.unbiased else raw
+        draw = uniform(self._seed, task.position)
+        return Row(raw, changed, task.mask, self._params, draw)
+
     def forced(self, raw: torch.Tensor, token: int, drawn: int) -> Sampled:
         """Return the forced token, with the token that was drawn instead."""
         return Sampled(token, _top_logprobs(raw, token, self._params.logprobs), drawn)
@@ -142,7 +178,7 @@ class SequenceSampler:
                 )
             logits = raw.clone()
             logits[self._biased[0]] += self._biased[1]
-        if self._penalised and self._tables is None:
+        if self.is_penalised and self._tables is None:
             self._tables = torch.stack((torch.zeros_like(raw), torch.ones_like(raw)))
             self._note(self._tables, {*self._prompt, *self._counts})
         if self._tables is not None and self._repetition != 1.0:
@@ -176,7 +212,7 @@ class SequenceSampler:
         probs = torch.softmax(kept.double(), dim=-1)
         if params.top_p is not None and params.top_p < 1.0:
             # A token stays while the mass before it is below top_p, so the first one always stays.
-            mass = max(params.top_p, _LEAST_MASS)
+            mass = max(params.top_p, LEAST_MASS)
             probs = torch.where(running_sum(probs) - probs < mass, probs, 0.0)
         if params.min_p > 0.0:
             probs = torch.where(probs >= params.min_p * probs[0], probs, 0.0)

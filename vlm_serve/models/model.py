@@ -14,7 +14,7 @@ from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.host_memory import release_freed_memory
 from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
-from vlm_serve.kernels.norms import rms_norm
+from vlm_serve.kernels.norms.pending import Normed
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.kernels.rope import mrope_cos_sin
 from vlm_serve.kernels.rope.compiled import axes
@@ -219,22 +219,23 @@ class Model:
             # After the last token mixer only rows with requested logits are needed.
             last = layer is layers[-1] and not (batch.capture_experts or self.drafts)
             keep = batch.logit_rows if last else None
-            x = layer.mixer.apply(rms_norm(x, layer.input_norm, eps), x, cache, step, keep)
+            x = layer.mixer.apply(Normed(x, layer.input_norm, eps), x, cache, step, keep)
             step = step.kept(keep)
-            x, ids = layer.feed_forward.apply(rms_norm(x, layer.post_norm, eps), x, step)
+            x, ids = layer.feed_forward.apply(Normed(x, layer.post_norm, eps), x, step)
             if ids is not None:
                 routed.append(ids)
             if index < self.spec.media_features:
                 self._add_features(x, batch, index)
         if batch.capture_experts and not self.drafts:
             x, step = x[batch.logit_rows], step.kept(batch.logit_rows)
-        normed = rms_norm(x, self._decoder.norm, eps)
-        hidden = normed if self.drafts else None
-        rows = normed[batch.logit_rows] if self.drafts else normed
-        if self.drafts:
-            step = step.kept(batch.logit_rows)
         head = self._decoder.head
-        logits = head(rows, deterministic=batch.deterministic, changes=step.changes).float()
+        hidden, normed = None, Normed(x, self._decoder.norm, eps)
+        if self.drafts:
+            hidden, step = normed.rows, step.kept(batch.logit_rows)
+            rows = hidden[batch.logit_rows]
+            logits = head(rows, deterministic=batch.deterministic, changes=step.changes).float()
+        else:
+            logits = head.logits(normed, deterministic=batch.deterministic, changes=step.changes)
         logits = self.ranks.columns(logits, self.spec.vocab_size)
         if not routed or not batch.capture_experts:
             return ForwardOutput(logits, hidden=hidden)

@@ -16,6 +16,7 @@ import torch
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.norms import rms_norm
+from vlm_serve.kernels.norms.pending import Normed
 from vlm_serve.kernels.rope import mrope_cos_sin
 from vlm_serve.kernels.rope.compiled import axes
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -108,9 +109,9 @@ class Predictor:
             deterministic=batch.deterministic,
             first_key=FIRST_KEY,
         )
-        normed, keep = rms_norm(x, layer.input_norm, eps), batch.logit_rows
+        normed, keep = Normed(x, layer.input_norm, eps), batch.logit_rows
         x = layer.mixer.apply(normed, x, self._bind(caches), step, keep)
-        x, _ = layer.feed_forward.apply(rms_norm(x, layer.post_norm, eps), x, step)
+        x, _ = layer.feed_forward.apply(Normed(x, layer.post_norm, eps), x, step)
         hidden = rms_norm(x, self._norm, eps)
         logits = head(hidden, deterministic=batch.deterministic).float()
         return ForwardOutput(logits, hidden=hidden)

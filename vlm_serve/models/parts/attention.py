@@ -5,24 +5,25 @@ Numerics follow transformers' Qwen3_5Attention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.kv_quant.compiled import pages_record
-from vlm_serve.kernels.kv_write import write_kv
+from vlm_serve.kernels.kv_write.rotated import Rotation, rotate_and_write
 from vlm_serve.kernels.linear import Linear, Part
-from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, VerifyMeta
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.norms.pending import Normed
 from vlm_serve.kernels.paged_attention import (
     attention_decode,
     attention_prefill,
     attention_verify,
+    gated_attention_decode,
 )
 from vlm_serve.kernels.paged_attention.moved import without_first
 from vlm_serve.kernels.ranks import Ranks
-from vlm_serve.kernels.rope import qk_norm_rope
 from vlm_serve.kernels.rope.compiled import MAX_DIM
 from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool
 from vlm_serve.models.parts.base import (
@@ -132,46 +133,60 @@ class LoadedAttention(LoadedMixer):
 
     def apply(
         self,
-        x: torch.Tensor,
+        x: Normed,
         residual: torch.Tensor,
         cache: KVLayer,
         step: Step,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
         sizes = self.sizes
-        wide = self.in_proj(x, deterministic=step.deterministic, changes=step.changes)
+        wide = self.in_proj.of_norm(x, deterministic=step.deterministic, changes=step.changes)
         widths = [sizes.queries, sizes.keys, sizes.keys]
         q, k, v, *gate = torch.split_with_sizes(wide, widths + [sizes.queries] * sizes.gated, 1)
-        q, k = qk_norm_rope(
+        q = rotate_and_write(
             q.view(-1, sizes.heads, sizes.head_dim),
             k.view(-1, sizes.kv_heads, sizes.head_dim),
-            self.q_norm,
-            self.k_norm,
-            step.cos,
-            step.sin,
-            self.eps,
+            v.view(-1, sizes.kv_heads, sizes.head_dim),
+            Rotation(self.q_norm, self.k_norm, step.cos, step.sin, self.eps),
+            cache,
+            step.slots,
         )
-        write_kv(k, v.view(k.shape), cache, step.slots)
-        out = self._attend(q, cache, step).flatten(1)
+        parts = [
+            self._attend(q[rows], cache, meta, [each[rows] for each in gate], step)
+            for meta, rows in step.parts()
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if keep is not None:
-            out, residual, gate = out[keep], residual[keep], [each[keep] for each in gate]
-        for each in gate:
-            out = times_sigmoid(out, each)
+            out, residual = out[keep], residual[keep]
         return self.out_proj(out, residual, step.kept(keep))
 
-    def _attend(self, q: torch.Tensor, cache: KVLayer, step: Step) -> torch.Tensor:
-        scale, exact, parts = self.sizes.head_dim**-0.5, step.deterministic, []
-        for meta, rows in step.parts():
-            if isinstance(meta, VerifyMeta):
-                own = attention_verify(q[rows], cache, meta, scale=scale, deterministic=exact)
-            elif isinstance(meta, DecodeMeta):
-                own = attention_decode(q[rows], cache, meta, scale=scale, deterministic=exact)
+    def _attend(
+        self,
+        q: torch.Tensor,
+        cache: KVLayer,
+        meta: DecodeMeta | PrefillMeta | VerifyMeta,
+        gate: Sequence[torch.Tensor],
+        step: Step,
+    ) -> torch.Tensor:
+        """Attend from one kind of tokens; `gate`: theirs, if there is one. Return
+        `[T, heads * D]`."""
+        scale, exact = self.sizes.head_dim**-0.5, step.deterministic
+        if isinstance(meta, VerifyMeta):
+            return attention_verify(
+                q, cache, meta, *gate, scale=scale, deterministic=exact
+            ).flatten(1)
+        if isinstance(meta, DecodeMeta):
+            if gate:
+                out = gated_attention_decode(
+                    q, cache, meta, gate[0], scale=scale, deterministic=exact
+                )
             else:
-                if step.first_key:
-                    cache, meta = without_first(cache, meta, step.first_key, q.dtype)
-                own = attention_prefill(q[rows], cache, meta, scale=scale, deterministic=exact)
-            parts.append(own)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+                out = attention_decode(q, cache, meta, scale=scale, deterministic=exact)
+            return out.flatten(1)
+        if step.first_key:
+            cache, meta = without_first(cache, meta, step.first_key, q.dtype)
+        out = attention_prefill(q, cache, meta, scale=scale, deterministic=exact).flatten(1)
+        return times_sigmoid(out, gate[0]) if gate else out
 
     def lower(self, program: Program, cache: KVLayer, *, last: bool) -> None:
         sizes, k = self.sizes, cache.k

@@ -13,6 +13,7 @@ from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.low_rank import RowChanges
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.norms.pending import Normed
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.program import Program, View
@@ -180,7 +181,7 @@ class LoadedMixer(ABC):
     @abstractmethod
     def apply(
         self,
-        x: torch.Tensor,
+        x: Normed,
         residual: torch.Tensor,
         cache: Any,
         step: Step,
@@ -189,7 +190,7 @@ class LoadedMixer(ABC):
         """Mix tokens by ops, updating the layer's memory between steps in place.
 
         Args:
-            x: `[T, hidden]` normed input.
+            x: `[T, hidden]`, the input.
             residual: `[T, hidden]`, added to the output, which may take its place.
             cache: from `bind`.
             step: this forward.
@@ -244,7 +245,7 @@ class LoadedFeedForward(ABC):
 
     @abstractmethod
     def apply(
-        self, x: torch.Tensor, residual: torch.Tensor, step: Step
+        self, x: Normed, residual: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute by ops: (`[T, hidden]` with the residual added, int64 `[T, top_k]` ids of routed
         experts or None)."""

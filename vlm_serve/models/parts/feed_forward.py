@@ -14,6 +14,8 @@ from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import route, routed_experts
+from vlm_serve.kernels.moe.beside import Beside
+from vlm_serve.kernels.norms.pending import Normed
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.parts.base import (
     FeedForward,
@@ -29,7 +31,8 @@ from vlm_serve.models.program import Program, UnsupportedError
 
 
 def stacked_experts(device: torch.device) -> bool:
-    """Return True if kernels for a device take all experts' weights in one tensor."""
+    """Return True if kernels for a device take weights in one piece: those of all experts, and
+    gate and up."""
     return device.type != "cpu"
 
 
@@ -47,26 +50,37 @@ class Mlp(FeedForward):
         name, rows = f"{layer}.{self.name}", (source.ranks.share(self.size),)
         wide = (self.size, hidden)
         gate, up = (
-            source.linear(Part(f"{name}.{part}_proj.weight", wide, rows, least_bits=4))
-            for part in ("gate", "up")
+            Part(f"{name}.{part}_proj.weight", wide, rows, least_bits=4) for part in ("gate", "up")
         )
         down = Part(f"{name}.down_proj.weight", (hidden, self.size), least_bits=4)
-        return LoadedMlp(gate, up, OutputProjection.load(source, down))
+        if stacked_experts(source.device):
+            inner, other = source.linear(gate, up), None
+        else:
+            inner, other = source.linear(gate), source.linear(up)
+        return LoadedMlp(inner, other, OutputProjection.load(source, down))
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedMlp(LoadedFeedForward):
+    """Weights. Without `up`, `gate` has its rows too, below its own."""
+
     gate: Linear
-    up: Linear
+    up: Linear | None
     down: OutputProjection
 
-    def apply(
-        self, x: torch.Tensor, residual: torch.Tensor, step: Step
-    ) -> tuple[torch.Tensor, None]:
-        hidden = self.gate.gated(self.up, x, deterministic=step.deterministic, changes=step.changes)
-        return self.down(hidden, residual, step), None
+    def apply(self, x: Normed, residual: torch.Tensor, step: Step) -> tuple[torch.Tensor, None]:
+        return self.down(self.hidden(x, step), residual, step), None
+
+    def hidden(self, x: Normed, step: Step) -> torch.Tensor:
+        """Compute `silu(gate(x)) * up(x)`."""
+        deterministic, changes = step.deterministic, step.changes
+        if self.up is None:
+            return self.gate.gated_of_norm(x, deterministic=deterministic, changes=changes)
+        return self.gate.gated(self.up, x.rows, deterministic=deterministic, changes=changes)
 
     def lower(self, program: Program) -> None:
+        if self.up is None:
+            raise UnsupportedError("gate and up in one weight")
         self.down.lower(program, program.gated(self.gate, self.up))
 
 
@@ -159,40 +173,47 @@ class LoadedExperts(LoadedFeedForward):
     ranks: Ranks
 
     def apply(
-        self, x: torch.Tensor, residual: torch.Tensor, step: Step
+        self, x: Normed, residual: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         deterministic, count = step.deterministic, self.routing.num_experts
-        scores = self.router(x, deterministic=deterministic, changes=step.changes)
+        scores = self.router(x.rows, deterministic=deterministic, changes=step.changes)
         weights, ids = route(scores[:, :count], self.routing.top_k)
-        out = routed_experts(
-            x,
+        gate = scores[:, count:]
+        if self.ranks.shared:
+            out = self._routed(x, weights, ids, step, None).float()
+            if self.shared is not None:
+                hidden = self.shared.hidden(x, step)
+                part = self.shared.down.weight.partial(
+                    hidden, deterministic=deterministic, changes=step.changes
+                )
+                out = out + times_sigmoid(part, gate.float())
+            return added(self.ranks, out, residual), ids
+        beside = Beside(residual)
+        if self.shared is not None:
+            hidden = self.shared.hidden(x, step)
+            down = self.shared.down.weight
+            whole = down(hidden, deterministic=deterministic, changes=step.changes)
+            beside = Beside(residual, whole, gate)
+        return self._routed(x, weights, ids, step, beside), ids
+
+    def _routed(
+        self,
+        x: Normed,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        step: Step,
+        beside: Beside | None,
+    ) -> torch.Tensor:
+        return routed_experts(
+            x.rows,
             weights,
             ids,
             self.gate_up,
             self.down,
-            deterministic=deterministic,
+            deterministic=step.deterministic,
             changes=step.changes,
+            beside=beside,
         )
-        if self.ranks.shared:
-            out = out.float()
-        if self.shared is not None:
-            hidden = self.shared.gate.gated(
-                self.shared.up, x, deterministic=deterministic, changes=step.changes
-            )
-            out = out + self._shared(hidden, scores[:, count:], step)
-        if self.ranks.shared:
-            return added(self.ranks, out, residual), ids
-        return residual + out, ids
-
-    def _shared(self, hidden: torch.Tensor, gate: torch.Tensor, step: Step) -> torch.Tensor:
-        """Return the shared expert's part of the sum."""
-        assert self.shared is not None
-        down = self.shared.down.weight
-        if self.ranks.shared:
-            part = down.partial(hidden, deterministic=step.deterministic, changes=step.changes)
-            return times_sigmoid(part, gate.float())
-        whole = down(hidden, deterministic=step.deterministic, changes=step.changes)
-        return times_sigmoid(whole, gate)
 
     def lower(self, program: Program) -> None:
         gate_up, down = self.gate_up, self.down
@@ -203,6 +224,7 @@ class LoadedExperts(LoadedFeedForward):
         program.product(self.router, program.normed, scores, "SCORES")
         shared: dict[str, object] = {}
         if self.shared is not None:
+            assert self.shared.up is not None, "on a CPU gate and up lie apart"
             shared["shared"] = program.gated(self.shared.gate, self.shared.up)
             shared["shared_down"] = program.weight(self.shared.down.weight)
             shared["shared_site"] = self.shared.down.weight.site

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from vlm_serve.kernels.causal_conv import (
-    causal_conv_decode,
     causal_conv_prefill,
     causal_conv_verify,
     fold_tails,
@@ -22,14 +21,15 @@ from vlm_serve.kernels.gated_delta import (
     chunk_gated_delta,
     fold_gated_delta,
     gates,
-    recurrent_gated_delta,
     verify_gated_delta,
 )
 from vlm_serve.kernels.gated_delta.compiled import STATE_TYPES
+from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.norms import gated_rms_norm
+from vlm_serve.kernels.norms.pending import Normed
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.parts.base import (
@@ -171,60 +171,50 @@ class LoadedGatedDelta(LoadedMixer):
 
     def apply(
         self,
-        x: torch.Tensor,
+        x: Normed,
         residual: torch.Tensor,
         cache: StateLayer,
         step: Step,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
-        sizes, deterministic = self.sizes, step.deterministic
-        widths = (sizes.channels, sizes.values, 2 * sizes.value_heads)
-        qkv, z, raw = torch.split_with_sizes(
-            self.in_proj(x, deterministic=deterministic, changes=step.changes), widths, 1
-        )
-        beta, decay = gates(raw, self.neg_decay, self.dt_bias, deterministic=deterministic)
+        wide = self.in_proj.of_norm(x, deterministic=step.deterministic, changes=step.changes)
         parts = [
-            self._mix(qkv[rows], decay[rows], beta[rows], cache, meta)
-            for meta, rows in step.parts()
+            self._mix(wide[rows], cache, meta, step.deterministic) for meta, rows in step.parts()
         ]
-        core = parts[0] if len(parts) == 1 else torch.cat(parts)
-        z = z.view(-1, sizes.value_heads, sizes.value_dim)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if keep is not None:
-            core, z, residual = core[keep], z[keep], residual[keep]
-        out = gated_rms_norm(core, z, self.norm, self.eps).flatten(1)
+            out, residual = out[keep], residual[keep]
         return self.out_proj(out, residual, step.kept(keep))
 
     def _mix(
         self,
-        qkv: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
+        wide: torch.Tensor,
         cache: StateLayer,
         meta: DecodeMeta | PrefillMeta | VerifyMeta,
+        deterministic: bool,
     ) -> torch.Tensor:
+        """Compute what lies between the products, for one kind of tokens."""
+        sizes, weights = self.sizes, (self.conv, self.neg_decay, self.dt_bias, self.norm, self.eps)
+        mixing = Mixing(*weights, cache.conv, cache.recurrent)
+        if isinstance(meta, DecodeMeta):
+            return mix_decode(wide, mixing, meta, deterministic=deterministic)
+        qkv, z, raw = mixing.split(wide)
+        beta, decay = gates(raw, self.neg_decay, self.dt_bias, deterministic=deterministic)
         if isinstance(meta, VerifyMeta):
             updates = cache.updates
             assert updates is not None, "no pools for updates"
             mixed = causal_conv_verify(qkv, self.conv, cache.conv, updates.inputs, meta)
-            q, k, v = self._heads(mixed)
-            return verify_gated_delta(q, k, v, decay, beta, cache.recurrent, updates, meta)
-        if isinstance(meta, DecodeMeta):
-            q, k, v = self._heads(causal_conv_decode(qkv, self.conv, cache.conv, meta))
-            return recurrent_gated_delta(q, k, v, decay, beta, cache.recurrent, meta)
-        q, k, v = self._heads(causal_conv_prefill(qkv, self.conv, cache.conv, meta))
-        return chunk_gated_delta(q, k, v, decay, beta, cache.recurrent, meta)
+            q, k, v = mixing.heads(mixed)
+            core = verify_gated_delta(q, k, v, decay, beta, cache.recurrent, updates, meta)
+        else:
+            q, k, v = mixing.heads(causal_conv_prefill(qkv, self.conv, cache.conv, meta))
+            core = chunk_gated_delta(q, k, v, decay, beta, cache.recurrent, meta)
+        return gated_rms_norm(core, z, self.norm, self.eps).view(-1, sizes.values)
 
     def fold(self, cache: StateLayer, folds: Sequence[tuple[int, int, int]]) -> None:
         assert cache.updates is not None, "no pools for updates"
         fold_tails(cache.conv, cache.updates.inputs, folds)
         fold_gated_delta(cache.recurrent, cache.updates, folds)
-
-    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        sizes, tokens = self.sizes, qkv.shape[0]
-        keys, values = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
-        width = sizes.key_heads * sizes.key_dim
-        q, k, v = torch.split_with_sizes(qkv, (width, width, sizes.values), 1)
-        return q.view(tokens, *keys), k.view(tokens, *keys), v.view(tokens, *values)
 
     def lower(self, program: Program, cache: StateLayer, *, last: bool) -> None:
         sizes = self.sizes

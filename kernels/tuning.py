@@ -1,0 +1,91 @@
+"""Tiles as data: what was measured on an architecture replaces what the kernels were written with.
+
+`tuning/sm_90.json` beside this file holds, by the names of ops, the fields of their tiles that
+differ. It is read once, at the first launch. Nothing is tuned while serving. A table's digest is in
+the name of the numerics, since other tiles sum in another order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from vlm_serve.errors import ConfigError
+
+FOLDER = Path(__file__).resolve().parent / "tuning"
+_WHOLE = {"warps": (1, 2, 4, 8), "stages": tuple(range(1, 9))}
+_NONE: Mapping[str, Mapping[str, int]] = {}
+
+
+class Limits(NamedTuple):
+    """What an op's tile must keep.
+
+    Attributes:
+        fields: that a table may name.
+        shared: bytes of shared memory that a tile takes, by its fields.
+    """
+
+    fields: frozenset[str]
+    shared: Callable[[Mapping[str, int]], int]
+
+
+@cache
+def table(architecture: int | str) -> Mapping[str, Mapping[str, int]]:
+    """Return an architecture's table, fields by ops; empty where nothing was measured.
+
+    Raises:
+        ConfigError: a file that is no such table.
+    """
+    path = FOLDER / f"sm_{architecture}.json"
+    if not path.is_file():
+        return _NONE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["ops"]
+        return {op: {name: int(value) for name, value in own.items()} for op, own in found.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path.name} is no table of tiles: {error}") from error
+
+
+def digest(architecture: int | str) -> str:
+    """Return 8 hexadecimal digits of an architecture's table; "" without one."""
+    found = table(architecture)
+    if not found:
+        return ""
+    text = json.dumps(found, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def tuned(
+    op: str, architecture: int | str, most_shared: int, usual: Mapping[str, int], limits: Limits
+) -> dict[str, int]:
+    """Return an op's tile: the usual one with what was measured in place of its fields.
+
+    Args:
+        op: name in the table.
+        architecture: compute capability (90).
+        most_shared: bytes of shared memory of a program there.
+        usual: the tile without a table.
+        limits: of the op.
+
+    Raises:
+        ConfigError: the table names a field that the tile has not, a size that is no power of two,
+            or more shared memory than there is.
+    """
+    own = table(architecture).get(op, {})
+    where = f"tuning/sm_{architecture}.json: {op}"
+    for name, value in own.items():
+        if name not in limits.fields:
+            raise ConfigError(f"{where} has no {name}")
+        known = _WHOLE.get(name)
+        if value < 1 or (value not in known if known else value & (value - 1)):
+            raise ConfigError(f"{where}: {name} cannot be {value}")
+    found = {**usual, **own}
+    if own and limits.shared(found) > most_shared:
+        raise ConfigError(
+            f"{where} takes {limits.shared(found)} bytes of shared memory, of {most_shared}"
+        )
+    return found
