@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -31,3 +32,9 @@ def test_the_metadata_takes_it_from_the_package() -> None:
 def test_the_changelog_has_it() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"\n## {vlm_serve.__version__} - " in text
+
+
+def test_the_documents_name_wheels_of_it() -> None:
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"vlm_serve-([\d.]+)-py3", text))
+    assert named == {vlm_serve.__version__}
