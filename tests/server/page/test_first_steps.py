@@ -13,7 +13,7 @@ MOST_BYTES = 400_000
 def test_the_first_load_is_small_and_has_no_mathematics(browser: Browser, server_url: str) -> None:
     visit = Visit(browser, server_url)
     responses: list[Response] = []
-    visit.page.on("response", responses.append)
+    visit.page.on("response", lambda response: responses.append(response))
     visit.open()
     visit.page.wait_for_load_state("networkidle")
     loaded = {each.url: len(each.body()) for each in responses}
