@@ -15,6 +15,7 @@ from vlm_serve.cli import _model, build_parser, collect, main
 from vlm_serve.config import EngineConfig
 from vlm_serve.config_file import read_config_file
 from vlm_serve.errors import ConfigError
+from vlm_serve.long_parts import LONG_PARTS
 from vlm_serve.models.registry import FAMILIES
 from vlm_serve.options import Option, check_environment, from_environment, options_of
 from vlm_serve.server.config import ServerConfig
@@ -239,13 +240,30 @@ def test_a_question_alone_is_asked_of_the_default_model(
     assert "there is no more" in capsys.readouterr().err
 
 
-def test_a_command_says_that_it_loads_its_libraries(tmp_path: Path) -> None:
-    code = "import sys; from vlm_serve.cli import main; sys.exit(main(sys.argv[1:]))"
+def test_a_command_says_what_takes_long(tmp_path: Path) -> None:
+    code = (
+        "import logging, sys\n"
+        "from vlm_serve.cli import main\n"
+        "from vlm_serve.long_parts import LONG_PARTS\n"
+        "status = main(sys.argv[1:])\n"
+        "for name in LONG_PARTS:\n"
+        "    logging.getLogger(name).info('half a minute')\n"
+        "logging.getLogger('vlm_serve.engine.loop').info('a step')\n"
+        "sys.exit(status)\n"
+    )
     begun = [sys.executable, "-c", code, "chat", "nosuch", "hi", "--image", str(tmp_path / "a")]
     done = subprocess.run(begun, capture_output=True, text=True, check=False)
-    first, second = done.stderr.splitlines()
+    first, second, *others = done.stderr.splitlines()
     assert first == "vlm-serve: loading its libraries, some seconds"
     assert "No such file" in second and done.stdout == ""
+    assert others == ["vlm-serve: half a minute"] * len(LONG_PARTS)
+
+
+def test_modules_that_may_take_long_exist_and_say_so() -> None:
+    root = Path(__file__).parents[1] / "vlm_serve"
+    for name in LONG_PARTS:
+        path = root / Path(*name.split(".")[1:]).with_suffix(".py")
+        assert "_log.info(" in path.read_text(encoding="utf-8"), name
 
 
 KUBERNETES = {

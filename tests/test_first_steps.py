@@ -32,7 +32,7 @@ def _checkout(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 def block(heading: str, language: str = "") -> str:
     """The first fenced block below a heading."""
     behind = README.split(f"\n## {heading}\n")[1]
-    return re.findall(rf"^```{language}\n(.*?)^```", behind, re.M | re.S)[0]
+    return str(re.findall(rf"^```{language}\n(.*?)^```", behind, re.M | re.S)[0])
 
 
 def lines(command: str) -> list[list[str]]:

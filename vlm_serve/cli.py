@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError, VlmServeError
 from vlm_serve.flags import Parser, add_options, positive
 from vlm_serve.help_examples import add_examples
+from vlm_serve.long_parts import say_what_takes_long
 from vlm_serve.options import Option, check_environment, from_environment, options_of
 from vlm_serve.own_version import own_version
 from vlm_serve.process_limits import check_process_limits, memory_sentence
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.run in (run_serve, run_deploy, run_batch, run_video_qa, run_eval, run_chat):
             check_process_limits()
-            _say_that_libraries_are_loaded()
+            say_what_takes_long(logs=options.run in (run_serve, run_deploy))
         status: int = options.run(options)
     except ConfigError as error:
         print(f"vlm-serve: {error.message}", file=sys.stderr)
@@ -47,13 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
-
-
-def _say_that_libraries_are_loaded() -> None:
-    """Say on standard error why nothing happens for the next seconds, unless they are loaded."""
-    if "torch" not in sys.modules:
-        with contextlib.suppress(OSError):
-            print("vlm-serve: loading its libraries, some seconds", file=sys.stderr, flush=True)
 
 
 def build_parser() -> argparse.ArgumentParser:
