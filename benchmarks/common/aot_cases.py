@@ -99,7 +99,9 @@ def _joined(shapes: Shapes) -> Iterator[Case]:
     conv = _half(shapes.conv_channels, shapes.conv_taps)
     mixing = Mixing(conv, factors, factors, norm, 1e-6, tails, state)
     columns = shapes.conv_channels + heads * dim + 2 * heads
-    yield "mix_decode", partial(mix_decode, _half(BATCH, columns), mixing, decode_meta())
+    few, many = decode_meta(MOST_ROWS), decode_meta()
+    yield "mix_decode", partial(mix_decode, _half(MOST_ROWS, columns), mixing, few)
+    yield "mix_decode", partial(mix_decode, _half(BATCH, columns), mixing, many)
     weight, angles = _half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)
     rotation = Rotation(weight, weight, angles, angles, 1e-6)
     q = _half(TOKENS, shapes.query_heads, 2 * shapes.head_dim)[..., : shapes.head_dim]

@@ -18,9 +18,12 @@ from common.gpu_cases import (
     pages,
     slices,
 )
+from common.gpu_few_rows import operands
 from common.gpu_shapes import QWEN_27B, QWEN_35B_A3B
 from vlm_serve.kernels.gated_delta import recurrent_gated_delta, step_triton
 from vlm_serve.kernels.gated_delta import triton as gated_triton
+from vlm_serve.kernels.linear import few_rows_triton
+from vlm_serve.kernels.linear.few_rows import Around, few_rows
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.moe import routed_experts
 from vlm_serve.kernels.moe import triton as moe_triton
@@ -53,6 +56,8 @@ def groups() -> Iterator[tuple[str, Callable[[], list[Variant]]]]:
     yield "attention decode bfloat16", lambda: _decode(STORED[0], _DECODE)
     yield "attention prefill bfloat16", lambda: _prefill(STORED[0], _PREFILL)
     yield "gated_delta decode", _step
+    yield "few rows 12352 x 2560", lambda: _few_rows(12352, 2560)
+    yield "few rows, narrow 2560 x 9216", lambda: _few_rows(2560, 9216)
     yield "routed experts 32", lambda: _experts(BATCH)
     yield "routed experts 4096", lambda: _experts(TOKENS)
     yield "attention decode float8", lambda: _decode(STORED[1], _CODES)
@@ -83,6 +88,29 @@ _PREFILL = [
     (128, 64, 8, 2),
 ]
 _PREFILL_INT8 = [(128, 16, 8, 3), (128, 16, 8, 2), (128, 32, 8, 2), (64, 32, 4, 3)]
+
+
+# (columns, depth, warps, stages) of products of few rows; a table in kernels/tuning names them.
+_FEW = [
+    (32, 128, 4, 4),
+    (16, 256, 2, 4),
+    (16, 128, 2, 6),
+    (32, 256, 4, 3),
+    (64, 128, 4, 3),
+    (16, 512, 4, 2),
+]
+
+
+def _few_rows(columns: int, depth: int) -> list[Variant]:
+    x, weight, _ = operands(columns, depth)
+
+    def variant(own: tuple[int, int, int, int]) -> Variant:
+        tile = few_rows_triton.Tile(*own)
+        label = "columns {}, depth {}, warps {}, stages {}".format(*own)
+        changes = ((few_rows_triton, "tile_of", lambda *_: tile),)
+        return Variant(label, lambda: few_rows(x[:1], weight, Around()), changes)
+
+    return [variant(each) for each in _FEW]
 
 
 def _decode(dtype: torch.dtype, tiles: list[tuple[int, int, int, int]]) -> list[Variant]:

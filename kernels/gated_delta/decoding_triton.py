@@ -1,5 +1,10 @@
 """A Gated DeltaNet mixer between its products on a GPU, in two launches: convolution and gates,
-then recurrence and gated norm."""
+then recurrence and gated norm.
+
+For a norm a program needs a head's whole state, in so many registers that it has a multiprocessor
+for itself. So with more sequences, which fill the device anyway, recurrence and norm are two
+launches. Their sums have another order, and `deterministic` takes them always.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -23,6 +28,8 @@ from vlm_serve.kernels.triton_support import decode_tables, launch, power_of_two
 if TYPE_CHECKING:
     from vlm_serve.kernels.gated_delta.decoding import Mixing
 
+FEW = 8
+"""Most sequences of the launch with recurrence and norm."""
 MOST_STATE = 1 << 14
 """Values of a head's state that a program of eight warps holds: 64 registers a thread."""
 
@@ -164,7 +171,6 @@ def _normed_step_kernel(
 def mix_decode(
     wide: torch.Tensor, mixing: Mixing, meta: DecodeMeta, *, deterministic: bool
 ) -> torch.Tensor:
-    """Mix; an element's bits do not depend on its neighbours, `deterministic` or not."""
     x, z, raw = mixing.split(wide)
     batch, channels = x.shape
     heads, dim = z.shape[1:]
@@ -186,7 +192,8 @@ def mix_decode(
     launch(_inputs_kernel, (batch, tiles + 1), arguments, num_warps=2)
     tokens = Tokens(*mixing.heads(mixed), decay, beta)
     columns = power_of_two(dim)
-    if power_of_two(tokens.q.shape[2]) * columns > MOST_STATE:
+    wide_state = power_of_two(tokens.q.shape[2]) * columns > MOST_STATE
+    if deterministic or batch > FEW or wide_state:
         core = recurrent_gated_delta(tokens, mixing.state, meta)
         return gated_rms_norm(core, z, mixing.norm, mixing.eps).flatten(1)
     tables = decode_tables(meta, x.device)

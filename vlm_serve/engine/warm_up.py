@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 import torch
 
@@ -27,11 +28,13 @@ _log = logging.getLogger(__name__)
 
 _LONG = 8192
 """Keys of a decoding sequence computed in several parts, whatever the model's heads."""
+_MANY = 9
+"""Decoding sequences for which some kernels are others than for one."""
 _DRAFTED = 2
 
 
 def warm_up(model: Model, types: Types, config: EngineConfig) -> None:
-    """Run steps of 1, 2, 4 ... tokens, a long sequence's decode step, drafts and copies.
+    """Run steps of 1, 2, 4 ... tokens, decode steps of long sequences, drafts and copies.
 
     Args:
         model: the model; of its pools nothing is left.
@@ -46,7 +49,8 @@ def warm_up(model: Model, types: Types, config: EngineConfig) -> None:
         while tokens < config.max_num_batched_tokens:
             steps.prefill(tokens)
             tokens *= 2
-        steps.decode()
+        steps.decode(1)
+        steps.decode(_MANY)
         steps.copy()
         if config.speculative != "off":
             steps.verify()
@@ -86,12 +90,28 @@ class _Steps:
             dst_rows=(row,),
             chunk_ends=((*range(chunk, tokens, chunk), tokens),),
         )
-        self._forward(tokens, prefill=meta)
+        self._forward(tokens, self._caches, prefill=meta)
 
-    def decode(self) -> None:
-        """Compute a token behind many keys."""
-        row = 0 if self._has_state else -1
-        self._forward(1, decode=DecodeMeta((self._blocks(_LONG),), (_LONG,), (row,), (row,), (-1,)))
+    def decode(self, count: int) -> None:
+        """Compute a token behind many keys, in so many sequences.
+
+        Their state rows are one and the same memory: rows are large, and nobody reads these.
+        """
+        caches = self._caches
+        rows = tuple(range(count)) if self._has_state else (-1,) * count
+        shared = {
+            kind: pool[:1].expand(count, *pool.shape[1:])
+            for kind, pool in caches.tensors.items()
+            if any(pool is each for each in caches.of_unit("row"))
+        }
+        own = replace(
+            caches,
+            tensors={**caches.tensors, **shared},
+            num_rows=count if self._has_state else 0,
+        )
+        tables = (self._blocks(_LONG),) * count
+        meta = DecodeMeta(tables, (_LONG,) * count, rows, rows, (-1,) * count)
+        self._forward(count, own, decode=meta)
 
     def verify(self) -> None:
         """Compute drafts, and fold one of them into the state."""
@@ -104,7 +124,7 @@ class _Steps:
             updates=(update,),
             folded=(0,),
         )
-        self._forward(_DRAFTED, verify=meta)
+        self._forward(_DRAFTED, self._caches, verify=meta)
         if self._has_state:
             self._model.fold(self._caches, [(0, 0, 1)])
 
@@ -120,6 +140,7 @@ class _Steps:
     def _forward(
         self,
         tokens: int,
+        caches: CacheTensors,
         *,
         prefill: PrefillMeta | None = None,
         decode: DecodeMeta | None = None,
@@ -136,4 +157,4 @@ class _Steps:
             deterministic=self._config.deterministic,
             verify=verify,
         )
-        self._model.forward(batch.to(self._model.device), self._caches)
+        self._model.forward(batch.to(self._model.device), caches)
