@@ -46,7 +46,10 @@ def test_an_example_is_asked_with_one_click_and_leads_on(visit: Visit) -> None:
     expect(legend.nth(1)).to_contain_text(re.compile(r"reused from memory: \d+ tokens"))
     expect(page.locator(".offer")).to_have_text(["What color is the circle?"])
     page.keyboard.press("Alt+n")
+    visit.upload("shapes.png")  # the reader's own, of which nothing is known
+    visit.ask("What is it?")
     expect(page.locator(".offer")).to_have_count(0)
+    page.keyboard.press("Alt+n")
     page.locator(".example", has_text="What happens?").click()
     expect(page.locator(".markdown")).to_contain_text("circle")
     expect(page.locator(".question video")).to_be_visible()

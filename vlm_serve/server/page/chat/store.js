@@ -1,8 +1,8 @@
 // Conversations and media in the browser's IndexedDB, so that they are there after a reload. Where
 // the browser keeps nothing (a private window, say) they are held in memory.
 //
-// A medium is {id, conversation, kind, name, blob, hashes}: `hashes` are those by which the server's
-// reports name it. A conversation is what conversation.js makes.
+// A medium is {id, conversation, kind, name, blob, hashes, example}: `hashes` are those by which the
+// server's reports name it; `example` is true of the page's own. A conversation is what conversation.js makes.
 
 const STORES = ["conversations", "media"];
 

@@ -141,6 +141,7 @@ export class ChatView {
 
   async #tryExample(question, files) {
     const { media, refusals } = await attach(files, roomOf(this.current.get()));
+    for (const medium of media) medium.example = true;
     if (refusals.length) this.composer.say(refusals.join(" "));
     else this.#send(question, media);
   }

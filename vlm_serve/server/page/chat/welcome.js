@@ -93,7 +93,9 @@ async function fetched(name) {
 
 /** Questions about the example of a conversation that have not been asked yet. */
 export function followUps({ turns }) {
-  const names = turns.flatMap((turn) => turn.media).map((id) => mediumOf(id)?.name);
+  const media = turns.flatMap((turn) => turn.media).map(mediumOf);
+  if (!media.every((medium) => medium?.example)) return [];
+  const names = media.map(({ name }) => name);
   const example = PICTURES.find(({ files }) => String(files) === String(names));
   const asked = turns.map((turn) => turn.text);
   return example?.questions.filter((question) => !asked.includes(question)) ?? [];
