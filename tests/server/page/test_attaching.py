@@ -1,10 +1,11 @@
-"""Files besides pictures: texts, what is too large, and what the server cannot read."""
+"""Files besides pictures: texts, PDF documents, and what is too large."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import PIL.Image
 from browser import SMALL_SERVER, Visit
 from playwright.sync_api import Browser, expect
 from server_process import server_process
@@ -76,10 +77,16 @@ def test_a_text_is_part_of_the_question(visit: Visit, tmp_path: Path) -> None:
     assert "42" in json.dumps(asked.value.post_data_json)
 
 
-def test_a_pdf_is_refused_with_what_to_do(visit: Visit) -> None:
-    drop(visit, "Report.PDF", 100, "")
-    expect(visit.page.locator(".notice")).to_have_text(
-        "Report.PDF is a PDF, which this server cannot read. "
-        "Attach pictures of its pages, or its text."
-    )
-    expect(visit.page.locator(".attachment")).to_have_count(0)
+def test_a_pdf_is_a_file_of_the_question(visit: Visit, tmp_path: Path) -> None:
+    page = visit.page
+    PIL.Image.new("RGB", (200, 300), "white").save(tmp_path / "Report.PDF", "PDF")
+    visit.choose(tmp_path / "Report.PDF")
+    expect(page.locator(".attachment .file")).to_contain_text("Report.PDF")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        visit.ask("What is this?")
+    body = asked.value.post_data_json
+    assert body is not None
+    part, _ = body["messages"][-1]["content"]
+    assert part["type"] == "file" and part["file"]["filename"] == "Report.PDF"
+    assert part["file"]["file_data"].startswith("data:application/pdf;base64,JVBERi")
+    expect(page.locator(".turn .legend")).to_contain_text("picture or video")

@@ -74,9 +74,9 @@ def test_a_conversation_with_everything(screen: Visit, tmp_path: Path) -> None:
     notes.write_text("The key is under the mat.", encoding="utf-8")
     screen.choose(notes)
     page.get_by_label("Pictures, videos and texts").set_input_files(
-        {"name": "report.pdf", "mimeType": "application/pdf", "buffer": b"%PDF-1.7"}
+        {"name": "tool.zip", "mimeType": "application/zip", "buffer": b"PK\0\x03"}
     )
-    expect(page.locator(".notice")).to_contain_text("report.pdf is a PDF")
+    expect(page.locator(".notice")).to_contain_text("tool.zip is neither a picture")
     assert is_fine(screen)
 
     page.route("**/v1/chat/completions", saying(content=RICH))

@@ -5,8 +5,6 @@ import { bytes } from "../shared/words.js";
 import { mediaOf } from "./conversation.js";
 import { kindOf, mediumOf, taken } from "./library.js";
 
-const PDF = /\.pdf$/i;
-
 /** Bytes that a file takes in a request: media travel as base64. */
 export function bytesInRequest(size) {
   return 4 * Math.ceil(size / 3);
@@ -33,7 +31,7 @@ export async function attach(files, { limit, used }) {
     const refusal = refusalOf(file, limit, used);
     const kind = refusal ? null : await kindOf(file);
     if (kind === null) {
-      refusals.push(refusal ?? `${file.name} is neither a picture, a video nor a text.`);
+      refusals.push(refusal ?? `${file.name} is neither a picture, a video, a PDF document nor a text.`);
     } else {
       used += bytesInRequest(file.size);
       media.push(await taken(file, kind));
@@ -43,8 +41,6 @@ export async function attach(files, { limit, used }) {
 }
 
 function refusalOf(file, limit, used) {
-  if (file.type === "application/pdf" || PDF.test(file.name))
-    return `${file.name} is a PDF, which this server cannot read. Attach pictures of its pages, or its text.`;
   const needed = bytesInRequest(file.size);
   if (needed > limit)
     return `${file.name} has ${bytes(file.size)}, and ${bytes(needed)} as it is sent. This server takes requests of up to ${bytes(limit)}.`;

@@ -7,7 +7,7 @@ import { newAnswer, newConversation, newTurn, titleOf } from "./conversation.js"
 import { dataUrlOf, mediumOf, taken } from "./library.js";
 
 const DATA_URL = /^data:([\w.+-]+\/[\w.+-]+);base64,/;
-const KINDS = ["image", "video", "text"];
+const KINDS = ["image", "video", "document", "text"];
 
 /** A file that is no conversation of this page. */
 export class ExchangeError extends Error {}

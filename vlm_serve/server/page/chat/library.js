@@ -6,6 +6,8 @@ import { media as stored } from "./store.js";
 
 const KINDS = /^(image|video)\//;
 const TEXT_TYPE = "text/plain";
+const PDF_TYPE = "application/pdf";
+const PDF_NAME = /\.pdf$/i;
 
 const byId = new Map();
 const byHash = new Map();
@@ -25,9 +27,10 @@ function remember(medium) {
   for (const hash of medium.hashes) byHash.set(hash, medium);
 }
 
-/** "image", "video" or "text"; null for what is none of them. Vector graphics are text. */
+/** "image", "video", "document" (PDF) or "text"; null for others. Vector graphics are text. */
 export async function kindOf(file) {
   if (file.type !== "image/svg+xml" && KINDS.test(file.type)) return KINDS.exec(file.type)[1];
+  if (file.type === PDF_TYPE || PDF_NAME.test(file.name)) return "document";
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     return text.includes("\0") ? null : "text";
@@ -41,7 +44,7 @@ export async function kindOf(file) {
  * conversation that it is part of is.
  */
 export async function taken(file, kind) {
-  const type = kind === "text" ? TEXT_TYPE : file.type;
+  const type = { text: TEXT_TYPE, document: PDF_TYPE }[kind] ?? file.type;
   const blob = new Blob([await file.arrayBuffer()], { type });
   const medium = {
     id: randomId(),
@@ -113,6 +116,8 @@ export async function learnHashes(mediumIds, spans) {
   if (sent.includes(undefined)) return;
   for (const kind of ["image", "video"]) {
     const owners = sent.filter((medium) => medium.kind === kind);
+    // Pages of documents are spans of pictures too.
+    if (kind === "image" && sent.some((medium) => medium.kind === "document")) continue;
     const hashes = spans.filter((span) => span.kind === kind).map((span) => span.hash);
     if (owners.length === 1) await learn(owners[0], hashes);
     else if (owners.length === hashes.length)

@@ -1,4 +1,4 @@
-// A picture, video or text of this browser in its place in a conversation.
+// A picture, video, document or text of this browser in its place in a conversation.
 
 import { h } from "../shared/dom.js";
 import { icon } from "../shared/icons.js";
@@ -8,7 +8,7 @@ import { urlOf } from "./library.js";
 /** @param {object|null} medium null: it is not in this browser any more */
 export function mediumFigure(medium) {
   if (medium === null) return h("span", { class: "gone" }, "no longer in this browser");
-  if (medium.kind === "text") {
+  if (medium.kind === "text" || medium.kind === "document") {
     const size = h("small", null, bytes(medium.blob.size));
     return h("span", { class: "file" }, icon("file"), h("span", null, medium.name), size);
   }

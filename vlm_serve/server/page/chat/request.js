@@ -83,6 +83,8 @@ async function partOf(medium, urlFor) {
     const fence = "`".repeat(longest + 1);
     return { type: "text", text: `${medium.name}:\n${fence}\n${text.trimEnd()}\n${fence}\n\n` };
   }
+  if (medium.kind === "document")
+    return { type: "file", file: { filename: medium.name, file_data: await urlFor(medium) } };
   const type = `${medium.kind}_url`;
   return { type, [type]: { url: await urlFor(medium) } };
 }
