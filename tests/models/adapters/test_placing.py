@@ -15,6 +15,7 @@ from peft_folders import adapted, random_adapter
 
 from vlm_serve.models import Model, load_model
 from vlm_serve.models.adapters import Adapter, place, read_adapter
+from vlm_serve.models.parts import feed_forward
 
 TOKENS = [(7 * index * index + 3) % 300 for index in range(40)]
 NAMES = ["dense", "text, tied", "vl", "next", "text, moe", "qwen3", "minicpm"]
@@ -42,6 +43,24 @@ def test_logits_are_those_of_the_unmerged_adapter(
     driver.of_tokens = [0] * len(TOKENS)
     got = driver.prefill(text_sequence(TOKENS))
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+
+
+def test_adapters_of_gate_and_up_in_one_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU has them."""
+    path = make_checkpoint(tmp_path / "model", SPECS["dense"])
+    folder = random_adapter(path, tmp_path / "adapter", 3, only=["up_proj", "gate_proj"], rank=5)
+
+    def logits() -> torch.Tensor:
+        model, adapter = loaded(path, folder, compiled=False)
+        driver = ChangedDriver(model, [adapter], compiled=False)
+        driver.of_tokens = [0] * len(TOKENS)
+        return driver.prefill(text_sequence(TOKENS))
+
+    expected = logits()
+    monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: True)
+    torch.testing.assert_close(logits(), expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
