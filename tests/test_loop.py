@@ -58,9 +58,9 @@ def test_a_failure_is_named_at_once_and_late_slow_tests_are_counted(tmp_path: Pa
         "def test_b(): assert not 'this'\n\ndef test_c(): pass\n",
         encoding="utf-8",
     )
-    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "--slow-minutes", "0", tmp_path],
+        [sys.executable, "-m", "pytest", *options, "--slow-minutes", "0", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -28,6 +28,7 @@ from vlm_serve.errors import (
 from vlm_serve.grammar import process
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import GrammarState
+from vlm_serve.grammar.worker import send
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.structured_outputs import StructuredOutputs
 
@@ -105,7 +106,6 @@ def test_a_process_that_was_killed_is_no_fault_of_the_grammar(
     assert compiler._process is not None and compiler._process._process is not None
     compiler._process._process.kill()
     compiler.compile(StructuredOutputs(regex="ab"))
-    send = process.send
 
     def killed(stream: Any, task: dict[str, Any]) -> None:
         send(stream, task)
