@@ -6,6 +6,8 @@
 #              cores, and lists the fifty slowest
 # make test-all         runs every test, those that pyproject.toml's markers name included: other processors, Ray,
 #                       long random traffic, further cases of tables, and the page in Debian's chromium
+# make test-slow        runs those that make test leaves out; ARGS="--slow-minutes 20" skips what has not begun by then,
+#                       and counts it
 # make check-kernels    compiles the Triton kernels that have changed for six kinds of GPU, with two versions of Triton,
 #                       and checks their machine code; ARGS="--all" all of them, ARGS="--write" keeps the results
 # make lint    ruff, clang-format and mypy, as CI runs them
@@ -62,7 +64,7 @@ UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of pac
 MODEL ?= demo
 CPP = $(shell find kernels/native vlm_serve/models/native tests/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve shell deploy test test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest image-steps docs plots screenshots lint format clean
+.PHONY: serve shell deploy test test-slow test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest image-steps docs plots screenshots lint format clean
 
 serve: $(VENV)/installed
 	@echo "The command is $(BIN)/vlm-serve; make shell opens a shell that finds it."
@@ -90,6 +92,9 @@ PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-l
 
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not ($(SLOW))" $(ARGS)
+
+test-slow: $(VENV)/installed-dev $(OLD_TRITON)/installed
+	$(PYTEST) -m "$(SLOW)" $(ARGS)
 
 test-all: $(VENV)/installed-dev $(OLD_TRITON)/installed
 	$(PYTEST) $(ARGS)

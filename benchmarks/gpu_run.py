@@ -97,6 +97,13 @@ def boxes() -> list[Box]:
             (_script("gpu_invariance.py", *on_cpu, "--requests", "3", "--share", "2/7"),),
             variables=(few,),
         ),
+        Box(
+            "lora",
+            60,
+            (_script("gpu_lora.py"),),
+            (_script("gpu_lora.py", *on_cpu, "--requests", "3"),),
+            variables=(few,),
+        ),
         Box("faults", 60, (_script("gpu_faults.py"),)),
         Box(
             "server",

@@ -1,4 +1,4 @@
-"""Send damaged pictures and videos of every kind to the decoders: a medium or an error each time.
+"""Send damaged pictures, videos and documents to the decoders: a medium or an error each time.
 
     python benchmarks/media_files.py [--files 5000] [--seed 0]
 
@@ -22,6 +22,7 @@ from mutated_media import Mutated, mutated
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.pdf_pages import PdfPage
 from vlm_serve.preprocess.stopping import Stop
 
 LIMITS = MediaLimits(max_decode_seconds=20.0, max_image_decode_seconds=20.0)
@@ -32,8 +33,11 @@ MOST_GROWTH = 32 << 20
 def read(decoders: Decoders, file: Mutated) -> str:
     """Decode the first and the last picture; return the outcome."""
     try:
-        if file.modality == "image":
-            with decoders.image(file.data, LIMITS, "file", Stop()) as pixels:
+        data = file.data
+        if file.modality == "document":
+            data = PdfPage(data, decoders.pages(LIMITS, data, "file") - 1).packed
+        if file.modality != "video":
+            with decoders.image(data, LIMITS, "file", Stop()) as pixels:
                 return "read" if pixels.size else "empty"
         with decoders.video(file.data, None, LIMITS, "file", Stop()) as video:
             frames = list(video.frames([0, len(video.times) - 1]))

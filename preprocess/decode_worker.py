@@ -39,6 +39,7 @@ from vlm_serve.preprocess.media_image import (
     open_image,
 )
 from vlm_serve.preprocess.media_video import EncodedVideo
+from vlm_serve.preprocess.pdf_pages import count_pages
 
 
 def main() -> None:
@@ -116,6 +117,8 @@ def _serve(sock: socket.socket, task: dict[str, Any], descriptor: int, own_bytes
             data = map_array(descriptor, (size,), np.uint8)
         if task["kind"] == "image":
             _serve_image(sock, data.tobytes(), limits, task["max_work"])
+        elif task["kind"] == "document":
+            send(sock, {"pages": count_pages(data.tobytes())})
         else:
             _serve_video(sock, data, limits, task["fps"])
     except MediaError as error:

@@ -25,6 +25,7 @@ from vlm_serve.preprocess.decode_slots import DecodeSlots
 from vlm_serve.preprocess.decode_wire import GoneError, share
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_image import Pixels
+from vlm_serve.preprocess.pdf_pages import is_page
 from vlm_serve.preprocess.stopping import Stop
 
 LIGHT_FILE_BYTES = 2 << 20
@@ -97,13 +98,25 @@ class Decoders:
         """
         if len(data) > limits.max_image_bytes:
             raise MediaError(f"the image is over {limits.max_image_bytes} bytes", param=param)
-        for heavy in (False, True) if len(data) <= LIGHT_FILE_BYTES else (True,):
+        may_be_light = len(data) <= LIGHT_FILE_BYTES and not is_page(data)
+        for heavy in (False, True) if may_be_light else (True,):
             with self._process(heavy, len(data), param, stop) as process:
                 with stop.timed("decode"):
                     pixels = _decoded(process, data, limits, heavy)
                 if pixels is not None:
                     yield pixels
                     return
+
+    def pages(self, limits: MediaLimits, data: bytes, param: str | None = None) -> int:
+        """Return the number of pages of a PDF document. Raises as `image` does."""
+        with self._process(True, len(data), param, Stop()) as process:
+            with share(data) as shared:
+                process.ask(_task("document", data, limits), shared.descriptor)
+            try:
+                message, _ = process.receive(time.monotonic() + limits.max_image_decode_seconds)
+            except TimeoutError:
+                raise _too_slow("document", limits.max_image_decode_seconds) from None
+            return int(message["pages"])
 
     @contextlib.contextmanager
     def video(

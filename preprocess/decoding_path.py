@@ -17,6 +17,7 @@ from PIL import features
 
 from vlm_serve.preprocess.keys import tagged
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.pdf_pages import renderer
 from vlm_serve.preprocess.picture_plugins import plugins
 
 _DOMAIN = b"vlm-serve decoding path 2"
@@ -54,6 +55,8 @@ def libraries() -> dict[str, str]:
     }
     found |= {f"FFmpeg {name}": str(version) for name, version in av.library_versions.items()}
     found |= {f"plugin {form}": package for form, package in plugins().items()}
+    if (pages := renderer()) is not None:
+        found["plugin PDF"] = pages
     found["PyAV"] = str(av.__version__)
     found["Pillow"] = PIL.__version__
     # torch does the resize, and its result differs between processors.

@@ -28,6 +28,7 @@ from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.file_kinds import file_kind
 from vlm_serve.preprocess.jpeg_scans import count_scans
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.pdf_pages import is_page, render_page
 from vlm_serve.preprocess.picture_plugins import REMEDIES, plugins
 from vlm_serve.preprocess.picture_repair import ended_twice, lacks_end, without_broken_notes
 
@@ -74,7 +75,7 @@ def decode_image(data: bytes, limits: MediaLimits, param: str | None = None) -> 
     """Decode an encoded image (the first frame of an animated one).
 
     Args:
-        data: the file's bytes; formats are those in `FORMATS`.
+        data: the file's bytes; formats are those in `FORMATS`, and pages (`PdfPage.packed`).
         limits: limits on bytes, pixels, passes and memory; all are checked before decoding.
         param: the request field to name in errors.
 
@@ -92,6 +93,9 @@ def open_image(data: bytes, limits: MediaLimits, param: str | None = None) -> Op
         raise MediaError("the image is empty", param=param)
     if len(data) > limits.max_image_bytes:
         raise MediaError(f"the image is over {limits.max_image_bytes} bytes", param=param)
+    if is_page(data):
+        image = render_page(data, limits)
+        return OpenedImage(image, None, image.width * image.height)
     try:
         data, twin = without_broken_notes(data), None
         if lacks_end(data):

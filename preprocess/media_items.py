@@ -38,6 +38,7 @@ from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
 from vlm_serve.preprocess.media_options import options_key
 from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
+from vlm_serve.preprocess.pdf_pages import PdfPage
 from vlm_serve.preprocess.processors import fingerprint
 from vlm_serve.preprocess.raw_index import RawIndex, raw_key
 from vlm_serve.preprocess.reading.conversation import MediaPart
@@ -282,6 +283,8 @@ class MediaLoader:
             check_frame_count(frames, part.param)
             read = (self._read_source(each, stop, hold) for each in places(part, frames))
             return FrameFiles(tuple(read))
+        if isinstance(source, PdfPage):
+            return source.packed
         if isinstance(source, bytes | bytearray | memoryview):
             return bytes(source)
         if isinstance(source, str) and (part.url_only or _SCHEME.match(source)):

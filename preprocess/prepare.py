@@ -1,7 +1,4 @@
-"""Prepares a `Prompt` from messages: the one entry point of this package.
-
-Results do not depend on earlier calls: the raw index saves work but changes nothing.
-"""
+"""Prepares a `Prompt` from messages. Earlier calls save work and change no result."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from typing import Any, Literal
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.chat_request import ChatRequest
 from vlm_serve.preprocess.decoders import Decoders
+from vlm_serve.preprocess.documents import Documents
 from vlm_serve.preprocess.expand import (
     Expander,
     Expansion,
@@ -129,10 +127,10 @@ class Preprocessor:
             self.media_token_ids = frozenset({vision.image_pad, vision.video_pad})
             self._expander = find_expander(self.tokenizer, config, vision, images, videos)
         self.raw_index = RawIndex(raw_index_bytes)
+        limits = limits or MediaLimits()
         self._decoders = Decoders()
-        self._loader = MediaLoader(
-            images, videos, limits or MediaLimits(), self.raw_index, self._decoders, missing
-        )
+        self._loader = MediaLoader(images, videos, limits, self.raw_index, self._decoders, missing)
+        self._documents = Documents(partial(self._decoders.pages, limits), limits.max_image_bytes)
         self.takes_media = images is not None or videos is not None
         self._vocab_size = max(self.tokenizer.vocab_size, _vocab_size(config))
         # Both pools mostly wait: one for remote hosts of any slowness, the other for the decoders.
@@ -302,7 +300,9 @@ class Preprocessor:
         only_end = last_tokens is not None and not conversation.media
         roots = self._roots(cache_salt, adapter)
         self._loader.check_count(conversation.media)
-        conversation = fit_systems(conversation, late=self._template.traits.late_systems)
+        if (paged := self._documents.expanded(conversation)) is not conversation:
+            self._loader.check_count(paged.media)
+        conversation = fit_systems(paged, late=self._template.traits.late_systems)
         request = ChatRequest(conversation, self._template)
         defaults = MediaDefaults(conversation.media_io_kwargs, conversation.mm_processor_kwargs)
         media = defaults.apply(conversation.media)

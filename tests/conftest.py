@@ -11,10 +11,51 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # its core. libgomp reads this when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import time
 from collections.abc import Iterator
 
 import pytest
 from sweeps import MARKS
+
+NO_TIME = "no time was left for slow tests"
+_STARTED = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-minutes",
+        type=float,
+        default=float("inf"),
+        help="skip tests with a slow mark from this many minutes on, and count them",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    late = time.monotonic() - _STARTED > 60 * item.config.getoption("--slow-minutes")
+    if late and any(item.get_closest_marker(name) for name in MARKS):
+        pytest.skip(NO_TIME)
+
+
+class _Failures:
+    """Names each failure at once: a run that is ended early prints no list of them."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message.partition("\n")[0] if crash else report.when
+            print(f"\nFAILED {report.nodeid}: {message[:300]}", flush=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    if late := sum(NO_TIME in str(report.longrepr) for report in skipped):
+        terminalreporter.write_line(f"{late} slow tests did not run: {NO_TIME}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -38,10 +79,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def compiler() -> None:
-    """For tests of compiled code; where it cannot be had they say why they are skipped."""
+    """For tests of compiled code; where it cannot be had they say why they are skipped. A busy
+    machine is no reason, so compiling may take longer than it does when serving."""
+    from vlm_serve.kernels import native_build
     from vlm_serve.kernels.native_build import BuildError
     from vlm_serve.kernels.native_library import load
 
+    native_build.TIME_LIMIT_S = 900.0
     try:
         load()
     except BuildError as error:

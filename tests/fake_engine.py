@@ -127,7 +127,7 @@ class FakeEngine:
         self.arithmetic = decide(self.config, torch.float32, Backend(torch.device("cpu")))
         self.preprocessor = FakePreprocessor(tokenizer)
         self.grammars = FakeGrammars()
-        self.adapters = AdapterStore(Modules(), max_rank=64, impossible="this engine is a fake")
+        self.adapters = AdapterStore(Modules(), max_rank=64)
         self.max_model_len = 4096
         self.gate, self.check_gate = threading.Event(), threading.Event()
         self.num_checks = self.num_flushes = 0

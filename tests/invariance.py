@@ -34,7 +34,7 @@ MOST_AT_ONCE = 6
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "as it is": {},
     "small steps": {"max_num_batched_tokens": 40},
-    "little memory": {"cache_memory": "400KiB", "host_cache_memory": "64MiB", "max_num_seqs": 3},
+    "little memory": {"cache_memory": "600KiB", "host_cache_memory": "64MiB", "max_num_seqs": 3},
     "drafts": {"speculative": "suffix"},
 }
 """Engines with equal answers, by their differences."""
@@ -177,6 +177,11 @@ def in_company(
     return Result(name, equal, first, len(asks), counts)
 
 
+def _evict(engine: Engine) -> None:
+    """Move what no request holds to the lower tiers, whatever else would have been evicted."""
+    engine.call(engine._scheduler._queues.cache._evictor.evict_everything)
+
+
 class Disturbed:
     """Preempts sequences between the steps of an engine, and lets steps fail.
 
@@ -236,6 +241,8 @@ def circumstances(
     """Answer the requests in batches, as hits, preempted and in steps that fail."""
     pipe.engine.flush()
     yield in_company(pipe, asks, expected, "in batches", rng)
+    if pipe.engine.config.host_cache_memory:
+        _evict(pipe.engine)
     yield in_company(pipe, asks, expected, "as hits", rng)
     for name, rates in (("preempted", {"preempts": 0.25}), ("struck", {"strikes": 0.15})):
         disturbed = Disturbed(pipe.engine, rng, **rates)

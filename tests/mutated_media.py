@@ -1,4 +1,4 @@
-"""Files of every supported kind of picture and video, with seeded faults."""
+"""Files of every supported kind of picture, video and document, with seeded faults."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ _PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "AVIF": ("AVIF", {}),
 }
 _ANIMATIONS = {"animated GIF": "GIF", "animated WebP": "WEBP", "animated PNG": "PNG"}
-KINDS = (*_VIDEOS, *_PICTURES, *_ANIMATIONS)
+_DOCUMENT = "PDF"
+KINDS = (*_VIDEOS, *_PICTURES, *_ANIMATIONS, _DOCUMENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Mutated:
-    """A damaged file, and its modality."""
+    """A damaged file, and its modality; a document's pages are images."""
 
     kind: str
-    modality: Literal["image", "video"]
+    modality: Literal["image", "video", "document"]
     data: bytes
 
 
@@ -57,7 +58,13 @@ def mutated(seed: int) -> Mutated:
     data = bytearray(whole(kind))
     for _ in range(rng.randint(1, 3)):
         data = rng.choice(_FAULTS)(data, rng)
-    return Mutated(kind, "image" if kind in _PICTURES else "video", bytes(data))
+    return Mutated(kind, _modality(kind), bytes(data))
+
+
+def _modality(kind: str) -> Literal["image", "video", "document"]:
+    if kind == _DOCUMENT:
+        return "document"
+    return "image" if kind in _PICTURES else "video"
 
 
 @functools.cache
@@ -67,7 +74,9 @@ def whole(kind: str) -> bytes:
         return _video(*_VIDEOS[kind])
     first, *others = (Image.fromarray(each) for each in _noise())
     buffer = io.BytesIO()
-    if kind in _ANIMATIONS:
+    if kind == _DOCUMENT:
+        first.save(buffer, "PDF", save_all=True, append_images=others)
+    elif kind in _ANIMATIONS:
         form = _ANIMATIONS[kind]
         first.save(buffer, form, save_all=True, append_images=others, duration=80)
     else:

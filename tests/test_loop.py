@@ -38,12 +38,37 @@ def test_markers_are_registered_left_out_and_documented() -> None:
 
 
 def test_nothing_that_is_left_out_is_lost() -> None:
-    """CI runs all tests."""
+    """CI runs all tests, as far as its time goes."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     needed = "$(VENV)/installed-dev $(OLD_TRITON)/installed"
     assert f"\ntest-all: {needed}\n\t$(PYTEST) $(ARGS)\n" in makefile
+    assert f'\ntest-slow: {needed}\n\t$(PYTEST) -m "$(SLOW)" $(ARGS)\n' in makefile
     commands = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert "make test-all" in commands and "make test" not in commands
+    assert "make test" in commands
+    assert any(line.startswith('make test-slow ARGS="--slow-minutes ') for line in commands)
+
+
+def test_a_failure_is_named_at_once_and_late_slow_tests_are_counted(tmp_path: Path) -> None:
+    mark = MARKS[0]
+    (tmp_path / "conftest.py").write_text(
+        (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (tmp_path / "test_it.py").write_text(
+        f"import pytest\n\n@pytest.mark.{mark}\ndef test_a(): assert 0\n\n"
+        "def test_b(): assert not 'this'\n\ndef test_c(): pass\n",
+        encoding="utf-8",
+    )
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--slow-minutes", "0", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    said = done.stdout
+    assert done.returncode == 1 and "1 failed, 1 passed, 1 skipped" in said, said
+    assert said.index("test_it.py::test_b: AssertionError") < said.index("= FAILURES =")
+    assert "1 slow tests did not run" in said
 
 
 def collected(*folders: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -52,13 +52,22 @@ class Change:
     scales: torch.Tensor
     ups: tuple[Up, ...]
 
+    def to(self, device: torch.device) -> Change:
+        """Return the same change with its factors on a device."""
+        ups = tuple(replace(up, values=up.values.to(device)) for up in self.ups)
+        return Change(self.down.to(device), self.scales.to(device), ups)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all factors."""
+        return self.down.nbytes + self.scales.nbytes + sum(up.values.nbytes for up in self.ups)
+
     def of(self, x: torch.Tensor, columns: int) -> torch.Tensor:
         """Return float32 `[T, columns]`, the sum that x's rows get."""
-        down = self.down.to(x.device, torch.float32)
-        u = _product(x.float(), down) * self.scales.to(x.device)
+        u = _product(x.float(), self.down.float()) * self.scales
         total = u.new_zeros(len(x), columns)
         for up in self.ups:
-            values = up.values.to(x.device, torch.float32)
+            values = up.values.float()
             own = u[:, up.offset : up.offset + values.shape[1]].contiguous()
             total[:, up.first : up.first + len(values)] += _product(own, values)
         return total
@@ -132,20 +141,32 @@ class AdapterChanges:
         self.widest = max((len(each.down) for each in by_site.values()), default=0)
         self._sites = sites
         self._layout: _Layout | None = None
+        self._placed: Mapping[int, Change] | None = None
 
     def lay_out(self) -> None:
         """Lay everything out for compiled code, unless that has been done."""
         if self._layout is None:
             self._layout = _Layout(self.by_site, self._sites)
 
+    def place(self, device: torch.device) -> None:
+        """Copy everything to a device, for torch there, unless that has been done."""
+        if self._placed is None:
+            self._placed = {site: change.to(device) for site, change in self.by_site.items()}
+
+    def at(self, site: int, device: torch.device) -> Change:
+        """Return the change of a projection on a device; copies it, unless it was placed there."""
+        change = (self.by_site if self._placed is None else self._placed)[site]
+        return change if change.down.device == device else change.to(device)
+
     def drop_layout(self) -> None:
-        """Free the results of `lay_out` has made."""
-        self._layout = None
+        """Free the results of `lay_out` and `place`."""
+        self._layout, self._placed = None, None
 
     @property
     def layout_bytes(self) -> int:
-        """Bytes that `lay_out` has made."""
-        return 0 if self._layout is None else self._layout.nbytes
+        """Bytes that `lay_out` and `place` have made."""
+        placed = 0 if self._placed is None else sum(each.nbytes for each in self._placed.values())
+        return placed + (0 if self._layout is None else self._layout.nbytes)
 
     def address(self) -> int:
         """Return the address of the records of all sites, for compiled code."""
@@ -188,15 +209,18 @@ class RowChanges:
         """Return the same for some of the rows, in their order."""
         return RowChanges(self.adapters, [self.of_rows[row] for row in rows.tolist()])
 
-    def groups(self, site: int) -> Iterator[tuple[Change | None, torch.Tensor]]:
-        """Yield each change of a projection with its rows; None: rows that stay as they are."""
+    def groups(
+        self, site: int, device: torch.device
+    ) -> Iterator[tuple[Change | None, torch.Tensor]]:
+        """Yield each change of a projection with its rows, on a device; None: rows that stay as
+        they are."""
         found: dict[int, list[int]] = {}
         for row, adapter in enumerate(self.of_rows):
             known = adapter >= 0 and site in self.adapters[adapter].by_site
             found.setdefault(adapter if known else -1, []).append(row)
         for adapter, rows in found.items():
-            change = None if adapter < 0 else self.adapters[adapter].by_site[site]
-            yield change, torch.tensor(rows)
+            change = None if adapter < 0 else self.adapters[adapter].at(site, device)
+            yield change, torch.tensor(rows, device=device)
 
     def changed(self, sites: Sequence[int]) -> list[bool]:
         """Tell for each row whether its adapter changes any of these projections."""
@@ -208,10 +232,9 @@ class RowChanges:
         first = 0
         for leaf in weight.leaves():
             own = slice(first, first + leaf.columns)
-            for change, rows in self.groups(leaf.site):
+            for change, rows in self.groups(leaf.site, x.device):
                 if change is not None:
-                    place = rows.to(x.device)
-                    out[place, own] += change.of(x[place], leaf.columns)
+                    out[rows, own] += change.of(x[rows], leaf.columns)
             first = own.stop
         return out
 
@@ -220,8 +243,7 @@ class RowChanges:
     ) -> torch.Tensor:
         """Compute a call of a projection of one format, with checked arguments."""
         out = x.new_empty(x.shape[0], weight.columns)
-        for change, own in self.groups(weight.site):
-            place = own.to(x.device)
+        for change, place in self.groups(weight.site, x.device):
             mine = after.of(itemgetter(place))
             if change is None:
                 out[place] = weight._multiply(x[place], mine, deterministic)

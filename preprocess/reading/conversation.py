@@ -24,6 +24,7 @@ class MediaPart:
         param: its place in the request, for errors.
         named: places in the request of options set for all media, by option name.
         url_only: the part has OpenAI's form, and only a URL is a valid source.
+        document: the source is a PDF document; each of its pages is an image.
         head: the beginning of a data: URL whose rest is `source`. Joining them copies an upload.
     """
 
@@ -34,6 +35,7 @@ class MediaPart:
     url_only: bool = False
     named: Mapping[str, str] = field(default_factory=dict)
     head: str = ""
+    document: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Reads files in messages: texts become text, pictures and videos media."""
+"""Reads files in messages: texts become text, pictures, videos and pages of PDF documents media."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ def file_content(data: str, name: str, where: str, conversation: Conversation) -
         return conversation.medium(MediaPart(modality, url, {}, where, url_only=True))
     if kind.startswith("text/") or kind in _TEXTS:
         return {"type": "text", "text": _text_of(url, where)}
-    what = f"files of the type {short_repr(kind or 'unknown')}"
     if kind == "application/pdf":
-        what = "PDF documents: send the pages as pictures"
+        medium = MediaPart("image", url, {}, where, url_only=True, document=True)
+        return conversation.medium(medium)
+    what = f"files of the type {short_repr(kind or 'unknown')}"
     raise UnsupportedFieldError(
         f"{where}: this server does not read {what}", param=where, code="unsupported_field"
     )

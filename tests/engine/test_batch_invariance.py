@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,10 @@ def start(folder: Path, spec: CheckpointSpec) -> partial[Pipeline]:
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], 1))
-@pytest.mark.parametrize("name", quick(SPECS, 1))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    quick(zip(SPECS, cycle(["float32", "bfloat16"]), strict=False), 1, several=True),
+)
 def test_compiled_kernels_are_batch_invariant(tmp_path: Path, name: str, dtype: str) -> None:
     spec, config = SPECS[name], replace(CONFIG, dtype=dtype)
     seeing = bool(spec.vision_depth)

@@ -33,6 +33,7 @@ from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
 from vlm_serve.models import Model, load_model
@@ -173,7 +174,8 @@ def test_what_is_not_accepted(model: Model) -> None:
     driver.step(sequences[:1], [(text_sequence([1, 2]), 0, 2)])
     seen.append(replace(seen[0], logit_rows=torch.arange(1)))
     seen.append(replace(seen[0], media=((0, torch.zeros(1, 64)),)))
-    assert [graphs.run(batch) is not None for batch in seen] == [True] + 5 * [False]
+    seen.append(replace(seen[0], changes=RowChanges([AdapterChanges({}, 0)], [0])))
+    assert [graphs.run(batch) is not None for batch in seen] == [True] + 6 * [False]
 
 
 def test_bad_rows_and_blocks_are_refused(model: Model) -> None:

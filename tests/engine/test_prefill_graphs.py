@@ -23,6 +23,7 @@ from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
 from vlm_serve.models import Model, load_model
@@ -138,6 +139,7 @@ def test_what_is_not_accepted(model: Model) -> None:
         step_batch(driver, (), [prompt(9)]),
         replace(good, media=((0, torch.zeros(1, 64)),)),
         replace(good, capture_experts=True),
+        replace(good, changes=RowChanges([AdapterChanges({}, 0)], [0] * len(good.token_ids))),
         replace(good, deterministic=True),
     ]
     assert all(graphs.run(each) is None for each in refused)

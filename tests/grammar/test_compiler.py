@@ -19,7 +19,12 @@ from typing import Any
 import pytest
 
 import vlm_serve
-from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
+from vlm_serve.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    OverloadedError,
+    VlmServeError,
+)
 from vlm_serve.grammar import process
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import GrammarState
@@ -90,6 +95,28 @@ def test_one_that_could_not_start_says_so_and_starts_later(
         patch.setattr(process, "START_SECONDS", 0.0)
         compiler.warm()
     compiler.compile(StructuredOutputs(regex="ab"))
+
+
+def test_a_process_that_was_killed_is_no_fault_of_the_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a host without memory, for example. The next process gets the task, once."""
+    compiler.warm()
+    assert compiler._process is not None and compiler._process._process is not None
+    compiler._process._process.kill()
+    compiler.compile(StructuredOutputs(regex="ab"))
+    send = process.send
+
+    def killed(stream: Any, task: dict[str, Any]) -> None:
+        send(stream, task)
+        if "source" in task:
+            compiler._process._process.kill()  # type: ignore[union-attr]
+
+    monkeypatch.setattr(process, "send", killed)
+    with pytest.raises(OverloadedError, match="was ended, twice"):
+        compiler.compile(SLOW)
+    monkeypatch.undo()
+    compiler.compile(StructuredOutputs(regex="abc"))
 
 
 def test_nothing_starts_after_the_end(

@@ -11,6 +11,7 @@ from mutated_media import KINDS, Mutated, mutated, whole
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.pdf_pages import PdfPage
 from vlm_serve.preprocess.stopping import Stop
 
 LIMITS = MediaLimits(max_decode_seconds=20.0, max_image_decode_seconds=20.0)
@@ -25,8 +26,12 @@ def decoders() -> Iterator[Decoders]:
 
 def decode(decoders: Decoders, file: Mutated) -> int:
     """Return the number of pictures."""
-    if file.modality == "image":
-        with decoders.image(file.data, LIMITS, "p", Stop()) as pixels:
+    data = file.data
+    if file.modality == "document":
+        pages = decoders.pages(LIMITS, data, "p")
+        data = PdfPage(data, pages - 1).packed
+    if file.modality != "video":
+        with decoders.image(data, LIMITS, "p", Stop()) as pixels:
             assert pixels.dtype == np.uint8 and pixels.ndim == 3
             return 1
     with decoders.video(file.data, None, LIMITS, "p", Stop()) as video:

@@ -69,17 +69,18 @@ def test_pictures_and_videos_in_files_are_media(kind: str, modality: str) -> Non
     url = f"data:{kind};base64,AAAA"
     (medium,) = chat({"type": "file", "file": {"file_data": url}}).media
     assert (medium.modality, medium.joined().source) == (modality, url)
-    assert medium.param == "messages[0].content[0].file.file_data"
+    assert medium.param == "messages[0].content[0].file.file_data" and not medium.document
+
+
+def test_a_pdf_is_a_document_whose_pages_are_pictures() -> None:
+    (medium,) = chat({"type": "file", "file": {"filename": "a.pdf", "file_data": "JVBERi0="}}).media
+    assert (medium.modality, medium.document) == ("image", True)
+    assert medium.joined().source == "data:application/pdf;base64,JVBERi0="
 
 
 @pytest.mark.parametrize(
     ("file", "place", "words"),
     [
-        (
-            {"filename": "a.pdf", "file_data": "JVBERi0="},
-            "file_data",
-            "PDF documents: send the pages",
-        ),
         ({"filename": "a.zip", "file_data": "UEsDBA=="}, "file_data", "application/zip"),
         ({"file_data": "UEsDBA=="}, "file_data", "unknown"),
         ({"file_id": "file-1"}, "file_id", "not implemented"),

@@ -114,11 +114,12 @@ class DecodeGraphs(StepGraphs):
 
     def _accepts(self, batch: ForwardBatch) -> bool:
         """Return True if a graph can run this step: decode tokens only, one row of logits for each,
-        no routed experts, and no more sequences than captured."""
+        no adapters, no routed experts, and no more sequences than captured."""
         return (
             batch.prefill is None
             and batch.deterministic == self._deterministic
             and batch.verify is None
+            and batch.changes is None
             and batch.decode is not None
             and not batch.media
             and not batch.capture_experts

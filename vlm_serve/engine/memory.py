@@ -73,19 +73,22 @@ class StepMemory:
         forward: in a step of `max_num_batched_tokens` tokens, its logits included.
         vision: in the vision tower, for as many placeholder tokens as a step may encode.
         graphs: what captured steps keep.
+        adapters: what the slots of adapters keep.
     """
 
     forward: int
     vision: int
     graphs: int
+    adapters: int = 0
 
     @property
     def total(self) -> int:
-        """The tower and the language model run one after the other; graphs keep theirs."""
-        return max(self.forward, self.vision) + self.graphs
+        """The tower and the language model run one after the other; the others keep theirs."""
+        return max(self.forward, self.vision) + self.graphs + self.adapters
 
     def __str__(self) -> str:
         parts = {"text": self.forward, "media": self.vision, "graphs": self.graphs}
+        parts["adapters"] = self.adapters
         return ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
 
 

@@ -73,9 +73,10 @@ class PrefillGraphs(StepGraphs):
 
     def _find(self, batch: ForwardBatch) -> tuple[PrefillBuffers, Step] | None:
         """Find a graph for this step. It must be a short prefill of few sequences beside few that
-        decode. It must have no media, drafts or routed experts, and need logits of few tokens."""
-        plain = batch.verify is None and not batch.media and not batch.capture_experts
-        if not plain or batch.deterministic != self._deterministic:
+        decode. It must have no media, drafts, adapters or routed experts, and need logits of few
+        tokens."""
+        plain = batch.verify is None and batch.changes is None and not batch.media
+        if not plain or batch.capture_experts or batch.deterministic != self._deterministic:
             return None
         return next((each for each in self._steps if each[0].accepts(batch)), None)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.options import slot_bytes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.engine.memory import StepMemory
@@ -55,7 +57,7 @@ def try_steps(
         with_graphs=with_graphs,
     )
     warm_up(model, source.arithmetic.types, config)
-    return found
+    return replace(found, adapters=slot_bytes(config))
 
 
 def planned_step_memory(
@@ -74,7 +76,7 @@ def planned_step_memory(
     tokens = config.max_num_batched_tokens
     known = model.vision is None or path.is_dir()
     try:
-        return measure_step_memory(
+        found = measure_step_memory(
             unread_model(model, types.weights, types.compute),
             types,
             config,
@@ -84,6 +86,7 @@ def planned_step_memory(
         )
     except KernelArgumentError:
         return None
+    return replace(found, adapters=slot_bytes(config))
 
 
 def largest_span(checkpoint: Path, model: ModelSpec, step_tokens: int) -> int:

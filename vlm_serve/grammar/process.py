@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from vlm_serve import child, children
-from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
+from vlm_serve.errors import EngineClosedError, InvalidRequestError, OverloadedError, VlmServeError
 from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, send
 
 START_SECONDS = 120.0
@@ -40,17 +40,23 @@ class CompileProcess:
     def compile(self, task: dict[str, Any]) -> dict[str, Any]:
         """Compile a task and return the grammar, see `worker`. Waits for its turn.
 
+        A process that ends meanwhile is no fault of the source: another one gets the task, once.
+
         Raises InvalidRequestError for a source that is invalid, too slow or too large to compile;
-        VlmServeError if the process cannot be started; EngineClosedError after `close`.
+        OverloadedError if two processes end; VlmServeError if none can be started;
+        EngineClosedError after `close`.
         """
         with self._lock:
-            self._make_ready()
             task = task | {"seconds": self._seconds}
-            answer = self._exchange(task, self._seconds + GRACE_SECONDS)
+            answer = self._tried(task) or self._tried(task)
             if answer is None and not self._closed:
                 self._start()  # warm for the next task
-        if answer is None or "late" in answer:
-            late = answer is not None and answer["late"]
+        if answer is None:
+            if self._closed:
+                raise EngineClosedError("the engine is closed")
+            raise OverloadedError("the grammar compiler was ended, twice: try again later")
+        if "late" in answer:
+            late = answer["late"]
             what = f"took longer than {self._seconds:g} s" if late else "took too much memory"
             raise InvalidRequestError(f"compiling the grammar {what}", code="grammar_limit")
         if "error" in answer:
@@ -75,6 +81,10 @@ class CompileProcess:
             process.kill()
         with self._lock:
             self._end()
+
+    def _tried(self, task: dict[str, Any]) -> dict[str, Any] | None:
+        self._make_ready()
+        return self._exchange(task, self._seconds + GRACE_SECONDS)
 
     def _make_ready(self) -> None:
         self._start()

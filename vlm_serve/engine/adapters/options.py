@@ -61,6 +61,20 @@ def factors_dtype(config: EngineConfig) -> torch.dtype | None:
     return DTYPES.get(config.lora_dtype)
 
 
+def slot_bytes(config: EngineConfig) -> int:
+    """Return the bytes of all slots on a GPU, each as large as the largest named adapter: later
+    ones may take any slot.
+
+    Raises:
+        ConfigError, CheckpointError, ModelNotFoundError: as far as the files tell.
+    """
+    from vlm_serve.models.adapters import read_adapter
+
+    dtype = factors_dtype(config)
+    sizes = [read_adapter(each.path, dtype).nbytes for each in named_adapters(config)]
+    return config.max_loras * max(sizes, default=0)
+
+
 def changed_experts(config: EngineConfig) -> tuple[str, ...]:
     """Return the weights of routed experts open to adapters."""
     chosen = config.lora_experts
@@ -70,16 +84,8 @@ def changed_experts(config: EngineConfig) -> tuple[str, ...]:
 
 
 def check_adapters_possible(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if the config asks for adapters where none can be served."""
-    if not config.lora_modules:
-        return
-    problem = adapters_impossible(config, device)
-    if problem:
-        raise ConfigError(f"lora_modules: {problem}", param="lora_modules")
-
-
-def adapters_impossible(config: EngineConfig, device: torch.device) -> str:
-    """Return why such an engine serves no adapters; "" if it does."""
-    if device.type != "cpu":
-        return "adapters are served on CPUs only so far"
-    return ""
+    """Raise ConfigError if the config opens weights to adapters that the device cannot change."""
+    if device.type != "cpu" and config.lora_experts != "none":
+        raise ConfigError(
+            "lora_experts: adapters change routed experts on CPUs only", param="lora_experts"
+        )

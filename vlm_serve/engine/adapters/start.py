@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.options import (
-    adapters_impossible,
     changed_experts,
     factors_dtype,
     named_adapters,
@@ -34,21 +34,26 @@ def make_adapters(
         max_rank=config.max_lora_rank,
         experts=changed_experts(config),
         dtype=factors_dtype(config),
-        impossible=adapters_impossible(config, source.device),
         checked=partial(check_beside, source.path, template=config.chat_template),
     )
     for each in named_adapters(config):
         store.load(each)
-    slots = AdapterSlots(
-        config.max_loras,
-        executor.hold_adapter,
-        AdapterChanges.lay_out if source.compiled else _nothing,
-    )
+    slots = AdapterSlots(config.max_loras, executor.hold_adapter, _lay_out(source))
     return store, slots
 
 
+def _lay_out(source: ModelSource) -> Callable[[AdapterChanges], None]:
+    """Return what prepares an adapter for steps: compiled code has a layout of its own, and a GPU
+    memory of its own. On CPUs torch takes adapters as they are."""
+    if source.compiled:
+        return AdapterChanges.lay_out
+    if source.device.type == "cpu":
+        return lambda _: None
+    return lambda changes: changes.place(source.device)
+
+
 def planned_bytes(config: EngineConfig, *, compiled: bool) -> int:
-    """Return the bytes of the named adapters: of all factors, and of those that are laid out.
+    """Return the host's bytes of the named adapters: all factors, and those that are laid out.
 
     Raises:
         ConfigError, CheckpointError, ModelNotFoundError: as `make_adapters`, as far as the files
@@ -59,7 +64,3 @@ def planned_bytes(config: EngineConfig, *, compiled: bool) -> int:
     factors = sum(file.nbytes for file in named)
     largest = sorted(laid_out, reverse=True)[: config.max_loras]
     return factors + (sum(largest) if compiled else 0)
-
-
-def _nothing(_: AdapterChanges) -> None:
-    """Lay out nothing: torch takes adapters as they are."""

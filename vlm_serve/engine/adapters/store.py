@@ -13,7 +13,6 @@ import torch
 from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.errors import (
     CheckpointError,
-    ConfigError,
     InvalidRequestError,
     ModelNotFoundError,
 )
@@ -59,7 +58,6 @@ class AdapterStore:
         max_rank: of adapters that may be loaded.
         experts: projections of routed experts that adapters may change.
         dtype: of factors in memory; None: as stored.
-        impossible: why this engine serves none; "" if it does.
         checked: looks at the files beside an adapter's; raises CheckpointError.
     """
 
@@ -70,14 +68,12 @@ class AdapterStore:
         max_rank: int,
         experts: tuple[str, ...] = (),
         dtype: torch.dtype | None = None,
-        impossible: str = "",
         checked: Callable[[Path], None] = lambda _: None,
     ) -> None:
         self._modules = modules
         self._max_rank = max_rank
         self._experts = experts
         self._dtype = dtype
-        self._impossible = impossible
         self._checked = checked
         self._changed = threading.Condition()
         self._by_name: dict[str, ServedAdapter] = {}
@@ -91,12 +87,9 @@ class AdapterStore:
 
         Raises:
             InvalidRequestError: the name is taken, or there are too many.
-            ConfigError: this engine serves no adapters.
             CheckpointError, ModelNotFoundError: see `read_adapter` and `place`; or its rank is
                 above the limit.
         """
-        if self._impossible:
-            raise ConfigError(self._impossible)
         self._check_free(wanted.name, taken)
         adapter = self._read(wanted.path)
         with self._changed:
