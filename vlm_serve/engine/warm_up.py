@@ -95,12 +95,13 @@ class _Steps:
     def decode(self, count: int) -> None:
         """Compute a token behind many keys, in so many sequences.
 
-        Their state rows are one and the same memory: rows are large, and nobody reads these.
+        On a GPU their state rows are one and the same memory: rows are large, and nobody reads
+        these. torch's own operations refuse to write such rows.
         """
         caches = self._caches
         rows = tuple(range(count)) if self._has_state else (-1,) * count
         shared = {
-            kind: pool[:1].expand(count, *pool.shape[1:])
+            kind: self._rows_of(pool, count)
             for kind, pool in caches.tensors.items()
             if any(pool is each for each in caches.of_unit("row"))
         }
@@ -112,6 +113,10 @@ class _Steps:
         tables = (self._blocks(_LONG),) * count
         meta = DecodeMeta(tables, (_LONG,) * count, rows, rows, (-1,) * count)
         self._forward(count, own, decode=meta)
+
+    def _rows_of(self, pool: torch.Tensor, count: int) -> torch.Tensor:
+        shape = (count, *pool.shape[1:])
+        return pool.new_zeros(shape) if pool.device.type == "cpu" else pool[:1].expand(shape)
 
     def verify(self) -> None:
         """Compute drafts, and fold one of them into the state."""
