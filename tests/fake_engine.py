@@ -19,6 +19,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.store import AdapterStore
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.inspection import PinInfo
+from vlm_serve.engine.memory import MemoryPlan
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.step_times import StepTimes
@@ -128,6 +129,7 @@ class FakeEngine:
         self.preprocessor = FakePreprocessor(tokenizer)
         self.grammars = FakeGrammars()
         self.adapters = AdapterStore(Modules(), max_rank=64)
+        self.memory = MemoryPlan(1 << 20, 16, 1 << 10, 1 << 12, 8, 4, 2)
         self.max_model_len = 4096
         self.gate, self.check_gate = threading.Event(), threading.Event()
         self.num_checks = self.num_flushes = 0
@@ -209,6 +211,9 @@ class FakeEngine:
     def stats(self) -> dict[str, Any]:
         return {
             "num_joined": 3,
+            "num_running": 1,
+            "num_waiting": 0,
+            "embedding_bytes": 0,
             "num_preemptions": 2,
             "num_steps": 5,
             "adapters": {
@@ -234,11 +239,22 @@ class FakeEngine:
                 "saves": {"media": 3},
                 "skips": {},
                 "evictions": {"kv": 1},
+                "requests": 9,
+                "query_tokens": 900,
+                "hit_tokens": 500,
+                "reasons": {},
                 "joined_requests": 4,
                 "joined_tokens": 640,
                 "joined_ms": 250.0,
             },
-            "usage": {"blocks": 10, "free_blocks": 4, "cached_blocks": 1, "rows": {"free": 7}},
+            "usage": {
+                "blocks": 10,
+                "free_blocks": 4,
+                "cached_blocks": 1,
+                "rows": {"free": 7, "ready": 0, "reserved": 0, "private": 0, "live": 0},
+                "expert_bytes": 0,
+                "logprob_bytes": 0,
+            },
             "held_bytes": {"kv": 6, "grammars": 0},
             "tiers": {},
             "embeddings": {"encoded": 3, "disk": 2},

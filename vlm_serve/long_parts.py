@@ -20,13 +20,17 @@ LONG_PARTS = (
 def say_what_takes_long(*, logs: bool) -> None:
     """Say on standard error why nothing happens for seconds, unless the libraries are loaded.
 
+    To a file or a pipe a server says nothing of its libraries: services are silent.
+
     Args:
         logs: the command shows its log. Otherwise messages of the modules that may take long are
             shown: fetching and reading weights, compiling kernels.
     """
     if "torch" in sys.modules:
         return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
+        if logs and not sys.stderr.isatty():
+            return
         print("vlm-serve: loading its libraries, some seconds", file=sys.stderr, flush=True)
     if not logs:
         handler = logging.StreamHandler()

@@ -238,7 +238,7 @@ def test_a_failure_in_the_middle(fake: RunningServer, client: anthropic.Anthropi
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]},
          "messages[0].content[0].source"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {
-            "type": "base64", "media_type": "application/pdf", "data": "aGk="}}]}]},
+            "type": "base64", "media_type": "application/zip", "data": "aGk="}}]}]},
          "messages[0].content[0].source.data"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "title": 5, "source": {
             "type": "text", "media_type": "text/plain", "data": "x"}}]}]},
