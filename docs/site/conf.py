@@ -24,6 +24,7 @@ include_patterns = [
     "*.md",
     "docs/*.md",
     "benchmarks/*.md",
+    "release/*.md",
     "benchmarks/notes/*.md",
     "examples/**/README.md",
     "vlm_serve/eval/README.md",
