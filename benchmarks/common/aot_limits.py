@@ -57,7 +57,7 @@ ALLOWANCES = (
         spilled=160,
     ),
     Allowance(
-        r"attention float32 on float32(, fixed parts)?: (prefill|decode)_kernel",
+        r"attention float32 on float32(, fixed parts|, gated)*: (prefill|decode)_kernel",
         NVIDIA,
         "float32 is the parity mode: a product is three products of split operands, whose parts "
         "do not all fit in 255 registers.",
