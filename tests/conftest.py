@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 
 # Triton decides at its first import whether kernels run in the interpreter, and transformers
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 import pytest
 from sweeps import MARKS
 
+_STRIDE = 17
 NO_TIME = "no time was left for slow tests"
 _STARTED = time.monotonic()
 
@@ -28,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=float("inf"),
         help="skip tests with a slow mark from this many minutes on, and count them",
     )
+    parser.addoption("--slow-turn", type=int, help="where to begin with them; default: by the date")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -48,6 +51,9 @@ class _Failures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Workers get the options of the process that starts them, so midnight does not divide them.
+    if config.option.slow_turn is None:
+        config.option.slow_turn = datetime.date.today().toordinal()
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures())
 
@@ -59,8 +65,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with slow tests first: at the end no worker is alone with one of them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put files with slow tests first: at the end no worker is alone with one of them.
+
+    Where time is limited, another file is the first one every day: so none is always left out.
+    """
+    if config.option.slow_minutes < float("inf"):
+        files = list(dict.fromkeys(item.path for item in items))
+        first = config.option.slow_turn * _STRIDE % max(len(files), 1)
+        turn = {path: index for index, path in enumerate(files[first:] + files[:first])}
+        items.sort(key=lambda item: turn[item.path])
     slow = {item.path for item in items if any(item.get_closest_marker(name) for name in MARKS)}
     items.sort(key=lambda item: item.path not in slow)
 
