@@ -74,7 +74,7 @@ def test_what_is_no_picture_video_or_text_is_refused_by_name(visit: Visit, tmp_p
     (tmp_path / "data.bin").write_bytes(b"\0\xff\xfe")
     bring(visit, "drop", ".conversation", tmp_path / "data.bin", "application/octet-stream")
     expect(visit.page.locator(".notice")).to_have_text(
-        "data.bin is neither a picture, a video nor a text."
+        "data.bin is neither a picture, a video, a PDF document nor a text."
     )
     expect(visit.page.locator(".attachment")).to_have_count(0)
 
