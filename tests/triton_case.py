@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from vlm_serve.kernels import dispatch, kv_write
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
 from vlm_serve.kernels.triton_support import interpreted
@@ -38,6 +41,24 @@ def row_by_row() -> Iterator[None]:
 
     with patch.object(np, "matmul", matmul):
         yield
+
+
+@contextmanager
+def engines_on_triton() -> Iterator[None]:
+    """Let engines on a CPU take Triton kernels, on every thread. Only a GPU's pools have the layout
+    of copies of blocks, so torch does these."""
+    everywhere = ContextVar("on all threads", default=True)
+    kv_write._copy.replace_triton(kv_write._copy.torch)
+    try:
+        with (
+            patch.object(dispatch, "_triton_everywhere", everywhere),
+            row_by_row(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+    finally:
+        kv_write._copy.replace_triton(None)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

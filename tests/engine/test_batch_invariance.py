@@ -3,10 +3,8 @@ whatever hit, in steps of whatever size, through preemption and failures."""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -21,13 +19,12 @@ from families import SPECS as FAMILIES
 from invariance import WAYS, Result, compared
 from make_checkpoint import make_checkpoint
 from sweeps import quick
-from triton_case import row_by_row
+from triton_case import engines_on_triton
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.invariance import exact_only, promise
 from vlm_serve.errors import ConfigError
-from vlm_serve.kernels import dispatch, kv_write
 from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.kernels.paged_attention import decode_triton
 from vlm_serve.kernels.triton_support import interpreted
@@ -102,15 +99,10 @@ def test_torch_keeps_the_bits_that_it_promises(tmp_path: Path, name: str) -> Non
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton kernels for CPU tensors on every thread, and decode's splits of few keys. Only a GPU's
-    pools have the layout that copies of blocks take."""
-    monkeypatch.setattr(dispatch, "_triton_everywhere", ContextVar("on all threads", default=True))
+    """Triton kernels for CPU tensors, and decode's splits of few keys."""
     monkeypatch.setattr(decode_triton, "FIXED_PART", 32)
-    kv_write._copy.replace_triton(kv_write._copy.torch)
-    with row_by_row(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+    with engines_on_triton():
         yield
-    kv_write._copy.replace_triton(None)
 
 
 @pytest.mark.interpreter

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,13 @@ from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
 from peft_folders import adapted, random_adapter
 from safetensors.torch import load_file
-from triton_case import row_by_row
+from triton_case import engines_on_triton
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters import start
 from vlm_serve.engine.adapters.options import check_adapters_possible, slot_bytes
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.errors import ConfigError
-from vlm_serve.kernels import dispatch, kv_write
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, Change, RowChanges, Up
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.models.parts import feed_forward
@@ -56,21 +53,17 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[AdapterChanges]]:
-    """Triton kernels for CPU tensors on every thread; yields the adapters that were placed."""
+    """Triton kernels for CPU tensors; yields the adapters that were placed."""
     placed: list[AdapterChanges] = []
 
     def place(changes: AdapterChanges) -> None:
         placed.append(changes)
         changes.place(CPU)
 
-    monkeypatch.setattr(dispatch, "_triton_everywhere", ContextVar("on all threads", default=True))
     monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: True)
     monkeypatch.setattr(start, "_lay_out", lambda source: place)
-    kv_write._copy.replace_triton(kv_write._copy.torch)  # Only a GPU's pools have its layout.
-    with row_by_row(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+    with engines_on_triton():
         yield placed
-    kv_write._copy.replace_triton(None)
 
 
 @pytest.mark.interpreter
