@@ -148,7 +148,7 @@ class QueuedExecutor(LocalExecutor):
 
     def run(self, plan: StepPlan) -> StepOutput:
         # The device has no kernel for folds or for drafts of an MTP layer that queues.
-        if plan.folds or any(item.kind == "verify" for item in plan.slices):
+        if plan.folds or plan.partial_folds or any(item.kind == "verify" for item in plan.slices):
             self.device.synchronize()
         output = super().run(plan)
         return replace(output, awaited=not self.device.current.queued)
