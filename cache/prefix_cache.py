@@ -331,8 +331,7 @@ class PrefixCache(Leasing):
         while isinstance(path[-1].parent, Node):
             path.append(path[-1].parent)
         snapshot = next((each.snapshot for each in path if each.snapshot is not None), None)
-        root = path[-1].parent.key if owner is None else owner
-        new = TimedPin(tuple(reversed(path)), snapshot, until, root)
+        new = TimedPin(tuple(reversed(path)), snapshot, until, owner or path[-1].parent.key)
         return node.end if self._timed_pins.add(new) else 0
 
     @property
