@@ -20,8 +20,9 @@ class LoadedMedia:
     Args:
         record: grid, hashes and times.
         config: settings of the processor that made it.
-        processed: the record with its pixels; None if only the record is known.
-        reload: decodes the pixels, if only the record is known; raises MediaError.
+        processed: the record with its pixels, or those of some spans; None if only the record is
+            known.
+        reload: decodes all pixels, if some are missing; raises MediaError.
         waited: seconds spent on looking up the record outside of this process.
     """
 
@@ -33,7 +34,7 @@ class LoadedMedia:
         reload: Callable[[Stop], Processed] | None = None,
         waited: float = 0.0,
     ) -> None:
-        assert (processed is None) != (reload is None)
+        assert processed is not None or reload is not None
         self.record = record
         self.modality = record.modality
         self.grid = record.grid
@@ -50,7 +51,8 @@ class LoadedMedia:
         """See `MediaItem.patches`."""
         assert 0 <= patch < len(self.record.hashes)
         count = self._config.temporal_patch_size
-        frames = normalise(self._get_processed(Stop()).frames(patch, count), self._config)
+        processed = self._get_processed(Stop(), patch)
+        frames = normalise(processed.frames(patch, count), self._config)
         return patchify(frames.expand(count, -1, -1, -1), self._config)
 
     @property
@@ -65,7 +67,12 @@ class LoadedMedia:
     @property
     def ready(self) -> bool:
         """See `MediaItem.ready`."""
-        return self._processed is not None
+        return self._processed is not None and self._reload is None
+
+    def has(self, patch: int) -> bool:
+        """See `MediaItem.has`."""
+        processed = self._processed
+        return processed is not None and processed.has(patch, self._config.temporal_patch_size)
 
     def load(self, stop: Stop) -> None:
         """See `MediaItem.load`."""
@@ -79,10 +86,13 @@ class LoadedMedia:
             return self
         return LoadedMedia(other.record, self._config, other, waited=self.waited)
 
-    def _get_processed(self, stop: Stop) -> Processed:
+    def _get_processed(self, stop: Stop, patch: int | None = None) -> Processed:
+        """Return all pixels, or at least those of one span."""
         with self._lock:
-            if self._processed is None:
-                assert self._reload is not None
+            processed = self._processed
+            if processed is not None and patch is not None and self.has(patch):
+                return processed
+            if self._reload is not None:
                 processed = self._other or self._reload(stop)
                 if processed.record != self.record:
                     self._other = processed
@@ -90,4 +100,5 @@ class LoadedMedia:
                         "a medium no longer has the content it was recorded with"
                     )
                 self._processed, self._reload, self.decoded = processed, None, True
+            assert self._processed is not None
             return self._processed

@@ -66,6 +66,10 @@ class MediaItem(Protocol):
         """True if `patches` needs no more decoding."""
         ...
 
+    def has(self, patch: int) -> bool:
+        """Return True if `patches` needs no more decoding for a span."""
+        ...
+
     def load(self, stop: Stop) -> None:
         """Decode what is missing; slow, but ends when the stop is set.
 

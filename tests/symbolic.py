@@ -60,6 +60,9 @@ class SymbolicMedia:
     def load(self, stop: Stop) -> None:
         self.ready = True
 
+    def has(self, patch: int) -> bool:
+        return self.ready
+
     def patches(self, patch: int) -> torch.Tensor:
         return torch.tensor(list(self.hashes[patch]))
 

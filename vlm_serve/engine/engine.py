@@ -342,7 +342,8 @@ class Engine:
             "prompt_logprobs": usage.logprob_bytes,
             "embeddings": self._media.held_bytes,
             "adapters": self.adapters.num_bytes,
-            "media_index": self.preprocessor.raw_index.num_bytes,
+            "media_index": self.preprocessor.raw_index.num_bytes
+            + self.preprocessor.raw_index.frames.num_bytes,
             "grammars": self.grammars.num_bytes,
         }
 

@@ -85,7 +85,7 @@ class MediaPlanner:
             first = not self._encodes and spent == span.end - span.start
             if recalled is None:
                 pass  # the fetch is in flight: try again in the next step
-            elif not item.ready:
+            elif not item.has(span.patch):
                 self.loading.setdefault(item, sequence.group)
             elif spent <= self._budget or first:
                 continue
@@ -106,8 +106,8 @@ class MediaPlanner:
         first = sequence.num_computed if start is None else start
         for span in spans_between(prompt, first, len(prompt)):
             item = prompt.media[span.item]
-            waits = item in self.loading if start is None else not item.ready
-            if waits and self._key(sequence, span) not in self.cache:
+            waits = start is not None or item in self.loading
+            if waits and not item.has(span.patch) and self._key(sequence, span) not in self.cache:
                 return span.start
         return sequence.num_tokens
 
@@ -247,7 +247,9 @@ class MediaPlanner:
             if key not in self.cache:
                 (recalled if key in below else encoded).setdefault(key, span)
         decoded = {index for index, item in enumerate(prompt.media) if item.decoded}
-        decoded |= {span.item for span in encoded.values() if not prompt.media[span.item].ready}
+        decoded |= {
+            span.item for span in encoded.values() if not prompt.media[span.item].has(span.patch)
+        }
         tiers = {span.start: below[key] for key, span in recalled.items()}
         return len(decoded), list(encoded.values()), tiers
 
