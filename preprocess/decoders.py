@@ -43,7 +43,7 @@ HEAVY_NICENESS = 10
 _GRACE_SECONDS = 10.0
 _MOST_STARTS = 3
 MOST_AHEAD = 8
-"""Decoded frames of a video that wait for being resized: enough for the uneven pace of a decoder."""
+"""Decoded frames of a video that wait for their resize: enough for a decoder's uneven pace."""
 _AHEAD_BYTES = 64 << 20
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from vlm_serve.preprocess.media_frames import Video
 from vlm_serve.preprocess.media_image import Pixels
@@ -58,6 +58,11 @@ class FrameIndex:
 
     Args:
         max_bytes: limit on the memory of all entries; 0 stores nothing.
+
+    Attributes:
+        num_bytes: memory of all entries.
+        counts: frames of files that were "shown" to a model, of these "known" ones, whose pixels
+            were not needed, and those "decoded" for the others.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -66,6 +71,7 @@ class FrameIndex:
         self._files: OrderedDict[bytes, tuple[_File, int]] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
+        self.counts = Counter(shown=0, known=0, decoded=0)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -115,6 +121,11 @@ class FrameIndex:
             self._files[key] = known, cost
             self.num_bytes += cost
 
+    def count(self, **frames: int) -> None:
+        """Add to `counts`."""
+        with self._lock:
+            self.counts.update(frames)
+
     def remove(self, key: bytes) -> None:
         """Forget a file, if known."""
         with self._lock:
@@ -137,6 +148,13 @@ class FrameIndex:
         self.num_bytes -= cost
 
 
+class FileVideo(Video, Protocol):
+    """A `Video` of a file in a decoder."""
+
+    num_decoded: int
+    """Frames that were decoded for those that were asked for."""
+
+
 class KnownVideo:
     """A `Video` from a file, with what is remembered of it; leave it by `with`.
 
@@ -145,25 +163,25 @@ class KnownVideo:
         index: the memory of all files.
         key: of this file in the index.
         fps: replaces the file's own rate, so times depend on it.
-        held: tells whether the embedding of a span's hash is at hand; None: none is.
+        held: tells by a span's hash and merge size if its embedding is at hand; None: none is.
         recall: False decodes all that is asked for, and remembers it.
     """
 
     def __init__(
         self,
-        opened: Callable[[], AbstractContextManager[Video]],
+        opened: Callable[[], AbstractContextManager[FileVideo]],
         index: FrameIndex,
         key: bytes,
         fps: float | None,
         *,
-        held: Callable[[bytes], bool] | None = None,
+        held: Callable[[bytes, int], bool] | None = None,
         recall: bool = True,
     ) -> None:
         self._opened, self._index, self._key, self._fps = opened, index, key, fps
         self._recall = recall
-        self.held = held or (lambda _: False)
+        self.held = held or (lambda *_: False)
         self._stack = contextlib.ExitStack()
-        self._video: Video | None = None
+        self._video: FileVideo | None = None
 
     def __enter__(self) -> KnownVideo:
         known = self._index.timeline(self._key, self._fps) if self._recall else None
@@ -180,7 +198,7 @@ class KnownVideo:
     def __exit__(self, *error: Any) -> bool | None:
         return self._stack.__exit__(*error)
 
-    def _open(self) -> Video:
+    def _open(self) -> FileVideo:
         if self._video is None:
             self._video = self._stack.enter_context(self._opened())
         return self._video
@@ -190,6 +208,7 @@ class KnownVideo:
         video = self._open()
         yield from video.frames(indices)
         self.sound = video.sound
+        self._index.count(decoded=video.num_decoded)
 
     def size(self, frame: int) -> tuple[int, int] | None:
         """Return (height, width) of a frame as decoded, if known."""
@@ -198,6 +217,10 @@ class KnownVideo:
     def hashes(self, layout: str) -> dict[int, Hashes]:
         """Return the known hashes of frames in a layout, by the frame's number."""
         return self._index.hashes(self._key, layout)
+
+    def count(self, *, shown: int, known: int) -> None:
+        """Count the frames of a sampling, see `FrameIndex.counts`."""
+        self._index.count(shown=shown, known=known)
 
     def learn(
         self, size: tuple[int, tuple[int, int]], layout: str, hashes: Mapping[int, Hashes]

@@ -207,7 +207,7 @@ class MediaLoader:
         if known is not None:
             item = self._recall(known, upload, waited)
         else:
-            held = self._held(processor, vision_root)
+            held = self._held(vision_root)
             done = self._process(upload, source, stop, held, recall=True)
             item = self._loaded(done, upload, waited)
             if key is not None and isinstance(source, bytes) and self._records is not None:
@@ -274,7 +274,7 @@ class MediaLoader:
         upload: _Upload,
         source: Any,
         stop: Stop,
-        held: Callable[[bytes], bool] | None = None,
+        held: Callable[[bytes, int], bool] | None = None,
         *,
         recall: bool = False,
     ) -> Processed:
@@ -286,20 +286,18 @@ class MediaLoader:
         self._count("decoded" if done.kept is None or done.kept else "frames")
         return done
 
-    def _held(
-        self, processor: Processor, vision_root: bytes | None
-    ) -> Callable[[bytes], bool] | None:
-        embedded, merge_size = self.embedded, processor.config.merge_size
+    def _held(self, vision_root: bytes | None) -> Callable[[bytes, int], bool] | None:
+        embedded = self.embedded
         if embedded is None or vision_root is None:
             return None
-        return lambda digest: embedded(embedding_key(vision_root, digest, merge_size))
+        return lambda digest, merge_size: embedded(embedding_key(vision_root, digest, merge_size))
 
     def _known(
         self,
         upload: _Upload,
         source: bytes,
         stop: Stop,
-        held: Callable[[bytes], bool] | None,
+        held: Callable[[bytes, int], bool] | None,
         *,
         recall: bool,
     ) -> KnownVideo:

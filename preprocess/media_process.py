@@ -202,6 +202,11 @@ class FrameLayout:
         """See `Layout`."""
         return "{}x{}".format(*self.size)
 
+    @property
+    def merge_size(self) -> int:
+        """See `Layout`."""
+        return self.config.merge_size
+
     def pictures(self, frame: Pixels) -> tuple[torch.Tensor, ...]:
         """See `Layout`. Raises MediaError if the processor does not resize, and a side does not fit
         its patches."""

@@ -77,8 +77,7 @@ class Preprocessor:
         family: the model's; None: the one named by its config.json.
         config: what counts as the content of config.json; None: the file's.
         limits: limits on media.
-        raw_index_bytes: memory for recognising repeated uploads, and as much again for the frames
-            of video files; 0 turns both off.
+        raw_index_bytes: memory for repeated uploads, and again for frames of videos; 0: none.
         max_tokens, generation: see `Tokenizer`.
         template_file: a chat template instead of the checkpoint's.
         template_kwargs: default variables of the template.
@@ -339,10 +338,8 @@ class Preprocessor:
         as `prepare` does.
         """
         remote = [is_remote(part) for part in rendering.media]
-        tasks = [
-            partial(self._loader.load, part, rendering.cache_salt, stop, rendering.roots.vision)
-            for part in rendering.media
-        ]
+        load, root = self._loader.load, rendering.roots.vision
+        tasks = [partial(load, part, rendering.cache_salt, stop, root) for part in rendering.media]
         found: dict[bool, Iterator[Future[LoadedMedia]]] = {}
         for fetched, executor, limit in (
             (True, self._fetching, _FETCHED_AT_ONCE),

@@ -24,6 +24,11 @@ class Layout(Protocol):
         """Everything that decides the pictures of a frame, besides the processor."""
         ...
 
+    @property
+    def merge_size(self) -> int:
+        """Patches per side that form one token."""
+        ...
+
     def pictures(self, frame: Pixels) -> Pictures:
         """Resize and cut one frame."""
         ...
@@ -93,8 +98,10 @@ def sample(
             pictures.append(layout.pictures(frame))
             made[index] = layout.hashes(pictures[-1])
     assert layout is not None and size is not None
-    if memory is not None and made:
-        memory.learn((indices[0], size), layout.key, made)
+    if memory is not None:
+        memory.count(shown=len(indices), known=len(indices) - len(kept))
+        if made:
+            memory.learn((indices[0], size), layout.key, made)
     hashes = hashes | made
     spans = [layout.spans([hashes[index] for index in group]) for group in groups]
     return Sampled(layout, tuple(each for span in spans for each in span), kept, pictures)
@@ -105,12 +112,13 @@ def _places_to_decode(
     together: int,
     layout: Layout,
     hashes: dict[int, Hashes],
-    held: Callable[[bytes], bool],
+    held: Callable[[bytes, int], bool],
 ) -> Iterator[int]:
     if all(index in hashes for group in groups for index in group):
         return
     for number, group in enumerate(groups):
-        known = all(index in hashes for index in group)
-        if known and all(map(held, layout.spans([hashes[index] for index in group]))):
-            continue
+        if all(index in hashes for index in group):
+            spans = layout.spans([hashes[index] for index in group])
+            if all(held(span, layout.merge_size) for span in spans):
+                continue
         yield from range(number * together, number * together + len(group))

@@ -43,9 +43,10 @@ def process_sliced_image(
 
     Raises MediaError if one side is over 200 times the other.
     """
-    layout = _lay_out("image", *pixels.shape[:2], options, config, param)
+    height, width, _ = pixels.shape
+    layout = _lay_out("image", height, width, options, config, param)
     pictures = layout.pictures(pixels)
-    return _processed(layout, options, layout.hashes(pictures), [pictures])
+    return _processed(layout, layout.hashes(pictures), [pictures])
 
 
 def process_sliced_video(
@@ -74,7 +75,7 @@ def process_sliced_video(
         return _lay_out("video", height, width, options, config, param)
 
     found = sample(video, indices, 1, lay_out)
-    done = _processed(found.layout, options, found.hashes, found.pictures)
+    done = _processed(found.layout, found.hashes, found.pictures)
     kept = None if len(found.kept) == len(indices) else found.kept
     return replace(done, record=replace(done.record, cut_short=video.cut_short), kept=kept)
 
@@ -87,12 +88,14 @@ class SliceLayout:
         size: (height, width) of the whole picture after the resize.
         cut: (rows, columns) of slices, None for no slices.
         each: (height, width) of a slice.
+        merge_size: see `Layout`.
     """
 
     modality: Modality
     size: tuple[int, int]
     cut: tuple[int, int] | None
     each: tuple[int, int]
+    merge_size: int
     config: SliceConfig
 
     @property
@@ -137,12 +140,11 @@ def _lay_out(
     size = whole_size(height, width, side=config.side, factor=factor, enlarge=cut is None)
     if cut is not None:
         each = slice_size(height, width, cut, side=config.side, factor=factor)
-    return SliceLayout(modality, size, cut, each, config)
+    return SliceLayout(modality, size, cut, each, options.merge_size, config)
 
 
 def _processed(
     layout: SliceLayout,
-    options: SliceOptions,
     hashes: tuple[bytes, ...],
     pictures: Sequence[tuple[torch.Tensor, ...]],
 ) -> Processed:
@@ -151,7 +153,7 @@ def _processed(
         slices = Slices(*layout.cut, config.grid(*layout.each))
     count = len(hashes) // (1 + (slices.count if slices is not None else 0))
     grid = (count, *config.grid(*layout.size))
-    record = MediaRecord(layout.modality, grid, hashes, (), options.merge_size, slices)
+    record = MediaRecord(layout.modality, grid, hashes, (), layout.merge_size, slices)
     wholes = stacked([whole for whole, *_ in pictures])
     details = None
     if slices is not None:
