@@ -18,6 +18,7 @@ from typing import Any
 
 import av
 from av.video.frame import PictureType
+from av.video.reformatter import VideoReformatter
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.file_kinds import MP4, file_kind
@@ -81,6 +82,7 @@ class EncodedVideo:
         self._data, self._limits, self._param = readable_part(memoryview(data)), limits, param
         self.cut_short = len(self._data) < len(data)
         self.sound, self.num_decoded = True, 0
+        self._converter = VideoReformatter()
         self._deadline = time.monotonic() + limits.max_decode_seconds
         if lacks_index(self._data):
             raise MediaError(self._why_unread(), param=param)
@@ -303,7 +305,8 @@ class EncodedVideo:
                     return
 
     def _to_rgb(self, frame: Any) -> Pixels:
-        return upright(frame, self._aspect, self._limits, self._param)
+        converter = self._converter
+        return upright(frame, self._aspect, self._limits, self._param, converter=converter)
 
 
 def _frames_of(context: Any, packet: Any, *, drain: bool) -> Iterator[Any]:
