@@ -11,7 +11,7 @@ import contextlib
 import threading
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -165,6 +165,8 @@ class KnownVideo:
         fps: replaces the file's own rate, so times depend on it.
         held: tells by a span's hash and merge size if its embedding is at hand; None: none is.
         recall: False decodes all that is asked for, and remembers it.
+        wanted: numbers of the temporal patches whose pixels are needed; None: those of which no
+            embedding is at hand.
     """
 
     def __init__(
@@ -176,9 +178,10 @@ class KnownVideo:
         *,
         held: Callable[[bytes, int], bool] | None = None,
         recall: bool = True,
+        wanted: Collection[int] | None = None,
     ) -> None:
         self._opened, self._index, self._key, self._fps = opened, index, key, fps
-        self._recall = recall
+        self._recall, self.wanted = recall, wanted
         self.held = held or (lambda *_: False)
         self._stack = contextlib.ExitStack()
         self._video: FileVideo | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -22,7 +22,8 @@ class LoadedMedia:
         config: settings of the processor that made it.
         processed: the record with its pixels, or those of some spans; None if only the record is
             known.
-        reload: decodes all pixels, if some are missing; raises MediaError.
+        reload: decodes the pixels of some spans, or all if that is None, if some are missing;
+            raises MediaError.
         waited: seconds spent on looking up the record outside of this process.
     """
 
@@ -31,7 +32,7 @@ class LoadedMedia:
         record: MediaRecord,
         config: PictureConfig,
         processed: Processed | None,
-        reload: Callable[[Stop], Processed] | None = None,
+        reload: Callable[[Stop, Collection[int] | None], Processed] | None = None,
         waited: float = 0.0,
     ) -> None:
         assert processed is not None or reload is not None
@@ -42,8 +43,9 @@ class LoadedMedia:
         self.decoded = processed is not None
         self.waited = waited
         self._config = config
-        self._processed = processed
+        self._parts = [processed] if processed is not None else []
         self._reload = reload
+        self._reloaded = False
         self._other: Processed | None = None
         self._lock = threading.Lock()
 
@@ -51,8 +53,13 @@ class LoadedMedia:
         """See `MediaItem.patches`."""
         assert 0 <= patch < len(self.record.hashes)
         count = self._config.temporal_patch_size
-        processed = self._get_processed(Stop(), patch)
-        frames = normalise(processed.frames(patch, count), self._config)
+        with self._lock:
+            part = self._part(patch)
+            if part is None:
+                self._load(Stop(), None)
+                part = self._part(patch)
+        assert part is not None
+        frames = normalise(part.frames(patch, count), self._config)
         return patchify(frames.expand(count, -1, -1, -1), self._config)
 
     @property
@@ -67,16 +74,21 @@ class LoadedMedia:
     @property
     def ready(self) -> bool:
         """See `MediaItem.ready`."""
-        return self._processed is not None and self._reload is None
+        return self._reload is None
 
     def has(self, patch: int) -> bool:
         """See `MediaItem.has`."""
-        processed = self._processed
-        return processed is not None and processed.has(patch, self._config.temporal_patch_size)
+        return self._part(patch) is not None
 
-    def load(self, stop: Stop) -> None:
+    def _part(self, patch: int) -> Processed | None:
+        size = self._config.temporal_patch_size
+        return next((part for part in self._parts if part.has(patch, size)), None)
+
+    def load(self, stop: Stop, patches: Collection[int] | None = None) -> None:
         """See `MediaItem.load`."""
-        self._get_processed(stop)
+        with self._lock:
+            if patches is None or not all(map(self.has, patches)):
+                self._load(stop, patches)
 
     def corrected(self) -> LoadedMedia:
         """Return a medium with the decoded content if it differs from the record, else this one."""
@@ -86,19 +98,16 @@ class LoadedMedia:
             return self
         return LoadedMedia(other.record, self._config, other, waited=self.waited)
 
-    def _get_processed(self, stop: Stop, patch: int | None = None) -> Processed:
-        """Return all pixels, or at least those of one span."""
-        with self._lock:
-            processed = self._processed
-            if processed is not None and patch is not None and self.has(patch):
-                return processed
-            if self._reload is not None:
-                processed = self._other or self._reload(stop)
-                if processed.record != self.record:
-                    self._other = processed
-                    raise UnconfirmedError(
-                        "a medium no longer has the content it was recorded with"
-                    )
-                self._processed, self._reload, self.decoded = processed, None, True
-            assert self._processed is not None
-            return self._processed
+    def _load(self, stop: Stop, patches: Collection[int] | None) -> None:
+        """Decode spans; the second time all, so a medium is decoded three times at most."""
+        if self._reload is None:
+            return
+        processed = self._other or self._reload(stop, None if self._reloaded else patches)
+        if processed.record != self.record:
+            self._other = processed
+            raise UnconfirmedError("a medium no longer has the content it was recorded with")
+        self._reloaded = self.decoded = True
+        if processed.kept is None:
+            self._parts, self._reload = [processed], None
+        else:
+            self._parts = [*self._parts, processed]

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -244,9 +244,14 @@ class MediaLoader:
         reload = partial(self._reload, done.record, upload)
         return LoadedMedia(done.record, config, done if done.kept else None, reload, waited)
 
-    def _reload(self, known: MediaRecord, upload: _Upload, stop: Stop) -> Processed:
+    def _reload(
+        self, known: MediaRecord, upload: _Upload, stop: Stop, patches: Collection[int] | None
+    ) -> Processed:
         source = upload.read(stop)
-        done = self._process(upload, source, stop)
+        wanted = None if patches is None else {known.span(patch)[0] for patch in patches}
+        done = self._process(upload, source, stop, wanted=wanted, recall=wanted is not None)
+        if done.record != known and done.kept is not None:
+            done = self._process(upload, source, stop)
         if done.record != known:
             self._correct(upload, source, done.record)
         return done
@@ -277,11 +282,13 @@ class MediaLoader:
         held: Callable[[bytes, int], bool] | None = None,
         *,
         recall: bool = False,
+        wanted: Collection[int] | None = None,
     ) -> Processed:
-        """Decode a medium; with `recall` only those frames of a video file that are needed."""
+        """Decode a medium; with `recall` only those frames of a video file that are needed, see
+        `KnownVideo`."""
         known = None
         if upload.part.modality == "video" and isinstance(source, bytes):
-            known = self._known(upload, source, stop, held, recall=recall)
+            known = self._known(upload, source, stop, held, recall=recall, wanted=wanted)
         done = self._run(upload, source, known, stop)
         self._count("decoded" if done.kept is None or done.kept else "frames")
         return done
@@ -300,12 +307,14 @@ class MediaLoader:
         held: Callable[[bytes, int], bool] | None,
         *,
         recall: bool,
+        wanted: Collection[int] | None,
     ) -> KnownVideo:
         part, fps = upload.part, upload.options.fps
         opened = partial(self._decoders.video, source, fps, self._limits, part.param, stop)
         digest = upload.digest or raw_digest(source)
         key = upload_key(upload.key_of(digest, options=_ALL_FRAMES), self._path)
-        return KnownVideo(opened, self._raw_index.frames, key, fps, held=held, recall=recall)
+        index = self._raw_index.frames
+        return KnownVideo(opened, index, key, fps, held=held, recall=recall, wanted=wanted)
 
     @releasing
     def _run(self, upload: _Upload, source: Any, known: KnownVideo | None, stop: Stop) -> Processed:

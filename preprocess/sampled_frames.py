@@ -86,7 +86,7 @@ def sample(
     if memory is not None and size is not None:
         layout = lay_out(*size)
         hashes = memory.hashes(layout.key)
-        kept = list(_places_to_decode(groups, together, layout, hashes, memory.held))
+        kept = list(_places_to_decode(groups, together, layout, hashes, memory))
     pictures: list[Pictures] = []
     made: dict[int, Hashes] = {}
     if kept:
@@ -112,13 +112,15 @@ def _places_to_decode(
     together: int,
     layout: Layout,
     hashes: dict[int, Hashes],
-    held: Callable[[bytes, int], bool],
+    memory: KnownVideo,
 ) -> Iterator[int]:
-    if all(index in hashes for group in groups for index in group):
+    wanted = memory.wanted
+    if wanted is None and all(index in hashes for group in groups for index in group):
         return
     for number, group in enumerate(groups):
         if all(index in hashes for index in group):
             spans = layout.spans([hashes[index] for index in group])
-            if all(held(span, layout.merge_size) for span in spans):
+            at_hand = all(memory.held(span, layout.merge_size) for span in spans)
+            if at_hand if wanted is None else number not in wanted:
                 continue
         yield from range(number * together, number * together + len(group))

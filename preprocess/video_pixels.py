@@ -48,10 +48,10 @@ def upright(
     width = shown_width(frame, aspect)
     if max(width, frame.width) * frame.height > limits.max_video_pixels:
         raise MediaError(f"the video is over {limits.max_video_pixels} pixels", param=param)
-    if _has_alpha(frame):
-        pixels = _over_white(converter.reformat(frame, format="rgba").to_ndarray())
-    else:
-        pixels = converter.reformat(frame, format="rgb24").to_ndarray()
+    alpha = _has_alpha(frame)
+    pixels: Any = converter.reformat(frame, format="rgba" if alpha else "rgb24").to_ndarray()
+    if alpha:
+        pixels = _over_white(pixels)
     return np.ascontiguousarray(_turned(stretched(pixels, width), _matrix(frame)))
 
 
@@ -88,7 +88,8 @@ def _matrix(frame: Any) -> tuple[int, int, int, int] | None:
     A pixel at (x, y) is shown at (a x + c y, b x + d y), with y pointing down.
     """
     # A frame and its `side_data` refer to each other, so shown frames would pile up.
-    data = SideDataContainer(frame).get(Type.DISPLAYMATRIX)
+    container: Any = SideDataContainer
+    data = container(frame).get(Type.DISPLAYMATRIX)
     if data is None:
         return None
     raw = bytes(data)

@@ -217,7 +217,10 @@ def test_a_file_that_ends_early_is_not_remembered(
     assert len(preprocessor.raw_index.frames) == 0
 
 
-def test_wrong_hashes_are_found_out(known: tuple[Preprocessor, Embeddings], source: bytes) -> None:
+@pytest.mark.parametrize("patches", [None, [0]])
+def test_wrong_hashes_are_found_out(
+    patches: list[int] | None, known: tuple[Preprocessor, Embeddings], source: bytes
+) -> None:
     preprocessor, _ = known
     ask(preprocessor, source, num_frames=5)
     ((file, _),) = preprocessor.raw_index.frames._files.values()
@@ -227,13 +230,35 @@ def test_wrong_hashes_are_found_out(known: tuple[Preprocessor, Embeddings], sour
     prompt = ask(preprocessor, source, num_frames=3)
     assert not prompt.media[0].decoded
     with pytest.raises(UnconfirmedError):
-        prompt.media[0].load(Stop())
+        prompt.media[0].load(Stop(), patches)
     assert prompt.corrected is not None
     corrected = prompt.corrected()
     assert corrected.media[0].ready and corrected.spans != prompt.spans
     # From now on they are right.
     assert hashes[0] == right
     assert ask(preprocessor, source, num_frames=3).spans == corrected.spans
+
+
+def test_only_the_pixels_that_are_needed_are_decoded(
+    path: Path, known: tuple[Preprocessor, Embeddings], source: bytes
+) -> None:
+    preprocessor, _ = known
+    ask(preprocessor, source, num_frames=9)
+    prompt = ask(preprocessor, source, num_frames=5)
+    item, spans = prompt.media[0], len(prompt.spans)
+    assert missing(item, spans) == list(range(spans))
+    before = counts(preprocessor)["decoded"]
+    item.load(Stop(), [0])
+    assert item.has(0) and not item.has(spans - 1) and not item.ready
+    assert counts(preprocessor)["decoded"] - before < 20
+    expected = fresh(path, source, num_frames=5)
+    assert torch.equal(item.patches(0), expected.media[0].patches(0))
+    item.load(Stop(), [0])
+    assert not item.ready
+    # Who asks again gets everything, so that nothing is decoded patch by patch.
+    item.load(Stop(), [spans - 1])
+    assert item.ready and not missing(item, spans)
+    assert_same(prompt, expected)
 
 
 def test_damaged_files_give_the_same_answers_again(checkpoint: Path) -> None:
