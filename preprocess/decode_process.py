@@ -218,7 +218,12 @@ class DecodeProcess:
         message, descriptor = self.receive(deadline)
         if descriptor < 0:
             return None
-        return take_array(descriptor, tuple(map(int, message["shape"])), np.uint8)
+        return take_pixels(message, descriptor)
+
+
+def take_pixels(message: dict[str, Any], descriptor: int) -> npt.NDArray[np.uint8]:
+    """Map the uint8 `[height, width, 3]` of a reply. Raises as `map_array` does."""
+    return take_array(descriptor, tuple(map(int, message["shape"])), np.uint8)
 
 
 def take_array(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

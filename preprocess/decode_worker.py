@@ -171,7 +171,10 @@ def _shared(shape: tuple[int, ...], dtype: Any = np.uint8) -> SharedArray:
 
 
 def _serve_video(sock: socket.socket, data: Any, limits: MediaLimits, fps: float | None) -> None:
-    """Send the times of all frames, then one selected frame per "next" message."""
+    """Send the times of all frames, then one selected frame per "next" message.
+
+    The owner asks for a few frames ahead of those that it has taken.
+    """
     animated = is_picture(data.data)
     video = (AnimatedPicture if animated else EncodedVideo)(data.data, fps, limits)
     with _shared((len(video.times),), np.float64) as times:
@@ -186,7 +189,8 @@ def _serve_video(sock: socket.socket, data: Any, limits: MediaLimits, fps: float
             shared.array[:] = pixels
             if "next" not in receive(sock)[0]:
                 return
-            send(sock, {"shape": pixels.shape}, shared.descriptor)
+            done = {"sound": video.sound, "decoded": video.num_decoded}
+            send(sock, {"shape": pixels.shape} | done, shared.descriptor)
 
 
 if __name__ == "__main__":

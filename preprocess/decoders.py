@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
-from vlm_serve.preprocess.decode_process import DecodeProcess, ForkServer, take_array
+from vlm_serve.preprocess.decode_process import DecodeProcess, ForkServer, take_array, take_pixels
 from vlm_serve.preprocess.decode_slots import DecodeSlots
 from vlm_serve.preprocess.decode_wire import GoneError, share
 from vlm_serve.preprocess.limits import MediaLimits
@@ -42,6 +42,9 @@ HEAVY_NICENESS = 10
 # A video's process reports a passed deadline itself; after this grace period it is killed.
 _GRACE_SECONDS = 10.0
 _MOST_STARTS = 3
+MOST_AHEAD = 8
+"""Decoded frames of a video that wait for their resize: enough for a decoder's uneven pace."""
+_AHEAD_BYTES = 64 << 20
 
 
 def default_slots() -> tuple[int, int]:
@@ -210,7 +213,11 @@ class Decoders:
 
 
 class DecodedVideo:
-    """A `Video` whose frames are decoded by another process, one frame ahead of the consumer."""
+    """A `Video` of another process, which decodes a few frames ahead of the consumer.
+
+    Attributes:
+        num_decoded: frames that were decoded for those that were asked for.
+    """
 
     def __init__(self, process: DecodeProcess, limits: MediaLimits) -> None:
         self._process, self._limits = process, limits
@@ -219,26 +226,31 @@ class DecodedVideo:
         self.steady, self.cut_short = bool(message["steady"]), bool(message["cut_short"])
         times = take_array(descriptor, (int(message["count"]),), np.float64)
         self.times: Sequence[float] = times.tolist()
+        self.sound, self.num_decoded = True, 0
         self._open = True
+        self._asked = 0
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """See `Video.frames`; may be called once. Raises MediaError."""
         assert self._open
         self._process.send({"indices": list(indices)})
         deadline = self._deadline()
-        for _ in indices:
-            self._process.ask({"next": True})
-            try:
-                pixels = self._process.receive_pixels(deadline)
-            except TimeoutError:
-                raise _too_slow("video", self._limits.max_decode_seconds) from None
-            assert pixels is not None
+        ahead = 1
+        for left in range(len(indices), 0, -1):
+            while self._asked < min(ahead, left):
+                self._process.ask({"next": True})
+                self._asked += 1
+            message, descriptor = self._receive(deadline)
+            self._asked -= 1
+            pixels = take_pixels(message, descriptor)
+            self.sound, self.num_decoded = bool(message["sound"]), int(message["decoded"])
+            ahead = max(1, min(MOST_AHEAD, _AHEAD_BYTES // max(1, pixels.nbytes)))
             yield pixels
         self._open = False
 
     def end(self) -> None:
         """Free the process for the next task."""
-        if self._open and not self._process.awaiting:
+        if self._open and not self._asked and not self._process.awaiting:
             self._process.send({"stop": True})
 
     def _deadline(self) -> float:

@@ -46,7 +46,7 @@ class ListedVideo:
         param: the request field to name in errors.
     """
 
-    steady, cut_short = True, False
+    steady, cut_short, sound = True, False, True
 
     def __init__(
         self,

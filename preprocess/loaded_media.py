@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -20,8 +20,10 @@ class LoadedMedia:
     Args:
         record: grid, hashes and times.
         config: settings of the processor that made it.
-        processed: the record with its pixels; None if only the record is known.
-        reload: decodes the pixels, if only the record is known; raises MediaError.
+        processed: the record with its pixels, or those of some spans; None if only the record is
+            known.
+        reload: decodes the pixels of some spans, or all if that is None, if some are missing;
+            raises MediaError.
         waited: seconds spent on looking up the record outside of this process.
     """
 
@@ -30,10 +32,10 @@ class LoadedMedia:
         record: MediaRecord,
         config: PictureConfig,
         processed: Processed | None,
-        reload: Callable[[Stop], Processed] | None = None,
+        reload: Callable[[Stop, Collection[int] | None], Processed] | None = None,
         waited: float = 0.0,
     ) -> None:
-        assert (processed is None) != (reload is None)
+        assert processed is not None or reload is not None
         self.record = record
         self.modality = record.modality
         self.grid = record.grid
@@ -41,8 +43,9 @@ class LoadedMedia:
         self.decoded = processed is not None
         self.waited = waited
         self._config = config
-        self._processed = processed
+        self._parts = [processed] if processed is not None else []
         self._reload = reload
+        self._reloaded = False
         self._other: Processed | None = None
         self._lock = threading.Lock()
 
@@ -50,7 +53,13 @@ class LoadedMedia:
         """See `MediaItem.patches`."""
         assert 0 <= patch < len(self.record.hashes)
         count = self._config.temporal_patch_size
-        frames = normalise(self._get_processed(Stop()).frames(patch, count), self._config)
+        with self._lock:
+            part = self._part(patch)
+            if part is None:
+                self._load(Stop(), None)
+                part = self._part(patch)
+        assert part is not None
+        frames = normalise(part.frames(patch, count), self._config)
         return patchify(frames.expand(count, -1, -1, -1), self._config)
 
     @property
@@ -65,11 +74,21 @@ class LoadedMedia:
     @property
     def ready(self) -> bool:
         """See `MediaItem.ready`."""
-        return self._processed is not None
+        return self._reload is None
 
-    def load(self, stop: Stop) -> None:
+    def has(self, patch: int) -> bool:
+        """See `MediaItem.has`."""
+        return self._part(patch) is not None
+
+    def _part(self, patch: int) -> Processed | None:
+        size = self._config.temporal_patch_size
+        return next((part for part in self._parts if part.has(patch, size)), None)
+
+    def load(self, stop: Stop, patches: Collection[int] | None = None) -> None:
         """See `MediaItem.load`."""
-        self._get_processed(stop)
+        with self._lock:
+            if patches is None or not all(map(self.has, patches)):
+                self._load(stop, patches)
 
     def corrected(self) -> LoadedMedia:
         """Return a medium with the decoded content if it differs from the record, else this one."""
@@ -79,15 +98,16 @@ class LoadedMedia:
             return self
         return LoadedMedia(other.record, self._config, other, waited=self.waited)
 
-    def _get_processed(self, stop: Stop) -> Processed:
-        with self._lock:
-            if self._processed is None:
-                assert self._reload is not None
-                processed = self._other or self._reload(stop)
-                if processed.record != self.record:
-                    self._other = processed
-                    raise UnconfirmedError(
-                        "a medium no longer has the content it was recorded with"
-                    )
-                self._processed, self._reload, self.decoded = processed, None, True
-            return self._processed
+    def _load(self, stop: Stop, patches: Collection[int] | None) -> None:
+        """Decode spans; the second time all, so a medium is decoded three times at most."""
+        if self._reload is None:
+            return
+        processed = self._other or self._reload(stop, None if self._reloaded else patches)
+        if processed.record != self.record:
+            self._other = processed
+            raise UnconfirmedError("a medium no longer has the content it was recorded with")
+        self._reloaded = self.decoded = True
+        if processed.kept is None:
+            self._parts, self._reload = [processed], None
+        else:
+            self._parts = [*self._parts, processed]

@@ -39,7 +39,8 @@ class AnimatedPicture:
     Raises MediaError for a still or damaged picture, and beyond a limit.
     """
 
-    cut_short = False
+    cut_short, sound = False, True
+    num_decoded = 0
 
     def __init__(
         self,
@@ -96,4 +97,5 @@ class AnimatedPicture:
                 raise
             except Exception:  # as above
                 raise self._damaged() from None
+            self.num_decoded = index + 1  # a picture is made from those before it
             yield pixels

@@ -30,6 +30,9 @@ class Video(Protocol):
     cut_short: bool
     """The file ends before its own end, or cannot be read further."""
 
+    sound: bool
+    """So far nothing shows damage, so a frame has the same pixels whatever else is decoded."""
+
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Yield uint8 `[height, width, 3]` for each index; ascending, repetitions allowed."""
         ...
@@ -65,7 +68,7 @@ class ArrayVideo:
             raise MediaError("the video has no frames", param=param)
         self._frames = frames
         self.fps = DEFAULT_FPS if fps is None else fps
-        self.steady, self.cut_short = True, False
+        self.steady, self.cut_short, self.sound = True, False, True
         check_video(len(frames), len(frames) / self.fps, frames.shape[1:3], limits, param)
         self.times = FrameTimes.even(len(frames), self.fps).seconds
 

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import PIL.Image
 
-from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
+from vlm_serve.errors import InvalidRequestError, MediaError
 from vlm_serve.host_threads import releasing
 from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.decoding_path import decoding_path
-from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding, fetch, read_file
+from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding
 from vlm_serve.preprocess.frame_files import (
     FrameFiles,
     ListedVideo,
-    check_frame_count,
     frame_sources,
     listed_options,
     places,
 )
+from vlm_serve.preprocess.keys import embedding_key
+from vlm_serve.preprocess.known_frames import KnownVideo
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.media_frames import ArrayVideo
@@ -38,16 +37,17 @@ from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
 from vlm_serve.preprocess.media_options import options_key
 from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
-from vlm_serve.preprocess.pdf_pages import PdfPage
+from vlm_serve.preprocess.media_sources import digest_of, is_data_url, read_source
 from vlm_serve.preprocess.processors import fingerprint
-from vlm_serve.preprocess.raw_index import RawIndex, raw_key
+from vlm_serve.preprocess.raw_index import RawIndex, raw_digest, raw_key
 from vlm_serve.preprocess.reading.conversation import MediaPart
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.upload_records import UploadRecords, upload_key
 
 _CONVERSIONS = 2
+_ALL_FRAMES = b"frames"
+"""In place of options in the key of a file whose frames are known; no options are equal to it."""
 _NOTHING: Mapping[Literal["image", "video"], str] = MappingProxyType({})
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
 class MediaLoader:
@@ -56,16 +56,18 @@ class MediaLoader:
     Args:
         images, videos: the checkpoint's processors; None for media it does not support.
         limits: limits on fetching and decoding.
-        raw_index: keeps records of earlier uploads.
+        raw_index: keeps records of earlier uploads, and of frames of video files.
         decoders: decode media that come as files.
         missing: files that the checkpoint lacks, by the kind of media that it takes with them.
 
     Attributes:
         shared_budget: a second budget for fetched bytes, besides the loader's own; None: there is
             none.
+        embedded: tells from any thread, by its key, whether an embedding is at hand; None: unknown.
         fingerprint: names the processors.
         counts: number of media "decoded"; of media found by record, in the "index" or in the
-            "tiers"; and of "unconfirmed" ones, whose record proved wrong when they were decoded.
+            "tiers"; of videos known by their "frames"; and of "unconfirmed" ones, whose record
+            proved wrong when they were decoded.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class MediaLoader:
         self._counting = threading.Lock()
         self._budget = FetchBudget(limits.max_fetched_bytes)
         self.shared_budget: Holding | None = None
+        self.embedded: Callable[[bytes], bool] | None = None
         # Pictures and arrays of Python callers are converted in this process, a few at a time.
         self._converting = threading.BoundedSemaphore(_CONVERSIONS)
         self.fingerprint = fingerprint(
@@ -130,15 +133,25 @@ class MediaLoader:
             if processor is not None:
                 processor.options(part)
 
-    def load(self, part: MediaPart, cache_salt: str, stop: Stop) -> LoadedMedia:
+    def load(
+        self,
+        part: MediaPart,
+        cache_salt: str,
+        stop: Stop,
+        vision_root: bytes | None = None,
+    ) -> LoadedMedia:
         """Load the item of one part; decode it only if its record is unknown.
+
+        Args:
+            vision_root: of the prompt's embeddings; with it, known frames of a video whose
+                embeddings are at hand are not decoded.
 
         Raises MediaFetchError, MediaError or InvalidRequestError; OverloadedError if the fetch
         budget is exhausted; StoppedError.
         """
         stop.check()
         with self._holding(stop) as hold:
-            return self._load(part, cache_salt, stop, hold)
+            return self._load(part, cache_salt, stop, hold, vision_root)
 
     @contextlib.contextmanager
     def _holding(self, stop: Stop) -> Iterator[Hold]:
@@ -153,7 +166,14 @@ class MediaLoader:
 
             yield hold
 
-    def _load(self, part: MediaPart, cache_salt: str, stop: Stop, hold: Hold) -> LoadedMedia:
+    def _load(
+        self,
+        part: MediaPart,
+        cache_salt: str,
+        stop: Stop,
+        hold: Hold,
+        vision_root: bytes | None,
+    ) -> LoadedMedia:
         processor = self._processor(part)
         assert processor is not None
         options = processor.options(part)
@@ -163,28 +183,33 @@ class MediaLoader:
             raw_key,
             cache_salt=cache_salt,
             modality=part.modality,
-            options=options_key(options),
             fingerprint=self.fingerprint,
         )
+        chosen = options_key(options)
         # A data: URL's text identifies its bytes, and hashing it is faster than decoding base64.
-        url_key = key_of(part.source) if _is_data_url(part.source) else None
+        url_key = None
+        if is_data_url(part.source):
+            url_key = key_of(raw_digest(part.source), options=chosen)
         known = self._raw_index.get(url_key) if url_key is not None else None
         if known is not None and url_key is not None:
             self._count("index")
-            read = partial(self._read_source, part)
-            return self._recall(known, _Upload(part, options, processor, key_of, (url_key,), read))
-        source = self._read_source(part, stop, hold)
-        key = key_of(_hashed(source)) if _has_key(source) else None
+            read = partial(read_source, part, self._limits)
+            upload = _Upload(part, options, processor, key_of, (url_key,), read)
+            return self._recall(known, upload)
+        source = read_source(part, self._limits, stop, hold)
+        digest = digest_of(source)
+        key = key_of(digest, options=chosen) if digest is not None else None
         keys = tuple(each for each in (key, url_key) if each is not None)
-        upload = _Upload(part, options, processor, key_of, keys, lambda _: source)
+        upload = _Upload(part, options, processor, key_of, keys, lambda _: source, digest)
         began = time.monotonic()
         known = self._look_up(key, source)
         waited = time.monotonic() - began
         if known is not None:
             item = self._recall(known, upload, waited)
         else:
-            done = self._process(upload, source, stop)
-            item = LoadedMedia(done.record, processor.config, done, waited=waited)
+            held = self._held(vision_root)
+            done = self._process(upload, source, stop, held, recall=True)
+            item = self._loaded(done, upload, waited)
             if key is not None and isinstance(source, bytes) and self._records is not None:
                 self._records.put(upload_key(key, self._path), done.record)
         for each in keys:
@@ -208,14 +233,28 @@ class MediaLoader:
     def _recall(self, known: MediaRecord, upload: _Upload, waited: float = 0.0) -> LoadedMedia:
         """Return an item known by its record alone; it is decoded when its pixels are needed."""
 
-        def process(stop: Stop) -> Processed:
-            source = upload.read(stop)
-            done = self._process(upload, source, stop)
-            if done.record != known:
-                self._correct(upload, source, done.record)
-            return done
+        reload = partial(self._reload, known, upload)
+        return LoadedMedia(known, upload.processor.config, None, reload, waited)
 
-        return LoadedMedia(known, upload.processor.config, None, process, waited)
+    def _loaded(self, done: Processed, upload: _Upload, waited: float) -> LoadedMedia:
+        """Return an item that was decoded, or in part if the other frames were known."""
+        config = upload.processor.config
+        if done.kept is None:
+            return LoadedMedia(done.record, config, done, waited=waited)
+        reload = partial(self._reload, done.record, upload)
+        return LoadedMedia(done.record, config, done if done.kept else None, reload, waited)
+
+    def _reload(
+        self, known: MediaRecord, upload: _Upload, stop: Stop, patches: Collection[int] | None
+    ) -> Processed:
+        source = upload.read(stop)
+        wanted = None if patches is None else {known.span(patch)[0] for patch in patches}
+        done = self._process(upload, source, stop, wanted=wanted, recall=wanted is not None)
+        if done.record != known and done.kept is not None:
+            done = self._process(upload, source, stop)
+        if done.record != known:
+            self._correct(upload, source, done.record)
+        return done
 
     def _correct(self, upload: _Upload, source: Any, record: MediaRecord) -> None:
         """Replace the wrong record of an upload, or drop it if the source is an array.
@@ -228,37 +267,70 @@ class MediaLoader:
             if isinstance(source, bytes):
                 self._raw_index.put(key, record)
         if isinstance(source, bytes) and self._records is not None:
-            self._records.replace(upload_key(upload.key_of(source), self._path), record)
+            key = upload.key_of(raw_digest(source), options=options_key(upload.options))
+            self._records.replace(upload_key(key, self._path), record)
 
     def _count(self, what: str) -> None:
         with self._counting:
             self.counts[what] += 1
 
-    def _process(self, upload: _Upload, source: Any, stop: Stop) -> Processed:
-        done = self._run(upload.part, source, upload.options, upload.processor, stop)
-        self._count("decoded")
+    def _process(
+        self,
+        upload: _Upload,
+        source: Any,
+        stop: Stop,
+        held: Callable[[bytes, int], bool] | None = None,
+        *,
+        recall: bool = False,
+        wanted: Collection[int] | None = None,
+    ) -> Processed:
+        """Decode a medium; with `recall` only those frames of a video file that are needed, see
+        `KnownVideo`."""
+        known = None
+        if upload.part.modality == "video" and isinstance(source, bytes):
+            known = self._known(upload, source, stop, held, recall=recall, wanted=wanted)
+        done = self._run(upload, source, known, stop)
+        self._count("decoded" if done.kept is None or done.kept else "frames")
         return done
 
+    def _held(self, vision_root: bytes | None) -> Callable[[bytes, int], bool] | None:
+        embedded = self.embedded
+        if embedded is None or vision_root is None:
+            return None
+        return lambda digest, merge_size: embedded(embedding_key(vision_root, digest, merge_size))
+
+    def _known(
+        self,
+        upload: _Upload,
+        source: bytes,
+        stop: Stop,
+        held: Callable[[bytes, int], bool] | None,
+        *,
+        recall: bool,
+        wanted: Collection[int] | None,
+    ) -> KnownVideo:
+        part, fps = upload.part, upload.options.fps
+        opened = partial(self._decoders.video, source, fps, self._limits, part.param, stop)
+        digest = upload.digest or raw_digest(source)
+        key = upload_key(upload.key_of(digest, options=_ALL_FRAMES), self._path)
+        index = self._raw_index.frames
+        return KnownVideo(opened, index, key, fps, held=held, recall=recall, wanted=wanted)
+
     @releasing
-    def _run(
-        self, part: MediaPart, source: Any, options: Any, processor: Processor, stop: Stop
-    ) -> Processed:
+    def _run(self, upload: _Upload, source: Any, known: KnownVideo | None, stop: Stop) -> Processed:
+        part, options, processor = upload.part, upload.options, upload.processor
+        if known is not None:
+            with known as video, stop.timed("resize"):
+                return processor.process(video, options, part.param)
         if isinstance(source, bytes):
-            with self._decode(part, source, options, stop) as decoded, stop.timed("resize"):
-                return processor.process(decoded, options, part.param)
+            decoded = self._decoders.image(source, self._limits, part.param, stop)
+            with decoded as pixels, stop.timed("resize"):
+                return processor.process(pixels, options, part.param)
         if isinstance(source, FrameFiles):
-            video = self._frames(part, source, options, stop)
-            return processor.process(video, options, part.param)
+            video_of_files = self._frames(part, source, options, stop)
+            return processor.process(video_of_files, options, part.param)
         with self._converting:
             return processor.process(self._convert(part, source, options), options, part.param)
-
-    def _decode(
-        self, part: MediaPart, source: bytes, options: Any, stop: Stop
-    ) -> AbstractContextManager[Any]:
-        limits, decoders = self._limits, self._decoders
-        if part.modality == "image":
-            return decoders.image(source, limits, part.param, stop)
-        return decoders.video(source, options.fps, limits, part.param, stop)
 
     def _frames(self, part: MediaPart, source: FrameFiles, options: Any, stop: Stop) -> ListedVideo:
         images = list(places(part, source.files))
@@ -274,34 +346,6 @@ class MediaLoader:
             return _image_pixels(source, self._limits, part.param)
         return ArrayVideo(source, options.fps, self._limits, part.param)
 
-    def _read_source(self, part: MediaPart, stop: Stop, hold: Hold | None = None) -> Any:
-        source, limits = part.source, self._limits
-        is_image = part.modality == "image"
-        max_bytes = limits.max_image_bytes if is_image else limits.max_video_bytes
-        frames = frame_sources(source) if not is_image else None
-        if frames is not None:
-            check_frame_count(frames, part.param)
-            read = (self._read_source(each, stop, hold) for each in places(part, frames))
-            return FrameFiles(tuple(read))
-        if isinstance(source, PdfPage):
-            return source.packed
-        if isinstance(source, bytes | bytearray | memoryview):
-            return bytes(source)
-        if isinstance(source, str) and (part.url_only or _SCHEME.match(source)):
-            return fetch(
-                source, max_bytes=max_bytes, limits=limits, param=part.param, stop=stop, hold=hold
-            )
-        if isinstance(source, str | Path):
-            try:
-                return read_file(Path(source), max_bytes, param=part.param)
-            except (OSError, ValueError) as error:
-                if isinstance(error, InvalidRequestError):
-                    raise
-                raise MediaFetchError("the file cannot be read", param=part.param) from None
-        if part.url_only:
-            raise InvalidRequestError(f"{part.param} must be a URL", param=part.param)
-        return source
-
 
 @dataclass(frozen=True, slots=True)
 class _Upload:
@@ -309,9 +353,10 @@ class _Upload:
 
     Attributes:
         options: the effective ones.
-        key_of: returns the key of the content, given bytes or an array.
+        key_of: returns a key of the content, given its digest and options.
         keys: its keys in the raw index; none for pictures of Python callers.
         read: gets the bytes or the array.
+        digest: of the content, if the bytes or the array are here.
     """
 
     part: MediaPart
@@ -320,32 +365,7 @@ class _Upload:
     key_of: Callable[..., bytes]
     keys: tuple[bytes, ...]
     read: Callable[[Stop], Any]
-
-
-def is_remote(part: MediaPart) -> bool:
-    """Return True if loading the part waits for another machine."""
-    sources = part.source if isinstance(part.source, list) else [part.source]
-    return any(isinstance(each, str) and each[:5].lower().startswith("http") for each in sources)
-
-
-def _has_key(source: Any) -> bool:
-    return isinstance(source, bytes | FrameFiles) or _is_contiguous(source)
-
-
-def _hashed(source: Any) -> Any:
-    return source.packed if isinstance(source, FrameFiles) else source
-
-
-def _is_data_url(source: Any) -> bool:
-    return isinstance(source, str) and source[:5].lower() == "data:" and source.isascii()
-
-
-def _is_contiguous(source: Any) -> bool:
-    return (
-        isinstance(source, np.ndarray)
-        and source.dtype == np.uint8
-        and bool(source.flags.c_contiguous)
-    )
+    digest: bytes | None = None
 
 
 def _image_pixels(source: Any, limits: MediaLimits, param: str) -> Pixels:

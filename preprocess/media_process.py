@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.hashing import content_hash
+from vlm_serve.preprocess.hashing import content_hash, patch_hash
 from vlm_serve.preprocess.media_frames import Video
 from vlm_serve.preprocess.media_image import Pixels
 from vlm_serve.preprocess.media_options import ImageOptions, VideoOptions
 from vlm_serve.preprocess.processors import PixelConfig, VideoConfig, resize
 from vlm_serve.preprocess.reading.conversation import Modality
+from vlm_serve.preprocess.sampled_frames import sample
 from vlm_serve.preprocess.sizes import (
     capped_budget,
     grid_indices,
@@ -78,11 +79,24 @@ class Processed:
     Attributes:
         pixels: uint8 `[frames, 3, height, width]`.
         details: uint8 `[frames, slices, 3, height, width]` of pictures cut into slices, else None.
+        kept: places of these frames among the sampled ones, ascending; None: these are all.
     """
 
     record: MediaRecord
     pixels: torch.Tensor
     details: torch.Tensor | None = None
+    kept: Sequence[int] | None = None
+
+    def has(self, patch: int, patch_size: int) -> bool:
+        """Return True if the pixels of a span are here."""
+        if self.kept is None:
+            return True
+        frames = 1 if self.record.slices is not None else patch_size
+        first = self._row(self.record.span(patch)[0] * frames)
+        return first < self._row((self.record.span(patch)[0] + 1) * frames)
+
+    def _row(self, place: int) -> int:
+        return place if self.kept is None else bisect_left(self.kept, place)
 
     def frames(self, patch: int, patch_size: int) -> torch.Tensor:
         """Return uint8 `[1 or patch_size, 3, height, width]` of a span.
@@ -92,11 +106,13 @@ class Processed:
         if self.details is not None:
             frame, part = divmod(patch, 1 + self.details.shape[1])
             if part:
-                return self.details[frame, part - 1 : part]
+                row = self._row(frame)
+                return self.details[row, part - 1 : part]
             patch = frame
         if self.record.modality == "image":
             return self.pixels[patch : patch + 1]
-        return patch_frames(self.pixels, patch, patch_size)
+        first, last = (self._row(place * patch_size) for place in (patch, patch + 1))
+        return filled(self.pixels[first:last], patch_size)
 
 
 def channels_first(pixels: Pixels) -> torch.Tensor:
@@ -121,16 +137,19 @@ def process_image(
         max_pixels=options.max_pixels,
         param=param,
     )
-    resized = _resize_all([pixels], size, config, param)
+    resized = _resized(pixels, size, config, param)
     grid = (1, *config.grid(*resized.shape[-2:]))
-    digest = content_hash("image", resized[0], grid)
-    return Processed(MediaRecord("image", grid, (digest,), (), config.merge_size), resized)
+    digest = content_hash("image", resized, grid)
+    record = MediaRecord("image", grid, (digest,), (), config.merge_size)
+    return Processed(record, resized[None])
 
 
 def process_video(
     video: Video, options: VideoOptions, config: VideoConfig, param: str | None = None
 ) -> Processed:
-    """Process one video; resize each frame as it is decoded, so that few are held at full size.
+    """Process one video; frames are resized as they are decoded, so few are held at full size.
+
+    Of a `KnownVideo`, only frames are decoded that are not known, see `sample`.
 
     Raises MediaError if it is damaged, too long for the grid, or one side is over 200 times the
     other.
@@ -144,22 +163,69 @@ def process_video(
     else:
         indices = _uniform(len(video.times), video.fps, options, config, param)
         times = shown_times(video, indices)
-    frames = iter(video.frames(indices))
-    first = next(frames)
-    size = _frame_size(first, len(indices), options, config, param)
-    resized = _resize_all(chain([first], frames), size, config, param)
     patch_size = config.temporal_patch_size
-    num_patches = -(-len(indices) // patch_size)
-    rows, columns = config.grid(*resized.shape[-2:])
-    hashes = tuple(
-        content_hash("video", patch_frames(resized, patch, patch_size), (1, rows, columns))
-        for patch in range(num_patches)
-    )
-    grid, seconds = (num_patches, rows, columns), tuple(patch_times(times, patch_size))
+
+    def lay_out(height: int, width: int) -> FrameLayout:
+        size = _frame_size(height, width, len(indices), options, config, param)
+        return FrameLayout(size if config.do_resize else (height, width), config, param)
+
+    found = sample(video, indices, patch_size, lay_out)
+    grid = (len(found.hashes), *config.grid(*found.layout.size))
     record = MediaRecord(
-        "video", grid, hashes, seconds, config.merge_size, cut_short=video.cut_short
+        "video",
+        grid,
+        found.hashes,
+        tuple(patch_times(times, patch_size)),
+        config.merge_size,
+        cut_short=video.cut_short,
     )
-    return Processed(record, resized)
+    pixels = stacked([whole for (whole,) in found.pictures])
+    kept = None if len(found.kept) == len(indices) else found.kept
+    return Processed(record, pixels, kept=kept)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLayout:
+    """A `Layout` of frames that are seen whole.
+
+    Attributes:
+        size: (height, width) of every frame after the resize.
+        param: the request field to name in errors.
+    """
+
+    size: tuple[int, int]
+    config: VideoConfig
+    param: str | None
+
+    @property
+    def key(self) -> str:
+        """See `Layout`."""
+        return "{}x{}".format(*self.size)
+
+    @property
+    def merge_size(self) -> int:
+        """See `Layout`."""
+        return self.config.merge_size
+
+    def pictures(self, frame: Pixels) -> tuple[torch.Tensor, ...]:
+        """See `Layout`. Raises MediaError if the processor does not resize, and a side does not fit
+        its patches."""
+        return (_resized(frame, self.size, self.config, self.param),)
+
+    def hashes(self, pictures: tuple[torch.Tensor, ...]) -> tuple[bytes, ...]:
+        """See `Layout`."""
+        (whole,) = pictures
+        return (content_hash("video", whole, (1, *self.config.grid(*whole.shape[-2:]))),)
+
+    def spans(self, frames: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
+        """See `Layout`."""
+        whole = [digest for (digest,) in frames]
+        return (patch_hash(whole, self.config.temporal_patch_size),)
+
+
+def stacked(pictures: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack pictures of one size; there may be none."""
+    return torch.stack(list(pictures)) if pictures else torch.empty(0, dtype=torch.uint8)
 
 
 def shown_times(video: Video, indices: Sequence[int]) -> list[float]:
@@ -228,13 +294,13 @@ def _uniform(
 
 
 def _frame_size(
-    frame: Pixels,
+    height: int,
+    width: int,
     num_frames: int,
     options: VideoOptions,
     config: VideoConfig,
     param: str | None,
 ) -> tuple[int, int]:
-    height, width = frame.shape[:2]
     if options.sampling == "fps_grid":
         size = image_size(
             height,
@@ -271,20 +337,19 @@ def _frame_size(
     )
 
 
-def _resize_all(
-    pictures: Iterable[Pixels], size: tuple[int, int], config: PixelConfig, param: str | None
+def _resized(
+    picture: Pixels, size: tuple[int, int], config: PixelConfig, param: str | None
 ) -> torch.Tensor:
     if config.do_resize:
-        return torch.stack([resize(channels_first(each), size, config) for each in pictures])
-    kept = torch.stack([channels_first(each) for each in pictures])
+        return resize(channels_first(picture), size, config)
+    kept = channels_first(picture).contiguous()
     if kept.shape[-2] % config.factor or kept.shape[-1] % config.factor:
         raise MediaError(f"sides must be multiples of {config.factor} pixels", param=param)
-    return kept.contiguous()
+    return kept
 
 
-def patch_frames(pixels: torch.Tensor, patch: int, patch_size: int) -> torch.Tensor:
-    """Return `[patch_size, 3, height, width]` of one temporal patch, padded with its last frame."""
-    frames = pixels[patch * patch_size : (patch + 1) * patch_size]
+def filled(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Return `[patch_size, 3, height, width]` of a temporal patch, its last frame repeated."""
     missing = patch_size - len(frames)
     if missing:
         frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])

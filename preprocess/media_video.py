@@ -1,8 +1,10 @@
 """Reads video files in memory as numbered frames, through PyAV.
 
 A file is read twice. The first pass decodes nothing and finds the frame times and the key frames.
-The second decodes only what the wanted frames need. Frame i is the i-th in presentation order. A
-file may end anywhere, or be unreadable from some place on: then it has the frames before.
+The second decodes only what the wanted frames need, from the key frame before each. If a file's
+marks of key frames prove wrong, everything is decoded from the start. Frame i is the i-th in
+presentation order. A file may end anywhere, or be unreadable from some place on: then it has the
+frames before.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from fractions import Fraction
 from typing import Any
 
 import av
+from av.video.frame import PictureType
+from av.video.reformatter import VideoReformatter
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.file_kinds import MP4, file_kind
@@ -58,8 +62,8 @@ class EncodedVideo:
         param: the request field to name in errors.
 
     Attributes:
-        fps, times, steady: see `Video`.
-        cut_short: the file ends before its own end, or cannot be read further.
+        fps, times, steady, cut_short, sound: see `Video`.
+        num_decoded: frames decoded so far, for those that were asked for.
 
     Raises MediaError if the bytes are not such a video or a limit is exceeded.
     """
@@ -77,6 +81,8 @@ class EncodedVideo:
             raise MediaError(f"the video is over {limits.max_video_bytes} bytes", param=param)
         self._data, self._limits, self._param = readable_part(memoryview(data)), limits, param
         self.cut_short = len(self._data) < len(data)
+        self.sound, self.num_decoded = True, 0
+        self._converter = VideoReformatter()
         self._deadline = time.monotonic() + limits.max_decode_seconds
         if lacks_index(self._data):
             raise MediaError(self._why_unread(), param=param)
@@ -127,6 +133,7 @@ class EncodedVideo:
             found = self._find_times(packets, rate, fps, known=stream.time_base is not None)
             self.times, self.fps, self.steady = found.seconds, found.fps, found.steady
             self.cut_short = self.cut_short or not whole
+            self.sound = self.sound and self._by_time and not self.cut_short
             steady_length = len(self.times) / self.fps
             seconds = steady_length if self.steady else self.times[-1] + 1 / self.fps
             check_video(len(self.times), seconds, size, self._limits, self._param)
@@ -150,6 +157,7 @@ class EncodedVideo:
                 keys.append(packet.is_keyframe)
                 shown += not packet.is_discard
                 complete = complete if packet.is_corrupt else len(packets)
+                self.sound = self.sound and not packet.is_corrupt
                 check_video(shown, None, size, self._limits, self._param)
         except _ERRORS as error:
             if isinstance(error, MediaError):
@@ -206,15 +214,36 @@ class EncodedVideo:
                     return
 
     def _decode_by_time(self, wanted: list[int]) -> Iterator[tuple[int, Pixels]]:
+        jumps = self._segments([self._shown[index] for index in wanted])
+        everything = [(0, len(self._pts))]
+        try:
+            for index, pixels in self._decode_jumps(wanted, jumps):
+                yield index, pixels
+                wanted = wanted[1:]
+        except _ERRORS as error:
+            if isinstance(error, MediaError) or jumps[-1][0] == 0:
+                raise
+        if wanted and jumps[-1][0]:
+            # A frame did not come, or not as it should: the key frames are not where the file says.
+            self.sound = False
+            yield from self._decode_jumps(wanted, everything)
+
+    def _decode_jumps(
+        self, wanted: list[int], segments: list[tuple[int, int]]
+    ) -> Iterator[tuple[int, Pixels]]:
+        """Yield the wanted frames in order; end where one is missing or a jump went wrong."""
         number_of = {self._shown[index]: index for index in wanted}
-        segments = self._segments(sorted(number_of))
         container, stream = self._open()
         with container:
             for frame in self._decode_segments(container, stream, segments, number_of):
                 number = number_of.pop(frame.pts, None)
-                if number is not None:
-                    yield number, self._to_rgb(frame)
-                if not number_of:
+                if number is None:
+                    continue
+                if number != wanted[0]:
+                    return
+                wanted = wanted[1:]
+                yield number, self._to_rgb(frame)
+                if not wanted:
                     return
 
     def _segments(self, wanted: list[int]) -> list[tuple[int, int]]:
@@ -244,8 +273,12 @@ class EncodedVideo:
         segments: list[tuple[int, int]],
         wanted: dict[int, int] | None,
     ) -> Iterator[Any]:
-        """Yield the frames of packet ranges; `wanted` has the times of the only ones needed."""
+        """Yield the frames of packet ranges; `wanted` has the times of the only ones needed.
+
+        Ends early if the first frame behind a jump is not a key frame.
+        """
         context, number, at = _decoder(stream), -1, 0
+        begins = segments[0][0] > 0
         for packet in container.demux(stream):
             self._check_time()
             if packet.size == 0:
@@ -257,17 +290,35 @@ class EncodedVideo:
             packet.pts = self._pts[number]
             if self._skip_safe and wanted is not None:
                 context.skip_frame = "DEFAULT" if packet.pts in wanted else "NONREF"
-            yield from context.decode(packet)
-            if number + 1 == end:
-                # Drain the decoder before skipping the packets up to the next segment.
-                yield from context.decode(None)
+            last = number + 1 == end
+            for frame in _frames_of(context, packet, drain=last):
+                if begins and not _is_key(frame):
+                    return
+                begins = False
+                self.num_decoded += 1
+                self.sound = self.sound and not frame.is_corrupt
+                yield frame
+            if last:
                 context.flush_buffers()
-                at += 1
+                at, begins = at + 1, True
                 if at == len(segments):
                     return
 
     def _to_rgb(self, frame: Any) -> Pixels:
-        return upright(frame, self._aspect, self._limits, self._param)
+        converter = self._converter
+        return upright(frame, self._aspect, self._limits, self._param, converter=converter)
+
+
+def _frames_of(context: Any, packet: Any, *, drain: bool) -> Iterator[Any]:
+    """Yield what a decoder gives for a packet; drain it before packets are skipped."""
+    yield from context.decode(packet)
+    if drain:
+        yield from context.decode(None)
+
+
+def _is_key(frame: Any) -> bool:
+    """Return True for a frame without a reference to any other."""
+    return bool(frame.key_frame) or frame.pict_type == PictureType.I
 
 
 def _decoder(stream: Any) -> Any:

@@ -37,9 +37,10 @@ from vlm_serve.preprocess.keys import (
 from vlm_serve.preprocess.limiter import ConcurrencyLimiter
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.loaded_media import LoadedMedia
-from vlm_serve.preprocess.media_items import MediaLoader, is_remote
+from vlm_serve.preprocess.media_items import MediaLoader
 from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media_processors import find_processors, missing_files
+from vlm_serve.preprocess.media_sources import is_remote
 from vlm_serve.preprocess.media_tokens import find_expander, find_vision_tokens
 from vlm_serve.preprocess.next_turn import SharedByNextTurn
 from vlm_serve.preprocess.prompt import Prompt
@@ -76,7 +77,7 @@ class Preprocessor:
         family: the model's; None: the one named by its config.json.
         config: what counts as the content of config.json; None: the file's.
         limits: limits on media.
-        raw_index_bytes: memory for recognising repeated uploads; 0 turns that off.
+        raw_index_bytes: memory for repeated uploads, and again for frames of videos; 0: none.
         max_tokens, generation: see `Tokenizer`.
         template_file: a chat template instead of the checkpoint's.
         template_kwargs: default variables of the template.
@@ -155,6 +156,10 @@ class Preprocessor:
     def keep_records(self, records: UploadRecords) -> None:
         """Keep records of uploaded files in `records` too, beyond this process."""
         self._loader.keep_records(records)
+
+    def know_embeddings(self, embedded: Callable[[bytes], bool]) -> None:
+        """See `MediaLoader.embedded`."""
+        self._loader.embedded = embedded
 
     @property
     def media_counts(self) -> Counter[str]:
@@ -333,9 +338,8 @@ class Preprocessor:
         as `prepare` does.
         """
         remote = [is_remote(part) for part in rendering.media]
-        tasks = [
-            partial(self._loader.load, part, rendering.cache_salt, stop) for part in rendering.media
-        ]
+        load, root = self._loader.load, rendering.roots.vision
+        tasks = [partial(load, part, rendering.cache_salt, stop, root) for part in rendering.media]
         found: dict[bool, Iterator[Future[LoadedMedia]]] = {}
         for fetched, executor, limit in (
             (True, self._fetching, _FETCHED_AT_ONCE),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -66,8 +66,15 @@ class MediaItem(Protocol):
         """True if `patches` needs no more decoding."""
         ...
 
-    def load(self, stop: Stop) -> None:
+    def has(self, patch: int) -> bool:
+        """Return True if `patches` needs no more decoding for a span."""
+        ...
+
+    def load(self, stop: Stop, patches: Collection[int] | None = None) -> None:
         """Decode what is missing; slow, but ends when the stop is set.
+
+        Args:
+            patches: the spans whose pixels are needed; None: all.
 
         Raises as `patches` does: UnconfirmedError if the medium does not have the recorded content.
         """

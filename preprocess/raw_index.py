@@ -14,28 +14,21 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from vlm_serve.preprocess.keys import tagged
+from vlm_serve.preprocess.known_frames import FrameIndex
 from vlm_serve.preprocess.media_process import MediaRecord
 
-_DOMAIN = b"vlm-serve raw media 1"
+_DOMAIN = b"vlm-serve raw media 2"
+_CONTENT_DOMAIN = b"vlm-serve raw content 1"
 # Memory of an entry without its hashes and times, and per hash: measured, rounded up.
 _ENTRY_BYTES = 512
 _HASH_BYTES = 128
 
 
-def raw_key(
-    data: bytes | str | npt.NDArray[np.uint8],
-    *,
-    cache_salt: str,
-    modality: str,
-    options: bytes,
-    fingerprint: bytes,
-) -> bytes:
-    """Return the 32-byte key of an upload.
+def raw_digest(data: bytes | str | npt.NDArray[np.uint8]) -> bytes:
+    """Return 32 bytes that name the content of an upload.
 
     Args:
         data: a file's bytes, the ASCII text of a data: URL, or C-contiguous uint8 frames.
-        options: all effective options (`options_key`).
-        fingerprint: names the processors.
     """
     if isinstance(data, np.ndarray):
         shape, raw = ",".join(map(str, data.shape)), data.reshape(-1).data
@@ -43,17 +36,30 @@ def raw_key(
         shape, raw = "url", memoryview(data.encode("ascii"))
     else:
         shape, raw = "file", memoryview(data)
+    hasher = blake3(tagged("domain", _CONTENT_DOMAIN) + tagged("shape", shape))
+    hasher.update(raw)
+    return hasher.digest()
+
+
+def raw_key(
+    digest: bytes, *, cache_salt: str, modality: str, options: bytes, fingerprint: bytes
+) -> bytes:
+    """Return the 32-byte key of an upload.
+
+    Args:
+        digest: names its content (`raw_digest`).
+        options: all effective options (`options_key`).
+        fingerprint: names the processors.
+    """
     fields = (
         tagged("domain", _DOMAIN),
         tagged("salt", cache_salt),
         tagged("modality", modality),
         tagged("options", options),
         tagged("processors", fingerprint),
-        tagged("shape", shape),
+        tagged("content", digest),
     )
-    hasher = blake3(b"".join(fields))
-    hasher.update(raw)
-    return hasher.digest()
+    return blake3(b"".join(fields)).digest()
 
 
 class RawIndex:
@@ -61,6 +67,10 @@ class RawIndex:
 
     Args:
         max_bytes: limit on the memory of all entries; 0 stores nothing.
+
+    Attributes:
+        num_bytes: memory of all entries.
+        frames: what is known of the frames of video files, within as many bytes again.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -69,6 +79,7 @@ class RawIndex:
         self._entries: OrderedDict[bytes, MediaRecord] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
+        self.frames = FrameIndex(max_bytes)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -104,7 +115,8 @@ class RawIndex:
             self._remove(key)
 
     def clear(self) -> None:
-        """Remove all records."""
+        """Remove all records, and what is known of frames."""
+        self.frames.clear()
         with self._lock:
             self._entries.clear()
             self.num_bytes = 0

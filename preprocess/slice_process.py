@@ -6,8 +6,8 @@ row by row. All frames of a video are cut alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -22,9 +22,11 @@ from vlm_serve.preprocess.media_process import (
     channels_first,
     counted_indices,
     grid_frames,
+    stacked,
 )
 from vlm_serve.preprocess.processors import resize
 from vlm_serve.preprocess.reading.conversation import Modality
+from vlm_serve.preprocess.sampled_frames import sample
 from vlm_serve.preprocess.sizes import check_ratio
 from vlm_serve.preprocess.slice_config import SliceConfig, SliceVideoConfig
 from vlm_serve.preprocess.slice_options import SliceOptions, SliceVideoOptions
@@ -41,13 +43,18 @@ def process_sliced_image(
 
     Raises MediaError if one side is over 200 times the other.
     """
-    return _process("image", [pixels], options, config, param)
+    height, width, _ = pixels.shape
+    layout = _lay_out("image", height, width, options, config, param)
+    pictures = layout.pictures(pixels)
+    return _processed(layout, layout.hashes(pictures), [pictures])
 
 
 def process_sliced_video(
     video: Video, options: SliceVideoOptions, config: SliceVideoConfig, param: str | None = None
 ) -> Processed:
-    """Process one video; resize each frame as it is decoded, so that few are held at full size.
+    """Process one video; frames are resized as they are decoded, so few are held at full size.
+
+    Of a `KnownVideo`, only frames are decoded that are not known, see `sample`.
 
     Raises MediaError if it is damaged, too long for the grid, or one side is over 200 times the
     other.
@@ -63,52 +70,95 @@ def process_sliced_video(
         indices = second_indices(total, fps, sample_fps=options.sample_fps, max_frames=most)
     else:
         indices = counted_indices(total, fps, -1, None, most, param)
-    done = _process("video", video.frames(indices), options, config, param)
-    return replace(done, record=replace(done.record, cut_short=video.cut_short))
+
+    def lay_out(height: int, width: int) -> SliceLayout:
+        return _lay_out("video", height, width, options, config, param)
+
+    found = sample(video, indices, 1, lay_out)
+    done = _processed(found.layout, found.hashes, found.pictures)
+    kept = None if len(found.kept) == len(indices) else found.kept
+    return replace(done, record=replace(done.record, cut_short=video.cut_short), kept=kept)
 
 
-def _process(
+@dataclass(frozen=True, slots=True)
+class SliceLayout:
+    """A `Layout` of whole pictures and their slices.
+
+    Attributes:
+        size: (height, width) of the whole picture after the resize.
+        cut: (rows, columns) of slices, None for no slices.
+        each: (height, width) of a slice.
+        merge_size: see `Layout`.
+    """
+
+    modality: Modality
+    size: tuple[int, int]
+    cut: tuple[int, int] | None
+    each: tuple[int, int]
+    merge_size: int
+    config: SliceConfig
+
+    @property
+    def key(self) -> str:
+        """See `Layout`."""
+        return f"{self.size} {self.cut} {self.each}"
+
+    def pictures(self, frame: Pixels) -> tuple[torch.Tensor, ...]:
+        """See `Layout`."""
+        picture = channels_first(frame)
+        whole = resize(picture, self.size, self.config)
+        if self.cut is None:
+            return (whole,)
+        (rows, columns), (height, width) = self.cut, self.each
+        large = resize(picture, (height * rows, width * columns), self.config)
+        return (whole, *_cut(large, rows, columns))
+
+    def hashes(self, pictures: tuple[torch.Tensor, ...]) -> tuple[bytes, ...]:
+        """See `Layout`."""
+        return tuple(
+            content_hash(self.modality, span, (1, *self.config.grid(*span.shape[-2:])))
+            for span in pictures
+        )
+
+    def spans(self, frames: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
+        """See `Layout`."""
+        return tuple(chain.from_iterable(frames))
+
+
+def _lay_out(
     modality: Modality,
-    pictures: Iterable[Pixels],
+    height: int,
+    width: int,
     options: SliceOptions,
     config: SliceConfig,
     param: str | None,
-) -> Processed:
-    """Process pictures; the first one determines the size of all."""
-    pictures = iter(pictures)
-    first = next(pictures)
-    height, width = first.shape[:2]
+) -> SliceLayout:
     check_ratio(height, width, param)
-    grid, factor = None, config.patch_size * options.merge_size
+    cut, each, factor = None, (0, 0), config.patch_size * options.merge_size
     if options.max_slices > 1:
-        grid = slice_grid(height, width, max_slices=options.max_slices, side=config.side)
-    size = whole_size(height, width, side=config.side, factor=factor, enlarge=grid is None)
-    wholes, details, layout = [], [], None
-    if grid is not None:
-        each = slice_size(height, width, grid, side=config.side, factor=factor)
-        layout = Slices(*grid, config.grid(*each))
-    for picture in map(channels_first, chain([first], pictures)):
-        wholes.append(resize(picture, size, config))
-        if grid is not None:
-            large = resize(picture, (each[0] * grid[0], each[1] * grid[1]), config)
-            details.append(_cut(large, *grid))
-    record = MediaRecord(
-        modality,
-        (len(wholes), *config.grid(*size)),
-        tuple(_hashes(modality, wholes, details, config)),
-        (),
-        options.merge_size,
-        layout,
-    )
-    return Processed(record, torch.stack(wholes), torch.stack(details) if details else None)
+        cut = slice_grid(height, width, max_slices=options.max_slices, side=config.side)
+    size = whole_size(height, width, side=config.side, factor=factor, enlarge=cut is None)
+    if cut is not None:
+        each = slice_size(height, width, cut, side=config.side, factor=factor)
+    return SliceLayout(modality, size, cut, each, options.merge_size, config)
 
 
-def _hashes(
-    modality: Modality, wholes: list[torch.Tensor], details: list[torch.Tensor], config: SliceConfig
-) -> Iterator[bytes]:
-    for index, whole in enumerate(wholes):
-        for span in (whole, *(details[index] if details else ())):
-            yield content_hash(modality, span, (1, *config.grid(*span.shape[-2:])))
+def _processed(
+    layout: SliceLayout,
+    hashes: tuple[bytes, ...],
+    pictures: Sequence[tuple[torch.Tensor, ...]],
+) -> Processed:
+    slices, config = None, layout.config
+    if layout.cut is not None:
+        slices = Slices(*layout.cut, config.grid(*layout.each))
+    count = len(hashes) // (1 + (slices.count if slices is not None else 0))
+    grid = (count, *config.grid(*layout.size))
+    record = MediaRecord(layout.modality, grid, hashes, (), layout.merge_size, slices)
+    wholes = stacked([whole for whole, *_ in pictures])
+    details = None
+    if slices is not None:
+        details = stacked([torch.stack(details) for _, *details in pictures])
+    return Processed(record, wholes, details)
 
 
 def _cut(picture: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

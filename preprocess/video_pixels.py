@@ -6,9 +6,10 @@ import struct
 from fractions import Fraction
 from typing import Any
 
-import av
 import numpy as np
 import PIL.Image
+from av.sidedata.sidedata import SideDataContainer, Type
+from av.video.reformatter import VideoReformatter
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.limits import MediaLimits
@@ -21,7 +22,12 @@ _WHITE = 255.0
 
 
 def upright(
-    frame: Any, aspect: Fraction | None, limits: MediaLimits, param: str | None = None
+    frame: Any,
+    aspect: Fraction | None,
+    limits: MediaLimits,
+    param: str | None = None,
+    *,
+    converter: VideoReformatter,
 ) -> Pixels:
     """Return a frame as players show it.
 
@@ -31,6 +37,8 @@ def upright(
     Args:
         frame: `av.VideoFrame`.
         aspect: width over height of a pixel; None: square.
+        converter: one for all frames of a video. A frame's own would start threads for each frame,
+            and these live as long as the video.
 
     Returns:
         uint8 `[height, width, 3]`, C-contiguous.
@@ -40,7 +48,10 @@ def upright(
     width = shown_width(frame, aspect)
     if max(width, frame.width) * frame.height > limits.max_video_pixels:
         raise MediaError(f"the video is over {limits.max_video_pixels} pixels", param=param)
-    pixels = _over_white(frame) if _has_alpha(frame) else frame.to_ndarray(format="rgb24")
+    alpha = _has_alpha(frame)
+    pixels: Any = converter.reformat(frame, format="rgba" if alpha else "rgb24").to_ndarray()
+    if alpha:
+        pixels = _over_white(pixels)
     return np.ascontiguousarray(_turned(stretched(pixels, width), _matrix(frame)))
 
 
@@ -64,8 +75,8 @@ def _has_alpha(frame: Any) -> bool:
     return any(component.is_alpha for component in frame.format.components)
 
 
-def _over_white(frame: Any) -> Pixels:
-    pixels = frame.to_ndarray(format="rgba").astype(np.float32)
+def _over_white(rgba: Pixels) -> Pixels:
+    pixels = rgba.astype(np.float32)
     share = pixels[:, :, 3:] / _WHITE
     composed: Pixels = np.rint(pixels[:, :, :3] * share + _WHITE * (1 - share)).astype(np.uint8)
     return composed
@@ -76,7 +87,9 @@ def _matrix(frame: Any) -> tuple[int, int, int, int] | None:
 
     A pixel at (x, y) is shown at (a x + c y, b x + d y), with y pointing down.
     """
-    data = frame.side_data.get(av.sidedata.sidedata.Type.DISPLAYMATRIX)
+    # A frame and its `side_data` refer to each other, so shown frames would pile up.
+    container: Any = SideDataContainer
+    data = container(frame).get(Type.DISPLAYMATRIX)
     if data is None:
         return None
     raw = bytes(data)

@@ -259,6 +259,7 @@ class FakeEngine:
             "tiers": {},
             "embeddings": {"encoded": 3, "disk": 2},
             "uploads": {"decoded": 4, "tiers": 1},
+            "video_frames": {"shown": 8, "known": 2, "decoded": 60},
         }
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import random
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,8 +57,11 @@ class SymbolicMedia:
     num_bytes: int = 0
     cut_short: bool = False
 
-    def load(self, stop: Stop) -> None:
+    def load(self, stop: Stop, patches: Collection[int] | None = None) -> None:
         self.ready = True
+
+    def has(self, patch: int) -> bool:
+        return self.ready
 
     def patches(self, patch: int) -> torch.Tensor:
         return torch.tensor(list(self.hashes[patch]))

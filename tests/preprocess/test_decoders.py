@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import io
 import os
@@ -10,6 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from hostile_files import many_scans
 from PIL import Image
 
 from vlm_serve.errors import EngineClosedError, MediaError
-from vlm_serve.preprocess.decoders import HEAVY_NICENESS, LIGHT_FILE_BYTES, Decoders
+from vlm_serve.preprocess.decoders import HEAVY_NICENESS, LIGHT_FILE_BYTES, MOST_AHEAD, Decoders
 from vlm_serve.preprocess.jpeg_scans import count_scans
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_image import decode_image
@@ -102,6 +104,42 @@ def test_videos_are_as_they_are_decoded_here(decoders: Decoders, videos: Path) -
     with decoders.video(data, None, LIMITS, None, Stop()):
         pass
     assert decoders.pids == [], "whatever was left unread"
+
+
+def test_frames_are_decoded_ahead_of_their_consumer(decoders: Decoders, videos: Path) -> None:
+    """Those that wait are there, whatever becomes of the decoder."""
+    data = (videos / "carphone_pristine.mp4").read_bytes()
+    with decoders.video(data, None, LIMITS, None, Stop()) as video:
+        indices = range(0, 80, 4)
+        expected = list(EncodedVideo(data, None, LIMITS).frames(indices))
+        frames = video.frames(indices)
+        found = [next(frames), next(frames)]
+        (process,) = decoders._all
+        assert video.num_decoded < 80
+
+        def waiting() -> int:
+            counted = fcntl.ioctl(process._sock, termios.FIONREAD, bytes(4))
+            return int.from_bytes(counted, sys.byteorder)
+
+        message = len('{"shape": [144, 192, 3], "sound": true, "decoded": 10}')
+        wait_until(lambda: waiting() > (MOST_AHEAD - 1) * message)
+        os.kill(process.pid, signal.SIGSTOP)
+        found += [next(frames) for _ in range(MOST_AHEAD - 1)]
+        os.kill(process.pid, signal.SIGCONT)
+        found += list(frames)
+    assert all(map(np.array_equal, found, expected)) and len(found) == len(expected)
+    assert video.sound
+
+
+def test_large_frames_do_not_pile_up(
+    decoders: Decoders, videos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = (videos / "carphone_pristine.mp4").read_bytes()
+    (frame,) = EncodedVideo(data, None, LIMITS).frames([0])
+    monkeypatch.setattr("vlm_serve.preprocess.decoders._AHEAD_BYTES", 3 * frame.nbytes)
+    with decoders.video(data, None, LIMITS, None, Stop()) as video:
+        asked = [video._asked for _ in video.frames(range(9))]
+    assert asked == [0, 2, 2, 2, 2, 2, 2, 1, 0]
 
 
 def test_what_a_worker_refuses_costs_no_process(decoders: Decoders) -> None:

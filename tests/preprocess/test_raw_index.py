@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess import media_items
+from vlm_serve.preprocess import media_sources
 from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
-from vlm_serve.preprocess.raw_index import RawIndex, raw_key
+from vlm_serve.preprocess.raw_index import RawIndex, raw_digest, raw_key
 from vlm_serve.preprocess.stopping import Stop
 
 
@@ -102,7 +102,7 @@ def test_the_text_of_a_data_url_is_enough(
     data = base64.b64encode((photographs / "coffee.png").read_bytes()).decode()
     part = {"type": "image_url", "image_url": "data:image/png;base64," + data}
     first = ask(preprocessor, part)
-    monkeypatch.setattr(media_items, "fetch", None)
+    monkeypatch.setattr(media_sources, "fetch", None)
     assert ask(preprocessor, part).spans == first.spans
 
 
@@ -193,12 +193,11 @@ def test_every_field_of_the_key_counts() -> None:
         "options": b"o",
         "fingerprint": b"f",
     }
-    keys = {raw_key(b"data", **base), raw_key(b"Data", **base)}
+    array = np.frombuffer(b"data", dtype=np.uint8)
+    contents = (b"data", b"Data", array, array.reshape(2, 2), "data")
+    keys = {raw_key(raw_digest(content), **base) for content in contents}
     for name, value in base.items():
-        keys.add(raw_key(b"data", **(base | {name: value * 2})))
-    keys.add(raw_key(np.frombuffer(b"data", dtype=np.uint8), **base))
-    keys.add(raw_key(np.frombuffer(b"data", dtype=np.uint8).reshape(2, 2), **base))
-    keys.add(raw_key("data", **base))
+        keys.add(raw_key(raw_digest(b"data"), **(base | {name: value * 2})))
     assert len(keys) == 9
 
 

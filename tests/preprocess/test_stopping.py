@@ -128,10 +128,10 @@ def test_many_pictures_of_one_request_hold_up_nobody(
     other = {"type": "image", "image": photographs / "chelsea.png"}
     load, waited = preprocessor._loader.load, threading.Event()
 
-    def slowly(part: MediaPart, cache_salt: str, stop: Stop) -> LoadedMedia:
+    def slowly(part: MediaPart, cache_salt: str, stop: Stop, root: bytes) -> LoadedMedia:
         if part.source == slow["image"]:
             waited.wait(30)
-        return load(part, cache_salt, stop)
+        return load(part, cache_salt, stop, root)
 
     monkeypatch.setattr(preprocessor._loader, "load", slowly)
     loading = preprocessor.start_loading(preprocessor.begin(read(ask(*[slow] * 100))), stop)

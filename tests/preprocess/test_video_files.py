@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import shutil
 import struct
@@ -236,6 +237,25 @@ def test_transparency_lies_over_white() -> None:
     (shown,) = EncodedVideo(data, None, LIMITS).frames([2])
     assert np.abs(shown[24, 10].astype(int) - (255, 0, 0)).max() < 8
     assert shown[24, 55].tolist() == [255, 255, 255]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_shown_frames_leave_no_threads_and_no_memory() -> None:
+    """Otherwise a minute of a screen recording is over the memory of a decoder."""
+    video = EncodedVideo(record([numbered(n) for n in range(80)]), None, LIMITS)
+    gc.collect()
+    gc.disable()
+    try:
+        left = []
+        for index, _ in enumerate(video.frames(range(80))):
+            if index in (20, 79):
+                living = sum(type(each) is av.VideoFrame for each in gc.get_objects())
+                status = Path("/proc/self/status").read_text(encoding="ascii")
+                left.append((int(status.split("Threads:")[1].split()[0]), living))
+    finally:
+        gc.enable()
+    (threads, _), (threads_later, living) = left
+    assert threads_later <= threads + 4 and living <= 12
 
 
 # Files that end anywhere

@@ -187,6 +187,7 @@ def _assemble(
         preprocessor.keep_records(UploadTiers(tiers.stack))
     token_bytes = embedding_bytes(spec, types)
     media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), token_bytes, embeddings)
+    preprocessor.know_embeddings(media.cache.__contains__)
     tokenizer = preprocessor.tokenizer
     return EngineParts(
         config=_decided(config, source, graphs=bool(graphs)),

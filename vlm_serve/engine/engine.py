@@ -342,7 +342,8 @@ class Engine:
             "prompt_logprobs": usage.logprob_bytes,
             "embeddings": self._media.held_bytes,
             "adapters": self.adapters.num_bytes,
-            "media_index": self.preprocessor.raw_index.num_bytes,
+            "media_index": self.preprocessor.raw_index.num_bytes
+            + self.preprocessor.raw_index.frames.num_bytes,
             "grammars": self.grammars.num_bytes,
         }
 
@@ -363,6 +364,7 @@ class Engine:
             "num_decoded_media": self.preprocessor.media_counts["decoded"],
             "embeddings": dict(self._media.counts),
             "uploads": dict(self.preprocessor.media_counts),
+            "video_frames": dict(self.preprocessor.raw_index.frames.counts),
             "embedding_bytes": self._media.cache.used,
             "cache": self._cache.stats.as_dict(),
             "audit": dataclasses.asdict(self._auditor.counts),

@@ -35,6 +35,7 @@ class MediaPlanner:
         counts: number of embeddings by source: "device", a tier's name, or "encoded".
         loading: media that must be decoded before their request can continue, with that request.
             The engine decodes them on another thread and removes them afterwards.
+        needed: of these media, the spans without pixels and embeddings.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class MediaPlanner:
         if tiers is not None:
             cache.on_eviction = tiers.save
         self.loading: dict[MediaItem, SequenceGroup] = {}
+        self.needed: dict[MediaItem, frozenset[int]] = {}
         self._bytes_per_token = bytes_per_token
         self._pins: dict[int, dict[bytes, int]] = {}
         self._encodes: list[Encode] = []
@@ -85,14 +87,29 @@ class MediaPlanner:
             first = not self._encodes and spent == span.end - span.start
             if recalled is None:
                 pass  # the fetch is in flight: try again in the next step
-            elif not item.ready:
-                self.loading.setdefault(item, sequence.group)
+            elif not item.has(span.patch):
+                self._ask_for(sequence, span)
             elif spent <= self._budget or first:
                 continue
             cuts = sequence.keys.cuts
             position = bisect_right(cuts, span.start) - 1
             return max(start, cuts[position]) if position >= 0 else start
         return end
+
+    def _ask_for(self, sequence: Sequence, first: MediaSpan) -> None:
+        """Request the pixels of a span and of later ones of its medium."""
+        prompt = sequence.prompt
+        item = prompt.media[first.item]
+        if item in self.loading:
+            return
+        self.loading[item] = sequence.group
+        self.needed[item] = frozenset(
+            span.patch
+            for span in spans_between(prompt, first.start, len(prompt))
+            if span.item == first.item
+            and not item.has(span.patch)
+            and self._key(sequence, span) not in self.cache
+        )
 
     def stall(self, sequence: Sequence, start: int | None = None) -> int:
         """Return the position at which a sequence has to wait for pixels to be decoded; its length
@@ -106,8 +123,8 @@ class MediaPlanner:
         first = sequence.num_computed if start is None else start
         for span in spans_between(prompt, first, len(prompt)):
             item = prompt.media[span.item]
-            waits = item in self.loading if start is None else not item.ready
-            if waits and self._key(sequence, span) not in self.cache:
+            waits = start is not None or item in self.loading
+            if waits and not item.has(span.patch) and self._key(sequence, span) not in self.cache:
                 return span.start
         return sequence.num_tokens
 
@@ -247,7 +264,9 @@ class MediaPlanner:
             if key not in self.cache:
                 (recalled if key in below else encoded).setdefault(key, span)
         decoded = {index for index, item in enumerate(prompt.media) if item.decoded}
-        decoded |= {span.item for span in encoded.values() if not prompt.media[span.item].ready}
+        decoded |= {
+            span.item for span in encoded.values() if not prompt.media[span.item].has(span.patch)
+        }
         tiers = {span.start: below[key] for key, span in recalled.items()}
         return len(decoded), list(encoded.values()), tiers
 

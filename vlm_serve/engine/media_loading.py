@@ -7,7 +7,7 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from vlm_serve.engine.media import MediaPlanner
@@ -54,7 +54,7 @@ class MediaLoading:
             if item not in self._in_flight:
                 stop = Stop()
                 self._in_flight[item] = group, stop
-                self._pool.submit(self._load, item, group, stop)
+                self._pool.submit(self._load, item, self._media.needed.pop(item), group, stop)
 
     def forget(self, group: SequenceGroup) -> None:
         """Cancel the loading of media for a finished request."""
@@ -67,11 +67,13 @@ class MediaLoading:
             stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self, item: MediaItem, group: SequenceGroup, stop: Stop) -> None:
+    def _load(
+        self, item: MediaItem, needed: Collection[int], group: SequenceGroup, stop: Stop
+    ) -> None:
         failure: VlmServeError | None = None
         prompt: Prompt | None = None
         try:
-            prompt = _load(item, group.request.prompt, stop)
+            prompt = _load(item, needed, group.request.prompt, stop)
         except VlmServeError as error:
             failure = error
         except Exception:
@@ -95,10 +97,10 @@ class MediaLoading:
             self._restart(group, prompt)
 
 
-def _load(item: MediaItem, prompt: Prompt, stop: Stop) -> Prompt | None:
-    """Decode a medium. If it differs from its record, return the corrected prompt."""
+def _load(item: MediaItem, needed: Collection[int], prompt: Prompt, stop: Stop) -> Prompt | None:
+    """Decode spans of a medium. If it differs from its record, return the corrected prompt."""
     try:
-        item.load(stop)
+        item.load(stop, needed)
     except UnconfirmedError:
         if prompt.corrected is None:
             raise

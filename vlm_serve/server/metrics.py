@@ -208,8 +208,10 @@ class EngineStats(Collector):
         sources = dict.fromkeys(("device", "encoded"), 0) | stats["embeddings"]
         yield self._counters("vision_embeddings", text, sources, "source")
         text = "Media by what was known of them, or had to be done"
-        sources = dict.fromkeys(("index", "decoded", "unconfirmed"), 0) | stats["uploads"]
+        sources = dict.fromkeys(("index", "frames", "decoded", "unconfirmed"), 0) | stats["uploads"]
         yield self._counters("media_uploads", text, sources, "source")
+        text = "Frames of video files: shown, of these known before, and decoded for the others"
+        yield self._counters("video_frames", text, stats["video_frames"], "kind")
         yield from self._tiers_up(stats["tiers"])
         yield from self._shared_store(stats["tiers"])
         yield from self._audits(stats["audit"])
