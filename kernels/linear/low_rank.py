@@ -1,8 +1,9 @@
 """Low-rank changes of projections (LoRA): `u = scale * (x @ down.T)`, then `+ u @ up.T`.
 
 A row's bits depend on the row, the weight and the row's own adapter. Compiled steps let the chain
-of each column go on (`native/products/low_rank.h`). Here torch adds the change to the product in
-float32, before the activation, the factor or the residual, and rounds once.
+of each column go on (`native/products/low_rank.h`). On a GPU kernels add the change
+(`low_rank_rows.py`), and elsewhere torch does. It is added to the product in float32, before the
+activation, the factor or the residual, and the sum is rounded once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch.nn.functional as F
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.dense import PackedDense
+from vlm_serve.kernels.linear.low_rank_records import Groups, Reduced, records_of
+from vlm_serve.kernels.linear.low_rank_rows import GroupedRows, by_kernels
 from vlm_serve.kernels.linear.packed import PANEL
 from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, in_tiles, with_rows
 from vlm_serve.kernels.linear.torch_quantised import ACTIVATIONS
@@ -142,6 +145,7 @@ class AdapterChanges:
         self._sites = sites
         self._layout: _Layout | None = None
         self._placed: Mapping[int, Change] | None = None
+        self._records: torch.Tensor | None = None
 
     def lay_out(self) -> None:
         """Lay everything out for compiled code, unless that has been done."""
@@ -149,9 +153,16 @@ class AdapterChanges:
             self._layout = _Layout(self.by_site, self._sites)
 
     def place(self, device: torch.device) -> None:
-        """Copy everything to a device, for torch there, unless that has been done."""
+        """Copy everything to a device, unless that has been done."""
         if self._placed is None:
             self._placed = {site: change.to(device) for site, change in self.by_site.items()}
+            self._records = records_of(self._placed, self._sites).to(device)
+
+    def records(self, device: torch.device) -> torch.Tensor:
+        """Return `records_of` on a device, for its kernels; places everything there first."""
+        self.place(device)
+        assert self._records is not None
+        return self._records
 
     def at(self, site: int, device: torch.device) -> Change:
         """Return the change of a projection on a device; copies it, unless it was placed there."""
@@ -160,7 +171,7 @@ class AdapterChanges:
 
     def drop_layout(self) -> None:
         """Free the results of `lay_out` and `place`."""
-        self._layout, self._placed = None, None
+        self._layout, self._placed, self._records = None, None, None
 
     @property
     def layout_bytes(self) -> int:
@@ -194,11 +205,20 @@ class RowChanges:
     Args:
         adapters: those of the step.
         of_rows: index of each row's adapter, -1 for none.
+        slots: the executor's slots of the adapters; None: nobody asks for them.
     """
 
-    def __init__(self, adapters: Sequence[AdapterChanges], of_rows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        adapters: Sequence[AdapterChanges],
+        of_rows: Sequence[int],
+        slots: Sequence[int] | None = None,
+    ) -> None:
         self.adapters = tuple(adapters)
         self.of_rows = array("q", of_rows)
+        self.slots = tuple(range(len(self.adapters)) if slots is None else slots)
+        self._grouped: dict[torch.device, GroupedRows] = {}
+        self._groups: dict[tuple[torch.device, tuple[bool, ...]], Groups] = {}
 
     @classmethod
     def of_all(cls, changes: AdapterChanges | None, rows: int) -> RowChanges | None:
@@ -207,7 +227,34 @@ class RowChanges:
 
     def kept(self, rows: torch.Tensor) -> RowChanges:
         """Return the same for some of the rows, in their order."""
-        return RowChanges(self.adapters, [self.of_rows[row] for row in rows.tolist()])
+        return RowChanges(self.adapters, [self.of_rows[row] for row in rows.tolist()], self.slots)
+
+    def grouped(self, device: torch.device) -> GroupedRows:
+        """Return the rows for the kernels of a device."""
+        if device not in self._grouped:
+            records = torch.stack([each.records(device) for each in self.adapters])
+            self._grouped[device] = GroupedRows(
+                records, self._width, lambda site: self._groups_at(site, device)
+            )
+        return self._grouped[device]
+
+    def _width(self, site: int) -> int:
+        own = (each.by_site.get(site) for each in self.adapters)
+        return max(0 if each is None else len(each.down) for each in own)
+
+    def _groups_at(self, site: int, device: torch.device) -> Groups:
+        """Return the groups of rows, in which rows that a site's changes leave alone have none."""
+        key = device, tuple(site in each.by_site for each in self.adapters)
+        if key not in self._groups:
+            own = [each if each >= 0 and key[1][each] else -1 for each in self.of_rows]
+            self._groups[key] = Groups.of(own, device)
+        return self._groups[key]
+
+    def few(self, site: int, x: torch.Tensor, norm: torch.Tensor | None = None) -> Reduced | None:
+        """Compute u of a few rows, see `GroupedRows.reduced`; None if no row is changed."""
+        if not any(self.changed((site,))):
+            return None
+        return self.grouped(x.device).reduced(site, x, norm)
 
     def groups(
         self, site: int, device: torch.device
@@ -232,6 +279,11 @@ class RowChanges:
         first = 0
         for leaf in weight.leaves():
             own = slice(first, first + leaf.columns)
+            if by_kernels(x.device):
+                if any(self.changed((leaf.site,))):
+                    self.grouped(x.device).added(leaf.site, x, out[:, own])
+                first = own.stop
+                continue
             for change, rows in self.groups(leaf.site, x.device):
                 if change is not None:
                     out[rows, own] += change.of(x[rows], leaf.columns)
@@ -242,6 +294,8 @@ class RowChanges:
         self, weight: Linear, x: torch.Tensor, after: Epilogue, *, deterministic: bool
     ) -> torch.Tensor:
         """Compute a call of a projection of one format, with checked arguments."""
+        if by_kernels(x.device):
+            return self.grouped(x.device).multiplied(weight, x, after, deterministic=deterministic)
         out = x.new_empty(x.shape[0], weight.columns)
         for change, place in self.groups(weight.site, x.device):
             mine = after.of(itemgetter(place))
