@@ -145,7 +145,7 @@ class AdapterChanges:
         self._sites = sites
         self._layout: _Layout | None = None
         self._placed: Mapping[int, Change] | None = None
-        self._records: torch.Tensor | None = None
+        self._records: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lay_out(self) -> None:
         """Lay everything out for compiled code, unless that has been done."""
@@ -156,10 +156,12 @@ class AdapterChanges:
         """Copy everything to a device, unless that has been done."""
         if self._placed is None:
             self._placed = {site: change.to(device) for site, change in self.by_site.items()}
-            self._records = records_of(self._placed, self._sites).to(device)
+            records = records_of(self._placed, self._sites)
+            self._records = records, records.to(device)
 
-    def records(self, device: torch.device) -> torch.Tensor:
-        """Return `records_of` on a device, for its kernels; places everything there first."""
+    def records(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `records_of` for the kernels of a device, on the host and there; places everything
+        there first."""
         self.place(device)
         assert self._records is not None
         return self._records
@@ -232,7 +234,7 @@ class RowChanges:
     def grouped(self, device: torch.device) -> GroupedRows:
         """Return the rows for the kernels of a device."""
         if device not in self._grouped:
-            records = torch.stack([each.records(device) for each in self.adapters])
+            records = torch.stack([each.records(device)[1] for each in self.adapters])
             self._grouped[device] = GroupedRows(
                 records, self._width, lambda site: self._groups_at(site, device)
             )

@@ -119,8 +119,8 @@ def low_rank_change(
     Args:
         record: pointer to the adapter's record.
         u: pointer to float32 `[splits, rows, width]`.
-        row: int64 `[ROWS]`, where `real`.
-        columns: int64 `[COLUMNS]`, adjacent ones.
+        row: `[ROWS]`, where `real`.
+        columns: int32 `[COLUMNS]`, adjacent ones.
         LOW_RANK: `sizes_of(u)`.
 
     Returns:
@@ -136,12 +136,12 @@ def low_rank_change(
     split = tl.arange(0, PARTS)
     for number in range(tl.load(record + 4)):
         part = record + _HEAD + number * _PART
-        begin, end = tl.load(part), tl.load(part + 1)
+        begin, end = tl.load(part).to(tl.int32), tl.load(part + 1).to(tl.int32)
         if (begin < first + COLUMNS) & (end > first):
-            offset, ranks = tl.load(part + 2), tl.load(part + 3)
+            offset, ranks = tl.load(part + 2).to(tl.int32), tl.load(part + 3).to(tl.int32)
             up, kind = tl.load(part + 4), tl.load(part + 5)
             inside = (columns >= begin) & (columns < end)
-            for start in range(0, ranks, RANKS):
+            for start in tl.range(0, ranks, RANKS, num_stages=1):
                 rank = start + tl.arange(0, RANKS)
                 known = rank < ranks
                 summed = (split[:, None, None] * rows + row[None, :, None]) * WIDTH
@@ -179,16 +179,7 @@ def few_changed(
         if (adapter >= 0) & (tl.min(tl.where(mine, index, ROWS), axis=0) == each):
             record = records + adapter * record_stride
             if tl.load(record + 2) > 0:
-                added = low_rank_change(
-                    record,
-                    u,
-                    index.to(tl.int64),
-                    mine,
-                    columns.to(tl.int64),
-                    rows,
-                    LOW_RANK,
-                    PRECISION,
-                )
+                added = low_rank_change(record, u, index, mine, columns, rows, LOW_RANK, PRECISION)
                 total = tl.where(mine[:, None], total + added, total)
     return total
 
@@ -228,7 +219,7 @@ def _up_kernel(
             place = begin + tl.arange(0, TILE)
             real = place < end
             row = tl.load(order + place, mask=real, other=0).to(tl.int64)
-            columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+            columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
             mask = real[:, None] & (columns < WIDE)[None, :]
             added = low_rank_change(record, u, row, real, columns, rows, LOW_RANK, PRECISION)
             at = place.to(tl.int64) if BY_PLACE else row
