@@ -73,6 +73,7 @@ def _few_rows_kernel(
     weight_stride,
     plus_stride,
     out_stride,
+    u_width,
     record_stride,
     eps,
     SIZE: tl.constexpr,
@@ -120,7 +121,7 @@ def _few_rows_kernel(
             up = tl.dot(values.to(DOT), part.to(DOT), up, input_precision=PRECISION)
     if CHANGED:
         # Before the norm's factor, which u has not had either.
-        changes = (u, records, record_stride, adapters)
+        changes = (u, records, adapters, u_width, record_stride)
         total = few_changed(total, changes, index, rows, columns, LOW_RANK, PRECISION)
         if GATED:
             up = few_changed(up, changes, index, rows, columns + WIDTH, LOW_RANK, PRECISION)
@@ -187,12 +188,14 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Ten
 
 def _change_arguments(change: Reduced | None, x: torch.Tensor) -> dict[str, Any]:
     if change is None:
-        return {"u": x, "records": x, "adapters": x, "record_stride": 0, "LOW_RANK": (0, 0, 0, 0)}
+        none = {"u": x, "records": x, "adapters": x}
+        return {**none, "u_width": 0, "record_stride": 0, "LOW_RANK": (0, 0, 0)}
     u, (groups, records, _) = change
     return {
         "u": u,
         "records": records,
         "adapters": groups.adapters,
+        "u_width": u.shape[2],
         "record_stride": records.stride(0),
         "LOW_RANK": sizes_of(u),
     }

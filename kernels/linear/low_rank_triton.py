@@ -58,10 +58,10 @@ def _down_kernel(
     order,
     bounds,
     rows,
+    width,
     x_stride,
     record_stride,
     SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
     NORM: tl.constexpr,
     SPAN: tl.constexpr,
     TILE: tl.constexpr,
@@ -99,7 +99,7 @@ def _down_kernel(
                 total = tl.dot(values, part, total, input_precision=PRECISION)
             scales = tl.load(record + 1).to(tl.pointer_type(tl.float32))
             total *= tl.load(scales + rank, mask=known, other=0.0)[None, :]
-            places = (split * rows + row)[:, None] * WIDTH + rank[None, :]
+            places = (split * rows + row)[:, None] * width + rank[None, :]
             tl.store(u + places, total, mask=real[:, None] & known[None, :])
 
 
@@ -111,6 +111,7 @@ def low_rank_change(
     real,
     columns,
     rows,
+    width,
     LOW_RANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -127,10 +128,9 @@ def low_rank_change(
         float32 `[ROWS, COLUMNS]`.
     """
     COLUMNS: tl.constexpr = columns.shape[0]
-    WIDTH: tl.constexpr = LOW_RANK[0]
-    SPLITS: tl.constexpr = LOW_RANK[1]
-    PARTS: tl.constexpr = LOW_RANK[2]
-    RANKS: tl.constexpr = LOW_RANK[3]
+    SPLITS: tl.constexpr = LOW_RANK[0]
+    PARTS: tl.constexpr = LOW_RANK[1]
+    RANKS: tl.constexpr = LOW_RANK[2]
     first = tl.min(columns, axis=0)
     total = tl.zeros((row.shape[0], COLUMNS), tl.float32)
     split = tl.arange(0, PARTS)
@@ -144,7 +144,7 @@ def low_rank_change(
             for start in tl.range(0, ranks, RANKS, num_stages=1):
                 rank = start + tl.arange(0, RANKS)
                 known = rank < ranks
-                summed = (split[:, None, None] * rows + row[None, :, None]) * WIDTH
+                summed = (split[:, None, None] * rows + row[None, :, None]) * width
                 summed += (offset + rank)[None, None, :]
                 wanted = real[:, None] & known[None, :]
                 wanted = wanted[None, :, :] & (split < SPLITS)[:, None, None]
@@ -163,13 +163,13 @@ def few_changed(
 
     Args:
         total: float32 `[ROWS, COLUMNS]`.
-        changes: pointers to u and to the records of adapters, numbers from one record to the next,
-            and a pointer to the rows' adapters, -1 for none.
+        changes: pointers to u, the records of adapters and the rows' adapters, -1 for none; the
+            elements of u, and the numbers from one record to the next.
         index: `[ROWS]`; rows count below `rows`.
         columns: adjacent ones.
         LOW_RANK: `sizes_of(u)`.
     """
-    u, records, record_stride, adapters = changes
+    u, records, adapters, width, record_stride = changes
     ROWS: tl.constexpr = index.shape[0]
     of_rows = tl.load(adapters + index, mask=index < rows, other=-1)
     for each in range(rows):
@@ -179,7 +179,9 @@ def few_changed(
         if (adapter >= 0) & (tl.min(tl.where(mine, index, ROWS), axis=0) == each):
             record = records + adapter * record_stride
             if tl.load(record + 2) > 0:
-                added = low_rank_change(record, u, index, mine, columns, rows, LOW_RANK, PRECISION)
+                added = low_rank_change(
+                    record, u, index, mine, columns, rows, width, LOW_RANK, PRECISION
+                )
                 total = tl.where(mine[:, None], total + added, total)
     return total
 
@@ -195,6 +197,7 @@ def _up_kernel(
     order,
     bounds,
     rows,
+    width,
     sums_stride,
     times_stride,
     plus_stride,
@@ -221,7 +224,7 @@ def _up_kernel(
             row = tl.load(order + place, mask=real, other=0).to(tl.int64)
             columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
             mask = real[:, None] & (columns < WIDE)[None, :]
-            added = low_rank_change(record, u, row, real, columns, rows, LOW_RANK, PRECISION)
+            added = low_rank_change(record, u, row, real, columns, rows, width, LOW_RANK, PRECISION)
             at = place.to(tl.int64) if BY_PLACE else row
             total = tl.load(
                 sums + (at * sums_stride)[:, None] + columns[None, :], mask=mask, other=0.0
@@ -248,17 +251,17 @@ def _up_kernel(
 def reduced(x: torch.Tensor, norm: torch.Tensor | None, site: Site) -> Reduced:
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, size = x.shape
-    splits = triton.cdiv(size, SPAN)
-    u = torch.empty(splits, rows, site.width, dtype=torch.float32, device=x.device)
+    splits, width = triton.cdiv(size, SPAN), RANKS * triton.cdiv(site.width, RANKS)
+    u = torch.empty(splits, rows, width, dtype=torch.float32, device=x.device)
     arguments = {
         "x": x,
         "norm": x if norm is None else norm,
         "u": u,
         **_tables(site),
         "rows": rows,
+        "width": width,
         "x_stride": x.stride(0),
         "SIZE": size,
-        "WIDTH": site.width,
         "NORM": norm is not None,
         "SPAN": min(SPAN, DEPTH * triton.cdiv(size, DEPTH)),
         "TILE": TILE,
@@ -266,7 +269,7 @@ def reduced(x: torch.Tensor, norm: torch.Tensor | None, site: Site) -> Reduced:
         "DEPTH": DEPTH,
         "PRECISION": current_target().dot_precision,
     }
-    grid = (len(site.groups.bounds), triton.cdiv(site.width, RANKS), splits)
+    grid = (len(site.groups.bounds), width // RANKS, splits)
     launch(_down_kernel, grid, arguments, num_warps=4)
     return Reduced(u, site)
 
@@ -282,6 +285,7 @@ def extended(out: torch.Tensor, sums: Sums, change: Reduced) -> None:
         "u": change.u,
         **_tables(change.site),
         "rows": change.u.shape[1],
+        "width": change.u.shape[2],
         "sums_stride": values.stride(0),
         "times_stride": 0 if times is None else times.stride(0),
         "plus_stride": 0 if plus is None else plus.stride(0),
@@ -310,8 +314,7 @@ def _tables(site: Site) -> dict[str, Any]:
     }
 
 
-def sizes_of(u: torch.Tensor) -> tuple[int, int, int, int]:
-    """Return the constants of `low_rank_change`: elements of u, its splits, these rounded up to a
-    power of two, and the elements of a step."""
-    splits, _, width = u.shape
-    return width, splits, power_of_two(splits), RANKS
+def sizes_of(u: torch.Tensor) -> tuple[int, int, int]:
+    """Return the constants of `low_rank_change`: splits, as many rounded up to a power of two, and
+    the elements of u that a step multiplies."""
+    return len(u), power_of_two(len(u)), RANKS

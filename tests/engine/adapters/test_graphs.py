@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from model_driver import Driver, Sequence_
 from parity import executor_of
 from peft_folders import random_factors, write_adapter
 from queued_device import QueuedDevice, running, with_queue
-from step_graphs import SERVED, SPECS, HostFree, started
+from step_graphs import SPECS, HostFree, started
 from sweeps import quick
 from triton_case import kernels, row_by_row
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine import decode_graphs
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
 from vlm_serve.engine.decode_graphs import DecodeGraphs
@@ -51,15 +53,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Iterator[Model]:
-    with pytest.MonkeyPatch.context() as patch, row_by_row():
-        as_on_gpu(patch)
+    with pytest.MonkeyPatch.context() as monkeypatch, row_by_row():
+        as_on_gpu(monkeypatch)
         yield load_model(checkpoint, torch.float32, "cpu")
 
 
-def as_on_gpu(patch: pytest.MonkeyPatch) -> None:
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights as GPUs hold them: plain, and all experts of a layer in one piece."""
-    patch.setattr(torch_dense, "_packable_dtypes", lambda: ())
-    patch.setattr(feed_forward, "stacked_experts", lambda device: True)
+    monkeypatch.setattr(torch_dense, "_packable_dtypes", lambda: ())
+    monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: True)
 
 
 def adapter(model: Model, seed: int, *, rank: int = 4) -> AdapterChanges:
@@ -74,19 +76,23 @@ def adapter(model: Model, seed: int, *, rank: int = 4) -> AdapterChanges:
     return changes_of(named, model.modules)
 
 
-def graphs_over(driver: Driver, held: Sequence[AdapterChanges], most: int = 4) -> DecodeGraphs:
+def graphs_over(
+    driver: Driver, held: Sequence[AdapterChanges], captured: tuple[int, ...] = (4,)
+) -> DecodeGraphs:
+    """Graphs of such sizes; the interpreter takes its time for each."""
     device = QueuedDevice()
     sizes = SlotSizes.of(driver.model.modules, slots=SLOTS, max_rank=8)
-    graphs = DecodeGraphs(
-        driver.model,
-        driver.caches,
-        block_size=driver.block_size,
-        max_model_len=100,
-        max_num_seqs=most,
-        device=device,
-        deterministic=driver.deterministic,
-        adapters=AdapterTable(sizes, device, CPU),
-    )
+    with patch.object(decode_graphs, "padded_sizes", lambda most: captured):
+        graphs = DecodeGraphs(
+            driver.model,
+            driver.caches,
+            block_size=driver.block_size,
+            max_model_len=100,
+            max_num_seqs=captured[-1],
+            device=device,
+            deterministic=driver.deterministic,
+            adapters=AdapterTable(sizes, device, CPU),
+        )
     for slot, each in enumerate(held):
         graphs.hold_changes(slot, each)
     return graphs
@@ -134,9 +140,7 @@ def test_graphs_compute_what_steps_by_ops_do(model: Model, deterministic: bool) 
     rows, known = started(driver, (5, 40, 33, 17)), [adapter(model, seed) for seed in range(2)]
     graphs = running(graphs_over(driver, known))
     for turn, slots in (
-        ([0, 1, 2], [1, -1, 0]),
-        ([2, 1], [0, 1]),
-        ([3], [1]),
+        ([3, 1], [1, -1]),
         ([3, 0, 2, 1], [0, 0, -1, 1]),
     ):
         chosen = [rows[one] for one in turn]
@@ -162,7 +166,7 @@ def test_rows_of_one_graph_do_not_see_each_other(model: Model) -> None:
 def test_slots_are_emptied_and_filled_between_replays(model: Model) -> None:
     driver = Driver(model, scratch_rows=1)
     rows, known = started(driver, (5, 40)), [adapter(model, seed) for seed in range(2)]
-    captured = graphs_over(driver, known[:1])
+    captured = graphs_over(driver, known[:1], (2,))
     graphs = running(captured)
 
     def run(slots: list[int]) -> torch.Tensor:
@@ -208,7 +212,7 @@ def test_sizes_of_slots(model: Model) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", ["dense", "moe"])
 def test_the_engine_answers_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,20 +227,20 @@ def test_the_engine_answers_the_same(
         dtype="float32",
         block_size=16,
         cache_memory="16MiB",
-        max_num_seqs=3,
-        max_model_len=128,
+        max_num_seqs=2,
+        max_model_len=64,
         max_loras=2,
         compiled_kernels=False,
         speculative="off",
         lora_modules=tuple(f"a{each}={tmp_path / f'a{each}'}" for each in range(3)),
     )
     draw = random.Random(3)
-    prompts = [draw.choices(range(400), k=length) for length in (3, 28, 17, 30, 9, 12)]
-    lora = ["a0", None, "a1", "a2", "a0", "a1"]
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    prompts = [draw.choices(range(400), k=length) for length in (3, 28, 9, 12)]
+    lora = ["a0", None, "a1", "a2"]
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 
-    def answers(pipe: Pipeline) -> list[list[int]]:
-        outputs = pipe.generate_many(prompts, params, lora=lora)
+    def answers(pipe: Pipeline, count: int = 4) -> list[list[int]]:
+        outputs = pipe.generate_many(prompts[:count], params, lora=lora[:count])
         return [list(one.token_ids) for one in outputs]
 
     with Pipeline(checkpoint, config) as pipe:
@@ -251,9 +255,9 @@ def test_the_engine_answers_the_same(
         monkeypatch.setattr(decoding, "run", lambda batch: replays.append(batch) or inner(batch))
         assert answers(pipe) == expected
         loads = pipe.engine._scheduler.adapters.num_loads
-        assert answers(pipe) == expected
+        assert answers(pipe, 2) == expected[:2]
         assert pipe.engine._scheduler.adapters.num_loads > loads >= 3
         mixed = [each for each in replays if each.changes is not None and decoding._accepts(each)]
-        assert len(mixed) > 8 and device.calls > 12
+        assert len(mixed) > 6 and device.calls > 8
         assert any(len(set(each.changes.of_rows)) > 1 for each in mixed if each.changes)
         pipe.engine.check()
