@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.dense import PackedDense
+from vlm_serve.kernels.linear.few_rows import MOST_ROWS
 from vlm_serve.kernels.linear.low_rank_records import Groups, Reduced, records_of
 from vlm_serve.kernels.linear.low_rank_rows import GroupedRows, by_kernels
 from vlm_serve.kernels.linear.packed import PANEL
@@ -249,7 +250,9 @@ class RowChanges:
         key = device, tuple(site in each.by_site for each in self.adapters)
         if key not in self._groups:
             own = [each if each >= 0 and key[1][each] else -1 for each in self.of_rows]
-            self._groups[key] = Groups.of(own, device)
+            # A few of many rows have the bits of many: a few alone take another kernel.
+            least = MOST_ROWS + 1 if len(own) > MOST_ROWS else 0
+            self._groups[key] = Groups.of(own, device, least)
         return self._groups[key]
 
     def few(self, site: int, x: torch.Tensor, norm: torch.Tensor | None = None) -> Reduced | None:

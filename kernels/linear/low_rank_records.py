@@ -105,8 +105,8 @@ class Groups:
         order: int32, see `Tiles`.
         bounds: int32 `[tiles, 3]`; a tile may be empty.
         adapters: int32 `[T]`, the number of each row's adapter, or -1.
-        changed, plain: int32, the rows with an adapter and those without; None if only the
-            device knows them.
+        changed, plain: int32, the rows with an adapter and those without, which may have some of
+            the others behind them; None if only the device knows them.
     """
 
     order: torch.Tensor
@@ -116,15 +116,25 @@ class Groups:
     plain: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, adapters: Sequence[int], device: torch.device) -> Groups:
-        """Send the groups of rows to a device, in one copy."""
+    def of(cls, adapters: Sequence[int], device: torch.device, least: int = 0) -> Groups:
+        """Send the groups of rows to a device, in one copy.
+
+        Args:
+            adapters: of the rows, -1 for none.
+            device: of the kernels.
+            least: fewest rows of `plain`, unless there are none: some that are changed make up
+                for others.
+        """
         tiles = Tiles.of(adapters)
+        plain = [row for row, each in enumerate(adapters) if each < 0]
+        if plain:
+            plain += tiles.order[: max(0, least - len(plain))]
         tables = to_device(
             {
                 "order": tiles.order,
                 "bounds": [each for tile in tiles.bounds for each in tile],
                 "adapters": adapters,
-                "plain": [row for row, each in enumerate(adapters) if each < 0],
+                "plain": plain,
             },
             device,
         )

@@ -31,8 +31,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_records import RECORD
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
 from vlm_serve.models import Model, load_model
-from vlm_serve.models.adapters import LowRank
-from vlm_serve.models.adapters.placing import changes_of
+from vlm_serve.models.adapters import LowRank, changes_of
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.parts import feed_forward

@@ -180,6 +180,15 @@ def changes_of(named: Mapping[str, LowRank], modules: Modules) -> AdapterChanges
     return AdapterChanges(changes, len(modules.sites), tower=any(map(is_vision, named)))
 
 
+def without_effect(modules: Modules) -> AdapterChanges:
+    """Return an adapter of rank 1 that adds zeros to every module but routed experts."""
+    named = {
+        name: LowRank(torch.zeros(1, depth), torch.zeros(out, 1), 1.0)
+        for name, (out, depth) in modules.sizes.items()
+    }
+    return changes_of(named, modules)
+
+
 def _complaint(unknown: list[str], modules: Modules) -> str:
     shown = ", ".join(unknown[:_LISTED]) + (", ..." if len(unknown) > _LISTED else "")
     known = ", ".join(dict.fromkeys(_kinds(modules.sizes | modules.experts)))
