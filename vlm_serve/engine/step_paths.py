@@ -85,8 +85,7 @@ def _adapters(model: Model, config: EngineConfig, device: GraphDevice) -> Adapte
     and memory."""
     if not config.lora_modules:
         return None
-    sizes = SlotSizes.of(model.modules, slots=config.max_loras, max_rank=config.max_lora_rank)
-    return AdapterTable(sizes, device, model.device)
+    return AdapterTable(SlotSizes.of_config(model.modules, config), device, model.device)
 
 
 def find_backend(config: EngineConfig, device: torch.device, *, build: bool = True) -> Backend:

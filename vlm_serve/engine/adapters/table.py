@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vlm_serve.config import EngineConfig
 from vlm_serve.engine.graph_device import GraphDevice
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.dispatch import launching_on
@@ -33,6 +34,11 @@ class SlotSizes:
         """Return the sizes for a model: u has a part for each module of a projection."""
         parts = [len({each.module for each in rows}) for rows, _ in modules.sites]
         return cls(slots, (0, *(max_rank * each for each in parts)))
+
+    @classmethod
+    def of_config(cls, modules: Modules, config: EngineConfig) -> SlotSizes:
+        """Return the sizes that options ask for."""
+        return cls.of(modules, slots=config.max_loras, max_rank=config.max_lora_rank)
 
     @property
     def nbytes(self) -> int:
