@@ -195,7 +195,7 @@ def serve(model: Model, types: Types, config: EngineConfig, steps: int) -> None:
     while steps > 0:
         driver, running = driver_of(model, types, config), list[Sequence_]()
         if known:
-            driver.forward = partial(changed, model, rng, known)  # type: ignore[assignment]
+            driver.forward = partial(changed, model, rng, known)
         while steps > 0 and len(driver._free_blocks) > 150 and len(driver._free_rows) > 6:
             steps -= 1
             one_step(driver, rng, running)

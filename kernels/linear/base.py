@@ -7,18 +7,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.codes import Codes
+from vlm_serve.kernels.linear.low_rank_records import Reduced
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.norms.pending import Normed
-
-if TYPE_CHECKING:
-    from vlm_serve.kernels.linear.low_rank_records import Reduced
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 

@@ -11,77 +11,23 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.dense import PackedDense
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
-from vlm_serve.kernels.linear.low_rank_records import Groups, Reduced, records_of
+from vlm_serve.kernels.linear.low_rank_change import Change, Up, records_of
+from vlm_serve.kernels.linear.low_rank_records import Groups, Reduced
 from vlm_serve.kernels.linear.low_rank_rows import GroupedRows, by_kernels
 from vlm_serve.kernels.linear.packed import PANEL
-from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, in_tiles, with_rows
 from vlm_serve.kernels.linear.torch_quantised import ACTIVATIONS
 from vlm_serve.kernels.native_layout import struct
 
 _Part, _Change = struct("LowRankPart"), struct("LowRankChange")
-
-
-@dataclass(frozen=True, slots=True)
-class Up:
-    """Adjacent columns that one module changes: from `first` on, by `values`, `[n, rank]`. Their
-    elements of u begin at `offset`."""
-
-    first: int
-    offset: int
-    values: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """An adapter's change of one projection.
-
-    Attributes:
-        down: `[all ranks, depth]`, the factors A of its modules, stacked.
-        scales: float32, one per row of `down`.
-        ups: in ascending order of columns.
-    """
-
-    down: torch.Tensor
-    scales: torch.Tensor
-    ups: tuple[Up, ...]
-
-    def to(self, device: torch.device) -> Change:
-        """Return the same change with its factors on a device."""
-        ups = tuple(replace(up, values=up.values.to(device)) for up in self.ups)
-        return Change(self.down.to(device), self.scales.to(device), ups)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all factors."""
-        return self.down.nbytes + self.scales.nbytes + sum(up.values.nbytes for up in self.ups)
-
-    def of(self, x: torch.Tensor, columns: int) -> torch.Tensor:
-        """Return float32 `[T, columns]`, the sum that x's rows get."""
-        u = _product(x.float(), self.down.float()) * self.scales
-        total = u.new_zeros(len(x), columns)
-        for up in self.ups:
-            values = up.values.float()
-            own = u[:, up.offset : up.offset + values.shape[1]].contiguous()
-            total[:, up.first : up.first + len(values)] += _product(own, values)
-        return total
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply with bits that do not depend on the number of rows."""
-    count = len(weight)
-    wide = weight if count >= MIN_COLUMNS else with_rows(weight, MIN_COLUMNS)
-    return in_tiles(x, lambda rows, _: F.linear(rows, wide))[:, :count]
 
 
 class PackedChange:

@@ -7,18 +7,13 @@ once for many rows, and rows of several adapters take one launch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.linear.base import Epilogue
 from vlm_serve.kernels.triton_support import to_device
-
-if TYPE_CHECKING:
-    from vlm_serve.kernels.linear.low_rank import Change
 
 HEAD, PART, MOST_PARTS = 6, 6, 8
 """Numbers of a record: those at its beginning, those of a part, and its most parts."""
@@ -27,40 +22,6 @@ TILE = 16
 """Rows of a tile, the smallest dot."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Number of a factor's dtype in a record."""
-
-
-def records_of(changes: Mapping[int, Change], sites: int) -> torch.Tensor:
-    """Return an adapter's records, int64 `[sites + 1, RECORD]`, on the host.
-
-    A record has the address of A, that of the scales, the elements of u (0: no change), the kind
-    of A, and the number of parts. A part has its first column, the one behind its last, the place
-    of its elements of u, their number, the address of B and its kind.
-
-    Args:
-        changes: by sites, on the device of the kernels. They must outlive the records.
-        sites: of the model.
-
-    Raises:
-        KernelArgumentError: too many parts, or factors in a dtype that kernels do not read.
-    """
-    table = torch.zeros(sites + 1, RECORD, dtype=torch.int64)
-    for site, change in changes.items():
-        table[site] = torch.tensor(_record(change))
-    return table
-
-
-def _record(change: Change) -> list[int]:
-    down, ups = change.down, change.ups
-    if len(ups) > MOST_PARTS:
-        raise KernelArgumentError("change", f"{len(ups)} parts, at most {MOST_PARTS}")
-    if wrong := {each.dtype for each in (down, *(up.values for up in ups))} - KINDS.keys():
-        raise KernelArgumentError("change", f"factors in {wrong.pop()}")
-    numbers = [down.data_ptr(), change.scales.data_ptr(), len(down), KINDS[down.dtype], len(ups), 0]
-    for up in ups:
-        count, rank = up.values.shape
-        numbers += [up.first, up.first + count, up.offset, rank]
-        numbers += [up.values.data_ptr(), KINDS[up.values.dtype]]
-    return numbers + [0] * (RECORD - len(numbers))
 
 
 class Tiles(NamedTuple):
@@ -167,17 +128,3 @@ class Reduced(NamedTuple):
 
     u: torch.Tensor
     site: Site
-
-
-class Sums(NamedTuple):
-    """Products in float32 that changes are added to.
-
-    Attributes:
-        values: `[rows, N]`.
-        by_place: True if row i is that of `order[i]`; otherwise rows are the step's.
-        after: what follows the sum, for all rows of the step.
-    """
-
-    values: torch.Tensor
-    by_place: bool
-    after: Epilogue

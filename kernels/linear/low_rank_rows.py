@@ -8,13 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.linear.base import Epilogue, Linear
-from vlm_serve.kernels.linear.low_rank_records import Groups, Reduced, Site, Sums
+from vlm_serve.kernels.linear.low_rank_records import Groups, Reduced, Site
+
+
+class Sums(NamedTuple):
+    """Products in float32 that changes are added to.
+
+    Attributes:
+        values: `[rows, N]`.
+        by_place: True if row i is that of `order[i]`; otherwise rows are the step's.
+        after: what follows the sum, for all rows of the step.
+    """
+
+    values: torch.Tensor
+    by_place: bool
+    after: Epilogue
 
 
 def _no_reduced(x: torch.Tensor, norm: torch.Tensor | None, site: Site) -> Reduced:

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vlm_serve.kernels.linear.low_rank_records import HEAD, PART, TILE, Reduced, Site, Sums
+from vlm_serve.kernels.linear.low_rank_records import HEAD, PART, TILE, Reduced, Site
+from vlm_serve.kernels.linear.low_rank_rows import Sums
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
 
 RANKS = 16

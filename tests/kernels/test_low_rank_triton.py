@@ -14,9 +14,10 @@ from vlm_serve.kernels.linear.base import Linear
 from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
 from vlm_serve.kernels.linear.joined import Joined
-from vlm_serve.kernels.linear.low_rank import AdapterChanges, Change, RowChanges, Up
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
+from vlm_serve.kernels.linear.low_rank_change import Change, Up, records_of
 from vlm_serve.kernels.linear.low_rank_fixed import FixedRows, fill_changes, shapes_of
-from vlm_serve.kernels.linear.low_rank_records import MOST_PARTS, RECORD, Tiles, records_of
+from vlm_serve.kernels.linear.low_rank_records import MOST_PARTS, RECORD, Tiles
 from vlm_serve.kernels.linear.low_rank_rows import _reduced
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised

@@ -251,11 +251,18 @@ def test_the_engine_answers_the_same(
         assert isinstance(decoding, DecodeGraphs) and decoding._adapters is not None
         replays: list[ForwardBatch] = []
         inner = decoding.run
-        monkeypatch.setattr(decoding, "run", lambda batch: replays.append(batch) or inner(batch))
+
+        def run(batch: ForwardBatch) -> ForwardOutput | None:
+            replays.append(batch)
+            return inner(batch)
+
+        monkeypatch.setattr(decoding, "run", run)
         assert answers(pipe) == expected
-        loads = pipe.engine._scheduler.adapters.num_loads
+        slots = pipe.engine._scheduler.adapters
+        assert slots is not None
+        loads = slots.num_loads
         assert answers(pipe, 2) == expected[:2]
-        assert pipe.engine._scheduler.adapters.num_loads > loads >= 3
+        assert slots.num_loads > loads >= 3
         mixed = [each for each in replays if each.changes is not None and decoding._accepts(each)]
         assert len(mixed) > 6 and device.calls > 8
         assert any(len(set(each.changes.of_rows)) > 1 for each in mixed if each.changes)

@@ -11,7 +11,8 @@ from blake3 import blake3
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Linear, Part, Shard
-from vlm_serve.kernels.linear.low_rank import AdapterChanges, Change, Up
+from vlm_serve.kernels.linear.low_rank import AdapterChanges
+from vlm_serve.kernels.linear.low_rank_change import Change, Up
 from vlm_serve.models.adapters.experts import kind_of, split
 from vlm_serve.models.adapters.folder import AdapterFile
 from vlm_serve.models.adapters.low_rank import LowRank
