@@ -18,6 +18,7 @@ import torch
 from queued_device import QueuedDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
 from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes
 from vlm_serve.engine.step_tables import HostRing
@@ -70,7 +71,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def count(model: Model, kind: Kind, decodes: int = 4) -> dict[str, list[Launches]]:
+def count(
+    model: Model, kind: Kind, decodes: int = 4, *, adapters: bool = False
+) -> dict[str, list[Launches]]:
     """Return the launches of a captured step: one entry under "step", and those of every layer's
     parts under the names of `PARTS`.
 
@@ -78,9 +81,10 @@ def count(model: Model, kind: Kind, decodes: int = 4) -> dict[str, list[Launches
         model: on the device "meta", where all that is asked for a GPU is done and nothing computed.
         kind: of the step's tokens; beside a prefill some sequences decode.
         decodes: sequences of a decode step.
+        adapters: count a decode step of the set with adapters.
     """
     caches = _pools(model, decodes)
-    batch = _captured(caches, kind, decodes)
+    batch = _captured(caches, kind, decodes, model if adapters else None)
     found: dict[str, list[Launches]] = {}
     with record_launches(Target("cuda", 90)) as recorded:
         model.forward(batch, caches)  # what belongs to the weights is derived once
@@ -104,11 +108,17 @@ def _pools(model: Model, decodes: int) -> CacheTensors:
     return layout.allocate(8, decodes + 4, BLOCK, types, model.device)
 
 
-def _captured(caches: CacheTensors, kind: Kind, decodes: int) -> ForwardBatch:
+def _captured(
+    caches: CacheTensors, kind: Kind, decodes: int, changed: Model | None
+) -> ForwardBatch:
     limits = DecodeLimits(BLOCK, LONGEST // BLOCK, max(caches.num_rows - 1, 0))
-    ring = HostRing(QueuedDevice())
+    device = QueuedDevice()
+    ring, table = HostRing(device), None
+    if changed is not None:
+        sizes = SlotSizes.of(changed.modules, slots=8, max_rank=64)
+        table = AdapterTable(sizes, device, caches.device)
     if kind == "decode":
-        return DecodeBuffers(decodes, limits, ring, caches.device).batch
+        return DecodeBuffers(decodes, limits, ring, caches.device, table).batch
     return PrefillBuffers(PrefillSizes(2, 64, 2), limits, ring, caches.device).batch
 
 

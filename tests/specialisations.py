@@ -13,9 +13,9 @@ import argparse
 import json
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,9 +39,13 @@ from vlm_serve.engine.warm_up import warm_up
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.kv_write import copy_kv_rows
 from vlm_serve.kernels.linear import torch_dense
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.state_copy import copy_rows
 from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model, cache_layout, load_model, read_spec
+from vlm_serve.models.adapters import LowRank, changes_of
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
+from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.parts import feed_forward
 
 TARGET, GPU = Target("cuda", 90), GPUTarget("cuda", 90, 32)
@@ -184,24 +188,53 @@ def driver_of(model: Model, types: Types, config: EngineConfig) -> Driver:
 
 
 def serve(model: Model, types: Types, config: EngineConfig, steps: int) -> None:
-    """Run random steps by ops, as an engine does where no graph fits."""
+    """Run random steps by ops, as an engine does where no graph fits; with adapters, if the options
+    name any."""
     rng = random.Random(0)
+    known = [adapter(model, rng, rank) for rank in (3, 16, 40)] if config.lora_modules else []
     while steps > 0:
         driver, running = driver_of(model, types, config), list[Sequence_]()
+        if known:
+            driver.forward = partial(changed, model, rng, known)
         while steps > 0 and len(driver._free_blocks) > 150 and len(driver._free_rows) > 6:
             steps -= 1
             one_step(driver, rng, running)
             if model.spec.vision is not None:
-                encode(model, rng)
+                encode(model, rng, known)
 
 
-def encode(model: Model, rng: random.Random) -> None:
-    """Run the tower over a picture of random size."""
+def adapter(model: Model, rng: random.Random, rank: int) -> AdapterChanges:
+    """Return an adapter of some modules."""
+    named = {
+        name: LowRank(torch.zeros(rank, depth), torch.zeros(out, rank).bfloat16(), 1.0)
+        for name, (out, depth) in model.modules.sizes.items()
+        if rng.random() < 0.8
+    }
+    return changes_of(named, model.modules)
+
+
+def changed(
+    model: Model,
+    rng: random.Random,
+    known: Sequence[AdapterChanges],
+    batch: ForwardBatch,
+    caches: CacheTensors,
+) -> ForwardOutput:
+    """Run a step some of whose rows have adapters."""
+    chosen = rng.sample([0, 1, 2, -1], rng.randint(1, 3))
+    rows = [rng.choice(chosen) for _ in batch.token_ids]
+    return model.forward(replace(batch, changes=RowChanges(known, rows)), caches)
+
+
+def encode(model: Model, rng: random.Random, known: Sequence[AdapterChanges]) -> None:
+    """Run the tower over a picture of random size, with an adapter if there is one."""
     vision = model.spec.vision
     assert vision is not None
     merge = vision.merge_size
     grid = 1, merge * rng.randint(1, 9), merge * rng.randint(1, 9)
-    model.encode_media(torch.zeros(grid[1] * grid[2], vision.patch_dim), [grid], [merge])
+    changes = rng.choice([None, *known])
+    pixels = torch.zeros(grid[1] * grid[2], vision.patch_dim)
+    model.encode_media(pixels, [grid], [merge], changes=changes)
 
 
 def one_step(driver: Driver, rng: random.Random, running: list[Sequence_]) -> None:

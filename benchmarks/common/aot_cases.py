@@ -19,8 +19,12 @@ from vlm_serve.kernels.gated_delta import (
 from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
 from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
 from vlm_serve.kernels.kv_write.rotated import Rotation, rotate_and_write
+from vlm_serve.kernels.linear.base import Epilogue
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
+from vlm_serve.kernels.linear.low_rank_records import RECORD, Groups, Reduced, Site
+from vlm_serve.kernels.linear.low_rank_rows import Sums, _extended, _reduced
+from vlm_serve.kernels.linear.low_rank_triton import SPAN
 from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8, StoredIntegers
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
@@ -42,6 +46,7 @@ BATCH = 32
 DRAFTED = 8
 LONGEST = 32768
 STATE_ROWS = 32
+CPU = torch.device("cpu")
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 
 Case = tuple[str, Callable[[], object]]
@@ -55,6 +60,7 @@ def cases(models: Sequence[str]) -> Iterator[Case]:
         yield from _memory_ops(shapes)
         yield from _elementwise(shapes)
         yield from _joined(shapes)
+        yield from _changed(shapes)
         yield from _state_ops(shapes)
         yield from _attention(shapes)
         yield from _quantised(shapes)
@@ -125,6 +131,39 @@ def _joined(shapes: Shapes) -> Iterator[Case]:
     yield "few_rows fp32", own
     own = _half(MOST_ROWS, shapes.hidden)
     yield "few_rows plain", partial(few_rows, own, _half(shapes.hidden, shapes.hidden), Around())
+
+
+def _changed(shapes: Shapes) -> Iterator[Case]:
+    """Products of rows with adapters: u, a few rows' products with it, and sums of many rows."""
+    few, many = _site(MOST_ROWS), _site(TOKENS)
+    columns, norm = 4 * shapes.hidden, _half(shapes.hidden)
+    for x, site in ((_half(MOST_ROWS, shapes.hidden), few), (_half(TOKENS, shapes.hidden), many)):
+        own = norm if site is few else None
+        change = _u(x, site)
+        yield "low_rank", partial(_reduced, CPU, x, own, site)
+        out = _half(len(x), columns)
+        for after in (Epilogue(), Epilogue(plus=out)):
+            sums = Sums(out.float(), site is many, after)
+            yield "low_rank", partial(_extended, CPU, out, sums, change)
+    x, weight = _half(MOST_ROWS, shapes.hidden), _half(columns, shapes.hidden)
+    change = _u(x, few)
+    for kind, around in (
+        ("in", Around(norm, 1e-6, change=change)),
+        ("gated", Around(norm, 1e-6, gated=True, change=change)),
+        ("out", Around(plus=_half(MOST_ROWS, columns), overwrite=True, change=change)),
+        ("head", Around(norm, 1e-6, widened=True, change=change)),
+    ):
+        yield f"few_rows changed {kind}", partial(few_rows, x, weight, around)
+
+
+def _u(x: torch.Tensor, site: Site) -> Reduced:
+    return Reduced(torch.empty(-(-x.shape[1] // SPAN), len(x), site.width), site)
+
+
+def _site(rows: int) -> Site:
+    """A projection of four parts, changed for all rows by two adapters of rank 64 at most."""
+    groups = Groups.of([row % 2 for row in range(rows)], CPU)
+    return Site(groups, torch.zeros(2, RECORD, dtype=torch.int64), 4 * 64)
 
 
 def _state_ops(shapes: Shapes) -> Iterator[Case]:

@@ -89,6 +89,19 @@ ALLOWANCES = (
         spilled=32,
     ),
     Allowance(
+        r"few_rows changed \w+: few_rows_kernel",
+        ("sm_90", "sm_100", "sm_120"),
+        "A few values around the loop over adapters, at 96 or 108 registers, which let four or five "
+        "programs share a multiprocessor. Rows without an adapter do not enter it.",
+        spilled=32,
+    ),
+    Allowance(
+        r"low_rank: down_kernel",
+        ("sm_100",),
+        "Two values of a product of float32, which is three products of split operands.",
+        spilled=8,
+    ),
+    Allowance(
         r"(linear|moe) (int8|float8): \w*(linear|codes)_kernel",
         ("sm_100",),
         "A group of 128 has two steps of 64, which the compiler unrolls: the group's copies are in "

@@ -9,6 +9,7 @@ A `Linear` owns its weight's format, its layout in memory and its arithmetic.
     float8.py          e4m3 codes, packed for compiled CPU code
     joined.py          weights of several formats side by side
     quantising.py      quantisation of plain weights
+    low_rank.py        adapters' changes of products; low_rank_*.py: on a GPU
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.codes import Codes
+from vlm_serve.kernels.linear.low_rank_records import Reduced
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.norms.pending import Normed
 
@@ -182,6 +183,10 @@ class ChangedRows(Protocol):
         """Tell for each row whether its adapter changes any of these projections."""
         ...
 
+    def few(self, site: int, x: torch.Tensor, norm: torch.Tensor | None = None) -> Reduced | None:
+        """Compute u of a few rows, for kernels; None if no row is changed."""
+        ...
+
     def added(self, weight: Linear, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Add the changes by the adapters of x's rows to products in float32, in place."""
         ...
@@ -267,6 +272,13 @@ class Linear(ABC):
     @abstractmethod
     def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
         """Compute a call with checked arguments."""
+
+    def with_sums(
+        self, x: torch.Tensor, after: Epilogue, deterministic: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Compute a call with checked arguments, and return the float32 `[T, N]` sums that its
+        results are rounded from too; None if the format has no such sums."""
+        return None
 
     def gated(
         self,

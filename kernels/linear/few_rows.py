@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.elementwise import torch_cpu as elementwise
+from vlm_serve.kernels.linear.low_rank_records import Reduced
 from vlm_serve.kernels.norms import torch_cpu as norms
 
 MOST_ROWS = 8
@@ -30,6 +32,7 @@ class Around(NamedTuple):
         plus: `[T, N]`, added to the result; not beside `gated`.
         overwrite: True if the result takes the place of `plus`.
         widened: True for a float32 result; it is rounded to the dtype of x all the same.
+        change: what adapters change of the product, for Triton alone; None: nothing.
     """
 
     norm: torch.Tensor | None = None
@@ -38,9 +41,12 @@ class Around(NamedTuple):
     plus: torch.Tensor | None = None
     overwrite: bool = False
     widened: bool = False
+    change: Reduced | None = None
 
 
 def _by_torch(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Tensor:
+    if around.change is not None:
+        raise KernelArgumentError("change", "addresses of factors are for Triton")
     if around.norm is not None:
         x = norms.rms_norm(x, around.norm, around.eps)
     out = F.linear(x, weight)

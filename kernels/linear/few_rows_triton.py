@@ -9,7 +9,7 @@ So each weight is read once, by one program, and no sum is shared.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,8 @@ import triton.language as tl
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
+from vlm_serve.kernels.linear.low_rank_records import Reduced
+from vlm_serve.kernels.linear.low_rank_triton import few_changed, sizes_of
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch
 from vlm_serve.kernels.tuning import Limits, tuned
 
@@ -63,17 +65,24 @@ def _few_rows_kernel(
     weight,
     plus,
     out,
+    u,
+    records,
+    adapters,
     rows,
     x_stride,
     weight_stride,
     plus_stride,
     out_stride,
+    u_width,
+    record_stride,
     eps,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     PLUS: tl.constexpr,
+    CHANGED: tl.constexpr,
+    LOW_RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -110,6 +119,12 @@ def _few_rows_kernel(
             below = own[None, :] + WIDTH * weight_stride
             part = tl.load(below + at[:, None], mask=inside, other=0.0)
             up = tl.dot(values.to(DOT), part.to(DOT), up, input_precision=PRECISION)
+    if CHANGED:
+        # Before the norm's factor, which u has not had either.
+        changes = (u, records, adapters, u_width, record_stride)
+        total = few_changed(total, changes, index, rows, columns, LOW_RANK, PRECISION)
+        if GATED:
+            up = few_changed(up, changes, index, rows, columns + WIDTH, LOW_RANK, PRECISION)
     if NORM:
         scale = tl.rsqrt(squares / SIZE + eps)
         total *= scale[:, None]
@@ -127,7 +142,7 @@ def _few_rows_kernel(
 
 
 def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Tensor:
-    norm, eps, gated, plus, overwrite, widened = around
+    norm, eps, gated, plus, overwrite, widened, change = around
     rows, size = x.shape
     if rows > MOST_ROWS:
         raise KernelArgumentError("x", f"{rows} rows, at most {MOST_ROWS}")
@@ -147,6 +162,7 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Ten
         "weight": weight,
         "plus": x if plus is None else plus,
         "out": out,
+        **_change_arguments(change, x),
         "rows": rows,
         "x_stride": x.stride(0),
         "weight_stride": weight.stride(0),
@@ -158,6 +174,7 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Ten
         "NORM": norm is not None,
         "GATED": gated,
         "PLUS": plus is not None,
+        "CHANGED": change is not None,
         "ROWS": ROWS,
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,
@@ -167,3 +184,18 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Ten
     grid = (triton.cdiv(width, tile.columns),)
     launch(_few_rows_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
     return out
+
+
+def _change_arguments(change: Reduced | None, x: torch.Tensor) -> dict[str, Any]:
+    if change is None:
+        none = {"u": x, "records": x, "adapters": x}
+        return {**none, "u_width": 0, "record_stride": 0, "LOW_RANK": (0, 0, 0)}
+    u, (groups, records, _) = change
+    return {
+        "u": u,
+        "records": records,
+        "adapters": groups.adapters,
+        "u_width": u.shape[2],
+        "record_stride": records.stride(0),
+        "LOW_RANK": sizes_of(u),
+    }

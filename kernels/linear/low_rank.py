@@ -1,8 +1,9 @@
 """Low-rank changes of projections (LoRA): `u = scale * (x @ down.T)`, then `+ u @ up.T`.
 
 A row's bits depend on the row, the weight and the row's own adapter. Compiled steps let the chain
-of each column go on (`native/products/low_rank.h`). Here torch adds the change to the product in
-float32, before the activation, the factor or the residual, and rounds once.
+of each column go on (`native/products/low_rank.h`). On a GPU kernels add the change
+(`low_rank_rows.py`), and elsewhere torch does. It is added to the product in float32, before the
+activation, the factor or the residual, and the sum is rounded once.
 """
 
 from __future__ import annotations
@@ -10,74 +11,23 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.dense import PackedDense
+from vlm_serve.kernels.linear.few_rows import MOST_ROWS
+from vlm_serve.kernels.linear.low_rank_change import Change, Up, records_of
+from vlm_serve.kernels.linear.low_rank_records import Groups, Reduced
+from vlm_serve.kernels.linear.low_rank_rows import GroupedRows, by_kernels
 from vlm_serve.kernels.linear.packed import PANEL
-from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, in_tiles, with_rows
 from vlm_serve.kernels.linear.torch_quantised import ACTIVATIONS
 from vlm_serve.kernels.native_layout import struct
 
 _Part, _Change = struct("LowRankPart"), struct("LowRankChange")
-
-
-@dataclass(frozen=True, slots=True)
-class Up:
-    """Adjacent columns that one module changes: from `first` on, by `values`, `[n, rank]`. Their
-    elements of u begin at `offset`."""
-
-    first: int
-    offset: int
-    values: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """An adapter's change of one projection.
-
-    Attributes:
-        down: `[all ranks, depth]`, the factors A of its modules, stacked.
-        scales: float32, one per row of `down`.
-        ups: in ascending order of columns.
-    """
-
-    down: torch.Tensor
-    scales: torch.Tensor
-    ups: tuple[Up, ...]
-
-    def to(self, device: torch.device) -> Change:
-        """Return the same change with its factors on a device."""
-        ups = tuple(replace(up, values=up.values.to(device)) for up in self.ups)
-        return Change(self.down.to(device), self.scales.to(device), ups)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all factors."""
-        return self.down.nbytes + self.scales.nbytes + sum(up.values.nbytes for up in self.ups)
-
-    def of(self, x: torch.Tensor, columns: int) -> torch.Tensor:
-        """Return float32 `[T, columns]`, the sum that x's rows get."""
-        u = _product(x.float(), self.down.float()) * self.scales
-        total = u.new_zeros(len(x), columns)
-        for up in self.ups:
-            values = up.values.float()
-            own = u[:, up.offset : up.offset + values.shape[1]].contiguous()
-            total[:, up.first : up.first + len(values)] += _product(own, values)
-        return total
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply with bits that do not depend on the number of rows."""
-    count = len(weight)
-    wide = weight if count >= MIN_COLUMNS else with_rows(weight, MIN_COLUMNS)
-    return in_tiles(x, lambda rows, _: F.linear(rows, wide))[:, :count]
 
 
 class PackedChange:
@@ -142,6 +92,7 @@ class AdapterChanges:
         self._sites = sites
         self._layout: _Layout | None = None
         self._placed: Mapping[int, Change] | None = None
+        self._records: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lay_out(self) -> None:
         """Lay everything out for compiled code, unless that has been done."""
@@ -149,9 +100,18 @@ class AdapterChanges:
             self._layout = _Layout(self.by_site, self._sites)
 
     def place(self, device: torch.device) -> None:
-        """Copy everything to a device, for torch there, unless that has been done."""
+        """Copy everything to a device, unless that has been done."""
         if self._placed is None:
             self._placed = {site: change.to(device) for site, change in self.by_site.items()}
+            records = records_of(self._placed, self._sites)
+            self._records = records, records.to(device)
+
+    def records(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `records_of` for the kernels of a device, on the host and there; places everything
+        there first."""
+        self.place(device)
+        assert self._records is not None
+        return self._records
 
     def at(self, site: int, device: torch.device) -> Change:
         """Return the change of a projection on a device; copies it, unless it was placed there."""
@@ -160,7 +120,7 @@ class AdapterChanges:
 
     def drop_layout(self) -> None:
         """Free the results of `lay_out` and `place`."""
-        self._layout, self._placed = None, None
+        self._layout, self._placed, self._records = None, None, None
 
     @property
     def layout_bytes(self) -> int:
@@ -194,11 +154,20 @@ class RowChanges:
     Args:
         adapters: those of the step.
         of_rows: index of each row's adapter, -1 for none.
+        slots: the executor's slots of the adapters; None: nobody asks for them.
     """
 
-    def __init__(self, adapters: Sequence[AdapterChanges], of_rows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        adapters: Sequence[AdapterChanges],
+        of_rows: Sequence[int],
+        slots: Sequence[int] | None = None,
+    ) -> None:
         self.adapters = tuple(adapters)
         self.of_rows = array("q", of_rows)
+        self.slots = tuple(range(len(self.adapters)) if slots is None else slots)
+        self._grouped: dict[torch.device, GroupedRows] = {}
+        self._groups: dict[tuple[torch.device, tuple[bool, ...]], Groups] = {}
 
     @classmethod
     def of_all(cls, changes: AdapterChanges | None, rows: int) -> RowChanges | None:
@@ -207,7 +176,38 @@ class RowChanges:
 
     def kept(self, rows: torch.Tensor) -> RowChanges:
         """Return the same for some of the rows, in their order."""
-        return RowChanges(self.adapters, [self.of_rows[row] for row in rows.tolist()])
+        if len(set(self.of_rows)) == 1:  # Nothing has to wait for the device.
+            return RowChanges(self.adapters, self.of_rows[:1] * len(rows), self.slots)
+        return RowChanges(self.adapters, [self.of_rows[row] for row in rows.tolist()], self.slots)
+
+    def grouped(self, device: torch.device) -> GroupedRows:
+        """Return the rows for the kernels of a device."""
+        if device not in self._grouped:
+            records = torch.stack([each.records(device)[1] for each in self.adapters])
+            self._grouped[device] = GroupedRows(
+                records, self._width, lambda site: self._groups_at(site, device)
+            )
+        return self._grouped[device]
+
+    def _width(self, site: int) -> int:
+        own = (each.by_site.get(site) for each in self.adapters)
+        return max(0 if each is None else len(each.down) for each in own)
+
+    def _groups_at(self, site: int, device: torch.device) -> Groups:
+        """Return the groups of rows, in which rows that a site's changes leave alone have none."""
+        key = device, tuple(site in each.by_site for each in self.adapters)
+        if key not in self._groups:
+            own = [each if each >= 0 and key[1][each] else -1 for each in self.of_rows]
+            # A few of many rows have the bits of many: a few alone take another kernel.
+            least = MOST_ROWS + 1 if len(own) > MOST_ROWS else 0
+            self._groups[key] = Groups.of(own, device, least)
+        return self._groups[key]
+
+    def few(self, site: int, x: torch.Tensor, norm: torch.Tensor | None = None) -> Reduced | None:
+        """Compute u of a few rows, see `GroupedRows.reduced`; None if no row is changed."""
+        if not any(self.changed((site,))):
+            return None
+        return self.grouped(x.device).reduced(site, x, norm)
 
     def groups(
         self, site: int, device: torch.device
@@ -232,6 +232,11 @@ class RowChanges:
         first = 0
         for leaf in weight.leaves():
             own = slice(first, first + leaf.columns)
+            if by_kernels(x.device):
+                if any(self.changed((leaf.site,))):
+                    self.grouped(x.device).added(leaf.site, x, out[:, own])
+                first = own.stop
+                continue
             for change, rows in self.groups(leaf.site, x.device):
                 if change is not None:
                     out[rows, own] += change.of(x[rows], leaf.columns)
@@ -242,6 +247,8 @@ class RowChanges:
         self, weight: Linear, x: torch.Tensor, after: Epilogue, *, deterministic: bool
     ) -> torch.Tensor:
         """Compute a call of a projection of one format, with checked arguments."""
+        if by_kernels(x.device):
+            return self.grouped(x.device).multiplied(weight, x, after, deterministic=deterministic)
         out = x.new_empty(x.shape[0], weight.columns)
         for change, place in self.groups(weight.site, x.device):
             mine = after.of(itemgetter(place))

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import Activation, ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.few_rows import Around, few_rows, serves
+from vlm_serve.kernels.linear.low_rank_records import Reduced
 from vlm_serve.kernels.norms.pending import Normed
 
 MIN_ROWS = 16
@@ -95,23 +96,39 @@ class TorchDense(Linear):
     def of_norm(
         self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
     ) -> torch.Tensor:
-        if deterministic or changes is not None or not self._few_normed(x):
+        if deterministic or not self._few_normed(x):
             return super().of_norm(x, deterministic=deterministic, changes=changes)
-        return few_rows(x.raw, self._weight, Around(x.weight, x.eps))
+        change = self._change(x, changes)
+        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, change=change))
 
     def gated_of_norm(
         self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
     ) -> torch.Tensor:
-        if deterministic or changes is not None or not self._few_normed(x):
+        if deterministic or not self._few_normed(x):
             return super().gated_of_norm(x, deterministic=deterministic, changes=changes)
-        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, gated=True))
+        change = self._change(x, changes)
+        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, gated=True, change=change))
 
     def logits(
         self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
     ) -> torch.Tensor:
-        if deterministic or changes is not None or not self._few_normed(x):
+        if deterministic or not self._few_normed(x):
             return super().logits(x, deterministic=deterministic, changes=changes)
-        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, widened=True))
+        change = self._change(x, changes)
+        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, widened=True, change=change))
+
+    def _changed(
+        self, x: torch.Tensor, after: Epilogue, deterministic: bool, changes: ChangedRows | None
+    ) -> torch.Tensor:
+        plain = after.activation is None and after.times is None
+        if changes is None or deterministic or not plain or not self._few(x):
+            return super()._changed(x, after, deterministic, changes)
+        change = changes.few(self.site, x)
+        around = Around(plus=after.plus, overwrite=after.overwrite, change=change)
+        return few_rows(x, self._weight, around)
+
+    def _change(self, x: Normed, changes: ChangedRows | None) -> Reduced | None:
+        return None if changes is None else changes.few(self.site, x.raw, x.weight)
 
     def _few(self, x: torch.Tensor) -> bool:
         """Return True if `few_rows` multiplies; decoders' projections have no bias."""

@@ -74,13 +74,17 @@ class TorchQuantised(Linear):
         follows = after.activation or after.times is not None or after.plus is not None
         kind = torch.float32 if follows else x.dtype
         out = _product(x.device, x, self._weight, self._bias, kind, deterministic=deterministic)
-        if after.activation is not None:
-            out = ACTIVATIONS[after.activation](out)
-        if after.times is not None:
-            out = out * after.times
         if after.plus is not None:
             out = out + after.plus
-        return out.to(x.dtype)
+        return _followed(out, after).to(x.dtype)
+
+    def with_sums(
+        self, x: torch.Tensor, after: Epilogue, deterministic: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = torch.float32
+        sums = _product(x.device, x, self._weight, self._bias, wide, deterministic=deterministic)
+        out = sums if after.plus is None else sums + after.plus
+        return _followed(out, after).to(x.dtype, copy=True), sums
 
     def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         gate = self(x, deterministic=deterministic)
@@ -89,6 +93,13 @@ class TorchQuantised(Linear):
     @property
     def nbytes(self) -> int:
         return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+
+def _followed(out: torch.Tensor, after: Epilogue) -> torch.Tensor:
+    """Apply an activation or a factor to float32 products."""
+    if after.activation is not None:
+        return ACTIVATIONS[after.activation](out)
+    return out if after.times is None else out * after.times
 
 
 def _expanded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ from families import FAMILIES
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.table import SlotSizes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Backend, decide
+from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.step_memory import measure_step_memory, planned_step_memory
 from vlm_serve.kernels.norms import rms_norm
-from vlm_serve.models import load_model, read_spec
+from vlm_serve.models import Model, load_model, read_spec
+from vlm_serve.models.unread import unread_model
 
 META = torch.device("meta")
 CONFIG = EngineConfig(block_size=16, max_num_seqs=4, max_num_batched_tokens=80, max_model_len=128)
@@ -72,3 +76,23 @@ def test_a_model_without_weights_takes_what_one_with_them_does(family: str, tmp_
     )
     assert (planned.forward, planned.graphs) == (read.forward, read.graphs)
     assert planned.forward > rows * spec.vocab_size * 4
+
+
+def test_steps_with_adapters_take_more_with_weights_and_without(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, next(iter(FAMILIES["qwen3_5"].values())))
+    spec = read_spec(checkpoint)
+    types = decide(CONFIG, spec.dtype, Backend(torch.device("cpu")), None).types
+    named = replace(CONFIG, lora_modules=("a=folder",))
+
+    def measured(model: Model, config: EngineConfig) -> StepMemory:
+        return measure_step_memory(
+            model, types, config, span_tokens=0, logit_rows=4, with_graphs=True
+        )
+
+    read = load_model(checkpoint, types.weights, META, compute_dtype=types.compute)
+    unread = unread_model(spec, types.weights, types.compute)
+    plain, changed = measured(read, CONFIG), measured(read, named)
+    assert measured(unread, named) == changed
+    assert changed.forward > plain.forward and changed.graphs > 1.5 * plain.graphs
+    sizes = [SlotSizes.of_config(each.modules, named).nbytes for each in (read, unread)]
+    assert sizes[0] == sizes[1] > 0

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CASES = [
     ("dense", "{}", []),
     ("moe", "{}", []),
+    ("dense", '{"lora_modules": ["named=folder"]}', []),
     ("moe", '{"deterministic": true, "speculative": "off"}', []),
     ("dense", '{"kv_cache_dtype": "int8"}', []),
     ("dense", '{"speculative": "off"}', ["--graphs"]),

@@ -14,6 +14,7 @@ from make_checkpoint import make_checkpoint
 
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
 from vlm_serve.models import Model, load_model
+from vlm_serve.models.adapters.placing import is_vision
 from vlm_serve.models.parts.feed_forward import LoadedMlp
 
 TABLE = Path(__file__).resolve().parents[1] / "data" / "launches.toml"
@@ -76,3 +77,23 @@ def test_a_decode_step_of_as_many_layers_as_a_published_model_has(
     # With more rows the products are the library's, and what is around them is apart.
     (found,) = count(model, "decode", MOST_ROWS + 1)["step"]
     assert sum(found.numbers) <= 1.5 * most, found
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_adapters_take_a_launch_for_each_projection_of_a_few_rows(
+    family: str, tmp_path: Path
+) -> None:
+    """It computes u; the kernel of the product adds the change. With more rows there is one that
+    adds it, beside a product more."""
+    model = model_of(family, tmp_path)
+    text = [rows for rows, _ in model.modules.sites if not is_vision(rows[0].module)]
+    for rows in (1, MOST_ROWS, MOST_ROWS + 1):
+        plain, changed = (
+            count(model, "decode", rows, adapters=each)["step"][0] for each in (False, True)
+        )
+        few = rows <= MOST_ROWS
+        more = changed.minus(plain)
+        assert more.triton["_down_kernel"] == len(text), changed
+        assert more.triton["_up_kernel"] == (0 if few else len(text))
+        if few:
+            assert not more.torch and more.triton.total() == len(text)

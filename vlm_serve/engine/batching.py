@@ -123,7 +123,7 @@ def _row_changes(
         return None
     index = {slot: place for place, slot in enumerate(used)} | {-1: -1}
     rows = [index[item.adapter] for item in packed for _ in range(item.start, item.end)]
-    return RowChanges([adapters[slot] for slot in used], rows)
+    return RowChanges([adapters[slot] for slot in used], rows, used)
 
 
 def _tensor(values: list[int]) -> torch.Tensor:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from vlm_serve.engine.adapters.table import AdapterTable
 from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables
+from vlm_serve.kernels.linear.low_rank_fixed import fill_changes, shapes_of
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.models.batch import ForwardBatch
 
@@ -119,15 +121,27 @@ class TokenTables:
 class DecodeBuffers:
     """Inputs of a decode step of exactly `size` sequences, padding included.
 
+    Args:
+        size, limits: see `DecodeTables`.
+        ring, device: see `StepTables`.
+        adapters: of the slots that sequences name; None: they have none.
+
     Attributes:
         batch: argument of the model.
     """
 
     def __init__(
-        self, size: int, limits: DecodeLimits, ring: HostRing, device: torch.device
+        self,
+        size: int,
+        limits: DecodeLimits,
+        ring: HostRing,
+        device: torch.device,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self._tokens, self._decode = TokenTables(size), DecodeTables(size, limits)
         parts = {"tokens": self._tokens.shapes, "decode": self._decode.shapes}
+        if adapters is not None:
+            parts["changes"] = shapes_of(size, adapters.sizes.slots)
         self._tables = StepTables(parts, ring, device)
         fixed = self._tables.fixed
         self.batch = ForwardBatch(
@@ -138,6 +152,7 @@ class DecodeBuffers:
             prefill=None,
             media=(),
             logit_rows=torch.arange(size, device=device),
+            changes=None if adapters is None else adapters.rows(fixed["changes"]),
         )
         self.fill(None)
 
@@ -148,4 +163,6 @@ class DecodeBuffers:
         staged = self._tables.stage()
         self._tokens.fill(staged["tokens"], batch, (slice(0, len(decode) if decode else 0), 0))
         self._decode.fill(staged["decode"], decode)
+        if "changes" in staged:
+            fill_changes(staged["changes"], None if batch is None else batch.changes)
         self._tables.send()

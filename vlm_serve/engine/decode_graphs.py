@@ -13,10 +13,12 @@ from dataclasses import replace
 
 import torch
 
+from vlm_serve.engine.adapters.table import AdapterTable
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
 from vlm_serve.engine.graph_device import GraphDevice, Step
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta
+from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
@@ -83,6 +85,8 @@ class DecodeGraphs(StepGraphs):
     Args:
         model, caches, block_size, max_model_len, device, deterministic: see `StepGraphs`.
         max_num_seqs: maximum number of sequences in a step.
+        adapters: those of slots, for which there is a second set of graphs; None: a step with
+            adapters has none.
     """
 
     def __init__(
@@ -95,8 +99,10 @@ class DecodeGraphs(StepGraphs):
         max_num_seqs: int,
         device: GraphDevice,
         deterministic: bool = False,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self._sizes = padded_sizes(max_num_seqs)
+        self._adapters = adapters
         super().__init__(
             model,
             caches,
@@ -106,20 +112,31 @@ class DecodeGraphs(StepGraphs):
             device=device,
             deterministic=deterministic,
         )
-        self._steps: dict[int, tuple[DecodeBuffers, Step]] = {}
+        self._steps = self._set(None)
+        self._changed = {} if adapters is None else self._set(adapters)
+
+    def _set(self, adapters: AdapterTable | None) -> dict[int, tuple[DecodeBuffers, Step]]:
+        """Capture a graph for every size."""
+        steps = {}
         # Capture the largest first: the others reuse its memory.
         for size in reversed(self._sizes):
-            buffers = DecodeBuffers(size, self._limits, self._ring, caches.device)
-            self._steps[size] = buffers, self._captured(buffers.batch)
+            buffers = DecodeBuffers(size, self._limits, self._ring, self._caches.device, adapters)
+            steps[size] = buffers, self._captured(buffers.batch)
+        return steps
+
+    def hold_changes(self, slot: int, changes: AdapterChanges | None) -> None:
+        """Put an adapter's changes into a slot, between steps; None: empty it."""
+        if self._adapters is not None:
+            self._adapters.hold(slot, changes)
 
     def _accepts(self, batch: ForwardBatch) -> bool:
         """Return True if a graph can run this step: decode tokens only, one row of logits for each,
-        no adapters, no routed experts, and no more sequences than captured."""
+        adapters of slots only, no routed experts, and no more sequences than captured."""
         return (
             batch.prefill is None
             and batch.deterministic == self._deterministic
             and batch.verify is None
-            and batch.changes is None
+            and (batch.changes is None or self._adapters is not None)
             and batch.decode is not None
             and not batch.media
             and not batch.capture_experts
@@ -143,7 +160,7 @@ class DecodeGraphs(StepGraphs):
         check_decode_meta(meta, batch.token_ids.shape[0], self._num_rows)
         check_block_tables(meta, meta.kv_lens, self._num_blocks, self._block_size)
         size = self._sizes[bisect_left(self._sizes, len(meta))]
-        buffers, step = self._steps[size]
+        buffers, step = (self._steps if batch.changes is None else self._changed)[size]
         buffers.fill(batch)
         step()
         return ForwardOutput(self._logits[: len(meta)])

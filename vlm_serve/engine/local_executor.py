@@ -103,6 +103,9 @@ class LocalExecutor:
             self._adapters.pop(slot, None)
         else:
             self._adapters[slot] = changes
+        for graphs in self._graphs:
+            if isinstance(graphs, DecodeGraphs):
+                graphs.hold_changes(slot, changes)
 
     def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
         """Do nothing: nothing can be lost."""

@@ -17,6 +17,7 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.options import slot_bytes
+from vlm_serve.engine.adapters.table import SlotSizes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.engine.memory import StepMemory
@@ -25,8 +26,10 @@ from vlm_serve.engine.warm_up import warm_up
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import launching_on
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.models import Model, ModelSpec
+from vlm_serve.models.adapters import without_effect
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.unread import unread_model
@@ -57,7 +60,7 @@ def try_steps(
         with_graphs=with_graphs,
     )
     warm_up(model, source.arithmetic.types, config)
-    return replace(found, adapters=slot_bytes(config))
+    return replace(found, adapters=_adapter_bytes(model, config, with_graphs=with_graphs))
 
 
 def planned_step_memory(
@@ -75,9 +78,10 @@ def planned_step_memory(
     """
     tokens = config.max_num_batched_tokens
     known = model.vision is None or path.is_dir()
+    unread = unread_model(model, types.weights, types.compute)
     try:
         found = measure_step_memory(
-            unread_model(model, types.weights, types.compute),
+            unread,
             types,
             config,
             span_tokens=largest_span(path, model, tokens) if known else tokens,
@@ -86,7 +90,15 @@ def planned_step_memory(
         )
     except KernelArgumentError:
         return None
-    return replace(found, adapters=slot_bytes(config))
+    return replace(found, adapters=_adapter_bytes(unread, config, with_graphs=with_graphs))
+
+
+def _adapter_bytes(model: Model, config: EngineConfig, *, with_graphs: bool) -> int:
+    """Return the bytes of adapters' slots, and of their table for captured steps."""
+    size = slot_bytes(config)
+    if with_graphs and config.lora_modules:
+        size += SlotSizes.of_config(model.modules, config).nbytes
+    return size
 
 
 def largest_span(checkpoint: Path, model: ModelSpec, step_tokens: int) -> int:
@@ -136,13 +148,18 @@ def measure_step_memory(
     size, rows = config.block_size, config.max_num_seqs
     assert size is not None
     few = min(tokens, CAPTURED_TOKENS)
+    adapter = without_effect(model.modules) if config.lora_modules else None
     try:
         with torch.inference_mode(), launching_on(device):
             caches = _small_pools(model, types, -(-tokens // size), size)
-            forward = partial(_forward, model, caches, config.gdn_chunk_size)
+            if adapter is not None:
+                adapter.place(device)
+            forward = partial(_forward, model, caches, config.gdn_chunk_size, adapter)
             text = _peak(device, forward(tokens, logit_rows))
-            # Each size keeps its own outputs; what lies between is shared.
-            graphs = 2 * _peak(device, forward(few, rows)) if with_graphs else 0
+            # Each size keeps its own outputs; what lies between is shared. So do those of the set
+            # with adapters.
+            times = 2 if adapter is None else 3
+            graphs = times * _peak(device, forward(few, rows)) if with_graphs else 0
             media = _peak(device, _encode(model, span_tokens)) if span_tokens else 0
             parts = fixed_parts(model.spec, config) if config.deterministic else 0
             model.unbind()
@@ -187,9 +204,14 @@ def _small_pools(model: Model, types: Types, blocks: int, block_size: int) -> Ca
 
 
 def _forward(
-    model: Model, caches: CacheTensors, chunk: int, tokens: int, logit_rows: int
+    model: Model,
+    caches: CacheTensors,
+    chunk: int,
+    adapter: AdapterChanges | None,
+    tokens: int,
+    logit_rows: int,
 ) -> Callable[[], object]:
-    """Return a run of one cold slice of that many tokens."""
+    """Return a run of one cold slice of that many tokens, all with an adapter if there is one."""
     batch = ForwardBatch(
         token_ids=torch.zeros(tokens, dtype=torch.int64),
         positions=torch.arange(tokens).expand(3, -1),
@@ -205,6 +227,7 @@ def _forward(
         ),
         media=(),
         logit_rows=torch.arange(max(0, tokens - logit_rows), tokens),
+        changes=RowChanges.of_all(adapter, tokens),
     ).to(model.device)
 
     def run() -> None:

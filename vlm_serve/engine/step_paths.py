@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.arithmetic import Backend
 from vlm_serve.engine.decode_graphs import DecodeGraphs
-from vlm_serve.engine.graph_device import CudaGraphs
+from vlm_serve.engine.graph_device import CudaGraphs, GraphDevice
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
@@ -54,6 +57,10 @@ def step_graphs(
     try:
         with launching_on(caches.device):
             device = CudaGraphs()
+            kinds: tuple[Callable[..., DecodeGraphs | PrefillGraphs], ...] = (
+                PrefillGraphs,
+                partial(DecodeGraphs, adapters=_adapters(model, config, device)),
+            )
             return tuple(
                 kind(
                     model,
@@ -64,13 +71,21 @@ def step_graphs(
                     device=device,
                     deterministic=config.deterministic,
                 )
-                for kind in (PrefillGraphs, DecodeGraphs)
+                for kind in kinds
             )
     except RuntimeError as error:
         if config.cuda_graphs:
             raise ConfigError(f"cuda_graphs: {error}", param="cuda_graphs") from error
         _log.warning("steps run without CUDA graphs: %s", error)
         return ()
+
+
+def _adapters(model: Model, config: EngineConfig, device: GraphDevice) -> AdapterTable | None:
+    """Return the slots of adapters, if the config names adapters: a second set of graphs takes time
+    and memory."""
+    if not config.lora_modules:
+        return None
+    return AdapterTable(SlotSizes.of_config(model.modules, config), device, model.device)
 
 
 def find_backend(config: EngineConfig, device: torch.device, *, build: bool = True) -> Backend:

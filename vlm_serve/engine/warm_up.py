@@ -3,7 +3,8 @@
 Triton compiles a kernel when it first meets a combination of types, alignments and constants, which
 takes up to seconds. Tiles of experts and of quantised products depend on a step's tokens; other
 kernels run only if a choice is forked, a sequence is long or a draft is accepted. So steps of every
-order of size run once, and every kernel that works between steps.
+order of size run once, and every kernel that works between steps. If options name adapters, these
+steps run with one too.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.kv_write import copy_kv_rows
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.state_copy import copy_rows
 from vlm_serve.models import Model
+from vlm_serve.models.adapters import without_effect
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 
@@ -44,13 +47,19 @@ def warm_up(model: Model, types: Types, config: EngineConfig) -> None:
     begin = time.perf_counter()
     _log.info("compiling the kernels of all steps that are not kept yet: minutes, once")
     with torch.inference_mode(), launching_on(model.device):
+        adapter = without_effect(model.modules) if config.lora_modules else None
         steps = _Steps(model, types, config)
-        tokens = 1
-        while tokens < config.max_num_batched_tokens:
-            steps.prefill(tokens)
-            tokens *= 2
-        steps.decode(1)
-        steps.decode(_MANY)
+        for changes in (None, adapter) if adapter is not None else (None,):
+            steps.changes = changes
+            tokens = 1
+            while tokens < config.max_num_batched_tokens:
+                steps.prefill(tokens)
+                tokens *= 2
+            steps.decode(1)
+            steps.decode(_MANY)
+        if adapter is not None and model.spec.vision is not None:
+            steps.encode()
+        steps.changes = None
         steps.copy()
         if config.speculative != "off":
             steps.verify()
@@ -63,11 +72,15 @@ class _Steps:
 
     Args:
         model, types, config: see `warm_up`.
+
+    Attributes:
+        changes: the adapter of all rows; None: none.
     """
 
     def __init__(self, model: Model, types: Types, config: EngineConfig) -> None:
         assert config.block_size is not None
         self._model, self._config, self._size = model, config, config.block_size
+        self.changes: AdapterChanges | None = None
         layout = model.spec.cache_layout(model.ranks.size, mtp=model.drafts)
         self._has_state = layout.has_state
         rows = 2 if layout.has_state else 0
@@ -133,6 +146,20 @@ class _Steps:
         if self._has_state:
             self._model.fold(self._caches, [(0, 0, 1)])
 
+    def encode(self) -> None:
+        """Run the tower over a small picture."""
+        vision = self._model.spec.vision
+        assert vision is not None
+        side = 4 * vision.merge_size
+        pixels = torch.zeros(side * side, vision.patch_dim)
+        self._model.encode_media(
+            pixels,
+            [(1, side, side)],
+            [vision.merge_size],
+            deterministic=self._config.deterministic,
+            changes=self.changes,
+        )
+
     def copy(self) -> None:
         """Copy as forked choices and shared blocks do."""
         if self._has_state:
@@ -158,8 +185,9 @@ class _Steps:
             decode=decode,
             prefill=prefill,
             media=(),
-            logit_rows=torch.tensor([tokens - 1]),
+            logit_rows=torch.arange(0 if decode is not None else tokens - 1, tokens),
             deterministic=self._config.deterministic,
             verify=verify,
+            changes=RowChanges.of_all(self.changes, tokens),
         )
         self._model.forward(batch.to(self._model.device), caches)

@@ -52,7 +52,10 @@ class UnreadWeights(Weights):
         columns, depth = shape(parts, shard)
         weight = torch.empty(columns, depth, dtype=self.dtype, device=META)
         biases = None if bias is None else torch.empty(columns, dtype=self.dtype, device=META)
-        return TorchDense(weight, biases)
+        loaded = TorchDense(weight, biases)
+        loaded.origin, loaded.shard = parts, shard
+        self.modules.enter(loaded)
+        return loaded
 
     def tensor(
         self,

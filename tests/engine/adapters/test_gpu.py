@@ -23,7 +23,8 @@ from vlm_serve.engine.adapters import start
 from vlm_serve.engine.adapters.options import check_adapters_possible, slot_bytes
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.errors import ConfigError
-from vlm_serve.kernels.linear.low_rank import AdapterChanges, Change, RowChanges, Up
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
+from vlm_serve.kernels.linear.low_rank_change import Change, Up
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.models.parts import feed_forward
 from vlm_serve.pipeline import Pipeline

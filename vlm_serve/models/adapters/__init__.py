@@ -10,6 +10,15 @@ placing.py   a model's modules, an adapter's share of each projection
 
 from vlm_serve.models.adapters.folder import AdapterFile, read_adapter
 from vlm_serve.models.adapters.low_rank import LowRank
-from vlm_serve.models.adapters.placing import Adapter, Modules, changes_of, place
+from vlm_serve.models.adapters.placing import Adapter, Modules, changes_of, place, without_effect
 
-__all__ = ["Adapter", "AdapterFile", "LowRank", "Modules", "changes_of", "place", "read_adapter"]
+__all__ = [
+    "Adapter",
+    "AdapterFile",
+    "LowRank",
+    "Modules",
+    "changes_of",
+    "place",
+    "read_adapter",
+    "without_effect",
+]

@@ -11,7 +11,8 @@ from blake3 import blake3
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Linear, Part, Shard
-from vlm_serve.kernels.linear.low_rank import AdapterChanges, Change, Up
+from vlm_serve.kernels.linear.low_rank import AdapterChanges
+from vlm_serve.kernels.linear.low_rank_change import Change, Up
 from vlm_serve.models.adapters.experts import kind_of, split
 from vlm_serve.models.adapters.folder import AdapterFile
 from vlm_serve.models.adapters.low_rank import LowRank
@@ -178,6 +179,15 @@ def changes_of(named: Mapping[str, LowRank], modules: Modules) -> AdapterChanges
         if any(each.module in named for each in rows)
     }
     return AdapterChanges(changes, len(modules.sites), tower=any(map(is_vision, named)))
+
+
+def without_effect(modules: Modules) -> AdapterChanges:
+    """Return an adapter of rank 1 that adds zeros to every module but routed experts."""
+    named = {
+        name: LowRank(torch.zeros(1, depth), torch.zeros(out, 1), 1.0)
+        for name, (out, depth) in modules.sizes.items()
+    }
+    return changes_of(named, modules)
 
 
 def _complaint(unknown: list[str], modules: Modules) -> str:

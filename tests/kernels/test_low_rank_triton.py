@@ -1,0 +1,286 @@
+"""Low-rank changes by the Triton kernels: beside float64, and a row alone and beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_row
+
+from vlm_serve.kernels.checks import KernelArgumentError
+from vlm_serve.kernels.linear import torch_dense
+from vlm_serve.kernels.linear.base import Linear
+from vlm_serve.kernels.linear.codes import IntegerCodes
+from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
+from vlm_serve.kernels.linear.joined import Joined
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
+from vlm_serve.kernels.linear.low_rank_change import Change, Up, records_of
+from vlm_serve.kernels.linear.low_rank_fixed import FixedRows, fill_changes, shapes_of
+from vlm_serve.kernels.linear.low_rank_records import MOST_PARTS, RECORD, Tiles
+from vlm_serve.kernels.linear.low_rank_rows import _reduced
+from vlm_serve.kernels.linear.torch_dense import TorchDense
+from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
+from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms.reference import rms_norm_reference
+
+COLUMNS, K = 96, 80
+OWNERS = (0, 1, -1, 2, 1, 0)
+"""Each row's adapter."""
+
+
+@pytest.fixture(autouse=True)
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Weights stay as they are, and products keep rows apart."""
+    monkeypatch.setattr(torch_dense, "_packable_dtypes", lambda: ())
+    with kernels(), row_by_row():
+        yield
+
+
+def change(ranks: tuple[int, ...], dtype: torch.dtype, seed: int, depth: int = K) -> Change:
+    """A change of equal parts of the columns, with such ranks; 0 leaves a part alone."""
+    width = COLUMNS // len(ranks)
+    ups, offset = [], 0
+    for index, rank in enumerate(ranks):
+        if rank:
+            values = randn(width, rank, seed=seed + index).to(dtype)
+            ups.append(Up(index * width, offset, values))
+            offset += rank
+    down = (randn(offset, depth, seed=seed) / depth**0.5).to(dtype)
+    return Change(down, torch.linspace(0.5, 2.0, offset, device=DEVICE), tuple(ups))
+
+
+def adapters(depth: int = K) -> list[AdapterChanges]:
+    """Three adapters of several ranks and types; the last one leaves site 2 alone."""
+    first = change((4, 0, 20), torch.float32, 1, depth)
+    second = change((16, 16, 16), torch.bfloat16, 2, depth)
+    third = change((3, 40, 5), torch.float16, 3, depth)
+    both = AdapterChanges({1: first, 2: second}, 2), AdapterChanges({1: second, 2: first}, 2)
+    return [*both, AdapterChanges({1: third}, 2)]
+
+
+def linear(dtype: torch.dtype = torch.float32, depth: int = K, site: int = 1) -> TorchDense:
+    weight = (randn(COLUMNS, depth, seed=40 + site) / depth**0.5).to(dtype)
+    dense = TorchDense(weight, None)
+    dense.site = site
+    return dense
+
+
+def expected(
+    weight: torch.Tensor, x: torch.Tensor, owners: tuple[int, ...], site: int = 1
+) -> torch.Tensor:
+    """The products with changes in float64."""
+    out = x.double() @ weight.double().T
+    known = adapters(x.shape[1])
+    for row, owner in enumerate(owners):
+        own = known[owner].by_site.get(site) if owner >= 0 else None
+        if own is None:
+            continue
+        u = own.scales.double() * (own.down.double() @ x[row].double())
+        for up in own.ups:
+            rank = up.values.shape[1]
+            places = slice(up.first, up.first + len(up.values))
+            out[row, places] += up.values.double() @ u[up.offset : up.offset + rank]
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("site", [1, 2])
+def test_few_rows_of_several_adapters(dtype: torch.dtype, site: int) -> None:
+    dense, x = linear(dtype, site=site), randn(len(OWNERS), K, dtype=dtype)
+    plus = randn(len(OWNERS), COLUMNS, dtype=dtype, seed=3)
+    changes = RowChanges(adapters(), OWNERS)
+    sums = expected(dense._weight, x, OWNERS, site)
+    assert_near(dense(x, changes=changes), sums, TOLERANCE[dtype])
+    added = dense(x, plus=plus.clone(), changes=changes)
+    assert_near(added, sums + plus.double(), TOLERANCE[dtype])
+    taken = plus.clone()
+    assert dense(x, plus=taken, overwrite=True, changes=changes) is taken
+    assert torch.equal(taken, added)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_before_the_gate_behind_and_logits(dtype: torch.dtype) -> None:
+    dense, raw = linear(dtype), 9 * randn(len(OWNERS), K, dtype=dtype)
+    norm = randn(K, dtype=dtype, seed=5) * 0.3
+    x, changes = Normed(raw, norm, 1e-6), RowChanges(adapters(), OWNERS)
+    sums = expected(dense._weight, rms_norm_reference(raw, norm, 1e-6), OWNERS)
+    gate, up = sums.chunk(2, dim=1)
+    assert_near(dense.of_norm(x, changes=changes), sums, 2 * TOLERANCE[dtype])
+    gated = dense.gated_of_norm(x, changes=changes)
+    assert_near(gated, gate * torch.sigmoid(gate) * up, 2 * TOLERANCE[dtype])
+    logits = dense.logits(x, changes=changes)
+    assert logits.dtype == torch.float32
+    assert_near(logits, sums, 2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_have_their_bits_alone_and_without_an_adapter_the_base_s(deterministic: bool) -> None:
+    dense, raw = linear(torch.bfloat16), randn(len(OWNERS), K, dtype=torch.bfloat16)
+    norm, plus = randn(K, seed=5) * 0.3, randn(len(OWNERS), COLUMNS, dtype=torch.bfloat16, seed=3)
+
+    def results(rows: list[int], owners: list[int] | None) -> tuple[torch.Tensor, ...]:
+        changes = None if owners is None else RowChanges(adapters(), owners)
+        x = Normed(raw[rows], norm, 1e-6)
+        options = {"deterministic": deterministic, "changes": changes}
+        return (
+            dense.of_norm(x, **options),  # type: ignore[arg-type]
+            dense.gated_of_norm(x, **options),  # type: ignore[arg-type]
+            dense.logits(x, **options),  # type: ignore[arg-type]
+            dense(raw[rows], plus=plus[rows], **options),  # type: ignore[arg-type]
+        )
+
+    together = results([*range(len(OWNERS))], [*OWNERS])
+    turned = results([5, 4, 3, 2, 1, 0], [0, -1, -1, -1, 1, -1])
+    for row, owner in enumerate(OWNERS):
+        alone = results([row], [owner] if owner >= 0 else None)
+        for mixed, own in zip(together, alone, strict=True):
+            assert torch.equal(mixed[row], own[0]), row
+    for mixed, other in zip(together, turned, strict=True):
+        assert torch.equal(mixed[1], other[4]) and torch.equal(mixed[2], other[3])
+        assert not torch.equal(mixed[0], other[5])
+
+
+def test_many_rows_are_cut_into_tiles_of_one_adapter() -> None:
+    owners = tuple((7 * row) % 4 - 1 for row in range(70))
+    dense, x = linear(depth=1100), randn(70, 1100)
+    changes = RowChanges(adapters(1100), owners)
+    plain = dense(x, deterministic=True)
+    found = dense(x, deterministic=True, changes=changes)
+    assert_near(found, expected(dense._weight, x, owners), 2e-5)
+    for row in (0, 1, 2, 3, 69):
+        own = RowChanges(adapters(1100), owners[row : row + 1])
+        alone = dense(x[row : row + 1], deterministic=True, changes=own)
+        assert torch.equal(alone[0], found[row])
+        assert torch.equal(plain[row], found[row]) == (owners[row] < 0)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_what_follows_the_sum(activation: str) -> None:
+    dense, x = linear(), randn(len(OWNERS), K)
+    times, changes = randn(len(OWNERS), COLUMNS, seed=8), RowChanges(adapters(), OWNERS)
+    sums = expected(dense._weight, x, OWNERS)
+    assert_near(dense(x, times=times, changes=changes), sums * times.double(), 2e-5)
+    activations = torch.nn.functional
+    wanted = {
+        "silu": activations.silu(sums),
+        "gelu": activations.gelu(sums),
+        "gelu_tanh": activations.gelu(sums, approximate="tanh"),
+    }[activation]
+    assert_near(dense(x, activation=activation, changes=changes), wanted, 2e-5)  # type: ignore[arg-type]
+
+
+def test_a_rank_adds_its_part_to_its_sums() -> None:
+    owners = OWNERS * 3
+    dense, x = linear(torch.bfloat16), randn(len(owners), K, dtype=torch.bfloat16)
+    changes = RowChanges(adapters(), owners)
+    if DEVICE.type == "cpu":  # The product in 16 bits with a float32 result is a GPU's.
+        dense, x = linear(), x.float()
+    assert_near(dense.partial(x, changes=changes), expected(dense._weight, x, owners), 1e-4)
+
+
+def quantised(site: int) -> tuple[TorchQuantised, torch.Tensor]:
+    codes = torch.randint(0, 256, (COLUMNS, K), dtype=torch.uint8)
+    scales = torch.full((COLUMNS, K // 16), 2.0**-10)
+    pieces = [IntegerCodes(codes, scales, None, 8, 16)]
+    weight = TorchQuantised.of(iter(pieces), COLUMNS, K, device=DEVICE)
+    weight.site = site
+    return weight, (codes.float() - 128) * 2.0**-10
+
+
+def test_quantised_weights_are_read_once_and_keep_their_bits() -> None:
+    weight, plain = quantised(1)
+    x = randn(len(OWNERS), K, dtype=torch.float16)  # which the interpreter rounds to as a GPU does
+    plus, changes = randn(len(OWNERS), COLUMNS, seed=3), RowChanges(adapters(), OWNERS)
+    found = weight(x, plus=plus, changes=changes)
+    sums = expected(plain.to(DEVICE), x, OWNERS)
+    assert_near(found, sums + plus.double(), TOLERANCE[torch.float16])
+    assert torch.equal(found[2], weight(x, plus=plus)[2])
+    other = RowChanges(adapters(), [-1, 1, 0, 0, -1, 2])
+    assert torch.equal(found[1], weight(x, plus=plus, changes=other)[1])
+    assert torch.equal(weight(x, changes=changes)[2], weight(x)[2])
+
+
+def test_weights_in_several_formats_have_a_change_each() -> None:
+    parts: list[Linear] = [linear(site=1), quantised(2)[0]]
+    joined, x = Joined(parts), randn(12, K)
+    owners = OWNERS * 2
+    found = joined(x, changes=RowChanges(adapters(), owners), deterministic=True)
+    for index, part in enumerate(parts):
+        own = part(x, changes=RowChanges(adapters(), owners), deterministic=True)
+        assert torch.equal(found[:, index * COLUMNS : (index + 1) * COLUMNS], own)
+
+
+@pytest.mark.parametrize(("rows", "deterministic"), [(6, False), (24, True)])
+def test_tables_on_a_device_say_the_same(rows: int, deterministic: bool) -> None:
+    owners, known = (OWNERS * 4)[:rows], adapters()
+    x, plus = randn(rows + 2, K), randn(rows + 2, COLUMNS, seed=3)
+    slots = (3, 0, 4)
+    records = torch.zeros(5, 3, RECORD, dtype=torch.int64)
+    for slot, each in zip(slots, known, strict=True):
+        records[slot] = each.records(DEVICE)[0]
+    tables = {
+        name: torch.full(shape, 77, dtype=dtype)
+        for name, (dtype, shape) in shapes_of(rows + 2, 5).items()
+    }
+    changes = RowChanges(known, owners, slots)
+    fill_changes(tables, changes)
+    on_device = {name: table.to(DEVICE) for name, table in tables.items()}
+    fixed = FixedRows(records.to(DEVICE), (0, 48, 48), on_device)
+    assert fixed.kept(torch.arange(rows)) is fixed
+    for site in (1, 2):
+        dense, norm = linear(site=site), randn(K, seed=5)
+        for found, wanted, plain in (
+            [
+                dense(part, plus=more, deterministic=deterministic, changes=each)
+                for part, more, each in (
+                    (x, plus, fixed),
+                    (x[:rows], plus[:rows], changes),
+                    (x, plus, None),
+                )
+            ],
+            [
+                dense.of_norm(Normed(part, norm, 1e-6), deterministic=deterministic, changes=each)
+                for part, each in ((x, fixed), (x[:rows], changes), (x, None))
+            ],
+        ):
+            assert torch.equal(found[:rows], wanted)
+            assert torch.equal(found[rows:], plain[rows:])
+    fill_changes(tables, None)
+    assert (tables["adapters"] == -1).all() and not tables["bounds"].any()
+
+
+def test_tiles_hold_rows_of_one_adapter() -> None:
+    owners = [1] * 20 + [-1, 0] + [2] * 16 + [0]
+    order, bounds = Tiles.of(owners)
+    assert order == [21, 38, *range(20), *range(22, 38)]
+    assert bounds == [(0, 2, 0), (2, 18, 1), (18, 22, 1), (22, 38, 2)]
+    assert Tiles.of([-1, -1]) == ([], [])
+    for rows in range(1, 40):
+        for count in (1, 2, 8):
+            worst = [row % count for row in range(rows)]
+            assert len(Tiles.of(worst).bounds) <= Tiles.most(rows, count)
+
+
+def test_what_records_do_not_hold() -> None:
+    parts = tuple(Up(n, 0, torch.ones(1, 1)) for n in range(MOST_PARTS + 1))
+    with pytest.raises(KernelArgumentError, match="9 parts, at most 8"):
+        records_of({1: Change(torch.ones(1, 2), torch.ones(1), parts)}, 1)
+    wrong = Change(torch.ones(1, 2, dtype=torch.float64), torch.ones(1), ())
+    with pytest.raises(KernelArgumentError, match="float64"):
+        records_of({1: wrong}, 1)
+
+
+def test_addresses_are_for_triton() -> None:
+    x, rows = randn(2, K), RowChanges(adapters(), (0, 1))
+    around = Around(change=rows.few(1, x))
+    assert around.change is not None and rows.few(3, x) is None
+    with pytest.raises(KernelArgumentError, match="at most 8"):
+        few_rows(randn(MOST_ROWS + 1, K), linear()._weight, around)
+    site = around.change.site
+    for call in (
+        lambda: few_rows.__globals__["_by_torch"](x, linear()._weight, around),
+        lambda: _reduced.torch(x, None, site),
+    ):
+        with pytest.raises(KernelArgumentError, match="for Triton"):
+            call()

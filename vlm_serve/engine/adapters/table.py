@@ -1,0 +1,82 @@
+"""Where captured steps find the adapters of slots: addresses of factors, at a fixed place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.graph_device import GraphDevice
+from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.kernels.dispatch import launching_on
+from vlm_serve.kernels.linear.low_rank import AdapterChanges
+from vlm_serve.kernels.linear.low_rank_fixed import FixedRows
+from vlm_serve.kernels.linear.low_rank_records import RECORD
+from vlm_serve.models.adapters import Modules
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSizes:
+    """What slots have room for.
+
+    Attributes:
+        slots: adapters at a time.
+        widths: most elements of u, by site; site 0 is none.
+    """
+
+    slots: int
+    widths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, modules: Modules, *, slots: int, max_rank: int) -> SlotSizes:
+        """Return the sizes for a model: u has a part for each module of a projection."""
+        parts = [len({each.module for each in rows}) for rows, _ in modules.sites]
+        return cls(slots, (0, *(max_rank * each for each in parts)))
+
+    @classmethod
+    def of_config(cls, modules: Modules, config: EngineConfig) -> SlotSizes:
+        """Return the sizes that options ask for."""
+        return cls.of(modules, slots=config.max_loras, max_rank=config.max_lora_rank)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.slots * len(self.widths) * RECORD * 8
+
+
+class AdapterTable:
+    """The records of the adapters in slots, on a device. Without an adapter a slot changes nothing.
+
+    Args:
+        sizes: of the slots.
+        graphs: copies records in the order of steps.
+        device: of the table.
+
+    Attributes:
+        records: int64 `[slots, sites + 1, RECORD]`.
+    """
+
+    def __init__(self, sizes: SlotSizes, graphs: GraphDevice, device: torch.device) -> None:
+        self.sizes = sizes
+        self._ring, self._device = HostRing(graphs), device
+        with torch.inference_mode(False):
+            shape = sizes.slots, len(sizes.widths), RECORD
+            self.records = torch.zeros(shape, dtype=torch.int64, device=device)
+            self._ring.reserve(self.records[0].nbytes)
+
+    def rows(self, tables: Mapping[str, torch.Tensor]) -> FixedRows:
+        """Return the adapters of a captured step's rows, which its tables name."""
+        return FixedRows(self.records, self.sizes.widths, tables)
+
+    def hold(self, slot: int, changes: AdapterChanges | None) -> None:
+        """Write an adapter's records between steps; None: none."""
+        own = self.records[slot]
+        staged = self._ring.take()[: own.nbytes].view(torch.int64).view(own.shape)
+        if changes is None:
+            staged.zero_()
+        else:
+            staged.copy_(changes.records(self._device)[0])
+        with launching_on(self._device):
+            self._ring.send(own.view(torch.uint8).flatten())
