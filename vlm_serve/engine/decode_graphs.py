@@ -40,6 +40,7 @@ class StepGraphs:
         block_size: tokens per KV block.
         max_model_len: longest sequence, in tokens.
         most_logits: rows of logits of the largest step.
+        most_tokens: its tokens, of which a model with an MTP layer reports hidden states.
         device: captures steps and copies their tables.
         deterministic: of the steps, see `ForwardBatch`; others have no graph.
     """
@@ -52,6 +53,7 @@ class StepGraphs:
         block_size: int,
         max_model_len: int,
         most_logits: int,
+        most_tokens: int,
         device: GraphDevice,
         deterministic: bool = False,
     ) -> None:
@@ -64,17 +66,35 @@ class StepGraphs:
         self._ring = HostRing(device)
         # Shared by all sizes: graphs with their own logits would keep all of them allocated.
         self._logits = torch.empty(most_logits, model.spec.vocab_size, device=caches.device)
+        self._hidden: torch.Tensor | None = None
+        if model.drafts:
+            shape = most_tokens, model.spec.hidden_size
+            self._hidden = torch.empty(shape, dtype=model.dtype, device=caches.device)
         self._model, self._caches, self._device = model, caches, device
 
-    def _captured(self, batch: ForwardBatch) -> Step:
-        """Capture the forward of a batch; its logits go into the shared buffer."""
+    def _captured(self, batch: ForwardBatch, packed: torch.Tensor | None = None) -> Step:
+        """Capture the forward of a batch; its logits and hidden states go into shared buffers.
+
+        Args:
+            batch: a step of this size.
+            packed: places of its tokens in their order; None: they have no padding between them.
+        """
         batch = replace(batch, deterministic=self._deterministic)
 
         def step() -> None:
-            logits = self._model.forward(batch, self._caches).logits
-            self._logits[: logits.shape[0]].copy_(logits)
+            output = self._model.forward(batch, self._caches)
+            self._logits[: output.logits.shape[0]].copy_(output.logits)
+            hidden = output.hidden
+            if hidden is not None and self._hidden is not None:
+                hidden = hidden if packed is None else hidden[packed]
+                self._hidden[: hidden.shape[0]].copy_(hidden)
 
         return self._device.capture(step)
+
+    def _output(self, batch: ForwardBatch) -> ForwardOutput:
+        """Return the results of the batch that a captured step has computed."""
+        hidden = None if self._hidden is None else self._hidden[: batch.token_ids.shape[0]]
+        return ForwardOutput(self._logits[: batch.logit_rows.shape[0]], hidden=hidden)
 
 
 class DecodeGraphs(StepGraphs):
@@ -103,6 +123,7 @@ class DecodeGraphs(StepGraphs):
             block_size=block_size,
             max_model_len=max_model_len,
             most_logits=self._sizes[-1],
+            most_tokens=self._sizes[-1],
             device=device,
             deterministic=deterministic,
         )
@@ -146,4 +167,4 @@ class DecodeGraphs(StepGraphs):
         buffers, step = self._steps[size]
         buffers.fill(batch)
         step()
-        return ForwardOutput(self._logits[: len(meta)])
+        return self._output(batch)
