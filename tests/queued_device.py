@@ -20,11 +20,10 @@ from step_graphs import with_graphs, with_kernels
 from vlm_serve.cache.tiers.entry import Entry
 from vlm_serve.engine import build as building
 from vlm_serve.engine import graph_device
-from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.decode_graphs import StepGraphs
 from vlm_serve.engine.graph_device import CudaGraphs, Step
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.engine.tier_transfer import Staged, TensorTransfer
 from vlm_serve.models import Model
@@ -147,8 +146,8 @@ class QueuedExecutor(LocalExecutor):
         self.pages = QueuedTransfer(caches, device)
 
     def run(self, plan: StepPlan) -> StepOutput:
-        # The device has no kernel for folds or for drafts of an MTP layer that queues.
-        if plan.folds or any(item.kind == "verify" for item in plan.slices):
+        # The device has no kernel for folds that queues.
+        if plan.folds:
             self.device.synchronize()
         output = super().run(plan)
         return replace(output, awaited=not self.device.current.queued)
@@ -159,7 +158,9 @@ class QueuedExecutor(LocalExecutor):
 
     def measure(self, **limits: int) -> Any:
         self.device.synchronize()
-        return super().measure(**limits)
+        # Captured steps would take the interpreter a minute, and say nothing of a GPU.
+        with patch.object(self, "_graphs", ()):
+            return super().measure(**limits)
 
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
         freed = list(blocks), list(rows)
@@ -218,7 +219,7 @@ def _sent(batch: ForwardBatch) -> ForwardBatch:
     )
 
 
-def running(graphs: DecodeGraphs | PrefillGraphs) -> Callable[..., ForwardOutput]:
+def running(graphs: StepGraphs) -> Callable[..., ForwardOutput]:
     """In place of a model's forward: the graphs', which must be able to compute every step, and
     whose logits are read back."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from make_checkpoint import make_checkpoint
-from model_driver import Driver, Sequence_, text_sequence
+from model_driver import Driver, text_sequence
 from parity_cases import random_ids
 from queued_device import QueuedDevice, running
 from step_graphs import SPECS, HostFree, Written, bits, started

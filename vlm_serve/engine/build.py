@@ -16,7 +16,7 @@ from vlm_serve.engine.adapters.options import check_adapters_possible
 from vlm_serve.engine.adapters.start import make_adapters
 from vlm_serve.engine.arithmetic import decide
 from vlm_serve.engine.context import changes_of, longest_context
-from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.decode_graphs import StepGraphs
 from vlm_serve.engine.drafts.start import make_drafters, measure_costs, with_drafts, with_mtp
 from vlm_serve.engine.embedding_tiers import EmbeddingForm, EmbeddingTiers
 from vlm_serve.engine.endings import EndingMode
@@ -38,7 +38,6 @@ from vlm_serve.engine.memory import (
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.pooling import head_rows, pooled_tokens, without_drafts
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.ranks.executor import ShardedExecutor
 from vlm_serve.engine.ranks.process import RankProcesses
 from vlm_serve.engine.ranks.start import ModelSource, load
@@ -231,7 +230,7 @@ def _executor(
     loaded: _Loaded,
     caches: CacheTensors,
     pools: Pools,
-    graphs: tuple[DecodeGraphs | PrefillGraphs, ...],
+    graphs: tuple[StepGraphs, ...],
     config: EngineConfig,
 ) -> LocalExecutor:
     model, processes = loaded.model, loaded.processes

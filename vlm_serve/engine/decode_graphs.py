@@ -8,6 +8,7 @@ captured size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ def padded_sizes(most: int) -> tuple[int, ...]:
     return tuple(size for size in (1, 2, 4, *range(8, most, 8)) if size < most) + (most,)
 
 
-class StepGraphs:
+class StepGraphs(ABC):
     """Common base of captured steps.
 
     Args:
@@ -71,6 +72,18 @@ class StepGraphs:
             shape = most_tokens, model.spec.hidden_size
             self._hidden = torch.empty(shape, dtype=model.dtype, device=caches.device)
         self._model, self._caches, self._device = model, caches, device
+
+    @abstractmethod
+    def run(self, batch: ForwardBatch) -> ForwardOutput | None:
+        """Run the step from a graph; return None if no graph fits. The next run overwrites the
+        logits and hidden states.
+
+        Args:
+            batch: a step, its tensors on the host.
+
+        Raises:
+            KernelArgumentError: a row, update or block outside of the pools, as from the kernels.
+        """
 
     def _captured(self, batch: ForwardBatch, packed: torch.Tensor | None = None) -> Step:
         """Capture the forward of a batch; its logits and hidden states go into shared buffers.
@@ -148,15 +161,6 @@ class DecodeGraphs(StepGraphs):
         )
 
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
-        """Run the step from a graph; return None if no graph fits. The next run overwrites the
-        logits.
-
-        Args:
-            batch: a step, its tensors on the host.
-
-        Raises:
-            KernelArgumentError: a row or block outside of the pools, as from the kernels.
-        """
         meta = batch.decode
         if not self._accepts(batch):
             return None

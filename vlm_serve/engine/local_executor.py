@@ -13,7 +13,7 @@ import torch
 from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
-from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.decode_graphs import StepGraphs
 from vlm_serve.engine.device_errors import after_failure
 from vlm_serve.engine.drafts.measuring import measure_plain, measure_rows
 from vlm_serve.engine.executor import ExecutorLostError, RowsAfter, StepError
@@ -27,7 +27,6 @@ from vlm_serve.engine.plan import (
     StepOutput,
     StepPlan,
 )
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.prompt_rows import logprob_rows
 from vlm_serve.engine.sampler import sample
 from vlm_serve.engine.tier_transfer import TensorTransfer
@@ -71,7 +70,7 @@ class LocalExecutor:
         *,
         block_size: int,
         deterministic: bool = False,
-        graphs: tuple[DecodeGraphs | PrefillGraphs, ...] = (),
+        graphs: tuple[StepGraphs, ...] = (),
     ) -> None:
         self.pages: Transfer = TensorTransfer(caches)
         self.model_seconds = 0.0
@@ -136,9 +135,10 @@ class LocalExecutor:
         self, *, most_sequences: int, most_tokens: int
     ) -> tuple[list[tuple[int, float]], float]:
         """Measure the cost of rows, see `measure_rows`; before the first step."""
-        return measure_rows(
-            self._model, self._caches, most_sequences=most_sequences, most_tokens=most_tokens
-        )
+        with self._guard():
+            return measure_rows(
+                self._forward, self._caches, most_sequences=most_sequences, most_tokens=most_tokens
+            )
 
     def measure_plain(self, *, most_sequences: int) -> list[tuple[int, float]]:
         """Measure steps without drafts, if they run from graphs; before the first step. Return

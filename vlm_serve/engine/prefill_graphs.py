@@ -102,15 +102,6 @@ class PrefillGraphs(StepGraphs):
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
-        """Run the step from a graph; return None if no graph fits. The next run overwrites the
-        logits.
-
-        Args:
-            batch: a step, its tensors on the host.
-
-        Raises:
-            KernelArgumentError: a row or block outside of the pools, as from the kernels.
-        """
         found, prefill, decode = self._find(batch), batch.prefill, batch.decode
         if found is None:
             return None

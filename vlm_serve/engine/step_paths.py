@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend
-from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
 from vlm_serve.engine.graph_device import CudaGraphs
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.native_build import BuildError
@@ -42,7 +44,7 @@ def graphs_wanted(option: bool | None, device: torch.device, ranks: int = 1) -> 
 
 def step_graphs(
     model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
-) -> tuple[DecodeGraphs | PrefillGraphs, ...]:
+) -> tuple[StepGraphs, ...]:
     """Capture the graphs of short steps. Return none if this GPU or driver cannot capture them,
     unless the option requests them.
 
@@ -53,19 +55,19 @@ def step_graphs(
     _log.info("capturing CUDA graphs of short steps, some seconds")
     try:
         with launching_on(caches.device):
-            device = CudaGraphs()
-            return tuple(
-                kind(
-                    model,
-                    caches,
-                    block_size=config.block_size,
-                    max_model_len=max_model_len,
-                    max_num_seqs=config.max_num_seqs,
-                    device=device,
-                    deterministic=config.deterministic,
-                )
-                for kind in (PrefillGraphs, DecodeGraphs)
-            )
+            limits: dict[str, Any] = {
+                "block_size": config.block_size,
+                "max_model_len": max_model_len,
+                "max_num_seqs": config.max_num_seqs,
+                "device": CudaGraphs(),
+                "deterministic": config.deterministic,
+            }
+            most_tokens, drafts = config.max_num_batched_tokens, config.speculative_tokens
+            prefills = PrefillGraphs(model, caches, **limits, most_tokens=most_tokens)
+            decodes = DecodeGraphs(model, caches, **limits)
+            if config.speculative == "off":
+                return prefills, decodes
+            return prefills, decodes, VerifyGraphs(model, caches, **limits, drafts=drafts)
     except RuntimeError as error:
         if config.cuda_graphs:
             raise ConfigError(f"cuda_graphs: {error}", param="cuda_graphs") from error

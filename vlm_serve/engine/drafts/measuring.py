@@ -18,19 +18,20 @@ from vlm_serve.models.cache_layout import CacheTensors
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 10
 _SECONDS = 2.0
 
+Forward = Callable[[ForwardBatch], ForwardOutput]
 Shape = TypeVar("Shape", bound=Hashable)
 
 
 def measure_rows(
-    model: Model, caches: CacheTensors, *, most_sequences: int, most_tokens: int
+    forward: Forward, caches: CacheTensors, *, most_sequences: int, most_tokens: int
 ) -> tuple[list[tuple[int, float]], float]:
     """Measure steps of draft slices, with as few sequences as possible for each number of rows.
     Return (rows, seconds) and the seconds that an additional sequence costs at the same number of
     rows, since its state is read. The pools must be unused.
 
     Args:
-        model: the model.
-        caches: its pools, with space for updates.
+        forward: runs a step, from graphs where possible.
+        caches: the pools, with space for updates.
         most_sequences: maximum number of running sequences.
         most_tokens: maximum number of tokens in a draft slice.
     """
@@ -39,9 +40,8 @@ def measure_rows(
     # The last shape has one token per sequence.
     apart = min(most_sequences, most_tokens, caches.num_blocks)
     shapes = [*((rows, most_tokens) for rows in sizes(most)), (apart, 1)]
-    with launching_on(caches.device):
-        runs = {shape: _step(model, caches, *shape) for shape in shapes}
-        least = _least(runs, on_cpu=caches.device.type == "cpu")
+    runs = {shape: _step(forward, caches, *shape) for shape in shapes}
+    least = _least(runs, on_cpu=caches.device.type == "cpu")
     points = ascending({rows: least[rows, most_tokens] for rows in sizes(most)})
     together = max(seconds for rows, seconds in points if rows <= apart)
     more = apart - -(-apart // most_tokens)
@@ -49,7 +49,7 @@ def measure_rows(
 
 
 def measure_plain(
-    forward: Callable[[ForwardBatch], ForwardOutput], caches: CacheTensors, *, most_sequences: int
+    forward: Forward, caches: CacheTensors, *, most_sequences: int
 ) -> list[tuple[int, float]]:
     """Measure steps in which each sequence decodes one token; return (sequences, seconds). The
     pools must be unused and have a block for each sequence.
@@ -138,10 +138,10 @@ def _seconds(run: Callable[[], ForwardOutput], on_cpu: bool) -> float:
 
 
 def _step(
-    model: Model, caches: CacheTensors, rows: int, most_tokens: int
+    forward: Forward, caches: CacheTensors, rows: int, most_tokens: int
 ) -> Callable[[], ForwardOutput]:
-    batch = _batch(rows, caches, most_tokens).to(caches.device)
-    return lambda: model.forward(batch, caches)
+    batch = _batch(rows, caches, most_tokens)
+    return lambda: forward(batch)
 
 
 def _pass(model: Model, caches: CacheTensors, count: int) -> Callable[[], ForwardOutput]:
