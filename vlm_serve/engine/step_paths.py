@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend
 from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
+from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.graph_device import CudaGraphs
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.verify_graphs import VerifyGraphs
@@ -42,37 +44,59 @@ def graphs_wanted(option: bool | None, device: torch.device, ranks: int = 1) -> 
     return device.type == "cuda" if option is None else option
 
 
-def step_graphs(
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Captured graphs; none by default.
+
+    Attributes:
+        steps: of steps.
+        drafts: of passes of the MTP layer; None: without it, or without graphs.
+    """
+
+    steps: tuple[StepGraphs, ...] = ()
+    drafts: DraftGraphs | None = None
+
+
+def capture(
     model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
-) -> tuple[StepGraphs, ...]:
+) -> Captured:
     """Capture the graphs of short steps. Return none if this GPU or driver cannot capture them,
     unless the option requests them.
 
     Raises:
         ConfigError: the option requests graphs and they cannot be captured.
     """
-    assert config.block_size is not None
     _log.info("capturing CUDA graphs of short steps, some seconds")
     try:
         with launching_on(caches.device):
-            limits: dict[str, Any] = {
-                "block_size": config.block_size,
-                "max_model_len": max_model_len,
-                "max_num_seqs": config.max_num_seqs,
-                "device": CudaGraphs(),
-                "deterministic": config.deterministic,
-            }
-            most_tokens, drafts = config.max_num_batched_tokens, config.speculative_tokens
-            prefills = PrefillGraphs(model, caches, **limits, most_tokens=most_tokens)
-            decodes = DecodeGraphs(model, caches, **limits)
-            if config.speculative == "off":
-                return prefills, decodes
-            return prefills, decodes, VerifyGraphs(model, caches, **limits, drafts=drafts)
+            return _capture(model, caches, config, max_model_len)
     except RuntimeError as error:
         if config.cuda_graphs:
             raise ConfigError(f"cuda_graphs: {error}", param="cuda_graphs") from error
         _log.warning("steps run without CUDA graphs: %s", error)
-        return ()
+        return Captured()
+
+
+def _capture(
+    model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
+) -> Captured:
+    limits: dict[str, Any] = {
+        "block_size": config.block_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "device": CudaGraphs(),
+        "deterministic": config.deterministic,
+    }
+    most_tokens, drafts = config.max_num_batched_tokens, config.speculative_tokens
+    prefills = PrefillGraphs(model, caches, **limits, most_tokens=most_tokens)
+    decodes = DecodeGraphs(model, caches, **limits)
+    if config.speculative == "off":
+        return Captured((prefills, decodes))
+    verifies = VerifyGraphs(model, caches, **limits, drafts=drafts)
+    return Captured(
+        (prefills, decodes, verifies),
+        DraftGraphs(model, caches, **limits, drafts=drafts) if model.drafts else None,
+    )
 
 
 def find_backend(config: EngineConfig, device: torch.device, *, build: bool = True) -> Backend:

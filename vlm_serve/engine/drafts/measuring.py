@@ -9,9 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
-from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
@@ -19,6 +17,7 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 10
 _SECONDS = 2.0
 
 Forward = Callable[[ForwardBatch], ForwardOutput]
+Draft = Callable[[ForwardBatch, torch.Tensor], ForwardOutput]
 Shape = TypeVar("Shape", bound=Hashable)
 
 
@@ -70,16 +69,28 @@ def measure_plain(
 
 
 def measure_passes(
-    model: Model, caches: CacheTensors, *, most_sequences: int
+    draft: Draft,
+    caches: CacheTensors,
+    hidden_size: int,
+    dtype: torch.dtype,
+    *,
+    most_sequences: int,
 ) -> list[tuple[int, float]]:
     """Measure passes of the MTP layer; return (sequences, seconds). The pools must be unused and
-    have a block for each sequence."""
-    with launching_on(caches.device):
-        return _points(
-            min(most_sequences, caches.num_blocks),
-            lambda count: _pass(model, caches, count),
-            on_cpu=caches.device.type == "cpu",
-        )
+    have a block for each sequence.
+
+    Args:
+        draft: runs a pass, see `Model.draft`, from graphs where possible.
+        caches: the pools.
+        hidden_size, dtype: of hidden states.
+        most_sequences: maximum number of running sequences.
+    """
+    before = torch.zeros(most_sequences, hidden_size, dtype=dtype, device=caches.device)
+    return _points(
+        min(most_sequences, caches.num_blocks),
+        lambda count: _pass(draft, caches, before[:count]),
+        on_cpu=caches.device.type == "cpu",
+    )
 
 
 def _clear_rows(caches: CacheTensors, count: int) -> None:
@@ -144,8 +155,9 @@ def _step(
     return lambda: forward(batch)
 
 
-def _pass(model: Model, caches: CacheTensors, count: int) -> Callable[[], ForwardOutput]:
+def _pass(draft: Draft, caches: CacheTensors, before: torch.Tensor) -> Callable[[], ForwardOutput]:
     """Return a run over the second token of each sequence, with one key."""
+    count = len(before)
     own = tuple(range(count))
     batch = ForwardBatch(
         token_ids=torch.zeros(count, dtype=torch.int64),
@@ -162,9 +174,8 @@ def _pass(model: Model, caches: CacheTensors, count: int) -> Callable[[], Forwar
         ),
         media=(),
         logit_rows=torch.arange(count),
-    ).to(caches.device)
-    before = torch.zeros(count, model.spec.hidden_size, dtype=model.dtype, device=caches.device)
-    return lambda: model.draft(batch, before, caches)
+    )
+    return lambda: draft(batch, before)
 
 
 def _decodes(count: int, caches: CacheTensors) -> ForwardBatch:
