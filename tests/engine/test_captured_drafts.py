@@ -17,8 +17,10 @@ from step_graphs import SPECS
 from sweeps import quick
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine import build as building
 from vlm_serve.engine import draft_graphs, verify_graphs
 from vlm_serve.engine.draft_graphs import DraftGraphs
+from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.verify_buffers import VerifySizes
 from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.kernels.triton_support import interpreted
@@ -33,15 +35,15 @@ COMMON: dict[str, Any] = {
     "dtype": "float32",
     "block_size": 16,
     "cache_memory": "16MiB",
-    "max_num_seqs": 3,
+    "max_num_seqs": 2,
     "max_model_len": 128,
     "prefix_cache_decode_state_interval": 16,
     "compiled_kernels": False,
     "speculative_tokens": DRAFTS,
 }
 PARAMS = {
-    "greedy": SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True),
-    "sampled": SamplingParams(max_tokens=14, temperature=0.9, seed=3, ignore_eos=True),
+    "greedy": SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=7, temperature=0.9, seed=3, ignore_eos=True),
 }
 Answers = list[tuple[list[int], int]]
 """Tokens, and how many of the prompt were cached."""
@@ -50,10 +52,11 @@ Answers = list[tuple[list[int], int]]
 @pytest.fixture(autouse=True)
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter computes every size once. A whole engine is slower than its parts."""
-    sizes = VerifySizes(0, 1, DRAFTS + 1), VerifySizes(2, 3, DRAFTS + 1)
-    passes = (1, 1), (3, 1), (1, DRAFTS + 2), (3, DRAFTS + 2)
+    sizes = VerifySizes(0, 1, DRAFTS + 1), VerifySizes(1, 2, DRAFTS + 1)
+    passes = (2, 1), (2, DRAFTS + 2)
     monkeypatch.setattr(verify_graphs, "verify_sizes", lambda *limits: sizes)
     monkeypatch.setattr(draft_graphs, "pass_sizes", lambda *limits: passes)
+    monkeypatch.setattr(building, "measure_costs", lambda *engine: (CostCurve(), None))
     # The Triton kernels do not read the experts' packed weights of the CPU path.
     monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: True)
 
@@ -75,8 +78,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def answers(checkpoint: Path, source: str, params: SamplingParams, told: Answers) -> Answers:
-    """Ask three prompts together, then again; with `suffix`, of drafts that mostly hold."""
-    prompts = [random_ids(length, length) for length in (5, 33, 20)]
+    """Ask two prompts together, then again; with `suffix`, of drafts that mostly hold."""
+    prompts = [random_ids(length, length) for length in (5, 20)]
     with Pipeline(checkpoint, EngineConfig(**COMMON, speculative=source)) as pipe:
         if source != "off":
             draft_freely(pipe.engine)
@@ -120,6 +123,6 @@ def test_the_engine_answers_the_same(
     assert not counts
     with_queue(monkeypatch, QueuedDevice())
     assert answers(checkpoint, source, params, plain) == expected
-    assert counts["VerifyGraphs.run"] > 3
+    assert counts["VerifyGraphs.run"] > 2
     if "mtp" in source:
-        assert counts["DraftGraphs.run"] > 3 and counts["DraftGraphs.run_later"] > 3
+        assert counts["DraftGraphs.run"] > 2 and counts["DraftGraphs.run_later"] > 2
