@@ -126,7 +126,7 @@ def states(count: int) -> torch.Tensor:
 def test_sizes() -> None:
     assert pass_sizes(1, 3) == ((1, 1), (1, 2), (1, 5))
     assert {count for count, room in pass_sizes(12, 3) if room == 5} == {1, 2, 4, 8, 12}
-    assert max(count for count, room in pass_sizes(300, 7) if room == 9) == 32
+    assert max(count for count, room in pass_sizes(300, 7) if room == 9) == 16
     assert (300, 1) in pass_sizes(300, 7)
 
 

@@ -75,8 +75,8 @@ def test_sizes() -> None:
     }  # fmt: skip
     assert {each[0] for each in found if each[2] == 4} == {0, 7}
     assert {each[0] for each in found if each[2] == 8} == {0, 1}
-    assert max(each.sequences * each.room for each in verify_sizes(256, 7)) == 512
-    assert all(each.rows <= 512 + 255 for each in verify_sizes(256, 7))
+    assert max(each.sequences * each.room for each in verify_sizes(64, 7)) == 256
+    assert {each.decodes for each in verify_sizes(64, 7) if each.room == 8} == {0, 8, 63}
 
 
 def vars_of(sizes: VerifySizes) -> tuple[int, int, int]:

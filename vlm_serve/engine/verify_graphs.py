@@ -17,9 +17,9 @@ from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
-LARGEST_ROWS = 512
+LARGEST_ROWS = 256
 """Drafted tokens of the largest captured step, padding included. Larger ones keep a GPU busy
-without graphs."""
+without graphs, and each row keeps its logits."""
 FEW_DECODES = 8
 """Sequences without drafts beside others, in the smaller of two sizes."""
 
