@@ -23,7 +23,7 @@ from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 LARGEST = 256
-"""Larger batches keep a GPU busy without graphs."""
+"""Larger batches keep a GPU busy without graphs, and each row keeps its logits."""
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:
