@@ -114,6 +114,7 @@ class VerifyMeta(PackedSlices):
         rows: state row of each sequence; no other sequence reads it.
         updates: index of each sequence's first update; the step writes one per token.
         folded: number of the previous updates there to fold into the row first, in place.
+        tensors: device copies of the above, made at most once per step.
         plans: values that ops derive from the above, made at most once per step.
         checked: host checks passed so far; see `kernels/checks.py`.
     """
@@ -121,6 +122,7 @@ class VerifyMeta(PackedSlices):
     rows: tuple[int, ...]
     updates: tuple[int, ...]
     folded: tuple[int, ...]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     plans: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
     checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
 

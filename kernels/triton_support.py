@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from vlm_serve.errors import ConfigError
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.triton_faults import form_of, triton_version
 from vlm_serve.private_files import cache_path, check_usable, make_private, secure_cache
 from vlm_serve.temporary_folder import TemporaryFolder
@@ -250,9 +251,22 @@ def decode_tables(meta: DecodeMeta, device: torch.device) -> Tables:
 
     Names: `kv_lens`, `src_rows`, `dst_rows`, `snapshot_rows` `[B]`, `block_tables [B, W]`. The
     decode ops read nothing else that changes between steps. A CUDA graph captured with the
-    caller's own tensors under these names therefore replays on their current contents.
+    caller's own tensors under these names therefore replays on their current contents. Its block
+    tables may be `[B / n, W]`: n consecutive tokens of a sequence share a row.
     """
     once(meta.tensors, "kv_lens", lambda: _decode_tables(meta, device))
+    return meta.tensors
+
+
+def verify_tables(meta: VerifyMeta, device: torch.device) -> Tables:
+    """Return the int32 tables of drafted tokens, made once and kept in `meta.tensors`.
+
+    Names: `slices [S, 5]`: state row, first update, updates to fold, first token, number of tokens;
+    `entries [N]`: each token's update, -1 for none. As with `decode_tables`, a graph may supply
+    the caller's own tensors. Its slices have fixed places, and a place may have fewer tokens than
+    room: the others are padding without updates.
+    """
+    once(meta.tensors, "slices", lambda: _verify_tables(meta, device))
     return meta.tensors
 
 
@@ -315,6 +329,22 @@ def _decode_tables(meta: DecodeMeta, device: torch.device) -> Tables:
         "block_tables": _rectangle(meta.block_tables),
     }
     return _shape_blocks(to_device(parts, device), len(meta))
+
+
+def _verify_tables(meta: VerifyMeta, device: torch.device) -> Tables:
+    slices = [(begin, end - begin) for begin, end in pairwise(meta.cu_seqlens)]
+    rows = [(*fold, *each) for fold, each in zip(meta.folds, slices, strict=True)]
+    parts: dict[str, Sequence[int]] = {
+        "slices": [value for row in rows for value in row],
+        "entries": [
+            entry
+            for first, (_, count) in zip(meta.updates, slices, strict=True)
+            for entry in range(first, first + count)
+        ],
+    }
+    tables = to_device(parts, device)
+    tables["slices"] = tables["slices"].view(len(meta), 5)
+    return tables
 
 
 def _rectangle(tables: Sequence[Sequence[int]]) -> list[int]:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.models.batch import ForwardBatch
 
 
@@ -20,9 +20,11 @@ def plain_batch(batch: ForwardBatch, block_size: int) -> ForwardBatch | None:
     """Return a captured batch's step without its padding; None if there is nothing else.
 
     Args:
-        batch: with the tables of `DecodeBuffers` or `PrefillBuffers`.
+        batch: with the tables of `DecodeBuffers`, `PrefillBuffers` or `VerifyBuffers`.
         block_size: tokens per KV block.
     """
+    if batch.verify is not None:
+        return _with_drafts(batch, batch.verify, block_size)
     assert batch.decode is not None
     prefill = None if batch.prefill is None else _prefill(batch.prefill, block_size)
     decode, room = _decode(batch.decode, block_size), len(batch.decode)
@@ -43,6 +45,48 @@ def plain_batch(batch: ForwardBatch, block_size: int) -> ForwardBatch | None:
         prefill=prefill if prompt else None,
         media=(),
         logit_rows=wanted,
+    )
+
+
+def _with_drafts(batch: ForwardBatch, verify: VerifyMeta, block_size: int) -> ForwardBatch | None:
+    decode = None if batch.decode is None else _decode(batch.decode, block_size)
+    decodes, first = (0, 0) if decode is None else (len(decode), len(batch.decode or ()))
+    drafts, packed = _verify(verify, block_size), list(range(decodes))
+    room = verify.num_tokens // len(verify)
+    for place, (begin, end) in enumerate(pairwise(drafts.cu_seqlens)):
+        packed += range(first + place * room, first + place * room + end - begin)
+    if not packed:
+        return None
+    return ForwardBatch(
+        token_ids=batch.token_ids[packed],
+        positions=batch.positions[:, packed],
+        slots=batch.slots[packed],
+        decode=decode if decodes else None,
+        prefill=None,
+        media=(),
+        logit_rows=torch.arange(len(packed)),
+        verify=drafts if len(drafts) else None,
+    )
+
+
+def _verify(meta: VerifyMeta, block_size: int) -> VerifyMeta:
+    """Leave out padding: tokens with one key."""
+    tables = {name: table.tolist() for name, table in meta.tensors.items()}
+    room, offsets, starts, blocks = meta.num_tokens // len(meta), [0], list[int](), []
+    for place, table in enumerate(tables["block_tables"]):
+        lengths = [each for each in tables["kv_lens"][place * room :][:room] if each > 1]
+        if lengths:
+            offsets.append(offsets[-1] + len(lengths))
+            starts.append(lengths[0] - 1)
+            blocks.append(tuple(table[: -(-lengths[-1] // block_size)]))
+    rows = tables["slices"][: len(starts)]
+    return VerifyMeta(
+        cu_seqlens=tuple(offsets),
+        starts=tuple(starts),
+        block_tables=tuple(blocks),
+        rows=tuple(row[0] for row in rows),
+        updates=tuple(row[1] for row in rows),
+        folded=tuple(row[2] for row in rows),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -20,16 +20,19 @@ from step_graphs import with_graphs, with_kernels
 from vlm_serve.cache.tiers.entry import Entry
 from vlm_serve.engine import build as building
 from vlm_serve.engine import graph_device
-from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.decode_graphs import StepGraphs
+from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.graph_device import CudaGraphs, Step
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.engine.tier_transfer import Staged, TensorTransfer
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class QueuedDevice(CudaGraphs):
@@ -144,11 +147,16 @@ class QueuedExecutor(LocalExecutor):
     ) -> None:
         super().__init__(model, caches, **options)
         self.device = device
+        drafts: DraftGraphs | None = options.get("draft_graphs")
+        if drafts is not None:
+            # What a pass returns is read at once, by operations that do not queue.
+            vars(drafts)["run"] = self._awaited(drafts.run)
+            vars(drafts)["run_later"] = self._awaited(drafts.run_later)
         self.pages = QueuedTransfer(caches, device)
 
     def run(self, plan: StepPlan) -> StepOutput:
-        # The device has no kernel for folds or for drafts of an MTP layer that queues.
-        if plan.folds or plan.partial_folds or any(item.kind == "verify" for item in plan.slices):
+        # The device has no kernel for folds that queues.
+        if plan.folds or plan.partial_folds:
             self.device.synchronize()
         output = super().run(plan)
         return replace(output, awaited=not self.device.current.queued)
@@ -159,7 +167,16 @@ class QueuedExecutor(LocalExecutor):
 
     def measure(self, **limits: int) -> Any:
         self.device.synchronize()
-        return super().measure(**limits)
+        # Captured steps would take the interpreter a minute, and say nothing of a GPU.
+        with patch.object(self, "_graphs", ()):
+            return super().measure(**limits)
+
+    def measure_passes(self, **limits: int) -> Any:
+        self.device.synchronize()
+        if self._mtp is None:
+            return None
+        with patch.object(self._mtp, "_graphs", None):
+            return super().measure_passes(**limits)
 
     def poison_freed(self, blocks: Iterable[int], rows: Iterable[int]) -> None:
         freed = list(blocks), list(rows)
@@ -189,10 +206,19 @@ class QueuedExecutor(LocalExecutor):
     def _output(
         self, plan: StepPlan, output: ForwardOutput, packed: list[Slice], rows: list[int]
     ) -> StepOutput:
-        # Without tasks and reports nothing is read back, and the host goes on.
-        if rows or len(output.logits) or output.experts is not None:
+        # Without tasks and reports nothing is read back, and the host goes on. What surrounds the
+        # passes of an MTP layer does not queue.
+        if rows or len(output.logits) or output.experts is not None or self._mtp is not None:
             self.device.synchronize()
         return super()._output(plan, output, packed, rows)
+
+    def _awaited(self, run: Callable[P, R]) -> Callable[P, R]:
+        def awaited(*args: P.args, **kwargs: P.kwargs) -> R:
+            output = run(*args, **kwargs)
+            self.device.synchronize()
+            return output
+
+        return awaited
 
     def _queue(self, work: Step) -> None:
         def guarded() -> None:
@@ -218,7 +244,7 @@ def _sent(batch: ForwardBatch) -> ForwardBatch:
     )
 
 
-def running(graphs: DecodeGraphs | PrefillGraphs) -> Callable[..., ForwardOutput]:
+def running(graphs: StepGraphs) -> Callable[..., ForwardOutput]:
     """In place of a model's forward: the graphs', which must be able to compute every step, and
     whose logits are read back."""
 

@@ -35,6 +35,7 @@ from vlm_serve.engine.decode_graphs import DecodeGraphs
 from vlm_serve.engine.graph_device import Step
 from vlm_serve.engine.kernel_check import CheckedSteps
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.engine.warm_up import warm_up
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.kv_write import copy_kv_rows
@@ -156,15 +157,16 @@ def start(
         return
     caches = driver_of(model, types, config).caches
     assert config.block_size is not None and config.max_model_len is not None
+    limits: dict[str, Any] = {
+        "block_size": config.block_size,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "device": Recorder(),
+    }
     for kind in (PrefillGraphs, DecodeGraphs):
-        kind(
-            model,
-            caches,
-            block_size=config.block_size,
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            device=Recorder(),
-        )
+        kind(model, caches, **limits)
+    if config.speculative != "off":
+        VerifyGraphs(model, caches, **limits, drafts=DRAFTED - 1)
 
 
 def driver_of(model: Model, types: Types, config: EngineConfig) -> Driver:

@@ -22,11 +22,13 @@ from step_graphs import SPECS
 from symbolic import SymbolicExecutor
 
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
-from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.models import load_model
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 
 COMPARE_EVERY = 25
 """Steps between two comparisons of all pools."""
@@ -36,18 +38,34 @@ TYPES = (
 )
 
 
+class CountedVerifyGraphs(VerifyGraphs):
+    """Count the steps with drafts that a graph has computed.
+
+    Attributes:
+        steps: their number.
+    """
+
+    steps = 0
+
+    def run(self, batch: ForwardBatch) -> ForwardOutput | None:
+        output = super().run(batch)
+        self.steps += output is not None
+        return output
+
+
 class TorchTwins(SymbolicExecutor):
     """The simulation's second executor, and beside it the model's two.
 
     Args:
         checkpoint: of the model.
         seed: see `FakeDevice`.
-        max_model_len, max_num_seqs: limits of the simulated engine.
+        max_model_len, max_num_seqs, drafts: limits of the simulated engine.
         num_blocks, num_rows, block_size, rng, options: see `SymbolicExecutor`.
 
     Attributes:
         steps: steps that both have computed.
         ahead: those that read nothing back.
+        verifying: graphs of steps with drafts; None in traffic without any.
     """
 
     def __init__(
@@ -61,6 +79,7 @@ class TorchTwins(SymbolicExecutor):
         *,
         max_model_len: int,
         max_num_seqs: int,
+        drafts: int,
         **options: Any,
     ) -> None:
         super().__init__(num_blocks, num_rows, block_size, rng, **options)
@@ -80,17 +99,21 @@ class TorchTwins(SymbolicExecutor):
         ]
         self._at_once = LocalExecutor(models[0], self._pools[0], block_size=block_size)
         self.device = TorchDevice(models[1], block_size, seed)
-        graphs = tuple(
-            kind(
-                models[1],
-                self._pools[1],
-                block_size=block_size,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                device=self.device,
-            )
-            for kind in (PrefillGraphs, DecodeGraphs)
+        limits: dict[str, Any] = {
+            "block_size": block_size,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "device": self.device,
+        }
+        model, pools = models[1], self._pools[1]
+        graphs: tuple[StepGraphs, ...] = (
+            PrefillGraphs(model, pools, **limits),
+            DecodeGraphs(model, pools, **limits),
         )
+        self.verifying: CountedVerifyGraphs | None = None
+        if drafts:
+            self.verifying = CountedVerifyGraphs(model, pools, **limits, drafts=drafts)
+            graphs += (self.verifying,)
         self._queued = QueuedExecutor(
             models[1],
             self._pools[1],
@@ -213,6 +236,7 @@ class TorchSimulation(Simulation):
             random.Random(f"twin {seed}"),
             max_model_len=self.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
+            drafts=self.config.speculative_tokens,
             **options,
         )
 
@@ -221,4 +245,6 @@ class TorchSimulation(Simulation):
         self.twin.compare()
         counts["steps ahead"] = self.twin.ahead
         counts["captured"] = self.twin.device.calls
+        if self.twin.verifying is not None:
+            counts["captured with drafts"] = self.twin.verifying.steps
         return counts

@@ -104,7 +104,7 @@ def make(model: str, config: EngineConfig) -> Plan:
     memory = plan_memory(layout, config, arithmetic.types, cache_memory)
     steps = None
     if device.type == "cuda" and ranks == 1:
-        graphs = graphs_wanted(config.cuda_graphs, device) and not mtp
+        graphs = graphs_wanted(config.cuda_graphs, device)
         steps = planned_step_memory(spec, path, arithmetic.types, config, with_graphs=graphs)
     return Plan(
         model=spec,

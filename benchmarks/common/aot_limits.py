@@ -91,8 +91,8 @@ ALLOWANCES = (
     Allowance(
         r"few_rows changed \w+: few_rows_kernel",
         ("sm_90", "sm_100", "sm_120"),
-        "A few values around the loop over adapters, at 96 or 108 registers, which let four or five "
-        "programs share a multiprocessor. Rows without an adapter do not enter it.",
+        "A few values around the loop over adapters, at 96 or 108 registers. These let four "
+        "or five programs share a multiprocessor. Rows without an adapter do not enter it.",
         spilled=32,
     ),
     Allowance(

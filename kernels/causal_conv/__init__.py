@@ -37,6 +37,28 @@ _decode = Op(
 )
 
 
+def _verify_by_steps(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tails: torch.Tensor,
+    inputs: torch.Tensor,
+    meta: VerifyMeta,
+) -> torch.Tensor:
+    """Convolve the slices' first tokens, then their second ones, and so on."""
+    fold_tails(tails, inputs, meta.folds)
+    window, out = tails[list(meta.rows)], torch.empty_like(x)
+    for tokens, step in _decode_steps(meta):
+        out[tokens] = causal_conv_decode(x[tokens], weight, window, step)
+    for first, (begin, end) in zip(meta.updates, pairwise(meta.cu_seqlens), strict=True):
+        inputs[first : first + end - begin] = x[begin:end]
+    return out
+
+
+_verify = Op(
+    _verify_by_steps, triton="vlm_serve.kernels.causal_conv.drafts_triton:causal_conv_verify"
+)
+
+
 def causal_conv_prefill(
     x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
 ) -> torch.Tensor:
@@ -111,13 +133,7 @@ def causal_conv_verify(
     """
     _check(x, weight, tails)
     check_verify_meta(meta, x.shape[0], tails.shape[0], inputs.shape[0])
-    fold_tails(tails, inputs, meta.folds)
-    window, out = tails[list(meta.rows)], torch.empty_like(x)
-    for tokens, step in _decode_steps(meta):
-        out[tokens] = causal_conv_decode(x[tokens], weight, window, step)
-    for first, (begin, end) in zip(meta.updates, pairwise(meta.cu_seqlens), strict=True):
-        inputs[first : first + end - begin] = x[begin:end]
-    return out
+    return _verify(x.device, x, weight, tails, inputs, meta)
 
 
 def fold_tails(

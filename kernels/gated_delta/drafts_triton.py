@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
 
 import torch
 import triton
@@ -20,10 +19,13 @@ import triton.language as tl
 from vlm_serve.kernels.gated_delta.step_triton import STEP_COLUMNS, step, step_arguments
 from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import Updates, VerifyMeta
-from vlm_serve.kernels.triton_support import launch
+from vlm_serve.kernels.triton_support import launch, verify_tables
+
+KEPT_TILE = 1024
+"""Values of an update that a program keeps."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def _verify_kernel(
     q,
     k,
@@ -52,6 +54,7 @@ def _verify_kernel(
     change_stride,
     decay_stride,
     scale,
+    room,
     RATIO: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -113,41 +116,79 @@ def _verify_kernel(
             if head % RATIO == 0:
                 shared = (token * (HEADS // RATIO) + key_head) * KEY_DIM + dims
                 tl.store(new_keys + shared, key, mask=inside)
+    # Padding of a slice with a fixed place: later layers compute on it, so it must be finite.
+    for place in range(tl.load(table + 4), room):
+        own = ((begin + place) * HEADS + head) * VALUE_DIM + columns
+        tl.store(out + own, tl.zeros((COLUMNS,), out.dtype.element_ty), mask=inside_columns)
+
+
+@triton.jit
+def _keep_kernel(
+    new_keys,
+    new_changes,
+    new_decays,
+    keys,
+    changes,
+    decays,
+    entries,
+    key_stride,
+    change_stride,
+    decay_stride,
+    KEYS: tl.constexpr,
+    CHANGES: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Keep a token's update in its entry; padding has none."""
+    token = tl.program_id(0).to(tl.int64)
+    entry = tl.load(entries + token).to(tl.int64)
+    if entry >= 0:
+        places = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        kept = tl.load(new_keys + token * KEYS + places, mask=places < KEYS, other=0.0)
+        tl.store(keys + entry * key_stride + places, kept, mask=places < KEYS)
+        kept = tl.load(new_changes + token * CHANGES + places, mask=places < CHANGES, other=0.0)
+        tl.store(changes + entry * change_stride + places, kept, mask=places < CHANGES)
+        kept = tl.load(new_decays + token * HEADS + places, mask=places < HEADS, other=0.0)
+        tl.store(decays + entry * decay_stride + places, kept, mask=places < HEADS)
 
 
 def verify_gated_delta(
     tokens: Tokens, state: torch.Tensor, updates: Updates, meta: VerifyMeta
 ) -> torch.Tensor:
     k, v = tokens.k, tokens.v
-    if "verify" not in meta.plans:
-        meta.plans["verify"] = _tables(meta, v.device)
-    table, entries = cast("tuple[torch.Tensor, torch.Tensor]", meta.plans["verify"])
+    tables = verify_tables(meta, v.device)
     made = [
         torch.empty(size, device=v.device, dtype=torch.float32)
         for size in (k.shape, v.shape, v.shape[:2])
     ]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    _launch(tokens, state, out, updates, made, table)
-    for pool, new in zip((updates.keys, updates.changes, updates.decays), made, strict=True):
-        pool.index_copy_(0, entries, new)
+    # In a captured step all slices have as much room, whatever tokens they have.
+    lengths = {end - begin for begin, end in pairwise(meta.cu_seqlens)}
+    room = lengths.pop() if len(lengths) == 1 else 0
+    _launch(tokens, state, out, updates, made, tables["slices"], room)
+    _keep(updates, made, tables["entries"])
     return out
 
 
-def _tables(meta: VerifyMeta, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Build the kernel's table and the index of updates.
-
-    Return int32 `[S, 5]`: row, first update, updates to fold, first token, tokens; and int64 `[N]`:
-    each token's update.
-    """
-    slices = [(begin, end - begin) for begin, end in pairwise(meta.cu_seqlens)]
-    rows = [(*fold, *each) for fold, each in zip(meta.folds, slices, strict=True)]
-    entries = [
-        entry
-        for first, (_, count) in zip(meta.updates, slices, strict=True)
-        for entry in range(first, first + count)
-    ]
-    table = torch.tensor(rows, dtype=torch.int32, device=device)
-    return table, torch.tensor(entries, device=device)
+def _keep(updates: Updates, made: Sequence[torch.Tensor], entries: torch.Tensor) -> None:
+    """Copy the tokens' updates to their entries."""
+    keys, changes, decays = made
+    sizes = keys[0].numel(), changes[0].numel(), decays.shape[1]
+    arguments = {
+        "new_keys": keys,
+        "new_changes": changes,
+        "new_decays": decays,
+        "keys": updates.keys,
+        "changes": updates.changes,
+        "decays": updates.decays,
+        "entries": entries,
+        "key_stride": updates.keys.stride(0),
+        "change_stride": updates.changes.stride(0),
+        "decay_stride": updates.decays.stride(0),
+        **dict(zip(("KEYS", "CHANGES", "HEADS"), sizes, strict=True)),
+        "TILE": KEPT_TILE,
+    }
+    launch(_keep_kernel, (len(entries), triton.cdiv(max(sizes), KEPT_TILE)), arguments)
 
 
 def fold_gated_delta(
@@ -160,10 +201,10 @@ def fold_gated_delta(
     gates = updates.decays[:0]
     made = [keys, values, gates]
     none = Tokens(keys, keys, values, gates, gates)
-    _launch(none, state, values, updates, made, table)
+    _launch(none, state, values, updates, made, table, 0)
 
 
-def _launch(tokens, state, out, updates, made, table) -> None:
+def _launch(tokens, state, out, updates, made, table, room) -> None:
     heads, value_dim = tokens.v.shape[1:]
     arguments = {
         **step_arguments(tokens, state, out),
@@ -174,6 +215,7 @@ def _launch(tokens, state, out, updates, made, table) -> None:
         "new_changes": made[1],
         "new_decays": made[2],
         "table": table,
+        "room": room,
         "key_stride": updates.keys.stride(0),
         "change_stride": updates.changes.stride(0),
         "decay_stride": updates.decays.stride(0),

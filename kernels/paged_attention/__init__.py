@@ -26,6 +26,7 @@ from vlm_serve.kernels.elementwise import torch_cpu as elementwise_cpu
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.paged_attention import compiled, torch_cpu
 
+_TABLES = ("kv_lens", "block_tables")
 _TRITON = "vlm_serve.kernels.paged_attention.triton"
 _prefill = Op(
     torch_cpu.attention_prefill,
@@ -47,8 +48,11 @@ def _gated_by_torch(
     scale: float,
     deterministic: bool,
     gate: torch.Tensor,
+    first_key: int = 0,
 ) -> torch.Tensor:
-    out = torch_cpu.attention_decode(q, kv, meta, scale=scale, deterministic=deterministic)
+    out = torch_cpu.attention_decode(
+        q, kv, meta, scale=scale, deterministic=deterministic, first_key=first_key
+    )
     return elementwise_cpu.times_sigmoid(out.flatten(1), gate).view(out.shape)
 
 
@@ -60,9 +64,12 @@ def _gated_by_ops(
     scale: float,
     deterministic: bool,
     gate: torch.Tensor,
+    first_key: int = 0,
 ) -> torch.Tensor:
     """Run both ops, each by the kernels that it has."""
-    out = attention_decode(q, kv, meta, scale=scale, deterministic=deterministic)
+    out = attention_decode(
+        q, kv, meta, scale=scale, deterministic=deterministic, first_key=first_key
+    )
     return elementwise.times_sigmoid(out.flatten(1), gate).view(out.shape)
 
 
@@ -108,6 +115,7 @@ def attention_decode(
     *,
     scale: float,
     deterministic: bool = False,
+    first_key: int = 0,
 ) -> torch.Tensor:
     """Attend from one query per sequence to its `kv_lens` keys.
 
@@ -118,6 +126,7 @@ def attention_decode(
         scale: factor on the scores.
         deterministic: make a query's bits depend on its sequence alone, not on the number and
             lengths of the others.
+        first_key: 0 or 1, the slot of a sequence's first key; counts include the slots before it.
 
     Returns:
         `[B, Hq, D]` in the dtype of q.
@@ -126,7 +135,9 @@ def attention_decode(
         KernelArgumentError: naming the argument at fault.
     """
     _check_decode(q, kv, meta)
-    return _decode(q.device, q, kv, meta, scale=scale, deterministic=deterministic)
+    return _decode(
+        q.device, q, kv, meta, scale=scale, deterministic=deterministic, first_key=first_key
+    )
 
 
 def gated_attention_decode(
@@ -137,11 +148,12 @@ def gated_attention_decode(
     *,
     scale: float,
     deterministic: bool = False,
+    first_key: int = 0,
 ) -> torch.Tensor:
     """Multiply `attention_decode`, rounded, by the sigmoids of a gate.
 
     Args:
-        q, kv, meta, scale, deterministic: as for `attention_decode`.
+        q, kv, meta, scale, deterministic, first_key: as for `attention_decode`.
         gate: `[B, Hq * D]` in the dtype of q, dense rows.
 
     Returns:
@@ -152,7 +164,16 @@ def gated_attention_decode(
     """
     _check_decode(q, kv, meta)
     check_tensor("gate", gate, (q.shape[0], q.shape[1] * q.shape[2]), (q.dtype,), q.device)
-    return _gated(q.device, q, kv, meta, scale=scale, deterministic=deterministic, gate=gate)
+    return _gated(
+        q.device,
+        q,
+        kv,
+        meta,
+        scale=scale,
+        deterministic=deterministic,
+        gate=gate,
+        first_key=first_key,
+    )
 
 
 def attention_verify(
@@ -193,7 +214,9 @@ def _as_decode_tokens(meta: VerifyMeta) -> DecodeMeta:
         tables += [table] * (end - begin)
         lengths += range(start + 1, start + 1 + end - begin)
     none = (-1,) * len(lengths)
-    return DecodeMeta(tuple(tables), tuple(lengths), none, none, none)
+    # Of a captured step: the caller's own.
+    given = {name: meta.tensors[name] for name in _TABLES if name in meta.tensors}
+    return DecodeMeta(tuple(tables), tuple(lengths), none, none, none, tensors=given)
 
 
 def _check(q: torch.Tensor, kv: KVLayer) -> None:

@@ -24,10 +24,11 @@ def attention(
     *,
     scale: float,
     deterministic: bool = False,
+    first_key: int = 0,
 ) -> torch.Tensor | None:
     """Attend in prefill and decode alike: a decode token is a slice of one."""
     pages = pages_record(kv, q.dtype)
-    if pages is None or q.shape[2] % LANES:
+    if first_key or pages is None or q.shape[2] % LANES:
         return None
     out = torch.empty(q.shape, dtype=q.dtype)
     if "compiled attention" not in meta.plans:

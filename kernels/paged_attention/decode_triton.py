@@ -35,7 +35,7 @@ def _gated(values, gate, mask, GATED: tl.constexpr):
 
 # The table's stride is the longest sequence's number of blocks, and splits depend on it too:
 # specialising on them would recompile the kernels while serving.
-@triton.jit(do_not_specialize=["table_stride", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "tokens_per_table", "splits"])
 def _decode_kernel(
     q,
     out,
@@ -61,6 +61,7 @@ def _decode_kernel(
     scale_head_stride,
     block_size,
     score_scale,
+    tokens_per_table,
     splits,
     gate,
     gate_stride,
@@ -76,10 +77,12 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     PART: tl.constexpr,
     GATED: tl.constexpr,
+    HIDDEN: tl.constexpr,
 ):
     """Attend to one split of a sequence's keys from the query heads of one key head.
 
-    PART: its keys, whatever the number of splits; 0: as many as this number gives it.
+    PART: its keys, whatever the number of splits; 0: as many as this number gives it. HIDDEN: the
+    number of first keys that no query sees, fewer than a tile has.
     """
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -96,9 +99,12 @@ def _decode_kernel(
     q_places = token * q_token_stride + heads[:, None] * q_head_stride + dims[None, :]
     queries = tl.load(q + q_places, mask=inside, other=0.0).to(DOT)
     positions = tl.zeros((ROWS,), tl.int32) + length - 1
-    table = block_tables + token * table_stride
+    table = block_tables + token // tokens_per_table * table_stride
     # Whole tiles, then the rest of the last one; an empty split has neither.
     whole = first_key + tl.maximum(last_key - first_key, 0) // KEY_TILE * KEY_TILE
+    if HIDDEN:
+        # All tiles of the first split are masked, since the first of them must be.
+        whole = tl.where(split == 0, first_key, whole)
     best, norm, total = attend(
         queries,
         positions,
@@ -116,6 +122,7 @@ def _decode_kernel(
         ONE_BLOCK,
         FORM,
         PRECISION,
+        HIDDEN,
     )
     if splits == 1 and PART == 0:
         places = (token * HEADS + heads)[:, None] * DIM + dims[None, :]
@@ -223,6 +230,7 @@ def attention_decode(
     scale: float,
     deterministic: bool,
     gate: torch.Tensor | None = None,
+    first_key: int = 0,
 ) -> torch.Tensor:
     """Attend in enough splits for the device; with `deterministic`, in splits of fixed bounds."""
     tables = decode_tables(meta, q.device)
@@ -251,8 +259,10 @@ def attention_decode(
         **after,
         "kv_lens": tables["kv_lens"],
         **attention_arguments(q, kv, tables, scale, tile),
+        "tokens_per_table": batch // max(1, len(tables["block_tables"])),
         "splits": splits,
         "PART": part,
+        "HIDDEN": first_key,
     }
     grid = (splits, kv_heads, batch)
     launch(_decode_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)

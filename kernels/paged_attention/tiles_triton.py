@@ -131,6 +131,7 @@ def attend(
     ONE_BLOCK: tl.constexpr,
     FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    HIDDEN: tl.constexpr = 0,
 ):
     """Attend with one tile of queries to a range of keys of one key head.
 
@@ -151,6 +152,7 @@ def attend(
         pages: pointers to keys, values, and the scales and zero points of each.
         page_strides, scale_strides: (block, slot, head).
         score_scale: factor on the scores that makes them powers of two; positive.
+        HIDDEN: first keys of the sequence that no row sees; they lie in masked tiles.
 
     Returns:
         best, norm: float32 `[ROWS]`, largest score and sum of weights.
@@ -183,6 +185,8 @@ def attend(
         for start in range(first, last, KEY_TILE):
             keys_at = start + offsets
             known = keys_at < length
+            if HIDDEN:
+                known = known & (keys_at >= HIDDEN)
             blocks = ahead.to(tl.int64)
             ahead = _blocks(table, start + KEY_TILE, last_key, block_size, KEY_TILE, ONE_BLOCK)
             if ONE_BLOCK:
@@ -214,6 +218,8 @@ def attend(
                 scores = scores * scale[None, :]
             if masked:
                 scores = tl.where(keys_at[None, :] <= positions[:, None], scores, float("-inf"))
+                if HIDDEN:
+                    scores = tl.where((keys_at >= HIDDEN)[None, :], scores, float("-inf"))
             larger = tl.maximum(best, tl.max(scores, axis=1))
             # Fused by hand: the compiler's fusions differ with and without masks, and a row that
             # meets a key in either must give it the same weight.

@@ -104,9 +104,17 @@ def _future(rows: int) -> torch.Tensor:
 
 
 def attention_decode(
-    q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, *, scale: float, deterministic: bool
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: DecodeMeta,
+    *,
+    scale: float,
+    deterministic: bool,
+    first_key: int = 0,
 ) -> torch.Tensor:
     size, key_heads, dim = kv.k.shape[1:]
+    if first_key:
+        return _decode_later(q, kv, meta, scale, first_key)
     groups = _decode_groups(meta, size, key_heads * dim, apart=deterministic)
     results = [_decode_group(q, kv, group, scale) for group in groups]
     if len(groups) == 1 and groups[0].members is None:
@@ -115,6 +123,23 @@ def attention_decode(
     for group, result in zip(groups, results, strict=True):
         out[group.members] = result
     return out
+
+
+def _decode_later(
+    q: torch.Tensor, kv: KVLayer, meta: DecodeMeta, scale: float, first_key: int
+) -> torch.Tensor:
+    """Attend from each token alone to its keys from `first_key` on."""
+    results, heads = [], kv.k.shape[2:]
+    for place, (table, length) in enumerate(zip(meta.block_tables, meta.kv_lens, strict=True)):
+        blocks = torch.tensor(list(table[: -(-length // kv.k.shape[1])]))
+        keys, values = (
+            pick(*stored, blocks, q.dtype).view(1, -1, *heads)[:, first_key:length].transpose(1, 2)
+            for stored in ((kv.k, kv.k_scale, kv.k_zero), (kv.v, kv.v_scale, kv.v_zero))
+        )
+        query = q[place].reshape(1, heads[0], -1, heads[1])
+        mixed = F.scaled_dot_product_attention(query, keys, values, scale=scale)
+        results.append(mixed.reshape(q.shape[1:]))
+    return torch.stack(results)
 
 
 @dataclass(frozen=True)

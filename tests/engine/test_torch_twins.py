@@ -15,6 +15,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 100
 AHEAD = 1
 """A seed in whose traffic the host is often ahead, and most steps are captured ones."""
+DRAFTING = 7
+"""A seed with drafts, many of whose steps are captured ones."""
 TOTALS: Counter[str] = Counter()
 
 
@@ -23,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("twins")
 
 
-@pytest.mark.parametrize("seed", quick(range(20), [AHEAD, 5], pytest.mark.fuzz))
+@pytest.mark.parametrize("seed", quick(range(20), [AHEAD, 5, DRAFTING], pytest.mark.fuzz))
 def test_both_devices_compute_the_same(seed: int, folder: Path) -> None:
     TOTALS.update(TorchSimulation(seed, folder, speculative=seed % 4 == 3).run(STEPS))
 
@@ -39,5 +41,6 @@ def test_a_fault_is_seen(fault: str, folder: Path) -> None:
 def test_the_traffic_was_worth_its_name(folder: Path) -> None:
     if not TOTALS:
         TOTALS.update(TorchSimulation(AHEAD, folder).run(STEPS))
-    for what in ("steps ahead", "captured", "hit_tokens"):
+        TOTALS.update(TorchSimulation(DRAFTING, folder, speculative=True).run(STEPS))
+    for what in ("steps ahead", "captured", "captured with drafts", "hit_tokens"):
         assert TOTALS[what] > 0, f"no {what}"

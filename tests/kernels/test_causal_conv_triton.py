@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from sweeps import quick
 from triton_case import TOLERANCE, assert_near, kernels, poison, prefill_case, randn
 
-from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
+from vlm_serve.kernels.causal_conv import (
+    causal_conv_decode,
+    causal_conv_prefill,
+    causal_conv_verify,
+)
 from vlm_serve.kernels.causal_conv.reference import causal_conv_reference
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -102,3 +108,26 @@ def test_decode(dtype: torch.dtype, taps: int) -> None:
             assert torch.equal(tails[meta.snapshot_rows[i]], after[1])
     for row in (0, 4, 8):
         assert torch.equal(tails[row].nan_to_num(9), before[row].nan_to_num(9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_drafted_tokens(dtype: torch.dtype, taps: int) -> None:
+    """Slices of 1, 5 and 3 tokens, with 0, 1 and 4 earlier inputs to fold: the kernel writes the
+    tails and inputs that torch does."""
+    channels, rows, first, folded = 300, (2, 0, 3), (5, 0, 10), (0, 1, 4)
+    meta = VerifyMeta((0, 1, 6, 9), (0,) * 3, ((),) * 3, rows, first, folded)
+    x = randn(9, channels + 3, dtype=dtype)[:, :channels]
+    weight = randn(channels, taps, dtype=dtype)
+    found = []
+    for on_triton in (False, True):
+        tails = tail_pool(5, set(rows), channels, taps - 1, dtype)
+        inputs = poison(15, 2, channels, dtype=dtype)[:, 1]
+        inputs[:1], inputs[10:14] = randn(1, channels, dtype=dtype), randn(4, channels, dtype=dtype)
+        own = replace(meta, checked=set(), plans={}, tensors={})
+        with kernels() if on_triton else nullcontext():
+            out = causal_conv_verify(x, weight, tails, inputs, own)
+        found.append((out, tails.nan_to_num(9), inputs.nan_to_num(9)))
+    (expected, *pools), (out, *others) = found
+    assert_near(out, expected, TOLERANCE[dtype])
+    assert all(map(torch.equal, pools, others))

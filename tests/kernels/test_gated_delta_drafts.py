@@ -81,3 +81,38 @@ def test_equals_decode_steps(back_end: Back, dtype: torch.dtype, stored: torch.d
         fold_gated_delta(state, kept, tuple(zip(rows, first, hold, strict=True)))
     assert_near(state, expected_state, tolerance)
     assert torch.equal(state[1], before[1])
+
+
+def test_a_place_with_fewer_tokens_is_padded_with_zeros() -> None:
+    """As in a captured step: slices of 2 and 3 tokens and of none, with room for 4 each."""
+    arguments = inputs(12, torch.float32)
+    shape = (HEADS[1], *DIMS)
+    states = torch.stack([randn(*shape, seed=row) for row in range(3)])
+    results = []
+    for offsets, tensors in (
+        ((0, 2, 5), {}),
+        (
+            (0, 4, 8, 12),
+            {
+                "slices": torch.tensor([[2, 5, 0, 0, 2], [0, 0, 0, 4, 3], [0, 0, 0, 8, 0]]).int(),
+                "entries": torch.tensor([5, 6, -1, -1, 0, 1, 2, -1, -1, -1, -1, -1]).int(),
+            },
+        ),
+    ):
+        captured = bool(tensors)
+        count = len(offsets) - 1
+        rows, first = ((2, 0, 1), (5, 0, 9)) if captured else ((2, 0), (5, 0))
+        meta = VerifyMeta(
+            offsets, (0,) * count, ((),) * count, rows, first, (0,) * count, tensors=tensors
+        )
+        state, kept = states.clone(), updates(3)
+        own = arguments if captured else [x[[0, 1, 4, 5, 6]] for x in arguments]
+        q, k, v, g, beta = own
+        with kernels():
+            out = verify_gated_delta(q, k, v, g, beta, state, kept, meta)
+        assert torch.equal(state, states)
+        if captured:
+            assert not out[[2, 3, 7, 8, 9, 10, 11]].any()
+            out = out[[0, 1, 4, 5, 6]]
+        results.append((out, *(pool.nan_to_num(9) for pool in vars(kept).values())))
+    assert all(map(torch.equal, *results))

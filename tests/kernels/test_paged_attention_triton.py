@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -150,3 +152,37 @@ def test_parts_fill_the_device_and_are_never_many_for_few_keys() -> None:
     assert split_count(4, 100_000) == 64
     assert split_count(64, 100_000) == 4
     assert split_count(4096, 100_000) == 1
+
+
+@pytest.mark.parametrize("on_triton", [False, True])
+@pytest.mark.parametrize("lengths", [(2, 17), (40, 600)])
+def test_keys_begin_behind_the_first_slot(on_triton: bool, lengths: tuple[int, ...]) -> None:
+    """As in the layer for drafts, whose first slot holds anything."""
+    kv, tables = filled(list(lengths), 2, 64, torch.float32, 0, 16)
+    moved = KVLayer(kv.k.clone(), kv.v.clone())
+    for table, length in zip(tables, lengths, strict=True):
+        for place in range(1, length):
+            to, at = divmod(place - 1, 16), divmod(place, 16)
+            for own, other in ((moved.k, kv.k), (moved.v, kv.v)):
+                own[table[to[0]], to[1]] = other[table[at[0]], at[1]]
+        kv.k[table[0], 0] = kv.v[table[0], 0] = float("nan")
+    none = (-1,) * len(lengths)
+    meta = DecodeMeta(tables, lengths, none, none, none)
+    shorter = replace(meta, kv_lens=tuple(each - 1 for each in lengths), tensors={}, plans={})
+    q = randn(len(lengths), 4, 64)
+    with kernels() if on_triton else nullcontext():
+        out = attention_decode(q, kv, meta, scale=0.125, first_key=1)
+        expected = attention_decode(q, moved, shorter, scale=0.125)
+    assert_near(out, expected, TOLERANCE[torch.float32])
+
+
+def test_tokens_of_a_slice_share_a_table() -> None:
+    kv, tables = filled([40, 33], 2, 64, torch.float32, 0, 16)
+    lengths, none = (38, 39, 40, 31, 32, 33), (-1,) * 6
+    meta = DecodeMeta(tuple(tables[i // 3] for i in range(6)), lengths, none, none, none)
+    q = randn(6, 4, 64)
+    with kernels():
+        expected = attention_decode(q, kv, meta, scale=0.125)
+        shared = replace(meta, checked=set(), plans={}, tensors=dict(meta.tensors))
+        shared.tensors["block_tables"] = meta.tensors["block_tables"][::3].contiguous()
+        assert torch.equal(attention_decode(q, kv, shared, scale=0.125), expected)

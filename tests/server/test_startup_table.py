@@ -61,7 +61,7 @@ def test_what_steps_take_is_said_where_it_was_measured() -> None:
     assert "steps" not in rows(device="cpu")
 
 
-SIZES = "12 sequences and 512 prompt tokens"
+SIZES = "12 sequences and 2048 prompt tokens"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,12 @@ SIZES = "12 sequences and 512 prompt tokens"
 )
 def test_a_gpu_decodes_with_or_without_graphs(graphs: bool, said: str) -> None:
     assert rows(device="cuda:0", cuda_graphs=graphs)["decode"] == said
+
+
+def test_steps_with_drafts_have_graphs_too() -> None:
+    options: dict[str, Any] = {"cuda_graphs": True, "speculative_tokens": 3}
+    told = rows(device="cuda:0", speculative="suffix", **options)["decode"]
+    assert told.startswith("CUDA graphs for up to 12 sequences (12 with drafts) and 2048 prompt")
 
 
 @pytest.mark.parametrize(("compiled", "said"), [(True, "torch and compiled"), (False, "torch")])

@@ -16,7 +16,6 @@ from vlm_serve.engine.adapters.options import check_adapters_possible
 from vlm_serve.engine.adapters.start import make_adapters
 from vlm_serve.engine.arithmetic import decide
 from vlm_serve.engine.context import changes_of, longest_context
-from vlm_serve.engine.decode_graphs import DecodeGraphs
 from vlm_serve.engine.drafts.start import make_drafters, measure_costs, with_drafts, with_mtp
 from vlm_serve.engine.embedding_tiers import EmbeddingForm, EmbeddingTiers
 from vlm_serve.engine.endings import EndingMode
@@ -38,7 +37,6 @@ from vlm_serve.engine.memory import (
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.pooling import head_rows, pooled_tokens, without_drafts
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.ranks.executor import ShardedExecutor
 from vlm_serve.engine.ranks.process import RankProcesses
 from vlm_serve.engine.ranks.start import ModelSource, load
@@ -48,10 +46,11 @@ from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.shared_store import SharedAddress, find_store
 from vlm_serve.engine.step_memory import reported_tokens, try_steps
 from vlm_serve.engine.step_paths import (
+    Captured,
+    capture,
     compile_steps,
     find_backend,
     graphs_wanted,
-    step_graphs,
 )
 from vlm_serve.engine.tier_loading import make_tiers
 from vlm_serve.engine.upload_tiers import UploadTiers
@@ -102,7 +101,7 @@ def build(
     if device.type != "cpu":
         keep_private()
     check_adapters_possible(config, device)
-    with_graphs = graphs_wanted(config.cuda_graphs, device, size) and not mtp
+    with_graphs = graphs_wanted(config.cuda_graphs, device, size)
     backend = find_backend(config, device)
     config = with_drafts(config, device, compiled=backend.compiled)
     arithmetic = decide(config, spec.dtype, backend, spec.quantization)
@@ -157,13 +156,13 @@ def _assemble(
     pools = Pools.of(types, memory, rows, deterministic=config.deterministic)
     with named_shortage(memory):
         caches = pools.allocate(model)
-    graphs = step_graphs(model, caches, config, max_model_len) if with_graphs else ()
+    graphs = capture(model, caches, config, max_model_len) if with_graphs else Captured()
     if source.compiled:
         compile_steps(model, caches)
     executor = _executor(loaded, caches, pools, graphs, config)
     adapters, slots = make_adapters(source, model, config, executor)
     drafters = make_drafters(config)
-    costs, pass_costs = measure_costs(executor, model, caches, config) if drafters else (None, None)
+    costs, pass_costs = measure_costs(executor, config) if drafters else (None, None)
     cache = PrefixCache(_cache_config(config, memory, loaded))
     if poison:
         cache.events.block_freed.subscribe(lambda block: executor.poison_freed((block,), ()))
@@ -190,7 +189,7 @@ def _assemble(
     preprocessor.know_embeddings(media.cache.__contains__)
     tokenizer = preprocessor.tokenizer
     return EngineParts(
-        config=_decided(config, source, graphs=bool(graphs)),
+        config=_decided(config, source, graphs=bool(graphs.steps)),
         spec=spec,
         arithmetic=source.arithmetic,
         weights=weight_bytes(
@@ -232,7 +231,7 @@ def _executor(
     loaded: _Loaded,
     caches: CacheTensors,
     pools: Pools,
-    graphs: tuple[DecodeGraphs | PrefillGraphs, ...],
+    graphs: Captured,
     config: EngineConfig,
 ) -> LocalExecutor:
     model, processes = loaded.model, loaded.processes
@@ -244,7 +243,8 @@ def _executor(
         caches,
         block_size=pools.block_size,
         deterministic=config.deterministic,
-        graphs=graphs,
+        graphs=graphs.steps,
+        draft_graphs=graphs.drafts,
     )
 
 

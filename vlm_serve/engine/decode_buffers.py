@@ -7,7 +7,7 @@ of the first sequence, and writes no K and V. It reads no uninitialised memory, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,8 +64,11 @@ class DecodeTables:
             tensors=dict(fixed),
         )
 
-    def fill(self, staged: Mapping[str, torch.Tensor], meta: DecodeMeta | None) -> None:
-        """Write at most `size` sequences, or none, followed by padding."""
+    def fill(
+        self, staged: Mapping[str, torch.Tensor], meta: DecodeMeta | None, instead: int = 0
+    ) -> None:
+        """Write at most `size` sequences, or none, followed by padding. Padding attends to the
+        first key of the first sequence, or without any, of the block `instead`."""
         count = 0 if meta is None else len(meta)
         if meta is not None:
             for name in _PER_SEQUENCE:
@@ -74,14 +77,24 @@ class DecodeTables:
         staged["src_rows"][count:] = -1
         staged["dst_rows"][count:] = self.limits.scratch_row
         staged["snapshot_rows"][count:] = -1
-        blocks = staged["block_tables"].zero_()
-        if meta is not None:
-            for row, (table, length) in enumerate(
-                zip(meta.block_tables, meta.kv_lens, strict=True)
-            ):
-                used = -(-length // self.limits.block_size)
-                blocks[row].numpy()[:used] = table[:used]
-            blocks[count:, 0] = meta.block_tables[0][0]
+        tables, lengths = ((), ()) if meta is None else (meta.block_tables, meta.kv_lens)
+        fill_blocks(staged["block_tables"], tables, lengths, self.limits, instead)
+
+
+def fill_blocks(
+    staged: torch.Tensor,
+    tables: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    limits: DecodeLimits,
+    instead: int,
+) -> None:
+    """Write the blocks that cover each sequence's keys, followed by padding: the first block of the
+    first sequence, or `instead` if there is none."""
+    staged.zero_()
+    for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        used = -(-length // limits.block_size)
+        staged[row].numpy()[:used] = table[:used]
+    staged[len(tables) :, 0] = tables[0][0] if tables else instead
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ captured size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 LARGEST = 256
-"""Larger batches keep a GPU busy without graphs."""
+"""Larger batches keep a GPU busy without graphs, and each row keeps its logits."""
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:
@@ -33,7 +34,7 @@ def padded_sizes(most: int) -> tuple[int, ...]:
     return tuple(size for size in (1, 2, 4, *range(8, most, 8)) if size < most) + (most,)
 
 
-class StepGraphs:
+class StepGraphs(ABC):
     """Common base of captured steps.
 
     Args:
@@ -42,6 +43,7 @@ class StepGraphs:
         block_size: tokens per KV block.
         max_model_len: longest sequence, in tokens.
         most_logits: rows of logits of the largest step.
+        most_tokens: its tokens, of which a model with an MTP layer reports hidden states.
         device: captures steps and copies their tables.
         deterministic: of the steps, see `ForwardBatch`; others have no graph.
     """
@@ -54,6 +56,7 @@ class StepGraphs:
         block_size: int,
         max_model_len: int,
         most_logits: int,
+        most_tokens: int,
         device: GraphDevice,
         deterministic: bool = False,
     ) -> None:
@@ -66,17 +69,47 @@ class StepGraphs:
         self._ring = HostRing(device)
         # Shared by all sizes: graphs with their own logits would keep all of them allocated.
         self._logits = torch.empty(most_logits, model.spec.vocab_size, device=caches.device)
+        self._hidden: torch.Tensor | None = None
+        if model.drafts:
+            shape = most_tokens, model.spec.hidden_size
+            self._hidden = torch.empty(shape, dtype=model.dtype, device=caches.device)
         self._model, self._caches, self._device = model, caches, device
 
-    def _captured(self, batch: ForwardBatch) -> Step:
-        """Capture the forward of a batch; its logits go into the shared buffer."""
+    @abstractmethod
+    def run(self, batch: ForwardBatch) -> ForwardOutput | None:
+        """Run the step from a graph; return None if no graph fits. The next run overwrites the
+        logits and hidden states.
+
+        Args:
+            batch: a step, its tensors on the host.
+
+        Raises:
+            KernelArgumentError: a row, update or block outside of the pools, as from the kernels.
+        """
+
+    def _captured(self, batch: ForwardBatch, packed: torch.Tensor | None = None) -> Step:
+        """Capture the forward of a batch; its logits and hidden states go into shared buffers.
+
+        Args:
+            batch: a step of this size.
+            packed: places of its tokens in their order; None: they have no padding between them.
+        """
         batch = replace(batch, deterministic=self._deterministic)
 
         def step() -> None:
-            logits = self._model.forward(batch, self._caches).logits
-            self._logits[: logits.shape[0]].copy_(logits)
+            output = self._model.forward(batch, self._caches)
+            self._logits[: output.logits.shape[0]].copy_(output.logits)
+            hidden = output.hidden
+            if hidden is not None and self._hidden is not None:
+                hidden = hidden if packed is None else hidden[packed]
+                self._hidden[: hidden.shape[0]].copy_(hidden)
 
         return self._device.capture(step)
+
+    def _output(self, batch: ForwardBatch) -> ForwardOutput:
+        """Return the results of the batch that a captured step has computed."""
+        hidden = None if self._hidden is None else self._hidden[: batch.token_ids.shape[0]]
+        return ForwardOutput(self._logits[: batch.logit_rows.shape[0]], hidden=hidden)
 
 
 class DecodeGraphs(StepGraphs):
@@ -109,6 +142,7 @@ class DecodeGraphs(StepGraphs):
             block_size=block_size,
             max_model_len=max_model_len,
             most_logits=self._sizes[-1],
+            most_tokens=self._sizes[-1],
             device=device,
             deterministic=deterministic,
         )
@@ -144,15 +178,6 @@ class DecodeGraphs(StepGraphs):
         )
 
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
-        """Run the step from a graph; return None if no graph fits. The next run overwrites the
-        logits.
-
-        Args:
-            batch: a step, its tensors on the host.
-
-        Raises:
-            KernelArgumentError: a row or block outside of the pools, as from the kernels.
-        """
         meta = batch.decode
         if not self._accepts(batch):
             return None
@@ -163,4 +188,4 @@ class DecodeGraphs(StepGraphs):
         buffers, step = (self._steps if batch.changes is None else self._changed)[size]
         buffers.fill(batch)
         step()
-        return ForwardOutput(self._logits[: len(meta)])
+        return self._output(batch)

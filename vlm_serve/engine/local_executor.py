@@ -13,9 +13,10 @@ import torch
 from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
-from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
 from vlm_serve.engine.device_errors import after_failure
-from vlm_serve.engine.drafts.measuring import measure_plain, measure_rows
+from vlm_serve.engine.draft_graphs import DraftGraphs
+from vlm_serve.engine.drafts.measuring import measure_passes, measure_plain, measure_rows
 from vlm_serve.engine.executor import ExecutorLostError, RowsAfter, StepError
 from vlm_serve.engine.mtp_runner import MtpRunner
 from vlm_serve.engine.plan import (
@@ -27,7 +28,6 @@ from vlm_serve.engine.plan import (
     StepOutput,
     StepPlan,
 )
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.prompt_rows import logprob_rows
 from vlm_serve.engine.sampler import sample
 from vlm_serve.engine.tier_transfer import TensorTransfer
@@ -62,6 +62,7 @@ class LocalExecutor:
         block_size: tokens per KV block.
         deterministic: see `ForwardBatch.deterministic`.
         graphs: run the steps that they accept, instead of the model's forward.
+        draft_graphs: likewise for passes of the MTP layer.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class LocalExecutor:
         *,
         block_size: int,
         deterministic: bool = False,
-        graphs: tuple[DecodeGraphs | PrefillGraphs, ...] = (),
+        graphs: tuple[StepGraphs, ...] = (),
+        draft_graphs: DraftGraphs | None = None,
     ) -> None:
         self.pages: Transfer = TensorTransfer(caches)
         self.model_seconds = 0.0
@@ -83,7 +85,7 @@ class LocalExecutor:
         self._on_host = caches.device.type == "cpu"
         self._known: dict[int, KnownSequence] = {}
         self._rows: RowsAfter = "whole"
-        self._mtp = MtpRunner(model, caches, block_size) if model.drafts else None
+        self._mtp = MtpRunner(model, caches, block_size, draft_graphs) if model.drafts else None
         self._embeddings: dict[int, torch.Tensor] = {}
         self._adapters: dict[int, AdapterChanges] = {}
 
@@ -139,9 +141,10 @@ class LocalExecutor:
         self, *, most_sequences: int, most_tokens: int
     ) -> tuple[list[tuple[int, float]], float]:
         """Measure the cost of rows, see `measure_rows`; before the first step."""
-        return measure_rows(
-            self._model, self._caches, most_sequences=most_sequences, most_tokens=most_tokens
-        )
+        with self._guard():
+            return measure_rows(
+                self._forward, self._caches, most_sequences=most_sequences, most_tokens=most_tokens
+            )
 
     def measure_plain(self, *, most_sequences: int) -> list[tuple[int, float]]:
         """Measure steps without drafts, if they run from graphs; before the first step. Return
@@ -150,6 +153,16 @@ class LocalExecutor:
             return []
         with self._guard():
             return measure_plain(self._forward, self._caches, most_sequences=most_sequences)
+
+    def measure_passes(self, *, most_sequences: int) -> list[tuple[int, float]] | None:
+        """Measure passes of the MTP layer, see `measure_passes`; return None without one."""
+        if self._mtp is None:
+            return None
+        shape = self._model.spec.hidden_size, self._model.dtype
+        with self._guard():
+            return measure_passes(
+                self._mtp.forward, self._caches, *shape, most_sequences=most_sequences
+            )
 
     def _guard(self) -> AbstractContextManager[object]:
         """Return the context of a step: launches go to the device, without gradients. On the host,

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.engine.batching import Known, KnownSequence
+from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.plan import Sampled, Slice
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.models import Model
-from vlm_serve.models.batch import ForwardBatch
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 _CHUNK = 64
@@ -83,10 +84,18 @@ class MtpRunner:
         model: a model loaded with its MTP layer.
         caches: its pools.
         block_size: tokens per KV block.
+        graphs: run the passes that they accept, instead of the model.
     """
 
-    def __init__(self, model: Model, caches: CacheTensors, block_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        caches: CacheTensors,
+        block_size: int,
+        graphs: DraftGraphs | None = None,
+    ) -> None:
         self._model = model
+        self._graphs = graphs
         self._caches = caches
         self._block_size = block_size
         own = caches.of_layer(len(model.spec.layers))
@@ -148,15 +157,27 @@ class MtpRunner:
                     pool[each.table[block], :, row:] = 0
             each.mtp_cleared_until = len(each.table) * self._block_size
 
+    def forward(self, batch: ForwardBatch, before: torch.Tensor) -> ForwardOutput:
+        """Run a pass of the layer, see `Model.draft`, from a graph if one fits. The batch's tensors
+        are on the host."""
+        if self._graphs is not None:
+            output = self._graphs.run(batch, before)
+            if output is not None:
+                return output
+        return self._model.draft(batch.to(self._caches.device), before, self._caches)
+
     def _draft(self, inputs: list[MtpInput], before: torch.Tensor) -> list[tuple[int, ...]]:
         """Draft for each input that wants it, token by token. Each draft is read to draft the
         next."""
+        if self._graphs is not None:
+            drafts = self._by_graphs(self._graphs, inputs, before)
+            if drafts is not None:
+                return drafts
         chains: list[list[int]] = [[] for one in inputs if one.wanted]
         live = list(range(len(chains)))
         requested = [one for one in inputs if one.wanted]
         while inputs:
-            batch = make_draft_batch(inputs, self._block_size).to(self._caches.device)
-            output = self._model.draft(batch, before, self._caches)
+            output = self.forward(make_draft_batch(inputs, self._block_size), before)
             assert output.hidden is not None
             for place, token in zip(live, output.logits.argmax(-1).tolist(), strict=True):
                 chains[place].append(token)
@@ -165,6 +186,24 @@ class MtpRunner:
             live = unfinished
             inputs = [_next(requested[place], chains[place]) for place in live]
         return [tuple(chain) for chain in chains]
+
+    def _by_graphs(
+        self, graphs: DraftGraphs, inputs: list[MtpInput], before: torch.Tensor
+    ) -> list[tuple[int, ...]] | None:
+        """Draft with a single wait, at the end; return None if no graph fits the first pass. Every
+        sequence takes part to the end, with tokens that are written nowhere."""
+        if graphs.run(make_draft_batch(inputs, self._block_size), before) is None:
+            return None
+        requested = [one for one in inputs if one.wanted]
+        if not requested:
+            return []
+        drafts = [graphs.best[: len(requested)].clone()]
+        for depth in range(1, max(one.wanted for one in requested)):
+            later = [_later(one, depth) for one in requested]
+            graphs.run_later(make_draft_batch(later, self._block_size))
+            drafts.append(graphs.best[: len(requested)].clone())
+        chains = torch.stack(drafts, dim=1).tolist()
+        return [tuple(row[: one.wanted]) for one, row in zip(requested, chains, strict=True)]
 
 
 def _mtp_input(
@@ -194,3 +233,11 @@ def _next(one: MtpInput, chain: list[int]) -> MtpInput:
     """Return the input that reads the last draft."""
     position = one.start + len(one.tokens) + len(chain) - 1
     return MtpInput(one.known, position, (chain[-1],), wanted=one.wanted)
+
+
+def _later(one: MtpInput, depth: int) -> MtpInput:
+    """Return the input that reads draft number `depth`, which is on the device; or the last one
+    again if there are fewer."""
+    read = min(depth, one.wanted - 1)
+    position = one.start + len(one.tokens) + read - 1
+    return MtpInput(one.known, position, (0,), unwritten=int(depth > read), wanted=one.wanted)

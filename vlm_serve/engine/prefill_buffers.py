@@ -163,9 +163,11 @@ class PrefillBuffers:
     Args:
         sizes, limits, forms: see `PrefillTables`.
         ring, device: see `StepTables`.
+        packs: provide `packed`.
 
     Attributes:
         batch: argument of the model.
+        packed: int64, the places of a step's tokens in their order; None if not asked for.
     """
 
     def __init__(
@@ -175,6 +177,8 @@ class PrefillBuffers:
         ring: HostRing,
         device: torch.device,
         forms: Sequence[TileForm] = (),
+        *,
+        packs: bool = False,
     ) -> None:
         self._sizes = sizes
         self._tokens = TokenTables(sizes.decodes + sizes.tokens)
@@ -185,6 +189,7 @@ class PrefillBuffers:
             "decode": self._decode.shapes,
             "prefill": self._prefill.shapes,
             "logits": {"rows": (torch.int64, (sizes.logits,))},
+            "packed": {"rows": (torch.int64, (sizes.decodes + sizes.tokens,))} if packs else {},
         }
         self._tables = StepTables(parts, ring, device)
         fixed = self._tables.fixed
@@ -197,6 +202,7 @@ class PrefillBuffers:
             media=(),
             logit_rows=fixed["logits"]["rows"],
         )
+        self.packed = fixed["packed"].get("rows")
         self.fill(None)
 
     def accepts(self, batch: ForwardBatch) -> bool:
@@ -217,10 +223,15 @@ class PrefillBuffers:
         prompt = slice(decodes, decodes + (0 if prefill is None else prefill.num_tokens))
         staged = self._tables.stage()
         self._tokens.fill(staged["tokens"], batch, (slice(0, decodes), 0), (prompt, first))
-        self._decode.fill(staged["decode"], decode)
+        first_block = 0 if prefill is None else prefill.block_tables[0][0]
+        self._decode.fill(staged["decode"], decode, first_block)
         self._prefill.fill(staged["prefill"], prefill)
         rows = staged["logits"]["rows"].zero_()
         if batch is not None:
             wanted = batch.logit_rows
             rows[: len(wanted)] = torch.where(wanted < decodes, wanted, wanted + (first - decodes))
+        if self.packed is not None:
+            packed, last = staged["packed"]["rows"].zero_(), decodes + prompt.stop - prompt.start
+            packed[:decodes] = torch.arange(decodes)
+            packed[decodes:last] = torch.arange(first, first + last - decodes)
         self._tables.send()

@@ -1,4 +1,5 @@
-"""Replays steps with a short prefill from CUDA graphs: the rest of a prompt behind a cache hit.
+"""Replays steps with a short prefill from CUDA graphs: the rest of a prompt behind a cache hit, or
+a part of one that leaves time for others.
 
 Such a step has as many launches as a decode step, and more tables. It is padded to one of a few
 token counts and may contain decoding sequences.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from vlm_serve.engine.decode_graphs import StepGraphs
+from vlm_serve.engine.decode_graphs import LARGEST, StepGraphs
 from vlm_serve.engine.graph_device import GraphDevice, Step
 from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes, TileForm, tile_forms
 from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
@@ -16,12 +17,23 @@ from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
-TOKENS = (64, 128, 256, 512)
+TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048)
 """Prompt tokens of the captured steps. Longer steps keep a GPU busy without graphs."""
 SEQUENCES = 4
 """Maximum number of prefill slices in a step."""
 DECODES = 32
-"""Maximum number of decoding sequences in a step."""
+"""Decoding sequences of most steps. Steps with more of them have graphs of their own, since each
+takes the time of all that it has room for."""
+
+
+def token_sizes(most: int) -> tuple[int, ...]:
+    """Return the numbers of prompt tokens to capture, for steps of up to `most` tokens."""
+    return tuple(size for size, less in zip(TOKENS, (0, *TOKENS), strict=False) if less < most)
+
+
+def decode_sizes(most: int) -> tuple[int, ...]:
+    """Return the numbers of decoding sequences to capture beside prompts, ascending."""
+    return tuple(sorted({min(DECODES, most), min(LARGEST, most)}))
 
 
 class PrefillGraphs(StepGraphs):
@@ -30,6 +42,7 @@ class PrefillGraphs(StepGraphs):
     Args:
         model, caches, block_size, max_model_len, max_num_seqs, device, deterministic: see
             `DecodeGraphs`.
+        most_tokens: prompt tokens of the longest step.
     """
 
     def __init__(
@@ -42,23 +55,31 @@ class PrefillGraphs(StepGraphs):
         max_num_seqs: int,
         device: GraphDevice,
         deterministic: bool = False,
+        most_tokens: int = TOKENS[-1],
     ) -> None:
-        decodes, sequences = min(DECODES, max_num_seqs), min(SEQUENCES, max_num_seqs)
-        sizes = [PrefillSizes(decodes, tokens, sequences) for tokens in TOKENS]
+        sequences = min(SEQUENCES, max_num_seqs)
+        sizes = [
+            PrefillSizes(decodes, tokens, sequences)
+            for tokens in token_sizes(most_tokens)
+            for decodes in decode_sizes(max_num_seqs)
+        ]
         super().__init__(
             model,
             caches,
             block_size=block_size,
             max_model_len=max_model_len,
             most_logits=sizes[-1].logits,
+            most_tokens=sizes[-1].decodes + sizes[-1].tokens,
             device=device,
             deterministic=deterministic,
         )
         forms = self._tile_forms(sizes[0])
         self._steps: list[tuple[PrefillBuffers, Step]] = []
         for each in reversed(sizes):
-            buffers = PrefillBuffers(each, self._limits, self._ring, caches.device, forms)
-            self._steps.insert(0, (buffers, self._captured(buffers.batch)))
+            buffers = PrefillBuffers(
+                each, self._limits, self._ring, caches.device, forms, packs=model.drafts
+            )
+            self._steps.insert(0, (buffers, self._captured(buffers.batch, buffers.packed)))
 
     def _tile_forms(self, sizes: PrefillSizes) -> tuple[TileForm, ...]:
         """Run a step of padding; return the tile forms that this model's attention uses."""
@@ -82,15 +103,6 @@ class PrefillGraphs(StepGraphs):
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
-        """Run the step from a graph; return None if no graph fits. The next run overwrites the
-        logits.
-
-        Args:
-            batch: a step, its tensors on the host.
-
-        Raises:
-            KernelArgumentError: a row or block outside of the pools, as from the kernels.
-        """
         found, prefill, decode = self._find(batch), batch.prefill, batch.decode
         if found is None:
             return None
@@ -104,4 +116,4 @@ class PrefillGraphs(StepGraphs):
         buffers, step = found
         buffers.fill(batch)
         step()
-        return ForwardOutput(self._logits[: len(batch.logit_rows)])
+        return self._output(batch)

@@ -20,6 +20,7 @@ from vlm_serve.engine.adapters.options import slot_bytes
 from vlm_serve.engine.adapters.table import SlotSizes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
+from vlm_serve.engine.captured_rows import CapturedRows
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.ranks.start import ModelSource
 from vlm_serve.engine.warm_up import warm_up
@@ -35,8 +36,6 @@ from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.unread import unread_model
 from vlm_serve.preprocess.processors import image_config
 
-CAPTURED_TOKENS = 512
-"""Tokens of the largest captured step, see `PrefillGraphs`."""
 REPORTED_LOGITS_BYTES = 256 << 20
 """Maximum bytes of prompt logits that one step computes for requested prompt log-probabilities."""
 
@@ -145,21 +144,25 @@ def measure_step_memory(
         ConfigError: such a step does not fit beside the weights.
     """
     device, tokens = model.device, config.max_num_batched_tokens
-    size, rows = config.block_size, config.max_num_seqs
+    size, captured = config.block_size, CapturedRows.of(config)
     assert size is not None
-    few = min(tokens, CAPTURED_TOKENS)
+    few, rows = captured.most_tokens, captured.most_logits
     adapter = without_effect(model.modules) if config.lora_modules else None
     try:
         with torch.inference_mode(), launching_on(device):
-            caches = _small_pools(model, types, -(-tokens // size), size)
+            caches = _small_pools(model, types, -(-max(tokens, few) // size), size)
             if adapter is not None:
                 adapter.place(device)
             forward = partial(_forward, model, caches, config.gdn_chunk_size, adapter)
             text = _peak(device, forward(tokens, logit_rows))
-            # Each size keeps its own outputs; what lies between is shared. So do those of the set
-            # with adapters.
+            # What lies between a step's inputs and results is shared by all sizes, but for what
+            # their allocations leave between each other; the set with adapters has its own. The
+            # results are kept.
             times = 2 if adapter is None else 3
             graphs = times * _peak(device, forward(few, rows)) if with_graphs else 0
+            if with_graphs:
+                hidden = model.spec.hidden_size * model.dtype.itemsize
+                graphs += captured.result_bytes(model.spec.vocab_size, hidden)
             media = _peak(device, _encode(model, span_tokens)) if span_tokens else 0
             parts = fixed_parts(model.spec, config) if config.deterministic else 0
             model.unbind()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.arithmetic import Backend
-from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
+from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.graph_device import CudaGraphs, GraphDevice
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.native_build import BuildError
@@ -43,41 +45,61 @@ def graphs_wanted(option: bool | None, device: torch.device, ranks: int = 1) -> 
     return device.type == "cuda" if option is None else option
 
 
-def step_graphs(
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Captured graphs; none by default.
+
+    Attributes:
+        steps: of steps.
+        drafts: of passes of the MTP layer; None: without it, or without graphs.
+    """
+
+    steps: tuple[StepGraphs, ...] = ()
+    drafts: DraftGraphs | None = None
+
+
+def capture(
     model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
-) -> tuple[DecodeGraphs | PrefillGraphs, ...]:
+) -> Captured:
     """Capture the graphs of short steps. Return none if this GPU or driver cannot capture them,
     unless the option requests them.
 
     Raises:
         ConfigError: the option requests graphs and they cannot be captured.
     """
-    assert config.block_size is not None
     _log.info("capturing CUDA graphs of short steps, some seconds")
     try:
         with launching_on(caches.device):
-            device = CudaGraphs()
-            kinds: tuple[Callable[..., DecodeGraphs | PrefillGraphs], ...] = (
-                PrefillGraphs,
-                partial(DecodeGraphs, adapters=_adapters(model, config, device)),
-            )
-            return tuple(
-                kind(
-                    model,
-                    caches,
-                    block_size=config.block_size,
-                    max_model_len=max_model_len,
-                    max_num_seqs=config.max_num_seqs,
-                    device=device,
-                    deterministic=config.deterministic,
-                )
-                for kind in kinds
-            )
+            return _capture(model, caches, config, max_model_len)
     except RuntimeError as error:
         if config.cuda_graphs:
             raise ConfigError(f"cuda_graphs: {error}", param="cuda_graphs") from error
         _log.warning("steps run without CUDA graphs: %s", error)
-        return ()
+        return Captured()
+
+
+def _capture(
+    model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
+) -> Captured:
+    device = CudaGraphs()
+    limits: dict[str, Any] = {
+        "block_size": config.block_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "device": device,
+        "deterministic": config.deterministic,
+    }
+    most_tokens, drafts = config.max_num_batched_tokens, config.speculative_tokens
+    prefills = PrefillGraphs(model, caches, **limits, most_tokens=most_tokens)
+    adapters = _adapters(model, config, device)
+    decodes = DecodeGraphs(model, caches, **limits, adapters=adapters)
+    if config.speculative == "off":
+        return Captured((prefills, decodes))
+    verifies = VerifyGraphs(model, caches, **limits, drafts=drafts)
+    return Captured(
+        (prefills, decodes, verifies),
+        DraftGraphs(model, caches, **limits, drafts=drafts) if model.drafts else None,
+    )
 
 
 def _adapters(model: Model, config: EngineConfig, device: GraphDevice) -> AdapterTable | None:

@@ -149,7 +149,8 @@ class Model:
         Args:
             batch: the tokens as slices of prefills without state rows; none is a sequence's first
                 token. `positions` are those of the preceding tokens, and `starts` count the keys
-                before a slice, one less than the tokens.
+                before a slice, one less than the tokens. By ops, tokens may be decode tokens
+                instead; their `kv_lens` count the unused first slot too.
             before: `[T, hidden]`, the input before each token: the model's hidden state, or this
                 layer's own output for consecutive drafts.
             caches: the pools.

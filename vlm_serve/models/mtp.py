@@ -100,7 +100,7 @@ class Predictor:
         rope = self._spec.rope
         cos, sin = mrope_cos_sin(batch.positions, inv_freq, rope.sections, rope.scale)
         step = Step(
-            decode=None,
+            decode=batch.decode,
             prefill=batch.prefill,
             verify=None,
             slots=batch.slots,

@@ -12,13 +12,12 @@ from functools import partial
 import torch
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.decode_graphs import padded_sizes
+from vlm_serve.engine.captured_rows import CapturedRows
 from vlm_serve.engine.drafting import max_drafts
 from vlm_serve.engine.drafts.start import why_off
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES, MemoryPlan
-from vlm_serve.engine.prefill_graphs import TOKENS
 from vlm_serve.engine.ranks.start import slot_bytes
 from vlm_serve.log_output import start_logging
 from vlm_serve.models.weight_sizes import prompt_price
@@ -212,8 +211,11 @@ def _decode(options: EngineConfig, memory: MemoryPlan) -> str:
     """Describe the CUDA graphs of decode steps."""
     if not options.cuda_graphs:
         return "without CUDA graphs"
-    most = padded_sizes(options.max_num_seqs)[-1]
-    text = f"CUDA graphs for up to {most} sequences and {TOKENS[-1]} prompt tokens"
+    most = CapturedRows.of(options)
+    text = f"CUDA graphs for up to {most.sequences} sequences"
+    if most.drafts:
+        text += f" ({most.drafts} with drafts)"
+    text += f" and {most.prompt} prompt tokens"
     if memory.snapshot_bytes:
         text += f", a scratch state of {format_size(memory.snapshot_bytes)} on top"
     return text

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import cast
 
 import pytest
 import torch
 
 from vlm_serve.engine.drafts import measuring
 from vlm_serve.engine.drafts.measuring import ascending, measure_plain, measure_rows, sizes
-from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
 
@@ -50,7 +48,7 @@ def test_what_disturbs_one_round_leaves_no_trace(monkeypatch: pytest.MonkeyPatch
 def test_what_a_sequence_more_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row takes a second, a state half of one."""
 
-    def step(model: object, caches: object, rows: int, most_tokens: int) -> float:
+    def step(forward: object, caches: object, rows: int, most_tokens: int) -> float:
         return rows + 0.5 * -(-rows // most_tokens)
 
     monkeypatch.setattr(measuring, "_step", step)
@@ -58,7 +56,7 @@ def test_what_a_sequence_more_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     for sequences in (2, 8):
         points, sequence = measure_rows(
-            cast(Model, None),
+            lambda batch: ForwardOutput(torch.zeros(1, 4)),
             without_pools(),
             most_sequences=sequences,
             most_tokens=4,

@@ -9,28 +9,28 @@ from typing import TypeVar
 
 import torch
 
-from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
-from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 10
 _SECONDS = 2.0
 
+Forward = Callable[[ForwardBatch], ForwardOutput]
+Draft = Callable[[ForwardBatch, torch.Tensor], ForwardOutput]
 Shape = TypeVar("Shape", bound=Hashable)
 
 
 def measure_rows(
-    model: Model, caches: CacheTensors, *, most_sequences: int, most_tokens: int
+    forward: Forward, caches: CacheTensors, *, most_sequences: int, most_tokens: int
 ) -> tuple[list[tuple[int, float]], float]:
     """Measure steps of draft slices, with as few sequences as possible for each number of rows.
     Return (rows, seconds) and the seconds that an additional sequence costs at the same number of
     rows, since its state is read. The pools must be unused.
 
     Args:
-        model: the model.
-        caches: its pools, with space for updates.
+        forward: runs a step, from graphs where possible.
+        caches: the pools, with space for updates.
         most_sequences: maximum number of running sequences.
         most_tokens: maximum number of tokens in a draft slice.
     """
@@ -39,9 +39,8 @@ def measure_rows(
     # The last shape has one token per sequence.
     apart = min(most_sequences, most_tokens, caches.num_blocks)
     shapes = [*((rows, most_tokens) for rows in sizes(most)), (apart, 1)]
-    with launching_on(caches.device):
-        runs = {shape: _step(model, caches, *shape) for shape in shapes}
-        least = _least(runs, on_cpu=caches.device.type == "cpu")
+    runs = {shape: _step(forward, caches, *shape) for shape in shapes}
+    least = _least(runs, on_cpu=caches.device.type == "cpu")
     points = ascending({rows: least[rows, most_tokens] for rows in sizes(most)})
     together = max(seconds for rows, seconds in points if rows <= apart)
     more = apart - -(-apart // most_tokens)
@@ -49,7 +48,7 @@ def measure_rows(
 
 
 def measure_plain(
-    forward: Callable[[ForwardBatch], ForwardOutput], caches: CacheTensors, *, most_sequences: int
+    forward: Forward, caches: CacheTensors, *, most_sequences: int
 ) -> list[tuple[int, float]]:
     """Measure steps in which each sequence decodes one token; return (sequences, seconds). The
     pools must be unused and have a block for each sequence.
@@ -70,16 +69,28 @@ def measure_plain(
 
 
 def measure_passes(
-    model: Model, caches: CacheTensors, *, most_sequences: int
+    draft: Draft,
+    caches: CacheTensors,
+    hidden_size: int,
+    dtype: torch.dtype,
+    *,
+    most_sequences: int,
 ) -> list[tuple[int, float]]:
     """Measure passes of the MTP layer; return (sequences, seconds). The pools must be unused and
-    have a block for each sequence."""
-    with launching_on(caches.device):
-        return _points(
-            min(most_sequences, caches.num_blocks),
-            lambda count: _pass(model, caches, count),
-            on_cpu=caches.device.type == "cpu",
-        )
+    have a block for each sequence.
+
+    Args:
+        draft: runs a pass, see `Model.draft`, from graphs where possible.
+        caches: the pools.
+        hidden_size, dtype: of hidden states.
+        most_sequences: maximum number of running sequences.
+    """
+    before = torch.zeros(most_sequences, hidden_size, dtype=dtype, device=caches.device)
+    return _points(
+        min(most_sequences, caches.num_blocks),
+        lambda count: _pass(draft, caches, before[:count]),
+        on_cpu=caches.device.type == "cpu",
+    )
 
 
 def _clear_rows(caches: CacheTensors, count: int) -> None:
@@ -138,14 +149,15 @@ def _seconds(run: Callable[[], ForwardOutput], on_cpu: bool) -> float:
 
 
 def _step(
-    model: Model, caches: CacheTensors, rows: int, most_tokens: int
+    forward: Forward, caches: CacheTensors, rows: int, most_tokens: int
 ) -> Callable[[], ForwardOutput]:
-    batch = _batch(rows, caches, most_tokens).to(caches.device)
-    return lambda: model.forward(batch, caches)
+    batch = _batch(rows, caches, most_tokens)
+    return lambda: forward(batch)
 
 
-def _pass(model: Model, caches: CacheTensors, count: int) -> Callable[[], ForwardOutput]:
+def _pass(draft: Draft, caches: CacheTensors, before: torch.Tensor) -> Callable[[], ForwardOutput]:
     """Return a run over the second token of each sequence, with one key."""
+    count = len(before)
     own = tuple(range(count))
     batch = ForwardBatch(
         token_ids=torch.zeros(count, dtype=torch.int64),
@@ -162,9 +174,8 @@ def _pass(model: Model, caches: CacheTensors, count: int) -> Callable[[], Forwar
         ),
         media=(),
         logit_rows=torch.arange(count),
-    ).to(caches.device)
-    before = torch.zeros(count, model.spec.hidden_size, dtype=model.dtype, device=caches.device)
-    return lambda: model.draft(batch, before, caches)
+    )
+    return lambda: draft(batch, before)
 
 
 def _decodes(count: int, caches: CacheTensors) -> ForwardBatch:

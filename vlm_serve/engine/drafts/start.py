@@ -10,13 +10,11 @@ import torch
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.drafts.base import Drafter
 from vlm_serve.engine.drafts.lengths import CostCurve
-from vlm_serve.engine.drafts.measuring import measure_passes
 from vlm_serve.engine.drafts.mtp import MtpDrafter
 from vlm_serve.engine.drafts.suffix import SuffixDrafter
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.errors import ConfigError
-from vlm_serve.models import Model, ModelSpec
-from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.models import ModelSpec
 
 
 def with_drafts(config: EngineConfig, device: torch.device, *, compiled: bool) -> EngineConfig:
@@ -40,8 +38,7 @@ def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
     """Return True if the model's MTP layer is used.
 
     Raises:
-        ConfigError: the layer is requested but missing, or combined with CUDA graphs (which report
-            no hidden states) or several ranks.
+        ConfigError: the layer is requested but missing, or combined with several ranks.
     """
     if "mtp" not in config.speculative:
         return False
@@ -57,11 +54,6 @@ def with_mtp(config: EngineConfig, model: ModelSpec) -> bool:
             "on tokens that only the first rank knows",
             param="speculative",
         )
-    if config.cuda_graphs:
-        raise ConfigError(
-            f"cuda_graphs cannot be combined with speculative {config.speculative!r}",
-            param="cuda_graphs",
-        )
     return True
 
 
@@ -72,13 +64,13 @@ def make_drafters(config: EngineConfig) -> list[Drafter]:
 
 
 def measure_costs(
-    executor: LocalExecutor, model: Model, caches: CacheTensors, config: EngineConfig
+    executor: LocalExecutor, config: EngineConfig
 ) -> tuple[CostCurve, CostCurve | None]:
     """Measure the cost of a step's rows, and of passes of the MTP layer if the model has one."""
     most = config.max_num_seqs
     tokens = config.speculative_tokens + 1
     rows, sequence = executor.measure(most_sequences=most, most_tokens=tokens)
-    passes = measure_passes(model, caches, most_sequences=most) if model.drafts else None
+    passes = executor.measure_passes(most_sequences=most)
     plain = executor.measure_plain(most_sequences=most)
     costs = CostCurve(rows, sequence=sequence, tokens=tokens, plain=plain)
     return costs, CostCurve(passes) if passes is not None else None

@@ -180,12 +180,15 @@ class LoadedAttention(LoadedMixer):
                 q, cache, meta, *gate, scale=scale, deterministic=exact
             ).flatten(1)
         if isinstance(meta, DecodeMeta):
+            first = step.first_key
             if gate:
                 out = gated_attention_decode(
-                    q, cache, meta, gate[0], scale=scale, deterministic=exact
+                    q, cache, meta, gate[0], scale=scale, deterministic=exact, first_key=first
                 )
             else:
-                out = attention_decode(q, cache, meta, scale=scale, deterministic=exact)
+                out = attention_decode(
+                    q, cache, meta, scale=scale, deterministic=exact, first_key=first
+                )
             return out.flatten(1)
         if step.first_key:
             cache, meta = without_first(cache, meta, step.first_key, q.dtype)

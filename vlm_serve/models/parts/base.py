@@ -39,7 +39,7 @@ class Routing:
 class Step:
     """The data shared by all layers of one forward. The packed tokens are those of decode steps, of
     prefills and of drafts, in this order. A sequence's keys begin with slot `first_key` of its
-    table; other than 0 with prefills only. `changes`: the adapters of the rows, if any."""
+    table; other than 0 without drafts only. `changes`: the adapters of the rows, if any."""
 
     decode: DecodeMeta | None
     prefill: PrefillMeta | None

@@ -1,0 +1,128 @@
+"""Engines with drafts on a device behind the host: with captured steps and passes they answer, and
+hit, as without."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from guesses import Oracle, consult, draft_freely
+from make_checkpoint import make_checkpoint
+from parity_cases import random_ids
+from queued_device import QueuedDevice, with_queue
+from step_graphs import SPECS
+from sweeps import quick
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine import build as building
+from vlm_serve.engine import draft_graphs, verify_graphs
+from vlm_serve.engine.draft_graphs import DraftGraphs
+from vlm_serve.engine.drafts.lengths import CostCurve
+from vlm_serve.engine.verify_buffers import VerifySizes
+from vlm_serve.engine.verify_graphs import VerifyGraphs
+from vlm_serve.kernels.triton_support import interpreted
+from vlm_serve.models.parts import feed_forward
+from vlm_serve.pipeline import Pipeline
+from vlm_serve.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
+
+DRAFTS = 3
+COMMON: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": 16,
+    "cache_memory": "16MiB",
+    "max_num_seqs": 2,
+    "max_model_len": 128,
+    "prefix_cache_decode_state_interval": 16,
+    "compiled_kernels": False,
+    "speculative_tokens": DRAFTS,
+}
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=7, temperature=0.9, seed=3, ignore_eos=True),
+}
+Answers = list[tuple[list[int], int]]
+"""Tokens, and how many of the prompt were cached."""
+
+
+@pytest.fixture(autouse=True)
+def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter computes every size once. A whole engine is slower than its parts."""
+    sizes = VerifySizes(0, 1, DRAFTS + 1), VerifySizes(1, 2, DRAFTS + 1)
+    passes = (2, 1), (2, DRAFTS + 2)
+    monkeypatch.setattr(verify_graphs, "verify_sizes", lambda *limits: sizes)
+    monkeypatch.setattr(draft_graphs, "pass_sizes", lambda *limits: passes)
+    monkeypatch.setattr(building, "measure_costs", lambda *engine: (CostCurve(), None))
+    # The Triton kernels do not read the experts' packed weights of the CPU path.
+    monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: True)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the steps and passes that graphs compute."""
+    found: Counter[str] = Counter()
+    for kind, name in ((VerifyGraphs, "run"), (DraftGraphs, "run"), (DraftGraphs, "run_later")):
+        inner = getattr(kind, name)
+
+        def counting(*args: Any, inner: Any = inner, key: str = f"{kind.__name__}.{name}") -> Any:
+            output = inner(*args)
+            found[key] += output is not None
+            return output
+
+        monkeypatch.setattr(kind, name, counting)
+    return found
+
+
+def answers(checkpoint: Path, source: str, params: SamplingParams, told: Answers) -> Answers:
+    """Ask two prompts together, then again; with `suffix`, of drafts that mostly hold."""
+    prompts = [random_ids(length, length) for length in (5, 20)]
+    with Pipeline(checkpoint, EngineConfig(**COMMON, speculative=source)) as pipe:
+        if source != "off":
+            draft_freely(pipe.engine)
+        if source == "suffix":
+            oracle = Oracle(1, mistakes=0.2, vocabulary=400)
+            for prompt, (tokens, _) in zip(prompts, told, strict=False):
+                oracle.tell(prompt, [tokens])
+            consult(pipe.engine, oracle)
+        rounds = [pipe.generate_many(prompts, params) for _ in range(2)]
+        pipe.engine.check()
+        return [(one.token_ids, one.usage.cached_tokens) for each in rounds for one in each]
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "kind"),
+    quick(
+        [
+            (name, source, kind)
+            for name in ("dense", "moe", "attention alone")
+            for source in ("suffix", "mtp", "mtp,suffix")
+            for kind in PARAMS
+        ],
+        [("dense", "mtp", "greedy"), ("dense", "suffix", "sampled")],
+        pytest.mark.interpreter,
+        several=True,
+    ),
+)
+def test_the_engine_answers_the_same(
+    name: str,
+    source: str,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    counts: Counter[str],
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, replace(SPECS[name], mtp=True))
+    params = PARAMS[kind]
+    plain = answers(checkpoint, "off", params, [])
+    expected = answers(checkpoint, source, params, plain)
+    assert [tokens for tokens, _ in expected] == [tokens for tokens, _ in plain]
+    assert not counts
+    with_queue(monkeypatch, QueuedDevice())
+    assert answers(checkpoint, source, params, plain) == expected
+    assert counts["VerifyGraphs.run"] > 2
+    if "mtp" in source:
+        assert counts["DraftGraphs.run"] > 2 and counts["DraftGraphs.run_later"] > 2

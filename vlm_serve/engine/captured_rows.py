@@ -1,0 +1,69 @@
+"""How much the captured steps of an engine compute at most, and what their results take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlm_serve.config import EngineConfig
+from vlm_serve.engine.decode_graphs import padded_sizes
+from vlm_serve.engine.prefill_graphs import SEQUENCES, decode_sizes, token_sizes
+from vlm_serve.engine.verify_graphs import verify_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedRows:
+    """Sizes of the largest captured steps.
+
+    Attributes:
+        sequences: sequences of a decode step.
+        prompt: prompt tokens of a step with a prefill.
+        prompt_logits: rows of logits of such a step.
+        drafts: sequences with drafts; 0 without drafts.
+        draft_rows: tokens of a step with drafts.
+        passes: sequences of a pass of the MTP layer.
+    """
+
+    sequences: int
+    prompt: int
+    prompt_logits: int
+    drafts: int = 0
+    draft_rows: int = 0
+    passes: int = 0
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> CapturedRows:
+        """Return the sizes for the options of an engine."""
+        # On a GPU "auto" is "off".
+        most, off = config.max_num_seqs, config.speculative in ("auto", "off")
+        sizes = () if off else verify_sizes(most, config.speculative_tokens)
+        return cls(
+            sequences=padded_sizes(most)[-1],
+            prompt=token_sizes(config.max_num_batched_tokens)[-1],
+            prompt_logits=decode_sizes(most)[-1] + min(SEQUENCES, most),
+            drafts=max((each.sequences for each in sizes), default=0),
+            draft_rows=max((each.rows for each in sizes), default=0),
+            passes=most if "mtp" in config.speculative else 0,
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest step, padding included."""
+        return max(self.prompt + self.prompt_logits, self.draft_rows)
+
+    @property
+    def most_logits(self) -> int:
+        """Rows of logits of the step that has most of them."""
+        return max(self.sequences, self.prompt_logits, self.draft_rows)
+
+    def result_bytes(self, vocab_size: int, hidden_bytes: int) -> int:
+        """Return the bytes of all results, which the graphs keep.
+
+        Args:
+            vocab_size: columns of logits.
+            hidden_bytes: bytes of a token's hidden state.
+        """
+        logits = self.sequences + self.prompt_logits + self.draft_rows + self.passes
+        hidden = 0
+        if self.passes:
+            hidden = logits + self.prompt + self.draft_rows
+        return 4 * vocab_size * logits + hidden_bytes * hidden

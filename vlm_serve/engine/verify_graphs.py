@@ -1,0 +1,120 @@
+"""Replays steps with drafted tokens from CUDA graphs.
+
+Such a step is a decode step with some tokens per sequence. Every sequence has a place of fixed
+size in it, so the number of drafts may change from step to step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vlm_serve.engine.decode_graphs import StepGraphs
+from vlm_serve.engine.drafting import max_drafts
+from vlm_serve.engine.graph_device import GraphDevice, Step
+from vlm_serve.engine.verify_buffers import VerifyBuffers, VerifySizes
+from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_verify_meta
+from vlm_serve.models import Model
+from vlm_serve.models.batch import ForwardBatch, ForwardOutput
+from vlm_serve.models.cache_layout import CacheTensors
+
+LARGEST_ROWS = 256
+"""Drafted tokens of the largest captured step, padding included. Larger ones keep a GPU busy
+without graphs, and each row keeps its logits."""
+FEW_DECODES = 8
+"""Sequences without drafts beside others, in the smaller of two sizes."""
+
+
+def powers_up_to(most: int) -> tuple[int, ...]:
+    """Return the powers of two below `most`, and `most`."""
+    return (*(2**power for power in range(most.bit_length()) if 2**power < most), most)
+
+
+def verify_sizes(max_num_seqs: int, drafts: int) -> tuple[VerifySizes, ...]:
+    """Return the sizes to capture, ascending by their rows.
+
+    Args:
+        max_num_seqs: maximum number of sequences in a step.
+        drafts: maximum number per sequence, unless few run; see `max_drafts`.
+    """
+    few = max(1, max_num_seqs // 4)
+    found = set[VerifySizes]()
+    for room, most in (
+        (drafts + 1, max_num_seqs),
+        (max_drafts(drafts, 1, max_num_seqs) + 1, few),
+    ):
+        beside = {0, min(FEW_DECODES, most - 1), most - 1}
+        found |= {
+            VerifySizes(decodes, count, room)
+            for count in powers_up_to(most)
+            for decodes in beside
+            if count == 1 or count * room <= LARGEST_ROWS
+        }
+    return tuple(sorted(found, key=lambda sizes: (sizes.rows, sizes.decodes, sizes.room)))
+
+
+class VerifyGraphs(StepGraphs):
+    """Runs steps with drafts, and without prompts, from captured graphs.
+
+    Args:
+        model, caches, block_size, max_model_len, max_num_seqs, device, deterministic: see
+            `DecodeGraphs`.
+        drafts: maximum number of drafts per sequence, see `verify_sizes`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        caches: CacheTensors,
+        *,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        drafts: int,
+        device: GraphDevice,
+        deterministic: bool = False,
+    ) -> None:
+        sizes = verify_sizes(max_num_seqs, drafts)
+        super().__init__(
+            model,
+            caches,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            most_logits=sizes[-1].rows,
+            most_tokens=sizes[-1].rows,
+            device=device,
+            deterministic=deterministic,
+        )
+        self._num_updates = caches.num_updates
+        self._steps: list[tuple[VerifyBuffers, Step]] = []
+        for each in reversed(sizes):
+            buffers = VerifyBuffers(each, self._limits, self._ring, caches.device)
+            step = self._captured(buffers.batch, buffers.batch.logit_rows)
+            self._steps.insert(0, (buffers, step))
+
+    def _find(self, batch: ForwardBatch) -> tuple[VerifyBuffers, Step] | None:
+        """Find a graph for this step. It must have drafts, no prompts, media, adapters or routed
+        experts, and need the logits of all its tokens."""
+        plain = batch.prefill is None and batch.changes is None and not batch.media
+        verify, whole = batch.verify, len(batch.logit_rows) == len(batch.token_ids)
+        if verify is None or not plain or not whole or batch.capture_experts:
+            return None
+        if batch.deterministic != self._deterministic:
+            return None
+        return next((each for each in self._steps if each[0].accepts(batch.decode, verify)), None)
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch) -> ForwardOutput | None:
+        found, verify, decode = self._find(batch), batch.verify, batch.decode
+        if found is None:
+            return None
+        assert verify is not None
+        place = self._num_blocks, self._block_size
+        if decode is not None:
+            check_decode_meta(decode, len(decode), self._num_rows)
+            check_block_tables(decode, decode.kv_lens, *place)
+        check_verify_meta(verify, verify.num_tokens, self._num_rows, self._num_updates)
+        check_block_tables(verify, verify.kv_lens, *place)
+        buffers, step = found
+        buffers.fill(batch)
+        step()
+        return self._output(batch)
