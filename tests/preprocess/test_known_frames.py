@@ -111,7 +111,7 @@ def missing(item: MediaItem, spans: int) -> list[int]:
     return [patch for patch in range(spans) if not item.has(patch)]
 
 
-GRID = {"sampling": "fps_grid", "sample_fps": 4}
+GRID: dict[str, Any] = {"sampling": "fps_grid", "sample_fps": 4}
 
 
 def test_a_longer_sampling_decodes_the_new_frames(
