@@ -8,7 +8,11 @@ from functools import partial
 import torch
 
 from common.gpu_shapes import ALL, Shapes
-from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
+from vlm_serve.kernels.causal_conv import (
+    causal_conv_decode,
+    causal_conv_prefill,
+    causal_conv_verify,
+)
 from vlm_serve.kernels.elementwise import silu_times, times_sigmoid
 from vlm_serve.kernels.gated_delta import (
     chunk_gated_delta,
@@ -173,6 +177,11 @@ def _state_ops(shapes: Shapes) -> Iterator[Case]:
     yield "causal_conv", partial(causal_conv_prefill, x, weight, tails, prefill_meta())
     x = _half(BATCH, shapes.conv_channels)
     yield "causal_conv", partial(causal_conv_decode, x, weight, tails, decode_meta())
+    x, inputs = (
+        _half(BATCH * DRAFTED, shapes.conv_channels),
+        _updates(shapes, BATCH * DRAFTED).inputs,
+    )
+    yield "causal_conv", partial(causal_conv_verify, x, weight, tails, inputs, verify_meta())
     for dtype, label in ((torch.bfloat16, "gated_delta"), (torch.float32, "gated_delta fp32")):
         state = torch.empty(STATE_ROWS, 2, shapes.value_heads, shapes.state_dim, shapes.state_dim)[
             :, 0
@@ -206,6 +215,8 @@ def _attention(shapes: Shapes) -> Iterator[Case]:
             rows = gate[:1].expand(len(meta), -1)
             gated = partial(gated_attention_decode, own, kv, meta, rows, scale=scale)
             yield f"{label}, gated", gated
+        # As in the layer for drafts.
+        yield f"{label}, gated", partial(gated, first_key=1)
 
 
 def _experts(shapes: Shapes) -> Iterator[Case]:

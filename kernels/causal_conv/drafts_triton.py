@@ -47,23 +47,23 @@ def _verify_kernel(
     if folded > 0:
         # Column c of the new tail is column c + folded of the old one and the inputs behind it.
         behind = folded + columns - (TAPS - 1)
-        old = tl.load(tail + folded, mask=kept & (behind < 0)[None, :], other=0.0)
-        places = (first + behind)[None, :] * input_stride + channels[:, None]
-        recent = tl.load(inputs + places, mask=kept & (behind >= 0)[None, :], other=0.0)
-        folded_tail = tl.where((behind < 0)[None, :], old, recent)
+        shifted = tl.load(tail + folded, mask=kept & (behind < 0)[None, :], other=0.0)
+        earlier = inputs + (first + behind)[None, :] * input_stride + channels[:, None]
+        recent = tl.load(earlier, mask=kept & (behind >= 0)[None, :], other=0.0)
+        shifted = tl.where((behind < 0)[None, :], shifted, recent)
         # Both are overwritten below: all threads must read before any writes.
         tl.debug_barrier()
-        tl.store(tail, folded_tail, mask=kept)
+        tl.store(tail, shifted, mask=kept)
     tl.debug_barrier()
-    places = channels[:, None] * weight_stride + columns[None, :]
-    factor = tl.load(weight + places, mask=tapped, other=0.0).to(tl.float32)
+    weights = weight + channels[:, None] * weight_stride + columns[None, :]
+    factor = tl.load(weights, mask=tapped, other=0.0).to(tl.float32)
     for place in range(0, tl.load(slices + 4)):
         token = begin + place
         # The window ends with the token itself; what lies before the slice is in the tail.
         at = place + columns - (TAPS - 1)
         old = tl.load(tail + place, mask=kept & (at < 0)[None, :], other=0.0)
-        places = (begin + at)[None, :] * x_stride + channels[:, None]
-        fresh = tl.load(x + places, mask=tapped & (at >= 0)[None, :], other=0.0)
+        tokens = x + (begin + at)[None, :] * x_stride + channels[:, None]
+        fresh = tl.load(tokens, mask=tapped & (at >= 0)[None, :], other=0.0)
         window = tl.where((at < 0)[None, :], old, fresh)
         total = tl.sum(window.to(tl.float32) * factor, axis=1)
         result = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
