@@ -173,7 +173,7 @@ def _shared(shape: tuple[int, ...], dtype: Any = np.uint8) -> SharedArray:
 def _serve_video(sock: socket.socket, data: Any, limits: MediaLimits, fps: float | None) -> None:
     """Send the times of all frames, then one selected frame per "next" message.
 
-    The owner asks for a few frames ahead of those that it has taken.
+    The owner asks for a few frames ahead.
     """
     animated = is_picture(data.data)
     video = (AnimatedPicture if animated else EncodedVideo)(data.data, fps, limits)

@@ -213,7 +213,7 @@ class Decoders:
 
 
 class DecodedVideo:
-    """A `Video` of another process, which decodes a few frames ahead of the consumer.
+    """A `Video` of another process, decoding a few frames ahead of the consumer.
 
     Attributes:
         num_decoded: frames that were decoded for those that were asked for.

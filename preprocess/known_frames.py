@@ -1,6 +1,6 @@
-"""Remembers the frames of video files, so that another sampling decodes only what is new.
+"""Remembers the frames of video files, so that another sampling decodes new ones only.
 
-Kept are the times of all frames and the content hashes of those that were decoded. Pixels are not
+Kept are the times of all frames and the content hashes of the decoded ones. Pixels are not
 kept. The key of a file covers its bytes, the tenant's salt, the processors and the decoders; the
 key of a layout is the size after the resize (docs/architecture.md#identity).
 """
@@ -54,7 +54,7 @@ class _File:
 
 
 class FrameIndex:
-    """What is known of video files, by key, evicted in LRU order. Thread-safe.
+    """Knowledge of video files, by key, evicted in LRU order. Thread-safe.
 
     Args:
         max_bytes: limit on the memory of all entries; 0 stores nothing.
@@ -87,7 +87,7 @@ class FrameIndex:
             return self._get(key).sizes.get(frame)
 
     def hashes(self, key: bytes, layout: str) -> dict[int, Hashes]:
-        """Return a copy of the hashes that are known of a file's frames in a layout."""
+        """Return a copy of the known hashes of a file's frames in a layout."""
         with self._lock:
             return dict(self._get(key).layouts.get(layout, {}))
 

@@ -186,7 +186,7 @@ def process_video(
 
 @dataclass(frozen=True, slots=True)
 class FrameLayout:
-    """A `Layout` of frames that are seen whole.
+    """A `Layout` of frames seen whole.
 
     Attributes:
         size: (height, width) of every frame after the resize.

@@ -1,4 +1,4 @@
-"""Reads what a media part names: a data: URL, a remote file, a path, or bytes."""
+"""Reads the source of a media part: a data: URL, a remote file, a path, or bytes."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ class EncodedVideo:
 
 
 def _frames_of(context: Any, packet: Any, *, drain: bool) -> Iterator[Any]:
-    """Yield what a decoder gives for a packet; drain it before packets are skipped."""
+    """Yield a decoder's frames for a packet; drain it before packets are skipped."""
     yield from context.decode(packet)
     if drain:
         yield from context.decode(None)

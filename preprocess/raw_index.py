@@ -25,7 +25,7 @@ _HASH_BYTES = 128
 
 
 def raw_digest(data: bytes | str | npt.NDArray[np.uint8]) -> bytes:
-    """Return 32 bytes that name the content of an upload.
+    """Return a name of 32 bytes for the content of an upload.
 
     Args:
         data: a file's bytes, the ASCII text of a data: URL, or C-contiguous uint8 frames.
@@ -115,7 +115,7 @@ class RawIndex:
             self._remove(key)
 
     def clear(self) -> None:
-        """Remove all records, and what is known of frames."""
+        """Remove all records, and all knowledge of frames."""
         self.frames.clear()
         with self._lock:
             self._entries.clear()

@@ -17,7 +17,7 @@ Pictures = tuple[torch.Tensor, ...]
 
 
 class Layout(Protocol):
-    """The size and the cut that all frames of a sampling share."""
+    """Size and cut of all frames of a sampling."""
 
     @property
     def key(self) -> str:
@@ -26,7 +26,7 @@ class Layout(Protocol):
 
     @property
     def merge_size(self) -> int:
-        """Patches per side that form one token."""
+        """Patches per side of one token."""
         ...
 
     def pictures(self, frame: Pixels) -> Pictures:

@@ -100,7 +100,7 @@ class AdapterChanges:
             self._layout = _Layout(self.by_site, self._sites)
 
     def place(self, device: torch.device) -> None:
-        """Copy everything to a device, unless that has been done."""
+        """Copy everything to a device, once."""
         if self._placed is None:
             self._placed = {site: change.to(device) for site, change in self.by_site.items()}
             records = records_of(self._placed, self._sites)

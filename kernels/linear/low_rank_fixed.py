@@ -14,7 +14,7 @@ from vlm_serve.kernels.linear.low_rank_rows import GroupedRows
 
 
 class FixedRows(RowChanges):
-    """Rows whose adapters only the device knows.
+    """Rows with adapters from tables on the device.
 
     Every projection may be changed, and every row is kept: a decode step computes logits of all.
 

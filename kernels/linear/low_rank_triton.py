@@ -116,7 +116,7 @@ def low_rank_change(
     LOW_RANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return what an adapter adds to some columns of rows.
+    """Return an adapter's addition to some columns of rows.
 
     Args:
         record: pointer to the adapter's record.
@@ -214,7 +214,7 @@ def _up_kernel(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute some columns of a tile's rows: their sums, what the adapter adds, what follows."""
+    """Compute some columns of a tile's rows: sums, the adapter's addition, and the epilogue."""
     own = bounds + tl.program_id(0) * 3
     begin, end, adapter = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     if begin < end:

@@ -1,4 +1,4 @@
-"""How much the captured steps of an engine compute at most, and what their results take."""
+"""Most rows of an engine's captured steps, and the memory of their results."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class CapturedRows:
 
     @property
     def most_logits(self) -> int:
-        """Rows of logits of the step that has most of them."""
+        """Most rows of logits of a step."""
         return max(self.sequences, self.prompt_logits, self.draft_rows)
 
     def result_bytes(self, vocab_size: int, hidden_bytes: int) -> int:
-        """Return the bytes of all results, which the graphs keep.
+        """Return the bytes of all results: the graphs keep them.
 
         Args:
             vocab_size: columns of logits.

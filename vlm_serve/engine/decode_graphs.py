@@ -107,7 +107,7 @@ class StepGraphs(ABC):
         return self._device.capture(step)
 
     def _output(self, batch: ForwardBatch) -> ForwardOutput:
-        """Return the results of the batch that a captured step has computed."""
+        """Return the results of a batch after its captured step."""
         hidden = None if self._hidden is None else self._hidden[: batch.token_ids.shape[0]]
         return ForwardOutput(self._logits[: batch.logit_rows.shape[0]], hidden=hidden)
 

@@ -1,8 +1,8 @@
 """LoRA adapters of an engine.
 
-options.py  the adapters that options name, and where they cannot be served
+options.py  the adapters that options name, and their limits
 store.py    adapters by name, with their users
-slots.py    which of them the executor holds
-table.py    where captured steps find those of slots
+slots.py    those in the executor
+table.py    their addresses, for captured steps
 counts.py   counts of their requests
 """

@@ -1,4 +1,4 @@
-"""Where captured steps find the adapters of slots: addresses of factors, at a fixed place."""
+"""Addresses of the factors of adapters in slots, at a fixed place for captured steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlm_serve.models.adapters import Modules
 
 @dataclass(frozen=True, slots=True)
 class SlotSizes:
-    """What slots have room for.
+    """Room in slots.
 
     Attributes:
         slots: adapters at a time.
@@ -37,7 +37,7 @@ class SlotSizes:
 
     @classmethod
     def of_config(cls, modules: Modules, config: EngineConfig) -> SlotSizes:
-        """Return the sizes that options ask for."""
+        """Return the sizes of the options."""
         return cls.of(modules, slots=config.max_loras, max_rank=config.max_lora_rank)
 
     @property
@@ -67,7 +67,7 @@ class AdapterTable:
             self._ring.reserve(self.records[0].nbytes)
 
     def rows(self, tables: Mapping[str, torch.Tensor]) -> FixedRows:
-        """Return the adapters of a captured step's rows, which its tables name."""
+        """Return the adapters of a captured step's rows, as named by its tables."""
         return FixedRows(self.records, self.sizes.widths, tables)
 
     def hold(self, slot: int, changes: AdapterChanges | None) -> None:
