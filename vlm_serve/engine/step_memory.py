@@ -20,6 +20,7 @@ from vlm_serve.engine.adapters.options import slot_bytes
 from vlm_serve.engine.adapters.table import SlotSizes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
+from vlm_serve.engine.decode_graphs import LARGEST
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.ranks.start import ModelSource
 from vlm_serve.engine.warm_up import warm_up
@@ -156,10 +157,11 @@ def measure_step_memory(
                 adapter.place(device)
             forward = partial(_forward, model, caches, config.gdn_chunk_size, adapter)
             text = _peak(device, forward(tokens, logit_rows))
-            # Each size keeps its own outputs; what lies between is shared. So do those of the set
-            # with adapters.
-            times = 2 if adapter is None else 3
-            graphs = times * _peak(device, forward(few, rows)) if with_graphs else 0
+            # Each size keeps its own outputs; what lies between is shared.
+            graphs = 2 * _peak(device, forward(few, rows)) if with_graphs else 0
+            if with_graphs and adapter is not None:
+                # The set with adapters has decode steps alone.
+                graphs += _peak(device, forward(min(few, LARGEST), rows))
             media = _peak(device, _encode(model, span_tokens)) if span_tokens else 0
             model.unbind()
             del caches
