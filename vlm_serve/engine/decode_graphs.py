@@ -68,6 +68,10 @@ class StepGraphs:
         self._logits = torch.empty(most_logits, model.spec.vocab_size, device=caches.device)
         self._model, self._caches, self._device = model, caches, device
 
+    def hold_changes(self, slot: int, changes: AdapterChanges | None) -> None:
+        """Put an adapter's changes into a slot, between steps; None: empty it. Steps that have no
+        adapters need none."""
+
     def _captured(self, batch: ForwardBatch) -> Step:
         """Capture the forward of a batch; its logits go into the shared buffer."""
         batch = replace(batch, deterministic=self._deterministic)
@@ -125,7 +129,6 @@ class DecodeGraphs(StepGraphs):
         return steps
 
     def hold_changes(self, slot: int, changes: AdapterChanges | None) -> None:
-        """Put an adapter's changes into a slot, between steps; None: empty it."""
         if self._adapters is not None:
             self._adapters.hold(slot, changes)
 
