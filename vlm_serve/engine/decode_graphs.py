@@ -46,6 +46,8 @@ class StepGraphs:
         deterministic: of the steps, see `ForwardBatch`; others have no graph.
     """
 
+    _adapters: AdapterTable | None = None
+
     def __init__(
         self,
         model: Model,
@@ -69,8 +71,9 @@ class StepGraphs:
         self._model, self._caches, self._device = model, caches, device
 
     def hold_changes(self, slot: int, changes: AdapterChanges | None) -> None:
-        """Put an adapter's changes into a slot, between steps; None: empty it. Steps that have no
-        adapters need none."""
+        """Put an adapter's changes into a slot, between steps; None: empty it."""
+        if self._adapters is not None:
+            self._adapters.hold(slot, changes)
 
     def _captured(self, batch: ForwardBatch) -> Step:
         """Capture the forward of a batch; its logits go into the shared buffer."""
@@ -127,10 +130,6 @@ class DecodeGraphs(StepGraphs):
             buffers = DecodeBuffers(size, self._limits, self._ring, self._caches.device, adapters)
             steps[size] = buffers, self._captured(buffers.batch)
         return steps
-
-    def hold_changes(self, slot: int, changes: AdapterChanges | None) -> None:
-        if self._adapters is not None:
-            self._adapters.hold(slot, changes)
 
     def _accepts(self, batch: ForwardBatch) -> bool:
         """Return True if a graph can run this step: decode tokens only, one row of logits for each,
