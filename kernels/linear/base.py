@@ -179,6 +179,10 @@ class ChangedRows(Protocol):
         """Return the same for some of the rows, in their order."""
         ...
 
+    def reaches(self, site: int) -> bool:
+        """Tell whether the adapter of any row changes a projection."""
+        ...
+
     def changed(self, sites: Sequence[int]) -> list[bool]:
         """Tell for each row whether its adapter changes any of these projections."""
         ...
@@ -261,7 +265,7 @@ class Linear(ABC):
         self, x: torch.Tensor, after: Epilogue, deterministic: bool, changes: ChangedRows | None
     ) -> torch.Tensor:
         """Compute a call with checked arguments, whose rows may have adapters."""
-        if changes is None or not any(changes.changed((self.site,))):
+        if changes is None or not changes.reaches(self.site):
             return self._multiply(x, after, deterministic)
         return changes.multiplied(self, x, after, deterministic=deterministic)
 

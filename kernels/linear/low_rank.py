@@ -166,6 +166,7 @@ class RowChanges:
         self.adapters = tuple(adapters)
         self.of_rows = array("q", of_rows)
         self.slots = tuple(range(len(self.adapters)) if slots is None else slots)
+        self._used = sorted(set(self.of_rows) - {-1})
         self._grouped: dict[torch.device, GroupedRows] = {}
         self._groups: dict[tuple[torch.device, tuple[bool, ...]], Groups] = {}
 
@@ -205,7 +206,7 @@ class RowChanges:
 
     def few(self, site: int, x: torch.Tensor, norm: torch.Tensor | None = None) -> Reduced | None:
         """Compute u of a few rows, see `GroupedRows.reduced`; None if no row is changed."""
-        if not any(self.changed((site,))):
+        if not self.reaches(site):
             return None
         return self.grouped(x.device).reduced(site, x, norm)
 
@@ -222,6 +223,10 @@ class RowChanges:
             change = None if adapter < 0 else self.adapters[adapter].at(site, device)
             yield change, torch.tensor(rows, device=device)
 
+    def reaches(self, site: int) -> bool:
+        """Tell whether the adapter of any row changes a projection."""
+        return any(site in self.adapters[each].by_site for each in self._used)
+
     def changed(self, sites: Sequence[int]) -> list[bool]:
         """Tell for each row whether its adapter changes any of these projections."""
         known = [any(site in each.by_site for site in sites) for each in self.adapters]
@@ -233,7 +238,7 @@ class RowChanges:
         for leaf in weight.leaves():
             own = slice(first, first + leaf.columns)
             if by_kernels(x.device):
-                if any(self.changed((leaf.site,))):
+                if self.reaches(leaf.site):
                     self.grouped(x.device).added(leaf.site, x, out[:, own])
                 first = own.stop
                 continue

@@ -40,8 +40,8 @@ class FixedRows(RowChanges):
     def grouped(self, device: torch.device) -> GroupedRows:
         return self._fixed
 
-    def changed(self, sites: Sequence[int]) -> list[bool]:
-        return [any(sites)]
+    def reaches(self, site: int) -> bool:
+        return site > 0
 
     def gated(
         self, gate: Linear, up: Linear, x: torch.Tensor, *, deterministic: bool

@@ -48,6 +48,8 @@ class StepGraphs(ABC):
         deterministic: of the steps, see `ForwardBatch`; others have no graph.
     """
 
+    _adapters: AdapterTable | None = None
+
     def __init__(
         self,
         model: Model,
@@ -74,6 +76,11 @@ class StepGraphs(ABC):
             shape = most_tokens, model.spec.hidden_size
             self._hidden = torch.empty(shape, dtype=model.dtype, device=caches.device)
         self._model, self._caches, self._device = model, caches, device
+
+    def hold_changes(self, slot: int, changes: AdapterChanges | None) -> None:
+        """Put an adapter's changes into a slot, between steps; None: empty it."""
+        if self._adapters is not None:
+            self._adapters.hold(slot, changes)
 
     @abstractmethod
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
@@ -157,11 +164,6 @@ class DecodeGraphs(StepGraphs):
             buffers = DecodeBuffers(size, self._limits, self._ring, self._caches.device, adapters)
             steps[size] = buffers, self._captured(buffers.batch)
         return steps
-
-    def hold_changes(self, slot: int, changes: AdapterChanges | None) -> None:
-        """Put an adapter's changes into a slot, between steps; None: empty it."""
-        if self._adapters is not None:
-            self._adapters.hold(slot, changes)
 
     def _accepts(self, batch: ForwardBatch) -> bool:
         """Return True if a graph can run this step: decode tokens only, one row of logits for each,

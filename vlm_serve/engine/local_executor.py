@@ -106,8 +106,7 @@ class LocalExecutor:
         else:
             self._adapters[slot] = changes
         for graphs in self._graphs:
-            if isinstance(graphs, DecodeGraphs):
-                graphs.hold_changes(slot, changes)
+            graphs.hold_changes(slot, changes)
 
     def watch(self, lost: Callable[[ExecutorLostError], None]) -> None:
         """Do nothing: nothing can be lost."""

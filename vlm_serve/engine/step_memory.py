@@ -21,6 +21,7 @@ from vlm_serve.engine.adapters.table import SlotSizes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.engine.captured_rows import CapturedRows
+from vlm_serve.engine.decode_graphs import LARGEST
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.ranks.start import ModelSource
 from vlm_serve.engine.warm_up import warm_up
@@ -156,13 +157,14 @@ def measure_step_memory(
             forward = partial(_forward, model, caches, config.gdn_chunk_size, adapter)
             text = _peak(device, forward(tokens, logit_rows))
             # What lies between a step's inputs and results is shared by all sizes, but for what
-            # their allocations leave between each other; the set with adapters has its own. The
-            # results are kept.
-            times = 2 if adapter is None else 3
-            graphs = times * _peak(device, forward(few, rows)) if with_graphs else 0
+            # their allocations leave between each other. The results are kept.
+            graphs = 2 * _peak(device, forward(few, rows)) if with_graphs else 0
             if with_graphs:
                 hidden = model.spec.hidden_size * model.dtype.itemsize
                 graphs += captured.result_bytes(model.spec.vocab_size, hidden)
+            if with_graphs and adapter is not None:
+                # The set with adapters has decode steps alone.
+                graphs += _peak(device, forward(min(few, LARGEST), rows))
             media = _peak(device, _encode(model, span_tokens)) if span_tokens else 0
             parts = fixed_parts(model.spec, config) if config.deterministic else 0
             model.unbind()

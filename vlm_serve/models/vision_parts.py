@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,7 @@ class Products:
 
     deterministic: bool
     changes: AdapterChanges | None = None
+    _of_rows: dict[int, RowChanges | None] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(
         self,
@@ -64,12 +65,16 @@ class Products:
         plus: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute a projection; arguments as in `Linear.__call__`."""
+        count = len(x)
+        if count not in self._of_rows:
+            # Kept, since a GPU gets tables of the rows.
+            self._of_rows[count] = RowChanges.of_all(self.changes, count)
         return weight(
             x,
             activation=activation,
             plus=plus,
             deterministic=self.deterministic,
-            changes=RowChanges.of_all(self.changes, len(x)),
+            changes=self._of_rows[count],
         )
 
 
