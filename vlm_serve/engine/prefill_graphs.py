@@ -1,5 +1,5 @@
-"""Replays steps with a short prefill from CUDA graphs: the rest of a prompt behind a cache hit, or a
-part of one that leaves time for others.
+"""Replays steps with a short prefill from CUDA graphs: the rest of a prompt behind a cache hit, or
+part of a longer one.
 
 Such a step has as many launches as a decode step, and more tables. It is padded to one of a few
 token counts and may contain decoding sequences.
