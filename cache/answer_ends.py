@@ -36,10 +36,12 @@ class AnswerEnds:
         boundary again, or a free or cheap one. None if there is none.
 
         Args:
-            position: a multiple of the block size, beyond the computed tokens.
+            position: a multiple of the block size, in the answer. The row holds its state after the
+                next step.
             expected: number of expected uses.
         """
-        assert lease.state is LeaseState.OPEN and position > lease.length
+        assert lease.state is LeaseState.OPEN and position > lease.boundary
+        assert lease.trailing is None or position > lease.trailing.position
         if lease.trailing is None:
             if not self._evictor.make_row(worth=expected * (position - lease.boundary)):
                 return None

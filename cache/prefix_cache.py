@@ -319,8 +319,9 @@ class PrefixCache(Leasing):
         new = TimedPin(tuple(nodes), found.snapshot, until, owner or nodes[0].parent.key)
         return found.usable if self._timed_pins.add(new) else 0
 
-    def pin_node(self, node: Node, until: float) -> int:
-        """Keep a node, all nodes before it and the deepest state there until time `until`.
+    def pin_node(self, node: Node, until: float, owner: bytes | None = None) -> int:
+        """Keep a node, all nodes before it and the deepest state there until time `until`. Without
+        an owner, its root owns the pin.
 
         Returns the tokens pinned; 0 if the node was evicted, or if pins would hold too much.
         """
@@ -330,7 +331,7 @@ class PrefixCache(Leasing):
         while isinstance(path[-1].parent, Node):
             path.append(path[-1].parent)
         snapshot = next((each.snapshot for each in path if each.snapshot is not None), None)
-        new = TimedPin(tuple(reversed(path)), snapshot, until, path[-1].parent.key)
+        new = TimedPin(tuple(reversed(path)), snapshot, until, owner or path[-1].parent.key)
         return node.end if self._timed_pins.add(new) else 0
 
     @property

@@ -156,7 +156,7 @@ class QueuedExecutor(LocalExecutor):
 
     def run(self, plan: StepPlan) -> StepOutput:
         # The device has no kernel for folds that queues.
-        if plan.folds:
+        if plan.folds or plan.partial_folds:
             self.device.synchronize()
         output = super().run(plan)
         return replace(output, awaited=not self.device.current.queued)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from letters import Letters
-from symbolic import END_OF_TURN, VOCABULARY, SymbolicExecutor, make_prompt
+from symbolic import (
+    END_OF_TURN,
+    VOCABULARY,
+    SymbolicExecutor,
+    chain,
+    extended,
+    make_prompt,
+    next_token,
+)
 
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
@@ -21,12 +29,36 @@ from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.request import Language, NextTurn, Request
 from vlm_serve.engine.scheduler import Scheduler
-from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.engine.update_slots import UpdateSlots
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 BLOCK = 8
+
+
+@dataclass
+class Seer:
+    """Drafts what will come; from `wrong` on (places in a draft), what will not."""
+
+    wrong: int = 100
+    asked: list[int] = field(default_factory=list)
+
+    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        self.asked.append(limit)
+        digest = chain(sequence.info.positions, sequence.token_ids)[-1]
+        drafts: list[int] = []
+        for place in range(limit):
+            token = next_token(digest, sequence.info.seed)
+            drafts.append(token if place < self.wrong else token ^ 1)
+            digest = extended(digest, drafts[-1])
+        return tuple(drafts)
+
+    def evidence(self, sequence: Sequence) -> int:
+        return 0
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
 
 
 class World:

@@ -341,6 +341,9 @@ class SymbolicExecutor:
     def run(self, plan: StepPlan) -> StepOutput:
         for slot in plan.dropped_slots:
             self.embeddings.pop(slot, None)
+        for source, destination, first, count in plan.partial_folds:
+            self.rows[destination] = self.rows[source]
+            self._fold(destination, first, count)
         for row, first, count in plan.folds:
             self._fold(row, first, count)
         for source, destination in plan.row_copies:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer
+from vlm_serve.kernels.paged_attention.fixed_parts import FIXED_PART
 from vlm_serve.kernels.paged_attention.tiles_triton import (
     attend,
     attention_arguments,
@@ -21,8 +22,6 @@ from vlm_serve.kernels.triton_support import decode_tables, launch, power_of_two
 WANTED_PROGRAMS = 256
 MAX_SPLITS = 64
 KEYS_WORTH_A_SPLIT = 256
-FIXED_PART = 2048
-"""Keys of a split with bounds from positions alone; a multiple of every tile."""
 
 
 @triton.jit
@@ -243,6 +242,7 @@ def attention_decode(
     splits = -(-longest // part) if part else split_count(batch * kv_heads, longest)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = {
+        # `fixed_part_bytes` counts them.
         "best_parts": torch.empty(batch, heads, splits, device=q.device),
         "norm_parts": torch.empty(batch, heads, splits, device=q.device),
         "total_parts": torch.empty(batch, heads, splits, dim, device=q.device),

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
-from scheduling import BLOCK, World
-from symbolic import chain, extended, next_token
+from scheduling import BLOCK, Seer, World
 
 from vlm_serve.engine.drafting import max_drafts
 from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.plan import StepPlan
-from vlm_serve.engine.sequence import Sequence
 
 MOST = 5
 ALONE = 11
 """Drafts of a sequence while the other one that may run does not."""
-
-
-@dataclass
-class Seer:
-    """Drafts what will come; from `wrong` on (places in a draft), what will not."""
-
-    wrong: int = 100
-    asked: list[int] = field(default_factory=list)
-
-    def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
-        self.asked.append(limit)
-        digest = chain(sequence.info.positions, sequence.token_ids)[-1]
-        drafts: list[int] = []
-        for place in range(limit):
-            token = next_token(digest, sequence.info.seed)
-            drafts.append(token if place < self.wrong else token ^ 1)
-            digest = extended(digest, drafts[-1])
-        return tuple(drafts)
-
-    def evidence(self, sequence: Sequence) -> int:
-        return 0
-
-    def forget(self, sequence: Sequence) -> None:
-        pass
 
 
 def world(num_blocks: int = 30, *, interval: int = 0, budget: int = 100, wrong: int = 100) -> World:

@@ -145,21 +145,33 @@ def test_accepted_tokens_have_the_bits_of_decoding(checkpoint: Path, dtype: str)
 
 
 @pytest.mark.usefixtures("compiler")
-def test_a_next_turn_equals_a_cold_one(checkpoint: Path) -> None:
-    """What a speculating turn leaves in the cache, snapshots while decoding included."""
+@pytest.mark.parametrize("interval", [0, 16])
+def test_a_next_turn_equals_a_cold_one(
+    checkpoint: Path, interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a speculating turn leaves in the cache: snapshots while decoding, and without them the
+    state of the last block boundary."""
     config = EngineConfig(
         cache_memory="64MiB",
-        prefix_cache_decode_state_interval=16,
+        prefix_cache_decode_state_interval=interval,
         speculative="suffix",
         **(ROOMY | {"max_model_len": 512}),
     )
     with Pipeline(checkpoint, config) as pipe:
         draft_freely(pipe.engine)
-        answered = 0
+        executor, answered, folded = executor_of(pipe.engine), 0, list[Any]()
+        run = executor.run
+
+        def watched(plan: Any) -> Any:
+            folded.extend(plan.partial_folds)
+            return run(plan)
+
+        monkeypatch.setattr(executor, "run", watched)
         for pair, tokens in next_turn_pairs(pipe, 12, seed=7, num_tokens=40):
             assert pair.same_bits and pair.same_tokens
             answered += tokens
         assert answered and pipe.engine.stats()["drafts"]["accepted_tokens"]
+        assert interval or folded
 
 
 def test_a_failed_step_costs_no_token(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,9 @@ def test_a_node_is_pinned_by_its_key(pipe: Pipeline) -> None:
     entry = engine.mirror.find(bytes.fromhex(nodes[5].key))
     assert entry is not None
     engine.flush()
-    assert engine.call(lambda: engine._inspector.pin_node(entry.node, 60.0)) == 0, "it has left"
+    assert engine.call(lambda: engine._inspector.pin_node(entry.node, 60.0, None)) == 0, (
+        "it has left"
+    )
     with pytest.raises(InvalidRequestError, match="ttl_seconds"):
         engine.pins.add_node(bytes.fromhex(nodes[2].key), 0.0)
 

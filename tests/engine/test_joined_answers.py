@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from exactness import joined_pairs
 from make_checkpoint import make_checkpoint
 from parity import greedy
 from parity_cases import random_ids
+from together import together
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.engine import Engine
 from vlm_serve.pipeline import Pipeline
 
 
@@ -38,33 +34,8 @@ def test_hits_that_were_waited_for_have_the_bits_of_a_cold_run(
     assert all(pair.same_bits and pair.same_tokens for pair in pairs)
 
 
-@contextmanager
-def planned_together(engine: Engine, count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hold the engine's thread until `count` requests are submitted: its next plan sees them all,
-    however slowly they come."""
-    held, here, submit = threading.Event(), threading.Semaphore(0), engine.submit
-
-    def hold() -> None:
-        held.set()
-        for _ in range(count):
-            assert here.acquire(timeout=60)
-
-    def submit_and_count(*args: Any, **options: Any) -> str:
-        request_id = submit(*args, **options)
-        here.release()
-        return request_id
-
-    holder = threading.Thread(target=engine.call, args=(hold,))
-    holder.start()
-    assert held.wait(60)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "submit", submit_and_count)
-        yield
-    holder.join()
-
-
 def test_a_prompt_that_goes_on_where_another_ends_starts_from_its_last_state(
-    checkpoint: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, config: EngineConfig
 ) -> None:
     """The meeting cut is the leader's very end, where it samples."""
     short = random_ids(96, 1)
@@ -75,7 +46,7 @@ def test_a_prompt_that_goes_on_where_another_ends_starts_from_its_last_state(
             pipe.engine.flush()
             cold.append(pipe.generate(prompt, greedy(8)).token_ids)
         pipe.engine.flush()
-        with planned_together(pipe.engine, len(prompts), monkeypatch):
+        with together(pipe.engine, len(prompts)):
             answers = pipe.generate_many(prompts, greedy(8))
         pipe.engine.check()
     assert [answer.token_ids for answer in answers] == cold

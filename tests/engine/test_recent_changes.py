@@ -46,8 +46,8 @@ def test_a_step_is_summed_up_by_kind() -> None:
     assert added.num_tokens == sum(each.node.num_tokens for each in nodes)
     assert (ready.kind, ready.num_nodes) == ("snapshot_ready", 2)
     assert again.hit is not None and again.hit.boundary > 0
-    assert mirror.recent.latest(TEXT.keys.root) == told
-    assert mirror.recent.latest(b"another root") == []
+    assert mirror.recent.latest({TEXT.keys.root}) == told
+    assert mirror.recent.latest({b"another root"}) == []
 
 
 def test_it_is_bounded_in_number_and_age() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint_spec import CheckpointSpec
 from families import FAMILIES
 from make_checkpoint import make_checkpoint
 from parity import executor_of
@@ -17,7 +19,7 @@ from vlm_serve.engine import memory as sizes
 from vlm_serve.engine import step_memory
 from vlm_serve.engine.captured_rows import CapturedRows
 from vlm_serve.engine.memory import StepMemory, default_cache_memory
-from vlm_serve.engine.step_memory import largest_span, measure_step_memory
+from vlm_serve.engine.step_memory import fixed_parts, largest_span, measure_step_memory
 from vlm_serve.errors import ConfigError
 from vlm_serve.pipeline import Pipeline
 
@@ -73,6 +75,32 @@ def test_the_largest_step_and_picture_of_every_family_run(
     assert kept > 0
     assert found == StepMemory(1000, 3000 if spans else 0, 4000 + kept)
     assert found.total == (7000 if spans else 5000) + kept
+
+
+def test_fixed_parts_of_long_contexts_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are as many as `attention_decode` allocates: a maximum, a norm and totals a part."""
+    checkpoint = make_checkpoint(tmp_path, CheckpointSpec(vision_depth=0))
+    Card(monkeypatch)
+    config = replace(CONFIG, max_num_seqs=3, max_model_len=5000, deterministic=True)
+    with Pipeline(checkpoint, config) as pipe:
+        model, options = executor_of(pipe.engine)._model, pipe.engine.config
+        sides = [
+            measure_step_memory(
+                model,
+                pipe.engine.arithmetic.types,
+                each,
+                span_tokens=0,
+                logit_rows=6,
+                with_graphs=True,
+            )
+            for each in (replace(options, deterministic=False), options)
+        ]
+    heads, parts, dim = 4, 3, 32
+    assert fixed_parts(model.spec, options) == 3 * heads * parts * (1 + 1 + dim) * 4
+    one, other = (each.forward - 1000 * turn for turn, each in zip((1, 3), sides, strict=True))
+    assert other - one == fixed_parts(model.spec, options)
 
 
 def test_a_picture_larger_than_a_step_counts(tmp_path: Path) -> None:

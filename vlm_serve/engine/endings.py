@@ -16,7 +16,7 @@ from typing import Literal
 from vlm_serve.cache.reasons import key_at
 from vlm_serve.cache.records import Lease
 from vlm_serve.engine.ending_reuse import EndReuse, Group
-from vlm_serve.engine.plan import Slice
+from vlm_serve.engine.plan import PartialFold, Slice, StepPlan
 from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.preprocess.keys import PromptKeys
@@ -149,21 +149,46 @@ class Endings:
             self.ask(sequence, lambda shared: self._resolve(ending, shared))
         return True
 
-    def trail(self) -> None:
-        """Let planned decode tokens that complete a block leave their state in the second row of
-        their sequence."""
-        planned, cache = self._queues.planned, self._queues.cache
-        for place, item in enumerate(planned):
-            if item.kind != "decode" or item.snapshots or item.end % cache.config.block_size:
+    def trail(self) -> tuple[PartialFold, ...]:
+        """Put the states of planned sequences at block boundaries into their second rows. A decode
+        token that completes a block leaves its state there. Where verified drafts have passed a
+        boundary, some of the pending updates make it from a copy of the row.
+
+        Call it before the planned decode tokens' updates are folded.
+
+        Returns:
+            These copies.
+        """
+        queues, made = self._queues, list[PartialFold]()
+        size = queues.cache.config.block_size
+        for place, item in enumerate(queues.planned):
+            sequence = queues[item.sequence]
+            completes = item.kind == "decode" and not item.snapshots and not item.end % size
+            position = item.end if completes else item.start // size * size
+            updates = position - (item.start - sequence.pending)
+            if not completes and (item.kind == "prefill" or updates <= 0):
                 continue
-            sequence = self._queues[item.sequence]
             expected = self._expected(sequence)
             if expected is None or not self._pays(sequence, expected):
                 continue
-            assert sequence.lease is not None
-            row = cache.answer_ends.trail(sequence.lease, item.end, expected)
-            if row is not None:
-                planned[place] = replace(item, snapshots=((item.end, row),))
+            assert (lease := sequence.lease) is not None
+            row = queues.cache.answer_ends.trail(lease, position, expected)
+            if row is None:
+                continue
+            if completes:
+                queues.planned[place] = replace(item, snapshots=((position, row),))
+            else:
+                first = queues.first_update(sequence)
+                made.append(PartialFold(lease.src_row, row, first, updates))
+        return tuple(made)
+
+    def forget_trails(self, plan: StepPlan) -> None:
+        """Free second rows that a failed step may have written: what they hold is unknown."""
+        written = {fold.destination for fold in plan.partial_folds}
+        for sequence in self._queues.running if written else ():
+            lease = sequence.lease
+            if lease is not None and lease.trailing and lease.trailing.row in written:
+                self._queues.cache.answer_ends.drop_trailing(lease)
 
     # Steps
 

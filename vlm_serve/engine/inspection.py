@@ -122,9 +122,9 @@ class Inspector:
         """Pin the deepest usable prefix; return its number of tokens."""
         return self._cache.pin(prompt.keys, self.clock() + ttl_seconds, owner)
 
-    def pin_node(self, node: Node, ttl_seconds: float) -> int:
+    def pin_node(self, node: Node, ttl_seconds: float, owner: bytes | None) -> int:
         """Pin a node and its ancestors; return the number of tokens."""
-        return self._cache.pin_node(node, self.clock() + ttl_seconds)
+        return self._cache.pin_node(node, self.clock() + ttl_seconds, owner)
 
     def pins(self, owner: bytes | None) -> tuple[PinInfo, ...]:
         """Describe an owner's pins, None: all of them, earliest expiry first."""

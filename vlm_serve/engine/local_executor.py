@@ -174,8 +174,7 @@ class LocalExecutor:
             self._known[item.sequence].take(item)
         for slot in plan.dropped_slots:
             self._embeddings.pop(slot, None)
-        if plan.folds:
-            self._model.fold(self._caches, plan.folds)
+        self._fold(plan)
         self._copy(plan)
         for each in plan.recalled:
             self._embeddings[each.slot] = each.rows.to(self._caches.device)
@@ -212,6 +211,15 @@ class LocalExecutor:
             for pool in pools:
                 if freed and pool.dtype.is_floating_point:
                     pool[freed] = float("nan")
+
+    def _fold(self, plan: StepPlan) -> None:
+        if plan.partial_folds:
+            sources, destinations, firsts, counts = zip(*plan.partial_folds, strict=True)
+            copy_rows(self._caches.of_unit("row"), sources, destinations)
+            folds = tuple(zip(destinations, firsts, counts, strict=True))
+            self._model.fold(self._caches, folds)
+        if plan.folds:
+            self._model.fold(self._caches, plan.folds)
 
     def _copy(self, plan: StepPlan) -> None:
         if plan.row_copies:

@@ -50,9 +50,10 @@ class Pins:
         check_ttl(ttl_seconds)
         return self._call(lambda: self._inspector.pin(prompt, ttl_seconds, owner))
 
-    def add_node(self, key: bytes, ttl_seconds: float) -> int:
+    def add_node(self, key: bytes, ttl_seconds: float, owner: bytes | None = None) -> int:
         """Keep a node, its ancestors and the deepest state among them for `ttl_seconds`. Return the
-        number of tokens pinned; 0 for an unknown node, or as `add` does.
+        number of tokens pinned; 0 for an unknown node, or as `add` does. Without an owner, the
+        node's root owns the pin.
 
         Raises InvalidRequestError for a time out of range.
         """
@@ -60,7 +61,7 @@ class Pins:
         entry = self._mirror.find(key)
         if entry is None:
             return 0
-        return self._call(lambda: self._inspector.pin_node(entry.node, ttl_seconds))
+        return self._call(lambda: self._inspector.pin_node(entry.node, ttl_seconds, owner))
 
     def listed(self, owner: bytes | None = None) -> tuple[PinInfo, ...]:
         """Describe an owner's pins, None: all of them, earliest expiry first."""

@@ -4,7 +4,7 @@ process boundary."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +134,22 @@ class Slice:
     adapter: int = -1
 
 
+class PartialFold(NamedTuple):
+    """A copy of a state row with the first of its pending updates folded in: the state at a block
+    boundary that verified drafts have passed.
+
+    Attributes:
+        source, destination: state rows.
+        first: index of the first pending update.
+        updates: how many of them are folded in.
+    """
+
+    source: int
+    destination: int
+    first: int
+    updates: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step.
@@ -141,11 +157,13 @@ class StepPlan:
     Before the forward, an executor does the following in this order:
 
     1. Forget the embeddings in `dropped_slots`.
-    2. Fold the updates of `folds` (row, first update, count) into state rows.
-    3. Copy the state rows of forked choices: `row_copies` (source, destination).
-    4. Copy KV: `copies` (source block, destination block, number of rows).
-    5. Store the `recalled` embeddings.
-    6. Encode the spans in `encodes`.
+    2. Copy state rows and fold the first of their pending updates into the copies:
+       `partial_folds`.
+    3. Fold the updates of `folds` (row, first update, count) into state rows.
+    4. Copy the state rows of forked choices: `row_copies` (source, destination).
+    5. Copy KV: `copies` (source block, destination block, number of rows).
+    6. Store the `recalled` embeddings.
+    7. Encode the spans in `encodes`.
 
     A plan may have folds and no slices; then there is no forward.
 
@@ -161,6 +179,7 @@ class StepPlan:
     folds: tuple[tuple[int, int, int], ...] = ()
     recalled: tuple[Recalled, ...] = ()
     skip_mtp: bool = False
+    partial_folds: tuple[PartialFold, ...] = ()
 
     @property
     def num_tokens(self) -> int:

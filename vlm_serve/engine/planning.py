@@ -133,10 +133,10 @@ class Planner:
             budget -= self._grant_prompts(later, self._prompt_limit(budget, later))
         if self._drafting is not None:
             self._drafting.extend(max(0, budget))
+        partial_folds = self._endings.trail()
         for item in queues.planned:
             if item.kind == "decode":
                 queues.fold(queues[item.sequence])
-        self._endings.trail()
         self._endings.extend()
         if not queues.planned and not self._endings.folding:
             return None
@@ -149,6 +149,7 @@ class Planner:
             row_copies=tuple(queues.row_copies),
             dropped_slots=self._media.take_dropped(),
             folds=tuple(queues.folds),
+            partial_folds=partial_folds,
             skip_mtp=self._drafting is not None and self._drafting.skip_mtp,
         )
 

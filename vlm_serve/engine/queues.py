@@ -97,11 +97,16 @@ class SequenceQueues:
         """Schedule pending updates to be folded into the sequence's row at the start of the next
         step."""
         assert sequence.lease is not None
-        if sequence.pending and self._update_slots is not None:
-            first = self._update_slots.first_update(sequence)
-            self.folds.append((sequence.lease.src_row, first, sequence.pending))
+        if sequence.pending:
+            row, first = sequence.lease.src_row, self.first_update(sequence)
+            self.folds.append((row, first, sequence.pending))
         # The slots are free already: a step applies folds before it writes updates.
         self._release_update_slots(sequence)
+
+    def first_update(self, sequence: Sequence) -> int:
+        """Return the index of the first pending update of a sequence."""
+        assert sequence.pending and self._update_slots is not None
+        return self._update_slots.first_update(sequence)
 
     def forget_updates(self, sequence: Sequence) -> None:
         """Forget a sequence's pending updates: nobody reads its row any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from vlm_serve.cache.records import Hit, Node
@@ -70,13 +70,17 @@ class RecentChanges:
                 for (root, kind), number in nodes.items()
             )
 
-    def latest(self, root: bytes | None = None) -> list[tuple[float, PastChange]]:
+    def latest(self, roots: Container[bytes] | None = None) -> list[tuple[float, PastChange]]:
         """Return the entries with their ages in seconds, oldest first.
 
         Args:
-            root: return only the entries below this root; None: all entries.
+            roots: return only the entries below these roots; None: all entries.
         """
         with self._lock:
             kept, now = list(self._kept), self._clock()
         aged = ((max(0.0, now - each.time), each) for each in kept)
-        return [(age, each) for age, each in aged if age <= SECONDS and root in (None, each.root)]
+        return [
+            (age, each)
+            for age, each in aged
+            if age <= SECONDS and (roots is None or each.root in roots)
+        ]

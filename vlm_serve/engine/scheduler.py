@@ -270,6 +270,7 @@ class Scheduler:
         self._media.abandon_step()
         ending = {item.sequence for item in plan.slices if item.sequence in self.endings}
         self.endings.drop_all()
+        self.endings.forget_trails(plan)
         folded_rows = {row for row, _, _ in plan.folds}
         self._queues.drop_suspended(folded_rows)
         # Drafts may have been rejected, so only the sampled token is certain.

@@ -147,6 +147,7 @@ def measure_step_memory(
                 hidden = model.spec.hidden_size * model.dtype.itemsize
                 graphs += captured.result_bytes(model.spec.vocab_size, hidden)
             media = _peak(device, _encode(model, span_tokens)) if span_tokens else 0
+            parts = fixed_parts(model.spec, config) if config.deterministic else 0
             model.unbind()
             del caches
             if device.type == "cuda":
@@ -157,7 +158,16 @@ def measure_step_memory(
             "max_num_batched_tokens",
             param="max_num_batched_tokens",
         ) from None
-    return StepMemory(text, media, graphs)
+    return StepMemory(text + parts, media, graphs + (parts if with_graphs else 0))
+
+
+def fixed_parts(model: ModelSpec, config: EngineConfig) -> int:
+    """Return the bytes of partial sums in a decode step of as many sequences as may run, of the
+    longest context, if the keys are attended in parts of fixed bounds. Layers share them."""
+    tokens = config.max_model_len or model.max_position_embeddings
+    return config.max_num_seqs * max(
+        layer.mixer.fixed_decode_bytes(tokens) for layer in model.layers
+    )
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:

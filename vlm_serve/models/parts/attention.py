@@ -22,6 +22,7 @@ from vlm_serve.kernels.paged_attention import (
     attention_verify,
     gated_attention_decode,
 )
+from vlm_serve.kernels.paged_attention.fixed_parts import fixed_part_bytes
 from vlm_serve.kernels.paged_attention.moved import without_first
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.kernels.rope.compiled import MAX_DIM
@@ -68,6 +69,9 @@ class Attention(Mixer):
             Pool("kv", "block", pages, split=2, swapped=1),
             Pool("kv_scales", "block", (4, BLOCK_SIZE, self.kv_heads), split=2),
         )
+
+    def fixed_decode_bytes(self, tokens: int) -> int:
+        return fixed_part_bytes(self.heads, self.head_dim, tokens)
 
     def heads_to_split(self) -> Mapping[str, int]:
         return {"attention heads": self.heads}

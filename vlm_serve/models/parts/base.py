@@ -227,6 +227,11 @@ class Mixer(ABC):
     def pools(self) -> tuple[Pool, ...]:
         """Return the pools of a layer's memory between steps."""
 
+    def fixed_decode_bytes(self, tokens: int) -> int:
+        """Return the bytes that one decode token takes on a GPU beside its activations, if the
+        longest sequence has so many tokens and its keys are attended in parts of fixed bounds."""
+        return 0
+
     @abstractmethod
     def heads_to_split(self) -> Mapping[str, int]:
         """Return the numbers that tensor parallelism splits, by names for messages."""

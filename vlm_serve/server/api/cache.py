@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,8 @@ from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestMo
 from vlm_serve.server.api.prompts import PromptOrMessages, prepare_tokens
 from vlm_serve.server.api.reports import cache_report_body
 from vlm_serve.server.api.request_body import read_json, read_prompt
-from vlm_serve.server.http.tenants import is_tenant, refuse_tenants, salt_of
+from vlm_serve.server.api.visible import visible_roots
+from vlm_serve.server.http.tenants import is_tenant, refuse_tenants
 from vlm_serve.server.service import Preparation, Service
 
 DEFAULT_TREE_NODES = 100
@@ -159,7 +160,7 @@ async def tree(service: Service, request: Request) -> Response:
         InvalidRequestError: a query parameter is invalid or unknown.
     """
     offset, limit = page_of(request.query_params)
-    entries = entries_below(visible_root(service, request), service.engine.mirror.listing().entries)
+    entries = visible_roots(service, request).below(service.engine.mirror.listing().entries)
     body = dataclasses.asdict(service.engine.page(entries, offset, limit))
     if is_tenant(request.scope):
         body["nodes"] = [with_own_number(each) for each in body["nodes"]]
@@ -183,19 +184,6 @@ async def node(service: Service, request: Request) -> Response:
     return JSONResponse(CacheNodeDetails(**body, token_ids=token_ids).model_dump())
 
 
-def visible_root(service: Service, request: Request) -> bytes | None:
-    """Return the root key below which the client sees the cache; None: it sees everything."""
-    if not is_tenant(request.scope):
-        return None
-    root: bytes = service.engine.preprocessor.root_key(salt_of(request.scope, None))
-    return root
-
-
-def entries_below(root: bytes | None, entries: Sequence[ListedNode]) -> Sequence[ListedNode]:
-    """Return the nodes below a root; None: all nodes."""
-    return entries if root is None else [entry for entry in entries if entry.root == root]
-
-
 def with_own_number(node: dict[str, Any]) -> dict[str, Any]:
     """Return a node's body as a tenant sees it: its block's number follows from its key alone.
 
@@ -210,12 +198,11 @@ def find_node(service: Service, request: Request, key: str) -> ListedNode:
     Raises:
         NodeNotFoundError: there is none, or the client may not see it.
     """
-    root = visible_root(service, request)
     try:
         entry = service.engine.mirror.find(bytes.fromhex(key))
     except ValueError:
         entry = None
-    if entry is None or root not in (None, entry.root):
+    if entry is None or entry.root not in visible_roots(service, request):
         raise NodeNotFoundError(
             "the cache has no node with that key", param="key", code="node_not_found"
         )

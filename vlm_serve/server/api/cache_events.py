@@ -21,11 +21,10 @@ from vlm_serve.engine.mirror import Change, TreeListing
 from vlm_serve.engine.recent_changes import PastChange
 from vlm_serve.server.api.cache import (
     CacheNode,
-    entries_below,
     refuse_unknown,
-    visible_root,
     with_own_number,
 )
+from vlm_serve.server.api.visible import VisibleRoots, visible_roots
 from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
 from vlm_serve.server.http.tenants import PermissionDeniedError, share_of
 from vlm_serve.server.service import Service
@@ -78,7 +77,8 @@ async def cache_events(service: Service, request: Request) -> Response:
         raise PermissionDeniedError(
             "this stream is only for clients that can read the response", code="no_cors"
         )
-    subscriber = _Subscriber(service, visible_root(service, request), share_of(request.scope))
+    visible = visible_roots(service, request)
+    subscriber = _Subscriber(service, visible, share_of(request.scope))
     if request.scope.get("is_head"):
         return Response(media_type=EventStream.media_type)
     events = subscriber.events()
@@ -89,16 +89,16 @@ class _Subscriber:
     """One subscriber.
 
     Args:
-        root: it sees only the nodes below this root and no totals; None: it sees everything.
+        visible: it sees these nodes; totals only if that is everything.
         share: see `CacheFeed.subscribed`.
     """
 
-    def __init__(self, service: Service, root: bytes | None, share: bytes) -> None:
+    def __init__(self, service: Service, visible: VisibleRoots, share: bytes) -> None:
         self._share = share
         self._engine: Engine = service.engine
         self._feed = service.cache_feed
         self._seconds = service.config.send_timeout
-        self._root = root
+        self._visible = visible
         self._number = 0
 
     async def events(self) -> Events:
@@ -115,7 +115,7 @@ class _Subscriber:
                 sequence, pieces = self._messages_since(sequence)
                 if first:
                     pieces = chain(pieces, self._history(sequence))
-                if self._root is None and feed.status_number != status_number:
+                if self._visible.everything and feed.status_number != status_number:
                     status_number = feed.status_number
                     pieces = chain(pieces, self._status(sequence))
                 deadline, quiet = loop.time() + self._seconds, quiet + 1
@@ -139,12 +139,13 @@ class _Subscriber:
             whole = mirror.listing()
             return whole.sequence, self._tree(whole)
         sequence, changes = update
-        if self._root is not None:
-            changes = tuple(change for change in changes if change.root == self._root)
+        self._visible.refresh()
+        if not self._visible.everything:
+            changes = tuple(change for change in changes if change.root in self._visible)
         return sequence, self._changes(sequence, changes) if changes else iter(())
 
     def _tree(self, whole: TreeListing) -> Iterator[bytes]:
-        entries = entries_below(self._root, whole.entries)
+        entries = self._visible.refresh().below(whole.entries)
         number = self._message_number(whole.sequence)
         roots = json.dumps([{"key": key.hex()} for key in dict.fromkeys(e.root for e in entries)])
         yield (
@@ -162,12 +163,12 @@ class _Subscriber:
 
     def _history(self, sequence: int) -> Iterator[bytes]:
         number = self._message_number(sequence)
-        statuses = self._feed.history() if self._root is None else []
+        statuses = self._feed.history() if self._visible.everything else []
         told = CacheHistoryEvent(
             statuses=[{"age_seconds": round(age, 1), **status} for age, status in statuses],
             events=[
                 {"age_seconds": round(age, 1), **_past_body(each)}
-                for age, each in self._feed.mirror.recent.latest(self._root)
+                for age, each in self._feed.mirror.recent.latest(self._visible)
             ],
         )
         yield f"id: {number}\nevent: history\ndata: {told.model_dump_json()}\n\n".encode()
@@ -181,7 +182,7 @@ class _Subscriber:
 
         Tenants get numbers of their own, since a batch's number shows how much others do.
         """
-        if self._root is None:
+        if self._visible.everything:
             return sequence
         self._number += 1
         return self._number
@@ -191,7 +192,7 @@ class _Subscriber:
         node = self._engine.describe(entry)
         body: dict[str, Any] = dict(zip(_NODE_FIELDS, _values_of(node), strict=True))
         body["media"] = [dataclasses.asdict(each) for each in node.media]
-        return body if self._root is None else with_own_number(body)
+        return body if self._visible.everything else with_own_number(body)
 
     def _change(self, change: Change) -> dict[str, Any]:
         body: dict[str, Any] = {"type": change.kind, "key": change.key.hex()}
