@@ -58,6 +58,8 @@ def cases() -> Iterator[Case]:
     for name, spec in (("dense", dense), ("moe", moe)):
         yield Case(f"{name}, no graphs", spec, only_here={"cuda_graphs": False})
         yield Case(f"{name}, drafts", spec, only_here={"speculative": "suffix"})
+        layer = replace(spec, mtp=True)
+        yield Case(f"{name}, draft layer", layer, only_here={"speculative": "mtp"})
         seeing = replace(spec, vision_depth=2)
         yield Case(f"{name}, deterministic", seeing, only_here={"deterministic": True})
         stored = replace(spec, dtype="bfloat16")

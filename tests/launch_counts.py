@@ -22,6 +22,7 @@ from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
 from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes
 from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.verify_buffers import VerifyBuffers, VerifySizes
 from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch
@@ -30,14 +31,14 @@ from vlm_serve.models.parts.attention import LoadedAttention
 from vlm_serve.models.parts.feed_forward import LoadedExperts, LoadedMlp
 from vlm_serve.models.parts.gated_delta import LoadedGatedDelta
 
-Kind = Literal["decode", "prefill"]
+Kind = Literal["decode", "drafts", "prefill"]
 PARTS: dict[str, type] = {
     "Gated DeltaNet": LoadedGatedDelta,
     "attention": LoadedAttention,
     "MLP": LoadedMlp,
     "experts": LoadedExperts,
 }
-BLOCK, LONGEST = 16, 8192
+BLOCK, LONGEST, DRAFTED = 16, 8192, 4
 NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach"}
 
 
@@ -79,7 +80,8 @@ def count(
 
     Args:
         model: on the device "meta", where all that is asked for a GPU is done and nothing computed.
-        kind: of the step's tokens; beside a prefill some sequences decode.
+        kind: of the step's tokens; beside a prefill some sequences decode. With drafts, one
+            sequence has three.
         decodes: sequences of a decode step.
         adapters: count a decode step of the set with adapters.
     """
@@ -104,8 +106,10 @@ def _pools(model: Model, decodes: int) -> CacheTensors:
     types = {
         **dict.fromkeys(("kv", "conv", "hidden"), model.dtype),
         "recurrent": torch.float32,
+        **dict.fromkeys(("update_keys", "update_changes", "update_decays"), torch.float32),
+        "update_inputs": model.dtype,
     }
-    return layout.allocate(8, decodes + 4, BLOCK, types, model.device)
+    return layout.allocate(8, decodes + 4, BLOCK, types, model.device, num_updates=DRAFTED)
 
 
 def _captured(
@@ -119,6 +123,8 @@ def _captured(
         table = AdapterTable(sizes, device, caches.device)
     if kind == "decode":
         return DecodeBuffers(decodes, limits, ring, caches.device, table).batch
+    if kind == "drafts":
+        return VerifyBuffers(VerifySizes(0, 1, DRAFTED), limits, ring, caches.device).batch
     return PrefillBuffers(PrefillSizes(2, 64, 2), limits, ring, caches.device).batch
 
 

@@ -6,23 +6,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_, text_sequence
 from parity_cases import random_ids
-from queued_device import QueuedDevice
-from step_graphs import SPECS, HostFree, Written
+from queued_device import QueuedDevice, running
+from step_graphs import SPECS, HostFree, Written, started
 from sweeps import quick
 
-from vlm_serve.engine import draft_graphs
+from vlm_serve.engine import decode_graphs, draft_graphs, prefill_graphs, verify_graphs
 from vlm_serve.engine.batching import KnownSequence
 from vlm_serve.engine.decode_buffers import DecodeLimits
+from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
 from vlm_serve.engine.draft_graphs import DraftBuffers, DraftGraphs, pass_sizes
 from vlm_serve.engine.mtp_runner import MtpInput, MtpRunner, make_draft_batch
 from vlm_serve.engine.plan import SequenceInfo
+from vlm_serve.engine.prefill_graphs import PrefillGraphs
 from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.verify_buffers import VerifySizes
+from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
@@ -176,6 +181,45 @@ def test_what_is_not_accepted(model: Model) -> None:
     beyond[0].known.table[0] = drafted.driver.caches.num_blocks
     with pytest.raises(KernelArgumentError):
         graphs.run(make_draft_batch(beyond, size), states(2))
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
+def test_captured_steps_report_their_hidden_states(
+    model: Model, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the tokens, without padding: the layer reads them."""
+    monkeypatch.setattr(prefill_graphs, "TOKENS", (32,))
+    monkeypatch.setattr(decode_graphs, "padded_sizes", lambda most: (3,))
+    monkeypatch.setattr(verify_graphs, "verify_sizes", lambda *limits: (VerifySizes(2, 2, 4),))
+    found = []
+    for captured in (False, True):
+        driver = Driver(model, scratch_rows=1, most_drafts=4)
+        one, other = started(driver, (5, 20))
+        limits: dict[str, Any] = {
+            "block_size": driver.block_size,
+            "max_model_len": 100,
+            "max_num_seqs": 3,
+            "device": QueuedDevice(),
+        }
+        graphs: StepGraphs
+        step: dict[str, Any] = {"decodes": [one]}
+        if kind == "prefill":
+            graphs = PrefillGraphs(model, driver.caches, **limits)
+            step |= {"prefills": [(text_sequence(random_ids(9, 1)), 0, 9)], "all_logits": False}
+        elif kind == "verify":
+            graphs = VerifyGraphs(model, driver.caches, **limits, drafts=3)
+            other.tokens += [3, 4]
+            step |= {"drafts": [(other, 20, 0)]}
+        else:
+            graphs = DecodeGraphs(model, driver.caches, **limits)
+            step["decodes"].append(other)
+        if captured:
+            driver.forward = running(graphs)
+        hidden = driver.step(**step).hidden
+        assert hidden is not None
+        found.append(hidden.clone())
+    assert found[1].shape == found[0].shape
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=0)
 
 
 def test_a_pass_asks_nothing_of_the_host(model: Model) -> None:

@@ -99,6 +99,9 @@ def test_fixed_parts_of_long_contexts_count(
         ]
     heads, parts, dim = 4, 3, 32
     assert fixed_parts(model.spec, options) == 3 * heads * parts * (1 + 1 + dim) * 4
+    drafting = replace(options, speculative="suffix", speculative_tokens=3)
+    rows = CapturedRows.of(drafting).draft_rows
+    assert fixed_parts(model.spec, drafting) * 3 == fixed_parts(model.spec, options) * rows
     one, other = (each.forward - 1000 * turn for turn, each in zip((1, 3), sides, strict=True))
     assert other - one == fixed_parts(model.spec, options)
 

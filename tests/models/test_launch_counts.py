@@ -19,7 +19,7 @@ from vlm_serve.models.parts.feed_forward import LoadedMlp
 
 TABLE = Path(__file__).resolve().parents[1] / "data" / "launches.toml"
 CEILINGS = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-KINDS: tuple[Kind, ...] = ("decode", "prefill")
+KINDS: tuple[Kind, ...] = ("decode", "drafts", "prefill")
 
 
 def model_of(family: str, folder: Path) -> Model:

@@ -182,9 +182,10 @@ def measure_step_memory(
 
 def fixed_parts(model: ModelSpec, config: EngineConfig) -> int:
     """Return the bytes of partial sums in a decode step of as many sequences as may run, of the
-    longest context, if the keys are attended in parts of fixed bounds. Layers share them."""
+    longest context, if the keys are attended in parts of fixed bounds. Layers share them. Drafts of
+    captured steps are tokens like others."""
     tokens = config.max_model_len or model.max_position_embeddings
-    return config.max_num_seqs * max(
+    return max(config.max_num_seqs, CapturedRows.of(config).draft_rows) * max(
         layer.mixer.fixed_decode_bytes(tokens) for layer in model.layers
     )
 
