@@ -32,7 +32,7 @@ DTYPES = {
 """Stored types by option value; int8 means unsigned codes with scales."""
 NUMERICS_VERSION = 7
 """Raised whenever a kernel's arithmetic changes; results of older code are then not reused."""
-TRITON_SUMS = 2
+TRITON_SUMS = 3
 """Raised whenever the arithmetic of the Triton kernels changes, and that of no others."""
 
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
