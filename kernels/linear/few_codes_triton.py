@@ -34,12 +34,10 @@ from vlm_serve.kernels.linear.codes_triton import (
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
-from vlm_serve.kernels.tuning import Limits, tuned
+from vlm_serve.kernels.tuning import NARROW_BELOW, Limits, tuned
 
 WIDEST = 16
 """Bytes of codes that a thread reads at a time."""
-NARROW_BELOW = 4096
-"""Columns below which a program takes half as many, so that there are programs enough."""
 
 
 class Tile(NamedTuple):

@@ -20,6 +20,7 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import tuning
 from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.kernels.triton_faults import forms_at, triton_version
+from vlm_serve.kernels.tuning_check import check_table
 from vlm_serve.models.quantization.scheme import QuantScheme
 
 DTYPES = {
@@ -307,6 +308,7 @@ def _unusual_forms(device: torch.device) -> list[str]:
     major, minor = torch.cuda.get_device_capability(device)
     architecture = 10 * major + minor
     tiles = tuning.digest(architecture)
+    check_table(architecture)
     return [*forms_at(architecture, triton_version()), *([f"tiles {tiles}"] if tiles else [])]
 
 
