@@ -5,8 +5,8 @@
 Boxes in order of value, each with a time limit; what one of them does changes nothing for the
 others, so `--only` goes on where a run was cut. Some are several processes beside each other. A
 box's verdict is its processes' exit status. `--out` gets `summary.md` and `boxes.log`, to which
-further runs add. `--rehearse` goes through the boxes on a CPU with tiny shapes, as far as they know
-one.
+further runs add, and of the box tune a table of tiles for `kernels/tuning/`. `--rehearse` goes
+through the boxes on a CPU with tiny shapes, as far as they know one.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def _script(name: str, *options: str) -> tuple[str, ...]:
     return PYTHON, str(HERE / name), *options
 
 
-def boxes() -> list[Box]:
-    """Return all boxes, the most valuable first."""
+def boxes(out: Path) -> list[Box]:
+    """Return all boxes, the most valuable first; `out`: folder for what they write."""
     few = ("OMP_NUM_THREADS", "2")  # Beside each other they would take all processors each.
     tests = ("-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "-p", "no:benchmark")
     demo = ("--images", "300", "--videos", "60", "--schemas", "60", "--clients", "0")
     evaluate = str(HERE.parent / "examples" / "train_demo" / "evaluate.py")
-    on_cpu = ("--device", "cpu")
+    on_cpu, tuned = ("--device", "cpu"), out.resolve() / "tune.json"
     return [
         Box("machine", 30, (("nvidia-smi",),)),
         Box(
@@ -114,6 +114,11 @@ def boxes() -> list[Box]:
         Box("memory", 90, (_script("gpu_memory.py"),)),
         Box("demo", 90, ((PYTHON, evaluate, "demo", *demo), (PYTHON, evaluate, "demo-moe", *demo))),
         Box("kernels", 100, (_script("kernels_gpu.py"),)),
+        Box(
+            "tune",
+            120,
+            (_script("gpu_tune.py", "--table", str(out.resolve()), "--out", str(tuned)),),
+        ),
         Box("engine", 200, (_script("engine_gpu.py", "--no-agreement", "--rounds", "3"),)),
         Box(
             "long",
@@ -189,7 +194,7 @@ def main() -> int:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     lines = []
-    for box in boxes():
+    for box in boxes(given.out):
         commands = box.rehearsal if given.rehearse else box.commands
         if (given.only and box.name not in given.only) or not commands:
             continue

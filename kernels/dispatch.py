@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
@@ -28,7 +28,7 @@ _triton_everywhere: ContextVar[bool] = ContextVar("Triton kernels for CPU tensor
 
 
 class Op(Generic[P, R]):
-    """A computation with up to three implementations; each call runs one of them.
+    """A computation with several implementations; each call runs one of them.
 
     Args:
         torch: for CPU tensors; for every device if there is no Triton kernel. Also what others are
@@ -37,9 +37,11 @@ class Op(Generic[P, R]):
             done, if it does not support the arguments.
         triton: "module:function" for tensors of other devices. The module is imported at the first
             such call, so a machine without Triton never imports it.
+        others: further implementations for such tensors, "module:function" by name. `choose` puts
+            one before `triton`'s, which then computes what the chosen one returns None for.
     """
 
-    __slots__ = ("__weakref__", "_compiled", "_found", "torch", "triton")
+    __slots__ = ("__weakref__", "_chosen", "_compiled", "_found", "others", "torch", "triton")
     _all: ClassVar[WeakSet[Op[..., Any]]] = WeakSet()
 
     def __init__(
@@ -48,10 +50,13 @@ class Op(Generic[P, R]):
         *,
         compiled: Callable[P, R | None] | None = None,
         triton: str | None = None,
+        others: Mapping[str, str] | None = None,
     ) -> None:
         self.torch = torch
         self._compiled = compiled
         self.triton = triton
+        self.others = others or {}
+        self._chosen: str | None = None
         self._found: Callable[P, R] | None = None
         self._all.add(self)
 
@@ -83,13 +88,29 @@ class Op(Generic[P, R]):
         Raises:
             KernelArgumentError: there is none, or Triton is not installed.
         """
-        module, _, name = (self.triton or "").partition(":")
-        try:
-            found = cast("Callable[P, R]", getattr(importlib.import_module(module), name))
-        except (ImportError, AttributeError, ValueError) as error:
-            raise KernelArgumentError("device", f"no Triton implementation: {error}") from error
+        found = self._load(self.triton or "")
+        if self._chosen is not None:
+            found = _either(self._load(self.others[self._chosen]), found)
         self._found = found
         return found
+
+    @staticmethod
+    def _load(target: str) -> Callable[P, R]:
+        module, _, name = target.partition(":")
+        try:
+            return cast("Callable[P, R]", getattr(importlib.import_module(module), name))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise KernelArgumentError("device", f"no Triton implementation: {error}") from error
+
+    def choose(self, name: str | None) -> None:
+        """Let one of `others` compute on GPUs from now on, in this process; None: none of them.
+
+        Raises:
+            KernelArgumentError: there is none of that name.
+        """
+        if name is not None and name not in self.others:
+            raise KernelArgumentError("name", f"no implementation is called {name}")
+        self._chosen, self._found = name, None
 
     @classmethod
     def with_triton(cls) -> list[Op[..., Any]]:
@@ -101,6 +122,14 @@ class Op(Generic[P, R]):
         the one before."""
         before, self._found = self._found, implementation
         return before
+
+
+def _either(first: Callable[P, R | None], second: Callable[P, R]) -> Callable[P, R]:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        result = first(*args, **kwargs)
+        return second(*args, **kwargs) if result is None else result
+
+    return run
 
 
 @contextmanager

@@ -86,6 +86,7 @@ class PrefillMeta(PackedSlices):
             prefill tokens; the last one is cu_seqlens[i + 1].
         snapshots: (sequence, chunk index within the sequence, state row): the state after that
             chunk (recurrent and conv tail) is also written to the row.
+        fixed: True if `tensors` are a graph's, whose contents change between replays.
         tensors: device copies of the above, made at most once per step.
         plans: CPU-side values derived from the above, made at most once per step.
         checked: host checks passed so far; see `kernels/checks.py`.
@@ -95,6 +96,7 @@ class PrefillMeta(PackedSlices):
     dst_rows: tuple[int, ...]
     chunk_ends: tuple[tuple[int, ...], ...]
     snapshots: tuple[tuple[int, int, int], ...] = ()
+    fixed: bool = False
     tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     plans: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
     checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)

@@ -1,8 +1,9 @@
 """Tiles as data: what was measured on an architecture replaces what the kernels were written with.
 
 `tuning/sm_90.json` beside this file holds, by the names of ops, the fields of their tiles that
-differ. It is read once, at the first launch. Nothing is tuned while serving. A table's digest is in
-the name of the numerics, since other tiles sum in another order.
+differ. `benchmarks/gpu_tune.py --table` writes it. It is read once; the start of an engine checks
+all of it (`tuning_check.py`). Nothing is tuned while serving. A table's digest is in the name of
+the numerics, since other tiles sum in another order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import NamedTuple
 from vlm_serve.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent / "tuning"
+NARROW_BELOW = 4096
+"""Columns of a weight below which products of few rows have a narrow tile of its own name: there a
+program takes half as many columns, so that there are programs enough."""
 _WHOLE = {"warps": (1, 2, 4, 8), "stages": tuple(range(1, 9))}
 _NONE: Mapping[str, Mapping[str, int]] = {}
 

@@ -158,9 +158,9 @@ def projections() -> str:
             cpu = ", ".join(f"`{each}` (`{defined_at(each)}`)" for each in native)
             torch = [each for each in _torch(tree(module)) if each in TORCH_PRODUCTS]
             gpu = "-" if native else _listed(torch)
-            for op in ops(module).values():
-                assert op.triton is not None
-                gpu = f"{_target(op.triton)}: {', '.join(launched(op.triton))}"
+            targets = [op.triton for op in ops(module).values() if op.triton is not None]
+            if targets:
+                gpu = "; ".join(f"{_target(each)}: {', '.join(launched(each))}" for each in targets)
             if name == "Joined":
                 cpu = gpu = "its parts side by side"
             rows.append((f"`{name}`", f"`linear/{path.name}`", cpu or _listed(torch), gpu))

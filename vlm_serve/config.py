@@ -147,9 +147,9 @@ class EngineConfig:
         default_text="on with a GPU",
     )
     kernel_check: bool = _model(
-        True,
-        "on a GPU, compare the kernels with torch at start-up and refuse to serve with wrong ones",
+        True, "on a GPU, compare kernels with torch at start-up; refuse to serve with wrong ones"
     )
+    gpu_kernels: str = _model("own", "kernels on a GPU; fla: fla-core's", choices=("own", "fla"))
     compiled_kernels: bool | None = _model(
         None,
         "on a CPU, use native kernels: the installed wheel's, or compiled at the first start",

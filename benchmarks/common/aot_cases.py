@@ -35,6 +35,7 @@ from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates
 from vlm_serve.kernels.moe import route, routed_experts
 from vlm_serve.kernels.moe.beside import Beside
 from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
+from vlm_serve.kernels.norms.pending import Normed
 from vlm_serve.kernels.paged_attention import (
     attention_decode,
     attention_prefill,
@@ -235,8 +236,11 @@ def _experts(shapes: Shapes) -> Iterator[Case]:
 
 def _quantised(shapes: Shapes) -> Iterator[Case]:
     """A decode step, a small batch of them and a prefill, in every format, and experts."""
-    pairs = [(torch.bfloat16, tokens) for tokens in (1, BATCH, TOKENS)] + [(torch.float32, TOKENS)]
+    sizes = (MOST_ROWS + 1, BATCH, TOKENS)
+    pairs = [(torch.bfloat16, tokens) for tokens in sizes] + [(torch.float32, TOKENS)]
     hidden = shapes.hidden
+    if shapes is ALL[0]:
+        yield from _few_codes(hidden)
     for name, of_size in CODES.items():
         weight = TorchQuantised(of_size(2 * hidden, hidden), 2 * hidden, hidden, None)
         for dtype, tokens in pairs:
@@ -250,6 +254,18 @@ def _quantised(shapes: Shapes) -> Iterator[Case]:
             ids = torch.zeros(tokens, shapes.top_k, dtype=torch.int64)
             x, weights = _half(tokens, hidden), _half(tokens, shapes.top_k)
             yield f"moe {name}", partial(routed_experts, x, weights, ids, gate_up, down)
+
+
+def _few_codes(hidden: int) -> Iterator[Case]:
+    """One row of codes, and as many as there may be; only the depth differs between models."""
+    for name, of_size in CODES.items():
+        weight = TorchQuantised(of_size(2 * hidden, hidden), 2 * hidden, hidden, None)
+        for rows in (1, MOST_ROWS):
+            plus = _half(rows, 2 * hidden)
+            yield f"few {name}", partial(weight, _half(rows, hidden), plus=plus, overwrite=True)
+        normed = Normed(x := _half(MOST_ROWS, hidden), x[0], 1e-6)
+        yield f"few {name}, gated", partial(weight.gated_of_norm, normed)
+        yield f"few {name} fp32", partial(weight, torch.empty(MOST_ROWS, hidden))
 
 
 def _integers(bits: int, columns: int, depth: int) -> Stored:

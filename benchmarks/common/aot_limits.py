@@ -82,6 +82,12 @@ ALLOWANCES = (
         spilled=1300,
     ),
     Allowance(
+        r"few int4(, gated)?: few_codes_kernel",
+        ("sm_100",),
+        "With Triton 3.6 eight rows with zero points need a few registers more than there are.",
+        spilled=80,
+    ),
+    Allowance(
         r"moe (int8|float8|float4): (gate_up|down)_codes_kernel",
         ("sm_80", "sm_89", "sm_100", "sm_120"),
         "A few values in a conversion of codes, at 96 or 128 registers, which let five or "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from common import gpu_few_rows
+from common import gpu_few_codes, gpu_few_rows
 from common.gpu_shapes import QWEN_27B, QWEN_35B_A3B, Shapes
 from common.gpu_work import Work
 from vlm_serve.kernels.causal_conv import causal_conv_prefill
@@ -50,6 +50,7 @@ def run(bench: Bench) -> None:
     _experts(bench, QWEN_35B_A3B)
     _state_copy(bench, QWEN_27B)
     gpu_few_rows.run(bench)
+    gpu_few_codes.run(bench)
 
 
 def half(*shape: int) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from common.gpu_cases import (
     pages,
     slices,
 )
+from common.gpu_few_codes import quantised
 from common.gpu_few_rows import operands
 from common.gpu_shapes import QWEN_27B, QWEN_35B_A3B
 from vlm_serve.kernels.gated_delta import recurrent_gated_delta, step_triton
 from vlm_serve.kernels.gated_delta import triton as gated_triton
-from vlm_serve.kernels.linear import few_rows_triton
+from vlm_serve.kernels.linear import few_codes_triton, few_rows_triton
 from vlm_serve.kernels.linear.few_rows import Around, few_rows
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.moe import routed_experts
@@ -31,6 +33,7 @@ from vlm_serve.kernels.paged_attention import attention_decode, attention_prefil
 from vlm_serve.kernels.paged_attention import triton as prefill_triton
 from vlm_serve.kernels.paged_attention.tiles_triton import Tile
 from vlm_serve.kernels.triton_support import launch
+from vlm_serve.kernels.tuning import NARROW_BELOW
 
 Change = tuple[Any, str, Any]
 """Module, name in it, and the value that the name gets."""
@@ -44,11 +47,15 @@ class Variant:
         label: what differs.
         call: runs the op and returns its result.
         changes: what to replace while it is measured.
+        op: name of the op in a table of tiles; "" if the variant is not for a table.
+        fields: of the tile, as a table names them.
     """
 
     label: str
     call: Callable[[], torch.Tensor]
     changes: tuple[Change, ...] = ()
+    op: str = ""
+    fields: Mapping[str, int] = field(default_factory=dict)
 
 
 def groups() -> Iterator[tuple[str, Callable[[], list[Variant]]]]:
@@ -58,6 +65,8 @@ def groups() -> Iterator[tuple[str, Callable[[], list[Variant]]]]:
     yield "gated_delta decode", _step
     yield "few rows 12352 x 2560", lambda: _few_rows(12352, 2560)
     yield "few rows, narrow 2560 x 9216", lambda: _few_rows(2560, 9216)
+    yield "few rows of codes 18432 x 2560", lambda: _few_codes(18432, 2560)
+    yield "few rows of codes, narrow 2560 x 9216", lambda: _few_codes(2560, 9216)
     yield "routed experts 32", lambda: _experts(BATCH)
     yield "routed experts 4096", lambda: _experts(TOKENS)
     yield "attention decode float8", lambda: _decode(STORED[1], _CODES)
@@ -108,9 +117,38 @@ def _few_rows(columns: int, depth: int) -> list[Variant]:
         tile = few_rows_triton.Tile(*own)
         label = "columns {}, depth {}, warps {}, stages {}".format(*own)
         changes = ((few_rows_triton, "tile_of", lambda *_: tile),)
-        return Variant(label, lambda: few_rows(x[:1], weight, Around()), changes)
+        op = "few rows, narrow" if columns < NARROW_BELOW else "few rows"
+        call = partial(few_rows, x[:1], weight, Around())
+        return Variant(label, call, changes, op, tile._asdict())
 
     return [variant(each) for each in _FEW]
+
+
+# (columns, lanes, warps, stages) of products of few rows with codes.
+_FEW_CODES = [
+    (16, 32, 4, 4),
+    (8, 32, 4, 4),
+    (8, 32, 4, 6),
+    (8, 32, 2, 4),
+    (4, 32, 4, 4),
+    (16, 32, 8, 4),
+    (4, 64, 4, 4),
+    (32, 32, 4, 3),
+]
+
+
+def _few_codes(columns: int, depth: int) -> list[Variant]:
+    """One row of int4 as a plain weight becomes while it is loaded."""
+    x, weight = operands(columns, depth)[0], quantised("int4", columns, depth)
+
+    def variant(own: tuple[int, int, int, int]) -> Variant:
+        tile = few_codes_triton.Tile(*own)
+        label = "columns {}, lanes {}, warps {}, stages {}".format(*own)
+        changes = ((few_codes_triton, "tile_of", lambda *_: tile),)
+        op = "few rows of codes, narrow" if columns < NARROW_BELOW else "few rows of codes"
+        return Variant(label, partial(weight, x[:1]), changes, op, tile._asdict())
+
+    return [variant(each) for each in _FEW_CODES]
 
 
 def _decode(dtype: torch.dtype, tiles: list[tuple[int, int, int, int]]) -> list[Variant]:
@@ -128,7 +166,11 @@ def _decode(dtype: torch.dtype, tiles: list[tuple[int, int, int, int]]) -> list[
             (decode_triton, "WANTED_PROGRAMS", programs),
         )
         label = f"keys {keys}, warps {warps}, stages {stages}, programs {programs}"
-        return Variant(label, call, changes)
+        # Tables have one tile for all types of pages, and no number of programs.
+        known = dtype == STORED[0] and programs == decode_triton.WANTED_PROGRAMS
+        op = f"attention decode, head dim {shapes.head_dim}" if known else ""
+        fields = {"keys": keys, "warps": warps, "stages": stages}
+        return Variant(label, call, changes, op, fields)
 
     return [variant(*each) for each in tiles]
 

@@ -32,6 +32,7 @@ _chunk = Op(
     torch_cpu.chunk_gated_delta,
     compiled=compiled.gated_delta,
     triton=f"{_TRITON}:chunk_gated_delta",
+    others={"fla": "vlm_serve.kernels.gated_delta.fla:chunk_gated_delta"},
 )
 _recurrent = Op(
     torch_cpu.recurrent_gated_delta,

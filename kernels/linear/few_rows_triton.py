@@ -20,12 +20,10 @@ from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.linear.low_rank_records import Reduced
 from vlm_serve.kernels.linear.low_rank_triton import few_changed, sizes_of
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch
-from vlm_serve.kernels.tuning import Limits, tuned
+from vlm_serve.kernels.tuning import NARROW_BELOW, Limits, tuned
 
 ROWS = 16
 """Rows of the smallest dot."""
-NARROW_BELOW = 4096
-"""Columns below which a program takes half as many, so that there are programs enough."""
 
 
 class Tile(NamedTuple):

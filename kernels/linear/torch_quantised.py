@@ -15,10 +15,12 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.elementwise import silu, silu_times
-from vlm_serve.kernels.linear.base import CHUNK_BYTES, Activation, Epilogue, Linear
+from vlm_serve.kernels.linear.base import CHUNK_BYTES, Activation, ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.codes import Codes
+from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, MIN_ROWS, with_rows
+from vlm_serve.kernels.norms.pending import Normed
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
@@ -71,6 +73,8 @@ class TorchQuantised(Linear):
 
     def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
         """Multiply; on a CPU `deterministic` pads as in TorchDense, for the same reasons."""
+        if self._few(x, deterministic):
+            return self._of_few(x, after)
         follows = after.activation or after.times is not None or after.plus is not None
         kind = torch.float32 if follows else x.dtype
         out = _product(x.device, x, self._weight, self._bias, kind, deterministic=deterministic)
@@ -81,10 +85,32 @@ class TorchQuantised(Linear):
     def with_sums(
         self, x: torch.Tensor, after: Epilogue, deterministic: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = torch.float32
-        sums = _product(x.device, x, self._weight, self._bias, wide, deterministic=deterministic)
+        wide, weight, bias = torch.float32, self._weight, self._bias
+        if self._few(x, deterministic):
+            sums = _few_codes(x.device, x, weight, bias, Around(), wide)
+        else:
+            sums = _product(x.device, x, weight, bias, wide, deterministic=deterministic)
         out = sums if after.plus is None else sums + after.plus
         return _followed(out, after).to(x.dtype, copy=True), sums
+
+    def _few(self, x: torch.Tensor, deterministic: bool) -> bool:
+        """Return True if a kernel for so few rows multiplies; it has other tiles than others."""
+        return not deterministic and 0 < x.shape[0] <= MOST_ROWS and _few_codes.on_triton(x.device)
+
+    def _of_few(self, x: torch.Tensor, after: Epilogue) -> torch.Tensor:
+        around = Around(plus=after.plus, overwrite=after.overwrite)
+        follows = after.activation is not None or after.times is not None
+        kind = torch.float32 if follows else x.dtype
+        out = _few_codes(x.device, x, self._weight, self._bias, around, kind)
+        return _followed(out, after).to(x.dtype)
+
+    def gated_of_norm(
+        self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
+    ) -> torch.Tensor:
+        if changes is not None or not self._few(x.raw, deterministic):
+            return super().gated_of_norm(x, deterministic=deterministic, changes=changes)
+        gated, rows = Around(gated=True), x.rows
+        return _few_codes(rows.device, rows, self._weight, self._bias, gated, rows.dtype)
 
     def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         gate = self(x, deterministic=deterministic)
@@ -127,4 +153,19 @@ def _expanded(
     return (result if bias is None else result + bias).to(out)
 
 
+def _few_by_torch(
+    x: torch.Tensor, weight: Stored, bias: torch.Tensor | None, around: Around, out: torch.dtype
+) -> torch.Tensor:
+    """Multiply up to 8 rows, with the gate or the sum of `around`; results have the dtype `out`."""
+    result = _expanded(x, weight, bias, torch.float32, deterministic=False)
+    if around.gated:
+        result = silu_times(*result.to(x.dtype).chunk(2, dim=1))
+    if around.plus is not None:
+        result = result + around.plus
+        if around.overwrite:
+            return around.plus.copy_(result)
+    return result.to(out)
+
+
 _product = Op(_expanded, triton="vlm_serve.kernels.linear.codes_triton:product")
+_few_codes = Op(_few_by_torch, triton="vlm_serve.kernels.linear.few_codes_triton:few_codes")

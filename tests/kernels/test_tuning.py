@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.gpu_table import LEAST_GAIN, Timed, best_tiles, write_table
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import tuning
+from vlm_serve.kernels.linear import few_codes_triton
 from vlm_serve.kernels.linear.few_rows_triton import tile_of
 from vlm_serve.kernels.paged_attention.tiles_triton import decode_tile
 from vlm_serve.kernels.triton_support import Target, record_launches
+from vlm_serve.kernels.tuning_check import check_table
 
 Write = Callable[[dict[str, Any]], None]
 HALF = torch.bfloat16
@@ -64,13 +67,30 @@ def test_a_table_replaces_the_fields_that_it_names(write: Write) -> None:
         ({DECODE: {"keys": 128, "stages": 8}}, "bytes of shared memory"),
         ({DECODE: {"rows": 32}}, "has no rows"),
         ({"few rows": 3}, "no table of tiles"),
+        ({"few rows of codes, narrow": {"lanes": 24}}, "lanes cannot be 24"),
+        ({"few rows of codes": {"columns": 256, "stages": 8}}, "bytes of shared memory"),
         ({"few rows": {"depth": "deep"}}, "no table of tiles"),
     ],
 )
 def test_what_a_table_must_keep(ops: dict[str, Any], said: str, write: Write) -> None:
     write(ops)
     with pytest.raises(ConfigError, match=said):
-        tiles()
+        check_table(90)
+
+
+@pytest.mark.parametrize(
+    "op", ["few row", "few rows, wide", "few rows, narrow, narrow", "attention decode", "scan"]
+)
+def test_an_unknown_op_is_named_at_start(op: str, write: Write, on_h100: None) -> None:
+    write({op: {"warps": 4}})
+    with pytest.raises(ConfigError, match=f"sm_90.json: no op has the name '{op}'"):
+        decide(EngineConfig(), HALF, Backend(torch.device("cuda", 0)))
+
+
+def test_what_no_launch_has_read_is_checked_at_start(write: Write, on_h100: None) -> None:
+    write({"few rows": {"depth": 64}, "attention decode, head dim 128": {"stages": 9}})
+    with pytest.raises(ConfigError, match="head dim 128: stages cannot be 9"):
+        decide(EngineConfig(), HALF, Backend(torch.device("cuda", 0)))
 
 
 def test_the_usual_tiles_fit_everywhere() -> None:
@@ -84,10 +104,13 @@ def test_the_usual_tiles_fit_everywhere() -> None:
                     assert taken <= target.shared_memory
 
 
-def test_a_table_is_in_the_numerics(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
+
+def test_a_table_is_in_the_numerics(write: Write, on_h100: None) -> None:
     def numerics() -> str:
         return decide(EngineConfig(), torch.bfloat16, Backend(torch.device("cuda", 0))).numerics
 
@@ -98,3 +121,48 @@ def test_a_table_is_in_the_numerics(write: Write, monkeypatch: pytest.MonkeyPatc
         assert f"tiles {tuning.digest(90)}" in numerics()
         names.add(numerics())
     assert len(names) == 2 and without not in names and "tiles" not in without
+
+
+def timed(fields: dict[str, int], us: float | None, **more: Any) -> Timed:
+    return Timed("few rows", fields, more.pop("usual", False), us, **more)
+
+
+def test_a_table_is_written_from_what_was_measured_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [
+        timed({"columns": 32, "depth": 128}, 10.0, usual=True),
+        timed({"columns": 16, "depth": 256}, 8.0),
+        timed({"columns": 16, "depth": 64}, 5.0, difference=0.5),
+        timed({"columns": 64, "depth": 64}, None),
+        Timed("", {"warps": 8}, False, 1.0),
+    ]
+    before = {DECODE: {"keys": 64}}
+    ops = best_tiles(runs, before)
+    assert ops == {DECODE: {"keys": 64}, "few rows": {"columns": 16, "depth": 256}}
+    folder = tmp_path / "new"
+    path = write_table(folder, 90, ops, {"card": "NVIDIA H100 80GB HBM3"})
+    assert path.name == "sm_90.json"
+    monkeypatch.setattr(tuning, "FOLDER", folder)
+    tuning.table.cache_clear()
+    check_table(90)
+    few, decode = tiles()
+    assert (few.columns, few.depth, decode.keys) == (16, 256, 64)
+    tuning.table.cache_clear()
+
+
+def test_a_tile_that_is_hardly_faster_stays_out_of_the_table() -> None:
+    usual = timed({"columns": 32}, 100.0, usual=True)
+    close = timed({"columns": 16}, 100.0 * (1 - LEAST_GAIN) + 0.1)
+    assert best_tiles([usual, close], {}) == {}
+    assert best_tiles([usual, close], {"few rows": {"warps": 8}}) == {"few rows": {"warps": 8}}
+    # Without the usual tile's time nothing is known to be faster.
+    assert best_tiles([close], {}) == {}
+
+
+def test_products_of_codes_have_tiles_in_tables(write: Write) -> None:
+    with record_launches(Target("cuda", 90)):
+        usual = few_codes_triton.tile_of(HALF, 5000)
+        write({"few rows of codes": {"columns": 8, "stages": 6}})
+        assert few_codes_triton.tile_of(HALF, 5000) == usual._replace(columns=8, stages=6)
+        assert few_codes_triton.tile_of(HALF, 4095) != few_codes_triton.tile_of(HALF, 4096)

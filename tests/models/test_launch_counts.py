@@ -97,3 +97,20 @@ def test_adapters_take_a_launch_for_each_projection_of_a_few_rows(
         assert more.triton["_up_kernel"] == (0 if few else len(text))
         if few:
             assert not more.torch and more.triton.total() == len(text)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_take_their_norm_apart_and_nothing_else(
+    bits: int, tmp_path: Path
+) -> None:
+    spec = CheckpointSpec(num_layers=4, vision_depth=0)
+    path = make_checkpoint(tmp_path, spec)
+    plain, quantised = (
+        count(load_model(path, torch.bfloat16, "meta", bits=each), "decode", MOST_ROWS)
+        for each in (None, bits)
+    )
+    for part in ("attention", "MLP"):
+        usual, own = plain[part][-1], quantised[part][-1]
+        assert usual.triton["_few_rows_kernel"] == own.triton["_few_codes_kernel"] == 2
+        assert own.triton["_rms_kernel"] == 1
+        assert own.triton.total() == usual.triton.total() + 1 and own.torch == usual.torch

@@ -18,8 +18,10 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.invariance import Promise, check_options, promise
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import tuning
+from vlm_serve.kernels.backends import named
 from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.kernels.triton_faults import forms_at, triton_version
+from vlm_serve.kernels.tuning_check import check_table
 from vlm_serve.models.quantization.scheme import QuantScheme
 
 DTYPES = {
@@ -257,6 +259,8 @@ def _numerics(compute: torch.dtype, backend: Backend, config: EngineConfig) -> s
         parts.append(f"cpu-compiled {name_of(compute)}{how if paired else ''} {digest}")
     elif backend.device.type != "cpu":
         parts += [f"triton {triton_version()} sums {TRITON_SUMS}", *_unusual_forms(backend.device)]
+        ranks, library = config.tensor_parallel_size, config.gpu_kernels
+        parts += filter(None, [named(library, ranks=ranks, deterministic=config.deterministic)])
     parts.append(f"{_torch(backend)} {_capability(backend.device)}")
     if config.tensor_parallel_size > 1:
         parts.append(f"{config.tensor_parallel_size} ranks, float32 sums in their order")
@@ -307,6 +311,7 @@ def _unusual_forms(device: torch.device) -> list[str]:
     major, minor = torch.cuda.get_device_capability(device)
     architecture = 10 * major + minor
     tiles = tuning.digest(architecture)
+    check_table(architecture)
     return [*forms_at(architecture, triton_version()), *([f"tiles {tiles}"] if tiles else [])]
 
 

@@ -55,6 +55,7 @@ from vlm_serve.engine.step_paths import (
 from vlm_serve.engine.tier_loading import make_tiers
 from vlm_serve.engine.upload_tiers import UploadTiers
 from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.backends import choose
 from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.triton_support import keep_private
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
@@ -109,6 +110,8 @@ def build(
     assert config.block_size is not None
     if device.type == "cpu":
         retain_freed_memory()
+    else:
+        choose(config.gpu_kernels)
     pooled = pooled_tokens(config, path)
     source = ModelSource(path, spec, arithmetic, device, backend.compiled, mtp, changes, pooled)
     loaded, started = load(source, config, processes)

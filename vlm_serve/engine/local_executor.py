@@ -13,7 +13,7 @@ import torch
 from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
-from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
+from vlm_serve.engine.decode_graphs import StepGraphs
 from vlm_serve.engine.device_errors import after_failure
 from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.drafts.measuring import measure_passes, measure_plain, measure_rows

@@ -154,6 +154,7 @@ def _largest(sizes: PrefillSizes, limits: DecodeLimits) -> PrefillMeta:
         src_rows=(-1,) * (count + 1),
         dst_rows=tuple(range(count + 1)),
         chunk_ends=(*((end,) for end in range(1, count)), (*cuts[1:], sizes.tokens), ()),
+        fixed=True,
     )
 
 
