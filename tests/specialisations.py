@@ -292,7 +292,8 @@ def compilations(config: EngineConfig, given: argparse.Namespace) -> dict[str, A
         types = decide(
             config, read_spec(checkpoint).dtype, Backend(torch.device("cpu")), None
         ).types
-        model = load_model(checkpoint, torch.bfloat16, "cpu")
+        bits = int(config.quantization[3:]) if config.quantization else None
+        model = load_model(checkpoint, torch.bfloat16, "cpu", bits=bits)
         before = keys(lambda: start(model, types, checkpoint, config, given))
         served = keys(lambda: serve(model, types, config, given.steps))
     return {

@@ -31,6 +31,7 @@ CASES = [
     ("attention alone", '{"kv_cache_dtype": "fp8"}', []),
     ("attention alone, moe", "{}", ["--graphs"]),
     ("next", "{}", []),
+    ("dense", '{"quantization": "int4"}', []),
     ("minicpm", "{}", []),
 ]
 

@@ -31,8 +31,9 @@ _log = logging.getLogger(__name__)
 
 _LONG = 8192
 """Keys of a decoding sequence computed in several parts, whatever the model's heads."""
-_MANY = 9
-"""Decoding sequences for which some kernels are others than for one."""
+_SEQUENCES = (1, 2, 4, 8, 9, 17, 33)
+"""Decoding sequences for which some kernels are others than for one less. With codes, products of
+up to 8 rows are compiled for powers of two, those of more by tiles of rows."""
 _DRAFTED = 2
 
 
@@ -55,8 +56,8 @@ def warm_up(model: Model, types: Types, config: EngineConfig) -> None:
             while tokens < config.max_num_batched_tokens:
                 steps.prefill(tokens)
                 tokens *= 2
-            steps.decode(1)
-            steps.decode(_MANY)
+            for count in _SEQUENCES:
+                steps.decode(count)
         if adapter is not None and model.spec.vision is not None:
             steps.encode()
         steps.changes = None
