@@ -10,6 +10,7 @@ import re
 import signal
 import sqlite3
 import subprocess
+import time
 from pathlib import Path
 
 import httpx
@@ -110,7 +111,7 @@ def test_every_signal_is_ignored_or_an_orderly_end(checkpoint: Path, tmp_path: P
         os.fdopen(writing, "w") as log,
         server_process(
             str(checkpoint), *SMALL, "--disk-cache-path", str(stored), "--disk-cache-size", "64MiB",
-            "--log-level", "debug", log=log,
+            "--log-level", "debug", log=log, environment={"PYTHONFAULTHANDLER": "1"},
         ) as server,
         httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as client,
     ):  # fmt: skip
@@ -125,10 +126,28 @@ def test_every_signal_is_ignored_or_an_orderly_end(checkpoint: Path, tmp_path: P
             client.post("/v1/chat/completions", json={**body, "messages": []})
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGHUP)
-        assert process.wait(SECONDS) == 0
+        try:
+            assert process.wait(SECONDS) == 0
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"it does not end: {stacks_of(process, reading)}")
         os.close(reading)
     with contextlib.closing(sqlite3.connect(stored / "vlm-serve-cache.sqlite")) as entries:
         assert entries.execute("SELECT count(*) FROM entries").fetchone()[0] > 0
+
+
+def stacks_of(process: subprocess.Popen[str], log: int) -> str:
+    """Abort a process; return what its threads were at, from the end of its log."""
+    os.set_blocking(log, False)
+    said = bytearray()
+    for number in (None, signal.SIGABRT):
+        if number is not None:
+            process.send_signal(number)
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                said += os.read(log, 1 << 16)
+            time.sleep(0.01)
+    return said[-20_000:].decode(errors="replace")
 
 
 @pytest.mark.processes
