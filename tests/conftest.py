@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 
 # Triton decides at its first import whether kernels run in the interpreter, and transformers
 # imports it too. TRITON_INTERPRET=0 in the environment runs the kernels' tests on a GPU instead.
@@ -51,6 +52,10 @@ class _Failures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # nohup and shells in the background leave them ignored: servers of tests would inherit that.
+    for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(each) is signal.SIG_IGN:
+            signal.signal(each, signal.SIG_DFL)
     # Workers get the options of the process that starts them, so midnight does not divide them.
     if config.option.slow_turn is None:
         config.option.slow_turn = datetime.date.today().toordinal()
