@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_models import kernel_model
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
 from parity import executor_of
@@ -36,7 +37,7 @@ from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
-from vlm_serve.models import Model, load_model
+from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.parts import feed_forward
@@ -55,10 +56,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Iterator[Model]:
-    with pytest.MonkeyPatch.context() as patch:
-        # The Triton kernels do not read the experts' packed weights of the CPU path.
-        patch.setattr(feed_forward, "stacked_experts", lambda device: True)
-        yield load_model(checkpoint, torch.float32, "cpu")
+    with kernel_model(checkpoint) as made:
+        yield made
 
 
 def graphs_over(driver: Driver, most: int = 4) -> DecodeGraphs:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_models import kernel_model
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_, text_sequence
 from parity_cases import random_ids
@@ -31,9 +32,8 @@ from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
-from vlm_serve.models import Model, load_model
+from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardOutput
-from vlm_serve.models.parts import feed_forward
 from vlm_serve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
@@ -47,10 +47,8 @@ def model(
 ) -> Iterator[Model]:
     spec = replace(SPECS[request.param], mtp=True)
     checkpoint: Path = make_checkpoint(tmp_path_factory.mktemp("graphs"), spec)
-    with pytest.MonkeyPatch.context() as patch:
-        # The Triton kernels do not read the experts' packed weights of the CPU path.
-        patch.setattr(feed_forward, "stacked_experts", lambda device: True)
-        yield load_model(checkpoint, torch.float32, "cpu", drafts=True)
+    with kernel_model(checkpoint, drafts=True) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
+from conversation import recorded
 from families import SPECS
 from make_checkpoint import make_checkpoint
 from parity import greedy
@@ -38,19 +37,6 @@ def opened(checkpoint: Path) -> Pipeline:
     return Pipeline(str(checkpoint), config)
 
 
-def record(pictures: Any) -> bytes:
-    """A file of ten frames a second, without loss."""
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="matroska") as output:
-        stream: Any = output.add_stream("ffv1", rate=10)
-        stream.height, stream.width = pictures[0].shape[:2]
-        stream.pix_fmt = "bgr0"
-        for picture in pictures:
-            output.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        output.mux(stream.encode(None))
-    return buffer.getvalue()
-
-
 def pictures(count: int) -> Any:
     return np.random.default_rng(0).integers(0, 256, (count, 64, 96, 3), dtype=np.uint8)
 
@@ -75,7 +61,7 @@ def counts(pipe: Pipeline) -> tuple[int, int, int]:
 
 def test_slides_are_decoded_and_encoded_once(checkpoint: Path, pipe: Pipeline) -> None:
     first, second = pictures(2)
-    slides = record([first] * 22 + [second] * 21)
+    slides = recorded([first] * 22 + [second] * 21)
     answer(pipe, slides, 15)
     before = counts(pipe)
     # Every second of these frames, in pairs that were not seen before.
@@ -88,7 +74,7 @@ def test_slides_are_decoded_and_encoded_once(checkpoint: Path, pipe: Pipeline) -
 
 
 def test_new_frames_are_decoded_beside_known_ones(checkpoint: Path, pipe: Pipeline) -> None:
-    video = record(pictures(33))
+    video = recorded(pictures(33))
     answer(pipe, video, 5)
     before = counts(pipe)
     longer = answer(pipe, video, 9, "Something else comes first. ")
@@ -104,7 +90,7 @@ def test_new_frames_are_decoded_beside_known_ones(checkpoint: Path, pipe: Pipeli
 def test_embeddings_that_are_evicted_meanwhile_are_made_again(
     checkpoint: Path, pipe: Pipeline
 ) -> None:
-    video = record(pictures(33))
+    video = recorded(pictures(33))
     answer(pipe, video, 5)
     prompt = pipe.engine.preprocessor.prepare(chat(video, 9, "Something else. "))
     assert not prompt.media[0].ready

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_models import kernel_model
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
 from parity_cases import random_ids
@@ -26,10 +27,9 @@ from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.metadata import DecodeMeta, VerifyMeta
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
-from vlm_serve.models import Model, load_model
+from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
-from vlm_serve.models.parts import feed_forward
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
 
@@ -42,10 +42,8 @@ def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:
     checkpoint: Path = make_checkpoint(tmp_path_factory.mktemp("graphs"), SPECS[request.param])
-    with pytest.MonkeyPatch.context() as patch:
-        # The Triton kernels do not read the experts' packed weights of the CPU path.
-        patch.setattr(feed_forward, "stacked_experts", lambda device: True)
-        yield load_model(checkpoint, torch.float32, "cpu")
+    with kernel_model(checkpoint) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 import torch
+from conversation import recorded
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,23 +77,11 @@ def test_growing_frames_share_prefix_and_hashes(preprocessor: Preprocessor) -> N
     assert uniform[0].spans[1].content_hash != uniform[1].spans[1].content_hash
 
 
-def encode(pictures: Any) -> bytes:
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="matroska") as output:
-        stream: Any = output.add_stream("ffv1", rate=8)
-        stream.height, stream.width = pictures.shape[1:3]
-        stream.pix_fmt = "bgr0"
-        for picture in pictures:
-            output.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        output.mux(stream.encode(None))
-    return buffer.getvalue()
-
-
 def test_growing_files_share_hashes_with_each_other_and_with_frames(
     preprocessor: Preprocessor,
 ) -> None:
     whole = frames(40)
-    short, long = (ask(preprocessor, encode(whole[:count])) for count in (24, 40))
+    short, long = (ask(preprocessor, recorded(whole[:count], 8)) for count in (24, 40))
     plain = ask(preprocessor, whole, fps=8)
     assert [s.content_hash for s in short.spans] == [s.content_hash for s in long.spans[:3]]
     assert [s.content_hash for s in long.spans] == [s.content_hash for s in plain.spans]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 import torch
 from checkpoint_spec import CheckpointSpec
-from conversation import build, clip, frames, say
+from conversation import build, clip, frames, recorded, say
 from hypothesis import given
 from hypothesis import strategies as st
 from make_checkpoint import make_checkpoint
@@ -26,23 +24,10 @@ from vlm_serve.preprocess.prompt import MediaItem, Prompt, UnconfirmedError
 from vlm_serve.preprocess.stopping import Stop
 
 
-def record(pictures: Any) -> bytes:
-    """A file of ten frames a second, without loss."""
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="matroska") as output:
-        stream: Any = output.add_stream("ffv1", rate=10)
-        stream.height, stream.width = pictures[0].shape[:2]
-        stream.pix_fmt = "bgr0"
-        for picture in pictures:
-            output.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        output.mux(stream.encode(None))
-    return buffer.getvalue()
-
-
 @pytest.fixture(scope="module")
 def source() -> bytes:
     """49 frames of a size that no sampling changes."""
-    return record(frames(49))
+    return recorded(frames(49))
 
 
 class Embeddings:
@@ -162,7 +147,7 @@ def test_the_same_pictures_at_other_times_are_known_as_pairs(
 ) -> None:
     """A slide that does not change: pairs that were never sampled have embeddings at hand."""
     preprocessor, embeddings = known
-    source = record(np.repeat(frames(2), 20, axis=0))  # two slides, without loss
+    source = recorded(np.repeat(frames(2), 20, axis=0))  # two slides, without loss
     embeddings.encode(ask(preprocessor, source, sampling="fps_grid", sample_fps=3))
     decoded = counts(preprocessor)["decoded"]
     prompt = ask(preprocessor, source, sampling="fps_grid", sample_fps=1)

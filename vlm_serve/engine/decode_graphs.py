@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -18,7 +19,12 @@ from vlm_serve.engine.adapters.table import AdapterTable
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
 from vlm_serve.engine.graph_device import GraphDevice, Step
 from vlm_serve.engine.step_tables import HostRing
-from vlm_serve.kernels.checks import check_block_tables, check_decode_meta
+from vlm_serve.kernels.checks import (
+    check_block_tables,
+    check_decode_meta,
+    check_prefill_meta,
+    check_verify_meta,
+)
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -32,6 +38,14 @@ def padded_sizes(most: int) -> tuple[int, ...]:
     """Return the batch sizes to capture, ascending, for steps of up to `most` sequences."""
     most = min(most, LARGEST)
     return tuple(size for size in (1, 2, 4, *range(8, most, 8)) if size < most) + (most,)
+
+
+class StepBuffers(Protocol):
+    """Inputs of captured steps."""
+
+    def fill(self, batch: ForwardBatch | None) -> None:
+        """Write a step; None writes padding alone."""
+        ...
 
 
 class StepGraphs(ABC):
@@ -113,8 +127,23 @@ class StepGraphs(ABC):
 
         return self._device.capture(step)
 
-    def _output(self, batch: ForwardBatch) -> ForwardOutput:
-        """Return the results of a batch after its captured step."""
+    def _replay(self, buffers: StepBuffers, step: Step, batch: ForwardBatch) -> ForwardOutput:
+        """Check the rows and blocks of a batch, run its captured step, and return the results."""
+        place = self._num_blocks, self._block_size
+        if (decode := batch.decode) is not None:
+            alone = batch.prefill is None and batch.verify is None
+            count = batch.token_ids.shape[0] if alone else len(decode)
+            check_decode_meta(decode, count, self._num_rows)
+            check_block_tables(decode, decode.kv_lens, *place)
+        if (prefill := batch.prefill) is not None:
+            check_prefill_meta(prefill, prefill.num_tokens, self._num_rows)
+            check_block_tables(prefill, prefill.kv_lens, *place)
+        if (verify := batch.verify) is not None:
+            updates = self._caches.num_updates
+            check_verify_meta(verify, verify.num_tokens, self._num_rows, updates)
+            check_block_tables(verify, verify.kv_lens, *place)
+        buffers.fill(batch)
+        step()
         hidden = None if self._hidden is None else self._hidden[: batch.token_ids.shape[0]]
         return ForwardOutput(self._logits[: batch.logit_rows.shape[0]], hidden=hidden)
 
@@ -184,10 +213,6 @@ class DecodeGraphs(StepGraphs):
         if not self._accepts(batch):
             return None
         assert meta is not None
-        check_decode_meta(meta, batch.token_ids.shape[0], self._num_rows)
-        check_block_tables(meta, meta.kv_lens, self._num_blocks, self._block_size)
         size = self._sizes[bisect_left(self._sizes, len(meta))]
-        buffers, step = (self._steps if batch.changes is None else self._changed)[size]
-        buffers.fill(batch)
-        step()
-        return self._output(batch)
+        steps = self._steps if batch.changes is None else self._changed
+        return self._replay(*steps[size], batch)

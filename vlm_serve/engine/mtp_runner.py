@@ -169,15 +169,14 @@ class MtpRunner:
     def _draft(self, inputs: list[MtpInput], before: torch.Tensor) -> list[tuple[int, ...]]:
         """Draft for each input that wants it, token by token. Each draft is read to draft the
         next."""
-        if self._graphs is not None:
-            drafts = self._by_graphs(self._graphs, inputs, before)
-            if drafts is not None:
-                return drafts
+        batch = make_draft_batch(inputs, self._block_size)
+        if self._graphs is not None and self._graphs.run(batch, before) is not None:
+            return self._by_graphs(self._graphs, [one for one in inputs if one.wanted])
         chains: list[list[int]] = [[] for one in inputs if one.wanted]
         live = list(range(len(chains)))
         requested = [one for one in inputs if one.wanted]
         while inputs:
-            output = self.forward(make_draft_batch(inputs, self._block_size), before)
+            output = self.forward(batch, before)
             assert output.hidden is not None
             for place, token in zip(live, output.logits.argmax(-1).tolist(), strict=True):
                 chains[place].append(token)
@@ -185,16 +184,13 @@ class MtpRunner:
             before = output.hidden[[live.index(place) for place in unfinished]]
             live = unfinished
             inputs = [_next(requested[place], chains[place]) for place in live]
+            if inputs:
+                batch = make_draft_batch(inputs, self._block_size)
         return [tuple(chain) for chain in chains]
 
-    def _by_graphs(
-        self, graphs: DraftGraphs, inputs: list[MtpInput], before: torch.Tensor
-    ) -> list[tuple[int, ...]] | None:
-        """Draft with a single wait, at the end; return None if no graph fits the first pass. Every
-        sequence takes part to the end, with tokens that are written nowhere."""
-        if graphs.run(make_draft_batch(inputs, self._block_size), before) is None:
-            return None
-        requested = [one for one in inputs if one.wanted]
+    def _by_graphs(self, graphs: DraftGraphs, requested: list[MtpInput]) -> list[tuple[int, ...]]:
+        """Draft behind the first pass with a single wait, at the end. Every sequence takes part to
+        the end, with tokens that are written nowhere."""
         if not requested:
             return []
         drafts = [graphs.best[: len(requested)].clone()]

@@ -12,7 +12,6 @@ import torch
 from vlm_serve.engine.decode_graphs import LARGEST, StepGraphs
 from vlm_serve.engine.graph_device import GraphDevice, Step
 from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes, TileForm, tile_forms
-from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_prefill_meta
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
@@ -103,17 +102,5 @@ class PrefillGraphs(StepGraphs):
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
-        found, prefill, decode = self._find(batch), batch.prefill, batch.decode
-        if found is None:
-            return None
-        assert prefill is not None
-        place = self._num_blocks, self._block_size
-        if decode is not None:
-            check_decode_meta(decode, len(decode), self._num_rows)
-            check_block_tables(decode, decode.kv_lens, *place)
-        check_prefill_meta(prefill, prefill.num_tokens, self._num_rows)
-        check_block_tables(prefill, prefill.kv_lens, *place)
-        buffers, step = found
-        buffers.fill(batch)
-        step()
-        return self._output(batch)
+        found = self._find(batch)
+        return None if found is None else self._replay(*found, batch)

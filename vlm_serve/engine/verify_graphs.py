@@ -12,7 +12,6 @@ from vlm_serve.engine.decode_graphs import StepGraphs
 from vlm_serve.engine.drafting import max_drafts
 from vlm_serve.engine.graph_device import GraphDevice, Step
 from vlm_serve.engine.verify_buffers import VerifyBuffers, VerifySizes
-from vlm_serve.kernels.checks import check_block_tables, check_decode_meta, check_verify_meta
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
@@ -84,7 +83,6 @@ class VerifyGraphs(StepGraphs):
             device=device,
             deterministic=deterministic,
         )
-        self._num_updates = caches.num_updates
         self._steps: list[tuple[VerifyBuffers, Step]] = []
         for each in reversed(sizes):
             buffers = VerifyBuffers(each, self._limits, self._ring, caches.device)
@@ -104,17 +102,5 @@ class VerifyGraphs(StepGraphs):
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
-        found, verify, decode = self._find(batch), batch.verify, batch.decode
-        if found is None:
-            return None
-        assert verify is not None
-        place = self._num_blocks, self._block_size
-        if decode is not None:
-            check_decode_meta(decode, len(decode), self._num_rows)
-            check_block_tables(decode, decode.kv_lens, *place)
-        check_verify_meta(verify, verify.num_tokens, self._num_rows, self._num_updates)
-        check_block_tables(verify, verify.kv_lens, *place)
-        buffers, step = found
-        buffers.fill(batch)
-        step()
-        return self._output(batch)
+        found = self._find(batch)
+        return None if found is None else self._replay(*found, batch)

@@ -27,7 +27,7 @@ from vlm_serve.server.api.cache import (
     refuse_unknown,
 )
 from vlm_serve.server.api.request_body import read_value
-from vlm_serve.server.api.visible import visible_roots
+from vlm_serve.server.api.visible import pin_owner
 from vlm_serve.server.http.json_body import validate
 from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Preparation, Service
@@ -86,7 +86,7 @@ async def pin(service: Service, request: Request) -> Response:
     with service.admission.admitted():
         if isinstance(target, ListedNode):
             length, key = target.node.end, target.node.key
-            owner = visible_roots(service, request).owner
+            owner = pin_owner(service, request)
             pinned = await asyncio.to_thread(pins.add_node, key, body.ttl_seconds, owner)
         else:
             prompt = await service.prepare(target)
@@ -107,9 +107,7 @@ async def list_pins(service: Service, request: Request) -> Response:
     """
     offset, limit = page_of(request.query_params)
     check_page(offset, limit)
-    found = await asyncio.to_thread(
-        service.engine.pins.listed, visible_roots(service, request).owner
-    )
+    found = await asyncio.to_thread(service.engine.pins.listed, pin_owner(service, request))
     shown = [PinBody(**dataclasses.asdict(each)) for each in found[offset : offset + limit]]
     return JSONResponse(PinList(total=len(found), offset=offset, pins=shown).model_dump())
 
@@ -139,7 +137,7 @@ async def lift_pins(service: Service, request: Request) -> Response:
 
 
 async def _lift(service: Service, request: Request, key: bytes | None) -> int:
-    owner = visible_roots(service, request).owner
+    owner = pin_owner(service, request)
     return await asyncio.to_thread(service.engine.pins.lift, owner, key)
 
 

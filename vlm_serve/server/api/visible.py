@@ -49,6 +49,11 @@ class VisibleRoots:
         return [entry for entry in entries if entry.root in roots]
 
 
+def pin_owner(service: Service, request: Request) -> bytes | None:
+    """Return the owner of a client's pins, see `VisibleRoots`."""
+    return VisibleRoots(service, request).owner
+
+
 def visible_roots(service: Service, request: Request) -> VisibleRoots:
     """Return what a client sees now."""
     return VisibleRoots(service, request).refresh()
