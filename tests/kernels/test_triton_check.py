@@ -9,6 +9,7 @@ import pytest
 import torch
 from triton_case import DEVICE, kernels, randn
 
+from vlm_serve.kernels import triton_check
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.kernels.triton_check import (
@@ -41,6 +42,36 @@ def test_right_kernels_are_checked_once_for_each_shape() -> None:
         norm(5)
     assert not faults.found
     assert len(faults.checked) == 2
+
+
+def test_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second copy of a large head would not fit beside it."""
+    from vlm_serve.kernels.norms import triton as module
+
+    given: list[tuple[int, ...]] = []
+    inner = module.rms_norm
+
+    def watched(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        given.append((x.data_ptr(), weight.data_ptr()))
+        return inner(x, weight, eps)
+
+    monkeypatch.setattr(module, "rms_norm", watched)
+    for op in Op.with_triton():
+        monkeypatch.setattr(op, "_found", None)
+    compared: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        Faults, "compare", lambda self, name, mine, theirs, *, short: compared.append(mine.shape)
+    )
+    monkeypatch.setattr(triton_check, "WEIGHT_BYTES", 1000)
+    small, large = randn(3, 64), randn(256)
+    with kernels(), checking() as faults:
+        rms_norm(small, randn(64), 1e-6)
+        rms_norm(randn(3, 256)[:1], large, 1e-6)
+    (rows, weight), (again, same), *others = given
+    assert rows != again and weight != same  # 768 and 256 bytes
+    assert [each[1] for each in others] == [large.data_ptr()] * 2  # 1 024 bytes
+    assert compared == [(3, 64), (3, 64), (64,), (1, 256)]
+    assert not faults.found
 
 
 def test_a_wrong_row_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
