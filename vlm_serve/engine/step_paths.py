@@ -15,6 +15,7 @@ from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
 from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.graph_device import CudaGraphs, GraphDevice
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.engine.tower_graphs import TowerGraphs, patch_sizes
 from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
@@ -52,10 +53,12 @@ class Captured:
     Attributes:
         steps: of steps.
         drafts: of passes of the MTP layer; None: without it, or without graphs.
+        tower: of the vision tower; None: without one, or without graphs of it.
     """
 
     steps: tuple[StepGraphs, ...] = ()
     drafts: DraftGraphs | None = None
+    tower: TowerGraphs | None = None
 
 
 def capture(
@@ -93,12 +96,15 @@ def _capture(
     prefills = PrefillGraphs(model, caches, **limits, most_tokens=most_tokens)
     adapters = _adapters(model, config, device)
     decodes = DecodeGraphs(model, caches, **limits, adapters=adapters)
+    patches = patch_sizes(model.spec, config)
+    tower = TowerGraphs(model, sizes=patches, device=device) if patches else None
     if config.speculative == "off":
-        return Captured((prefills, decodes))
+        return Captured((prefills, decodes), tower=tower)
     verifies = VerifyGraphs(model, caches, **limits, drafts=drafts)
     return Captured(
         (prefills, decodes, verifies),
         DraftGraphs(model, caches, **limits, drafts=drafts) if model.drafts else None,
+        tower,
     )
 
 
