@@ -17,7 +17,7 @@ import torch
 
 from vlm_serve.engine.adapters.table import AdapterTable
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
-from vlm_serve.engine.graph_device import GraphDevice, Step
+from vlm_serve.engine.graph_device import GraphDevice, Step, largest_first
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.checks import (
     check_block_tables,
@@ -31,13 +31,20 @@ from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 LARGEST = 256
-"""Larger batches keep a GPU busy without graphs, and each row keeps its logits."""
+"""Decoding sequences beside prompts, at most. Larger such batches keep a GPU busy without graphs,
+and each row keeps its logits."""
+DENSE = 256
+"""Up to here a batch is padded to a multiple of 8. Above, to one of four sizes an octave: a fifth
+of a step is padding at most, and a graph takes seconds and memory."""
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:
     """Return the batch sizes to capture, ascending, for steps of up to `most` sequences."""
-    most = min(most, LARGEST)
-    return tuple(size for size in (1, 2, 4, *range(8, most, 8)) if size < most) + (most,)
+    sizes, size = [1, 2, 4, *range(8, DENSE, 8)], DENSE
+    while size < most:
+        sizes += range(size, 2 * size, size // 4)
+        size *= 2
+    return (*(size for size in sizes if size < most), most)
 
 
 class StepBuffers(Protocol):
@@ -186,13 +193,16 @@ class DecodeGraphs(StepGraphs):
         self._changed = {} if adapters is None else self._set(adapters)
 
     def _set(self, adapters: AdapterTable | None) -> dict[int, tuple[DecodeBuffers, Step]]:
-        """Capture a graph for every size."""
-        steps = {}
-        # Capture the largest first: the others reuse its memory.
-        for size in reversed(self._sizes):
-            buffers = DecodeBuffers(size, self._limits, self._ring, self._caches.device, adapters)
-            steps[size] = buffers, self._captured(buffers.batch)
-        return steps
+        """Capture a graph for every size. All share the largest one's tables."""
+        memory: list[torch.Tensor] = []
+
+        def captured(size: int) -> tuple[DecodeBuffers, Step]:
+            room, device = (memory[0] if memory else None), self._caches.device
+            buffers = DecodeBuffers(size, self._limits, self._ring, device, adapters, room)
+            memory.append(buffers.memory)
+            return buffers, self._captured(buffers.batch)
+
+        return dict(zip(self._sizes, largest_first(self._sizes, captured), strict=True))
 
     def _accepts(self, batch: ForwardBatch) -> bool:
         """Return True if a graph can run this step: decode tokens only, one row of logits for each,

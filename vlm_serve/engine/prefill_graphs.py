@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from vlm_serve.engine.decode_graphs import LARGEST, StepGraphs
-from vlm_serve.engine.graph_device import GraphDevice, Step
+from vlm_serve.engine.graph_device import GraphDevice, Step, largest_first
 from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes, TileForm, tile_forms
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -73,12 +73,14 @@ class PrefillGraphs(StepGraphs):
             deterministic=deterministic,
         )
         forms = self._tile_forms(sizes[0])
-        self._steps: list[tuple[PrefillBuffers, Step]] = []
-        for each in reversed(sizes):
+
+        def captured(each: PrefillSizes) -> tuple[PrefillBuffers, Step]:
             buffers = PrefillBuffers(
                 each, self._limits, self._ring, caches.device, forms, packs=model.drafts
             )
-            self._steps.insert(0, (buffers, self._captured(buffers.batch, buffers.packed)))
+            return buffers, self._captured(buffers.batch, buffers.packed)
+
+        self._steps = largest_first(sizes, captured)
 
     def _tile_forms(self, sizes: PrefillSizes) -> tuple[TileForm, ...]:
         """Run a step of padding; return the tile forms that this model's attention uses."""

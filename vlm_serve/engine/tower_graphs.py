@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.graph_device import GraphDevice, Step
+from vlm_serve.engine.graph_device import GraphDevice, Step, largest_first
 from vlm_serve.engine.step_tables import HostRing, StepTables
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.segment_attention import ROWS, segment_tiles
@@ -58,13 +58,8 @@ class TowerGraphs:
         with torch.inference_mode(False):
             shape = sizes[-1] // tower.area, model.spec.embedding_width
             self._out = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self._steps: dict[int, tuple[StepTables, Step]] = {}
-        # Capture the largest first: the others reuse its memory.
-        for size in reversed(self._sizes):
-            shapes = {"tiles": {"tiles": (torch.int32, (most_tiles(size), 3))}}
-            tables = StepTables(shapes, self._ring, model.device)
-            self._fill(tables, ())
-            self._steps[size] = tables, self._captured(size, tables.fixed["tiles"]["tiles"])
+        steps = largest_first(self._sizes, self._step)
+        self._steps = dict(zip(self._sizes, steps, strict=True))
 
     @torch.inference_mode()
     def run(
@@ -105,12 +100,18 @@ class TowerGraphs:
             table[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32)
         tables.send()
 
-    def _captured(self, size: int, tiles: torch.Tensor) -> Step:
+    def _step(self, size: int) -> tuple[StepTables, Step]:
+        """Capture a run of so many patches."""
+        shapes = {"tiles": {"tiles": (torch.int32, (most_tiles(size), 3))}}
+        tables = StepTables(shapes, self._ring, self._out.device)
+        self._fill(tables, ())
+        tiles = tables.fixed["tiles"]["tiles"]
+
         def step() -> None:
             rows = self._tower.run(size, tiles)
             self._out[: len(rows)].copy_(rows)
 
-        return self._device.capture(step)
+        return tables, self._device.capture(step)
 
 
 def most_tiles(size: int) -> int:
