@@ -100,7 +100,7 @@ def _capture(
     tower = TowerGraphs(model, sizes=patches, device=device) if patches else None
     if config.speculative == "off":
         return Captured((prefills, decodes), tower=tower)
-    verifies = VerifyGraphs(model, caches, **limits, drafts=drafts)
+    verifies = VerifyGraphs(model, caches, **limits, drafts=drafts, adapters=adapters)
     return Captured(
         (prefills, decodes, verifies),
         DraftGraphs(model, caches, **limits, drafts=drafts) if model.drafts else None,
