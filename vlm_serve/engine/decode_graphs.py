@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import replace
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 import torch
 
@@ -55,18 +55,33 @@ class StepBuffers(Protocol):
         ...
 
 
+class StepLimits(TypedDict):
+    """What all kinds of graphs of an engine are given.
+
+    Attributes:
+        block_size: tokens per KV block.
+        max_model_len: longest sequence, in tokens.
+        max_num_seqs: maximum number of sequences in a step.
+        device: captures steps and copies their tables.
+        deterministic: of the steps, see `ForwardBatch`; others have no graph. False by default.
+    """
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    device: GraphDevice
+    deterministic: NotRequired[bool]
+
+
 class StepGraphs(ABC):
     """Common base of captured steps.
 
     Args:
         model: the model to capture.
         caches: pools; the last state row, if any, is a scratch row for padding.
-        block_size: tokens per KV block.
-        max_model_len: longest sequence, in tokens.
         most_logits: rows of logits of the largest step.
         most_tokens: its tokens, of which a model with an MTP layer reports hidden states.
-        device: captures steps and copies their tables.
-        deterministic: of the steps, see `ForwardBatch`; others have no graph.
+        limits: see `StepLimits`.
     """
 
     _adapters: AdapterTable | None = None
@@ -76,19 +91,18 @@ class StepGraphs(ABC):
         model: Model,
         caches: CacheTensors,
         *,
-        block_size: int,
-        max_model_len: int,
         most_logits: int,
         most_tokens: int,
-        device: GraphDevice,
-        deterministic: bool = False,
+        **limits: Unpack[StepLimits],
     ) -> None:
-        self._deterministic = deterministic
+        self._deterministic = limits.get("deterministic", False)
+        block_size, device = limits["block_size"], limits["device"]
         self._num_blocks, self._block_size = caches.num_blocks, block_size
         # Rows of sequences; the next one is the scratch row. A model without state has neither, and
         # 0 disables the checks of rows.
         self._num_rows = max(caches.num_rows - 1, 0)
-        self._limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._num_rows)
+        blocks = -(-limits["max_model_len"] // block_size)
+        self._limits = DecodeLimits(block_size, blocks, self._num_rows)
         self._ring = HostRing(device)
         # Shared by all sizes: graphs with their own logits would keep all of them allocated.
         self._logits = torch.empty(most_logits, model.spec.vocab_size, device=caches.device)
@@ -159,8 +173,7 @@ class DecodeGraphs(StepGraphs):
     """Runs decode-only steps from captured graphs.
 
     Args:
-        model, caches, block_size, max_model_len, device, deterministic: see `StepGraphs`.
-        max_num_seqs: maximum number of sequences in a step.
+        model, caches, limits: see `StepGraphs`.
         adapters: those of slots, for which there is a second set of graphs; None: a step with
             adapters has none.
     """
@@ -170,24 +183,17 @@ class DecodeGraphs(StepGraphs):
         model: Model,
         caches: CacheTensors,
         *,
-        block_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        device: GraphDevice,
-        deterministic: bool = False,
         adapters: AdapterTable | None = None,
+        **limits: Unpack[StepLimits],
     ) -> None:
-        self._sizes = padded_sizes(max_num_seqs)
+        self._sizes = padded_sizes(limits["max_num_seqs"])
         self._adapters = adapters
         super().__init__(
             model,
             caches,
-            block_size=block_size,
-            max_model_len=max_model_len,
             most_logits=self._sizes[-1],
             most_tokens=self._sizes[-1],
-            device=device,
-            deterministic=deterministic,
+            **limits,
         )
         self._steps = self._set(None)
         self._changed = {} if adapters is None else self._set(adapters)

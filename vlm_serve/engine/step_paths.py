@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.arithmetic import Backend
-from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
+from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs, StepLimits
 from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.graph_device import CudaGraphs, GraphDevice
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
@@ -84,8 +83,9 @@ def capture(
 def _capture(
     model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
 ) -> Captured:
+    assert config.block_size is not None
     device = CudaGraphs()
-    limits: dict[str, Any] = {
+    limits: StepLimits = {
         "block_size": config.block_size,
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,

@@ -7,13 +7,14 @@ size in it, so the number of drafts may change from step to step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 
 from vlm_serve.engine.adapters.table import AdapterTable
-from vlm_serve.engine.decode_graphs import StepGraphs
+from vlm_serve.engine.decode_graphs import StepGraphs, StepLimits
 from vlm_serve.engine.drafting import max_drafts
-from vlm_serve.engine.graph_device import GraphDevice, Step, largest_first
+from vlm_serve.engine.graph_device import Step, largest_first
 from vlm_serve.engine.verify_buffers import VerifyBuffers, VerifySizes
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -58,8 +59,7 @@ class VerifyGraphs(StepGraphs):
     """Runs steps with drafts, and without prompts, from captured graphs.
 
     Args:
-        model, caches, block_size, max_model_len, max_num_seqs, device, deterministic: see
-            `DecodeGraphs`.
+        model, caches, limits: see `StepGraphs`.
         drafts: maximum number of drafts per sequence, see `verify_sizes`.
         adapters: those of slots, see `DecodeGraphs`.
     """
@@ -69,25 +69,18 @@ class VerifyGraphs(StepGraphs):
         model: Model,
         caches: CacheTensors,
         *,
-        block_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
         drafts: int,
-        device: GraphDevice,
-        deterministic: bool = False,
         adapters: AdapterTable | None = None,
+        **limits: Unpack[StepLimits],
     ) -> None:
-        sizes = verify_sizes(max_num_seqs, drafts)
+        sizes = verify_sizes(limits["max_num_seqs"], drafts)
         self._adapters = adapters
         super().__init__(
             model,
             caches,
-            block_size=block_size,
-            max_model_len=max_model_len,
             most_logits=sizes[-1].rows,
             most_tokens=sizes[-1].rows,
-            device=device,
-            deterministic=deterministic,
+            **limits,
         )
         self._steps = self._set(sizes, None)
         self._changed = [] if adapters is None else self._set(sizes, adapters)
