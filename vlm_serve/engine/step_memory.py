@@ -21,6 +21,7 @@ from vlm_serve.engine.adapters.table import SlotSizes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.engine.captured_rows import CapturedRows
+from vlm_serve.engine.decode_graphs import LARGEST
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.ranks.start import ModelSource
 from vlm_serve.engine.tower_graphs import most_tiles, patch_sizes
@@ -168,11 +169,11 @@ def measure_step_memory(
                 graphs += captured.table_bytes(blocks, 1 if adapter is None else 2)
             if with_graphs and adapter is not None:
                 # The sets with adapters have decode steps and drafts alone.
-                changed = max(captured.sequences, captured.draft_rows)
-                graphs += _peak(device, forward(changed, changed))
+                changed = max(min(few, LARGEST), captured.sequences, captured.draft_rows)
+                graphs += _peak(device, forward(changed, rows))
             media = _peak(device, _encode(model, span_tokens)) if span_tokens else 0
             patches = patch_sizes(model.spec, config)
-            if with_graphs and span_tokens and patches:
+            if with_graphs and patches:
                 # Graphs of the tower and of steps share what lies between inputs and results.
                 tower, kept = _fixed_tower(model, patches[-1])
                 graphs += max(0, 2 * _peak(device, tower) - shared) + _peak(device, kept)
