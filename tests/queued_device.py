@@ -27,6 +27,7 @@ from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.engine.tier_transfer import Staged, TensorTransfer
+from vlm_serve.engine.tower_graphs import TowerGraphs
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
@@ -152,6 +153,9 @@ class QueuedExecutor(LocalExecutor):
             # What a pass returns is read at once, by operations that do not queue.
             vars(drafts)["run"] = self._awaited(drafts.run)
             vars(drafts)["run_later"] = self._awaited(drafts.run_later)
+        tower: TowerGraphs | None = options.get("tower_graphs")
+        if tower is not None:
+            vars(tower)["run"] = self._awaited(tower.run)
         self.pages = QueuedTransfer(caches, device)
 
     def run(self, plan: StepPlan) -> StepOutput:

@@ -143,7 +143,7 @@ class EngineConfig:
     )
     cuda_graphs: bool | None = _model(
         None,
-        "on a GPU, run decode steps, drafts and short prefills as CUDA graphs, captured at start",
+        "on a GPU, run short steps and small pictures as CUDA graphs, captured at start",
         default_text="on with a GPU",
     )
     kernel_check: bool = _model(

@@ -42,6 +42,7 @@ from vlm_serve.kernels.paged_attention import (
     gated_attention_decode,
 )
 from vlm_serve.kernels.rope import qk_norm_rope
+from vlm_serve.kernels.segment_attention import segment_attention
 from vlm_serve.kernels.state_copy import copy_rows
 
 BLOCK = 64
@@ -71,6 +72,7 @@ def cases(models: Sequence[str]) -> Iterator[Case]:
         yield from _quantised(shapes)
         if shapes.experts:
             yield from _experts(shapes)
+    yield from _segments()
 
 
 def _memory_ops(shapes: Shapes) -> Iterator[Case]:
@@ -218,6 +220,15 @@ def _attention(shapes: Shapes) -> Iterator[Case]:
             yield f"{label}, gated", gated
         # As in the layer for drafts.
         yield f"{label}, gated", partial(gated, first_key=1)
+
+
+def _segments() -> Iterator[Case]:
+    """Attention of the vision towers, whose heads have 64 or 72 dimensions."""
+    tiles = torch.zeros(BATCH, 3, dtype=torch.int32)
+    for dtype, label in ((torch.bfloat16, "segments"), (torch.float32, "segments fp32")):
+        for dim in (64, 72):
+            q, k, v = torch.empty(TOKENS, 3, 16, dim, dtype=dtype).unbind(1)
+            yield label, partial(segment_attention, q, k, v, tiles, scale=dim**-0.5)
 
 
 def _experts(shapes: Shapes) -> Iterator[Case]:

@@ -64,6 +64,13 @@ ALLOWANCES = (
         spilled=180,
     ),
     Allowance(
+        r"segments fp32: segment_kernel",
+        NVIDIA,
+        "As above; a tile has 64 queries for every dtype, since tables of tiles are made without "
+        "knowing it.",
+        spilled=3000,
+    ),
+    Allowance(
         r"gated_delta fp32: scan_kernel",
         NVIDIA,
         "As above, with a state of 16 columns in registers from the first chunk to the last.",

@@ -16,12 +16,14 @@ from vlm_serve.kernels.linear.low_rank_rows import GroupedRows
 class FixedRows(RowChanges):
     """Rows with adapters from tables on the device.
 
-    Every projection may be changed, and every row is kept: a decode step computes logits of all.
+    Every projection may be changed.
 
     Args:
         records: int64 `[slots, sites + 1, RECORD]`, see `records_of`.
         widths: most elements of u, by site.
         tables: `shapes_of`, on the device.
+        kept: those of the rows whose logits a step computes; None: it keeps all rows in their
+            places, as a decode step does.
     """
 
     def __init__(
@@ -29,13 +31,15 @@ class FixedRows(RowChanges):
         records: torch.Tensor,
         widths: Sequence[int],
         tables: Mapping[str, torch.Tensor],
+        kept: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__((), ())
+        self._kept = None if kept is None else FixedRows(records, widths, kept)
         groups = Groups(tables["order"], tables["bounds"], tables["adapters"])
         self._fixed = GroupedRows(records, widths.__getitem__, lambda _: groups)
 
     def kept(self, rows: torch.Tensor) -> RowChanges:
-        return self
+        return self if self._kept is None else self._kept
 
     def grouped(self, device: torch.device) -> GroupedRows:
         return self._fixed
@@ -59,11 +63,27 @@ def shapes_of(rows: int, slots: int) -> dict[str, tuple[torch.dtype, tuple[int, 
     }
 
 
-def fill_changes(staged: Mapping[str, torch.Tensor], changes: RowChanges | None) -> None:
-    """Write the adapters of a step's rows by their slots; rows behind them are padding."""
+def fill_changes(
+    staged: Mapping[str, torch.Tensor],
+    changes: RowChanges | None,
+    runs: Sequence[tuple[slice, int]] | None = None,
+) -> None:
+    """Write the adapters of a step's rows by their slots; other rows are padding.
+
+    Args:
+        staged: `shapes_of`, to fill completely.
+        changes: of the rows; None: there are no rows.
+        runs: rows of `changes`, and where the first of them lies, ascending; None: they come
+            first.
+    """
     of_rows = [] if changes is None else changes.of_rows
     slots = [] if changes is None else [*changes.slots, -1]
     adapters = [slots[each] for each in of_rows]
+    if runs is not None and adapters:
+        packed, adapters = adapters, list[int]()
+        for run, first in runs:
+            adapters += [-1] * (first - len(adapters))
+            adapters += packed[run]
     tiles = Tiles.of(adapters)
     staged["adapters"].fill_(-1)
     staged["adapters"].numpy()[: len(adapters)] = adapters

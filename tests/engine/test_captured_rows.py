@@ -22,3 +22,11 @@ def test_results_are_kept_by_each_kind_of_graphs() -> None:
     assert plain.result_bytes(100, 8) == 4 * 100 * 5
     drafting = CapturedRows(2, 64, 3, drafts=2, draft_rows=8, passes=2)
     assert drafting.result_bytes(100, 8) > 4 * 100 * 15
+
+
+def test_decode_steps_reach_as_far_as_sequences_may_run() -> None:
+    many = CapturedRows.of(EngineConfig(max_num_seqs=3000, max_num_batched_tokens=4096))
+    assert many.sequences == many.most_logits == many.most_tokens == 3000
+    # Beside prompts there are 256 at most.
+    assert many.prompt_logits == 260
+    assert many.table_bytes(32) * 2 == many.table_bytes(32, sets=2) == 4 * 2 * 32 * 3000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,33 @@ def test_sizes() -> None:
     assert padded_sizes(1) == (1,)
     assert padded_sizes(8) == (1, 2, 4, 8)
     assert padded_sizes(20) == (1, 2, 4, 8, 16, 20)
-    assert padded_sizes(4096)[-1] == 256
+    assert padded_sizes(256)[-3:] == (240, 248, 256)
+    assert padded_sizes(300)[-3:] == (248, 256, 300)
+    many = padded_sizes(4096)
+    assert many[-5:] == (2048, 2560, 3072, 3584, 4096)
+    assert len(many) == len(padded_sizes(256)) + 16 and sorted(set(many)) == list(many)
+    # A step of one sequence more than a size has is padded by a fifth of the next one at most.
+    assert all(5 * (size - less - 1) < size for less, size in pairwise(many) if less >= 256)
+
+
+def test_steps_of_all_sizes_share_their_tables(model: Model) -> None:
+    """A large step, a small one, then the large one again: each sends all that it reads."""
+    lengths = (5, 40, 33, 17)
+    plain, padded = Driver(model), Driver(model, scratch_rows=1)
+    graphs = graphs_over(padded)
+    large, small = graphs._steps[4][0], graphs._steps[1][0]
+    assert large.memory.data_ptr() == small.memory.data_ptr() != 0
+    assert large.memory.numel() > small.memory.numel()
+    ones, others = started(plain, lengths), started(padded, lengths)
+    padded.forward = running(graphs)
+    for chosen in ((0, 1, 2, 3), (2,), (0, 1, 2, 3)):
+        expected = plain.step(decodes=[ones[place] for place in chosen]).logits
+        got = padded.step(decodes=[others[place] for place in chosen]).logits
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+        for place in chosen:
+            token = int(expected[chosen.index(place)].argmax())
+            ones[place].tokens.append(token)
+            others[place].tokens.append(token)
 
 
 def test_a_smaller_step_leaves_padding_behind_it() -> None:

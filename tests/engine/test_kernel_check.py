@@ -57,6 +57,21 @@ def test_right_kernels_of_every_kind_of_model_pass(
     assert int(line.split()[1]) > 8
 
 
+def test_the_attention_of_the_towers_graphs_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = replace(SPECS["attention alone"], vision_depth=1)
+    check(tmp_path / "right", spec)
+    from vlm_serve.kernels.segment_attention import triton as module
+
+    inner = module.segment_attention
+    monkeypatch.setattr(module, "segment_attention", lambda *args: 1.1 * inner(*args))
+    for op in Op.with_triton():
+        monkeypatch.setattr(op, "_found", None)
+    with pytest.raises(EngineError, match="segment_attention differs from torch"):
+        check(tmp_path / "wrong", spec)
+
+
 # One value of a state or of a page, which the caller's tensors hold.
 PLACES: list[tuple[Op[..., Any], Callable[[Any], torch.Tensor]]] = [
     (gated_delta._chunk, lambda args: args[1]),

@@ -34,6 +34,7 @@ def rows(
     server: ServerConfig | None = None,
     scheme: QuantScheme | None = None,
     steps: StepMemory | None = None,
+    vision: object = None,
     **options: Any,
 ) -> dict[str, str]:
     config = EngineConfig(block_size=64, max_num_seqs=12, **options)
@@ -46,7 +47,7 @@ def rows(
         arithmetic=decide(config, torch.bfloat16, backend),
         weights=WeightBytes(projections=7 << 30, table=1 << 30, others=1 << 30, mapped=True),
         preprocessor=SimpleNamespace(tool_form="hermes", template_traits=TemplateTraits()),
-        spec=SimpleNamespace(quantization=scheme),
+        spec=SimpleNamespace(quantization=scheme, vision=vision),
         adapters=SimpleNamespace(all=list),
     )
     return dict(startup_rows(engine, server or ServerConfig(), ("name",), "http://there"))
@@ -73,6 +74,12 @@ SIZES = "12 sequences and 2048 prompt tokens"
 )
 def test_a_gpu_decodes_with_or_without_graphs(graphs: bool, said: str) -> None:
     assert rows(device="cuda:0", cuda_graphs=graphs)["decode"] == said
+
+
+def test_pictures_have_graphs_too() -> None:
+    tower = SimpleNamespace(has_fixed_form=True, merge_size=2)
+    told = rows(device="cuda:0", cuda_graphs=True, max_num_batched_tokens=300, vision=tower)
+    assert "prompt tokens, pictures of up to 2048 patches, a scratch" in told["decode"]
 
 
 def test_steps_with_drafts_have_graphs_too() -> None:

@@ -248,6 +248,7 @@ def _executor(
         deterministic=config.deterministic,
         graphs=graphs.steps,
         draft_graphs=graphs.drafts,
+        tower_graphs=graphs.tower,
     )
 
 

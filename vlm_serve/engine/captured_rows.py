@@ -48,12 +48,21 @@ class CapturedRows:
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest step, padding included."""
-        return max(self.prompt + self.prompt_logits, self.draft_rows)
+        return max(self.prompt + self.prompt_logits, self.draft_rows, self.sequences)
 
     @property
     def most_logits(self) -> int:
         """Most rows of logits of a step."""
         return max(self.sequences, self.prompt_logits, self.draft_rows)
+
+    def table_bytes(self, max_blocks: int, sets: int = 1) -> int:
+        """Return the bytes of the block tables of decode steps: all sizes share the largest's.
+
+        Args:
+            max_blocks: KV blocks of the longest sequence.
+            sets: of graphs; each has its own.
+        """
+        return 4 * self.sequences * max_blocks * sets
 
     def result_bytes(self, vocab_size: int, hidden_bytes: int) -> int:
         """Return the bytes of all results: the graphs keep them.

@@ -138,9 +138,11 @@ class DecodeBuffers:
         size, limits: see `DecodeTables`.
         ring, device: see `StepTables`.
         adapters: of the slots that sequences name; None: they have none.
+        memory: of a larger step's tables, which these may overwrite; None: allocate.
 
     Attributes:
         batch: argument of the model.
+        memory: the tables on the device.
     """
 
     def __init__(
@@ -150,12 +152,14 @@ class DecodeBuffers:
         ring: HostRing,
         device: torch.device,
         adapters: AdapterTable | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
         self._tokens, self._decode = TokenTables(size), DecodeTables(size, limits)
         parts = {"tokens": self._tokens.shapes, "decode": self._decode.shapes}
         if adapters is not None:
             parts["changes"] = shapes_of(size, adapters.sizes.slots)
-        self._tables = StepTables(parts, ring, device)
+        self._tables = StepTables(parts, ring, device, memory)
+        self.memory = self._tables.memory
         fixed = self._tables.fixed
         self.batch = ForwardBatch(
             token_ids=fixed["tokens"]["token_ids"],

@@ -11,13 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import replace
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 import torch
 
 from vlm_serve.engine.adapters.table import AdapterTable
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
-from vlm_serve.engine.graph_device import GraphDevice, Step
+from vlm_serve.engine.graph_device import GraphDevice, Step, largest_first
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.checks import (
     check_block_tables,
@@ -31,13 +31,20 @@ from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 
 LARGEST = 256
-"""Larger batches keep a GPU busy without graphs, and each row keeps its logits."""
+"""Decoding sequences beside prompts, at most. Larger such batches keep a GPU busy without graphs,
+and each row keeps its logits."""
+DENSE = 256
+"""Up to here a batch is padded to a multiple of 8. Above, to one of four sizes an octave: a fifth
+of a step is padding at most, and a graph takes seconds and memory."""
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:
     """Return the batch sizes to capture, ascending, for steps of up to `most` sequences."""
-    most = min(most, LARGEST)
-    return tuple(size for size in (1, 2, 4, *range(8, most, 8)) if size < most) + (most,)
+    sizes, size = [1, 2, 4, *range(8, DENSE, 8)], DENSE
+    while size < most:
+        sizes += range(size, 2 * size, size // 4)
+        size *= 2
+    return (*(size for size in sizes if size < most), most)
 
 
 class StepBuffers(Protocol):
@@ -48,18 +55,33 @@ class StepBuffers(Protocol):
         ...
 
 
+class StepLimits(TypedDict):
+    """What all kinds of graphs of an engine are given.
+
+    Attributes:
+        block_size: tokens per KV block.
+        max_model_len: longest sequence, in tokens.
+        max_num_seqs: maximum number of sequences in a step.
+        device: captures steps and copies their tables.
+        deterministic: of the steps, see `ForwardBatch`; others have no graph. False by default.
+    """
+
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    device: GraphDevice
+    deterministic: NotRequired[bool]
+
+
 class StepGraphs(ABC):
     """Common base of captured steps.
 
     Args:
         model: the model to capture.
         caches: pools; the last state row, if any, is a scratch row for padding.
-        block_size: tokens per KV block.
-        max_model_len: longest sequence, in tokens.
         most_logits: rows of logits of the largest step.
         most_tokens: its tokens, of which a model with an MTP layer reports hidden states.
-        device: captures steps and copies their tables.
-        deterministic: of the steps, see `ForwardBatch`; others have no graph.
+        limits: see `StepLimits`.
     """
 
     _adapters: AdapterTable | None = None
@@ -69,19 +91,18 @@ class StepGraphs(ABC):
         model: Model,
         caches: CacheTensors,
         *,
-        block_size: int,
-        max_model_len: int,
         most_logits: int,
         most_tokens: int,
-        device: GraphDevice,
-        deterministic: bool = False,
+        **limits: Unpack[StepLimits],
     ) -> None:
-        self._deterministic = deterministic
+        self._deterministic = limits.get("deterministic", False)
+        block_size, device = limits["block_size"], limits["device"]
         self._num_blocks, self._block_size = caches.num_blocks, block_size
         # Rows of sequences; the next one is the scratch row. A model without state has neither, and
         # 0 disables the checks of rows.
         self._num_rows = max(caches.num_rows - 1, 0)
-        self._limits = DecodeLimits(block_size, -(-max_model_len // block_size), self._num_rows)
+        blocks = -(-limits["max_model_len"] // block_size)
+        self._limits = DecodeLimits(block_size, blocks, self._num_rows)
         self._ring = HostRing(device)
         # Shared by all sizes: graphs with their own logits would keep all of them allocated.
         self._logits = torch.empty(most_logits, model.spec.vocab_size, device=caches.device)
@@ -152,8 +173,7 @@ class DecodeGraphs(StepGraphs):
     """Runs decode-only steps from captured graphs.
 
     Args:
-        model, caches, block_size, max_model_len, device, deterministic: see `StepGraphs`.
-        max_num_seqs: maximum number of sequences in a step.
+        model, caches, limits: see `StepGraphs`.
         adapters: those of slots, for which there is a second set of graphs; None: a step with
             adapters has none.
     """
@@ -163,36 +183,32 @@ class DecodeGraphs(StepGraphs):
         model: Model,
         caches: CacheTensors,
         *,
-        block_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        device: GraphDevice,
-        deterministic: bool = False,
         adapters: AdapterTable | None = None,
+        **limits: Unpack[StepLimits],
     ) -> None:
-        self._sizes = padded_sizes(max_num_seqs)
+        self._sizes = padded_sizes(limits["max_num_seqs"])
         self._adapters = adapters
         super().__init__(
             model,
             caches,
-            block_size=block_size,
-            max_model_len=max_model_len,
             most_logits=self._sizes[-1],
             most_tokens=self._sizes[-1],
-            device=device,
-            deterministic=deterministic,
+            **limits,
         )
         self._steps = self._set(None)
         self._changed = {} if adapters is None else self._set(adapters)
 
     def _set(self, adapters: AdapterTable | None) -> dict[int, tuple[DecodeBuffers, Step]]:
-        """Capture a graph for every size."""
-        steps = {}
-        # Capture the largest first: the others reuse its memory.
-        for size in reversed(self._sizes):
-            buffers = DecodeBuffers(size, self._limits, self._ring, self._caches.device, adapters)
-            steps[size] = buffers, self._captured(buffers.batch)
-        return steps
+        """Capture a graph for every size. All share the largest one's tables."""
+        memory: list[torch.Tensor] = []
+
+        def captured(size: int) -> tuple[DecodeBuffers, Step]:
+            room, device = (memory[0] if memory else None), self._caches.device
+            buffers = DecodeBuffers(size, self._limits, self._ring, device, adapters, room)
+            memory.append(buffers.memory)
+            return buffers, self._captured(buffers.batch)
+
+        return dict(zip(self._sizes, largest_first(self._sizes, captured), strict=True))
 
     def _accepts(self, batch: ForwardBatch) -> bool:
         """Return True if a graph can run this step: decode tokens only, one row of logits for each,

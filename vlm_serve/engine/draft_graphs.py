@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import Unpack
 
 import torch
 
 from vlm_serve.engine.decode_buffers import DecodeLimits, TokenTables
-from vlm_serve.engine.graph_device import GraphDevice, Step
+from vlm_serve.engine.decode_graphs import StepLimits
+from vlm_serve.engine.graph_device import Step, largest_first
 from vlm_serve.engine.step_tables import HostRing, StepTables
 from vlm_serve.engine.verify_buffers import PlaceTables
 from vlm_serve.engine.verify_graphs import LARGEST_ROWS, powers_up_to
@@ -138,8 +141,7 @@ class DraftGraphs:
     """Runs short passes of the layer from captured graphs.
 
     Args:
-        model, caches, block_size, max_model_len, max_num_seqs, device, deterministic: see
-            `DecodeGraphs`; the model has the layer.
+        model, caches, limits: see `StepGraphs`; the model has the layer.
         drafts: maximum number of drafts per sequence, see `pass_sizes`.
 
     Attributes:
@@ -151,31 +153,28 @@ class DraftGraphs:
         model: Model,
         caches: CacheTensors,
         *,
-        block_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
         drafts: int,
-        device: GraphDevice,
-        deterministic: bool = False,
+        **limits: Unpack[StepLimits],
     ) -> None:
-        self._model, self._caches, self._device = model, caches, device
-        self._deterministic = deterministic
+        max_num_seqs, block_size = limits["max_num_seqs"], limits["block_size"]
+        self._model, self._caches, self._device = model, caches, limits["device"]
+        self._deterministic = limits.get("deterministic", False)
         sizes, on = pass_sizes(max_num_seqs, drafts), caches.device
         rows = max(count * room for count, room in sizes)
         states = torch.zeros(rows + max_num_seqs, model.spec.hidden_size, dtype=model.dtype)
         self._before, self._hidden = torch.split(states.to(on), [rows, max_num_seqs])
         self.best = torch.zeros(max_num_seqs, dtype=torch.int64, device=on)
         self._logits = torch.empty(max_num_seqs, model.spec.vocab_size, device=on)
-        limits = DecodeLimits(block_size, -(-max_model_len // block_size), 0)
-        ring = HostRing(device)
-        self._first: list[tuple[DraftBuffers, Step]] = []
-        self._later: list[tuple[DraftBuffers, Step]] = []
-        for count, room in reversed(sizes):
-            buffers = DraftBuffers(count, room, limits, ring, on)
-            self._first.insert(0, (buffers, self._captured(buffers, later=False)))
-            if room == 1:
-                buffers = DraftBuffers(count, room, limits, ring, on)
-                self._later.insert(0, (buffers, self._captured(buffers, later=True)))
+        room = DecodeLimits(block_size, -(-limits["max_model_len"] // block_size), 0)
+        ring = HostRing(self._device)
+
+        def captured(size: tuple[int, int], *, later: bool) -> tuple[DraftBuffers, Step]:
+            buffers = DraftBuffers(*size, room, ring, on)
+            return buffers, self._captured(buffers, later=later)
+
+        self._first = largest_first(sizes, partial(captured, later=False))
+        single = [size for size in sizes if size[1] == 1]
+        self._later = largest_first(single, partial(captured, later=True))
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, before: torch.Tensor) -> ForwardOutput | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 
 Step = Callable[[], None]
+Size = TypeVar("Size")
+Captured = TypeVar("Captured")
 
 _WARM_UP = 2
 """Runs before a capture. In the first one, kernels are compiled and libraries allocate
@@ -32,6 +34,12 @@ class GraphDevice(Protocol):
     def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
         """Queue a copy to the device. Return a function that waits until the source has been
         read."""
+
+
+def largest_first(sizes: Sequence[Size], capture: Callable[[Size], Captured]) -> list[Captured]:
+    """Capture steps of all sizes, given in ascending order, and return them in this order. The
+    largest is captured first: the others reuse its memory."""
+    return [capture(size) for size in reversed(sizes)][::-1]
 
 
 class CudaGraphs:

@@ -12,9 +12,11 @@ import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic, Types, with_checked_kernels
+from vlm_serve.engine.tower_graphs import patch_sizes
 from vlm_serve.errors import EngineError
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.segment_attention import segment_tiles
 from vlm_serve.kernels.triton_faults import faults_at, triton_version
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch
@@ -46,7 +48,8 @@ def check_at_start(model: Model, arithmetic: Arithmetic, config: EngineConfig) -
 
 
 def check_kernels(model: Model, types: Types, config: EngineConfig) -> str:
-    """Run a prefill, a decode step and, with drafts, a verification; check each kernel's results.
+    """Run a prefill and a decode step, with drafts a verification, and with a tower two pictures;
+    check each kernel's results.
 
     Returns:
         A digest of the bits that the kernels of prefill and decoding compute, for the numerics.
@@ -88,8 +91,8 @@ def check_kernels(model: Model, types: Types, config: EngineConfig) -> str:
 def compare_kernels(model: Model, types: Types, config: EngineConfig) -> tuple[Faults, str]:
     """Run the steps. Return what each kernel's results were beside torch's, and their digest.
 
-    Drafts are verified last, and are not in the digest: whoever drafts shares entries with whoever
-    does not.
+    Drafts and the tower's attention come last, and are not in the digest: whoever has them shares
+    entries with whoever does not.
     """
     from vlm_serve.kernels.triton_check import checking
 
@@ -101,6 +104,8 @@ def compare_kernels(model: Model, types: Types, config: EngineConfig) -> tuple[F
             digest = faults.digest
             if config.speculative != "off":
                 steps.verify()
+            if patch_sizes(model.spec, config):
+                steps.see()
         except RuntimeError:
             if not faults.found:
                 raise
@@ -166,6 +171,20 @@ class CheckedSteps:
         """Verify drafts behind the decoded tokens."""
         pairs = zip(self._ids, LENGTHS, strict=True)
         self._verify([own[length + 1 :] for own, length in pairs])
+
+    def see(self) -> None:
+        """Run the tower over two pictures as its graphs do."""
+        vision = self._model.spec.vision
+        assert vision is not None
+        side = vision.merge_size
+        grids = [(1, 4 * side, 6 * side), (1, 2 * side, side)]
+        counts = [height * width for _, height, width in grids]
+        tower = self._model.fixed_tower(sum(counts))
+        assert tower is not None
+        draw = torch.Generator().manual_seed(0)
+        tower.fill(torch.randn(sum(counts), vision.patch_dim, generator=draw), grids)
+        tiles = torch.tensor(segment_tiles(counts), dtype=torch.int32)
+        tower.run(sum(counts), tiles.to(self._model.device))
 
     def _prefill(self, ids: list[list[int]]) -> None:
         chunk, ends = self._config.gdn_chunk_size, [0, *accumulate(map(len, ids))]

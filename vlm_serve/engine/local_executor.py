@@ -31,6 +31,7 @@ from vlm_serve.engine.plan import (
 from vlm_serve.engine.prompt_rows import logprob_rows
 from vlm_serve.engine.sampler import sample
 from vlm_serve.engine.tier_transfer import TensorTransfer
+from vlm_serve.engine.tower_graphs import TowerGraphs
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.kv_write import copy_kv_rows
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
@@ -63,6 +64,7 @@ class LocalExecutor:
         deterministic: see `ForwardBatch.deterministic`.
         graphs: run the steps that they accept, instead of the model's forward.
         draft_graphs: likewise for passes of the MTP layer.
+        tower_graphs: likewise for the vision tower.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class LocalExecutor:
         deterministic: bool = False,
         graphs: tuple[StepGraphs, ...] = (),
         draft_graphs: DraftGraphs | None = None,
+        tower_graphs: TowerGraphs | None = None,
     ) -> None:
         self.pages: Transfer = TensorTransfer(caches)
         self.model_seconds = 0.0
@@ -81,7 +84,7 @@ class LocalExecutor:
         self._caches = caches
         self._block_size = block_size
         self._deterministic = deterministic
-        self._graphs = graphs
+        self._graphs, self._tower_graphs = graphs, tower_graphs
         self._on_host = caches.device.type == "cpu"
         self._known: dict[int, KnownSequence] = {}
         self._rows: RowsAfter = "whole"
@@ -250,15 +253,28 @@ class LocalExecutor:
         found: dict[int, torch.Tensor] = {}
         for slot in dict.fromkeys(encode.adapter for encode in encodes):
             own = [each for each in encodes if each.adapter == slot]
-            rows = self._model.encode_media(
-                torch.cat([encode.pixels for encode in own]),
-                [encode.grid for encode in own],
-                [encode.merge_size for encode in own],
-                deterministic=self._deterministic,
-                changes=self._adapters.get(slot),
-            )
+            pixels = torch.cat([encode.pixels for encode in own])
+            rows = self._tower(pixels, own, self._adapters.get(slot))
             found.update(zip((each.slot for each in own), rows, strict=True))
         return [found[encode.slot] for encode in encodes]
+
+    def _tower(
+        self, pixels: torch.Tensor, spans: Sequence[Encode], changes: AdapterChanges | None
+    ) -> list[torch.Tensor]:
+        """Run the tower, from a graph if one fits."""
+        grids = [encode.grid for encode in spans]
+        if self._tower_graphs is not None:
+            rows = self._tower_graphs.run(pixels, grids, changes)
+            if rows is not None:
+                # The next run overwrites them.
+                return [each.clone() for each in rows]
+        return self._model.encode_media(
+            pixels,
+            grids,
+            [encode.merge_size for encode in spans],
+            deterministic=self._deterministic,
+            changes=changes,
+        )
 
     def _output(
         self, plan: StepPlan, output: ForwardOutput, packed: list[Slice], rows: list[int]

@@ -7,10 +7,12 @@ token counts and may contain decoding sequences.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 
-from vlm_serve.engine.decode_graphs import LARGEST, StepGraphs
-from vlm_serve.engine.graph_device import GraphDevice, Step
+from vlm_serve.engine.decode_graphs import LARGEST, StepGraphs, StepLimits
+from vlm_serve.engine.graph_device import Step, largest_first
 from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes, TileForm, tile_forms
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -39,8 +41,7 @@ class PrefillGraphs(StepGraphs):
     """Runs steps with short prefills from captured graphs.
 
     Args:
-        model, caches, block_size, max_model_len, max_num_seqs, device, deterministic: see
-            `DecodeGraphs`.
+        model, caches, limits: see `StepGraphs`.
         most_tokens: prompt tokens of the longest step.
     """
 
@@ -49,13 +50,10 @@ class PrefillGraphs(StepGraphs):
         model: Model,
         caches: CacheTensors,
         *,
-        block_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        device: GraphDevice,
-        deterministic: bool = False,
         most_tokens: int = TOKENS[-1],
+        **limits: Unpack[StepLimits],
     ) -> None:
+        max_num_seqs = limits["max_num_seqs"]
         sequences = min(SEQUENCES, max_num_seqs)
         sizes = [
             PrefillSizes(decodes, tokens, sequences)
@@ -65,20 +63,19 @@ class PrefillGraphs(StepGraphs):
         super().__init__(
             model,
             caches,
-            block_size=block_size,
-            max_model_len=max_model_len,
             most_logits=sizes[-1].logits,
             most_tokens=sizes[-1].decodes + sizes[-1].tokens,
-            device=device,
-            deterministic=deterministic,
+            **limits,
         )
         forms = self._tile_forms(sizes[0])
-        self._steps: list[tuple[PrefillBuffers, Step]] = []
-        for each in reversed(sizes):
+
+        def captured(each: PrefillSizes) -> tuple[PrefillBuffers, Step]:
             buffers = PrefillBuffers(
                 each, self._limits, self._ring, caches.device, forms, packs=model.drafts
             )
-            self._steps.insert(0, (buffers, self._captured(buffers.batch, buffers.packed)))
+            return buffers, self._captured(buffers.batch, buffers.packed)
+
+        self._steps = largest_first(sizes, captured)
 
     def _tile_forms(self, sizes: PrefillSizes) -> tuple[TileForm, ...]:
         """Run a step of padding; return the tile forms that this model's attention uses."""

@@ -24,6 +24,7 @@ from vlm_serve.engine.captured_rows import CapturedRows
 from vlm_serve.engine.decode_graphs import LARGEST
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.ranks.start import ModelSource
+from vlm_serve.engine.tower_graphs import most_tiles, patch_sizes
 from vlm_serve.engine.warm_up import warm_up
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
@@ -131,7 +132,8 @@ def measure_step_memory(
     logit_rows: int,
     with_graphs: bool,
 ) -> StepMemory:
-    """Run the largest step, the largest picture and the largest captured step on a GPU or "meta".
+    """Run the largest step, the largest picture and the largest captured step and picture on a GPU
+    or "meta".
 
     Args:
         model: the model, loaded.
@@ -158,14 +160,23 @@ def measure_step_memory(
             text = _peak(device, forward(tokens, logit_rows))
             # What lies between a step's inputs and results is shared by all sizes, but for what
             # their allocations leave between each other. The results are kept.
-            graphs = 2 * _peak(device, forward(few, rows)) if with_graphs else 0
+            shared = 2 * _peak(device, forward(few, rows)) if with_graphs else 0
+            graphs = shared
             if with_graphs:
                 hidden = model.spec.hidden_size * model.dtype.itemsize
                 graphs += captured.result_bytes(model.spec.vocab_size, hidden)
+                blocks = -(-_longest(model.spec, config) // size)
+                graphs += captured.table_bytes(blocks, 1 if adapter is None else 2)
             if with_graphs and adapter is not None:
-                # The set with adapters has decode steps alone.
-                graphs += _peak(device, forward(min(few, LARGEST), rows))
+                # The sets with adapters have decode steps and drafts alone.
+                changed = max(min(few, LARGEST), captured.sequences, captured.draft_rows)
+                graphs += _peak(device, forward(changed, rows))
             media = _peak(device, _encode(model, span_tokens)) if span_tokens else 0
+            patches = patch_sizes(model.spec, config)
+            if with_graphs and patches:
+                # Graphs of the tower and of steps share what lies between inputs and results.
+                tower, kept = _fixed_tower(model, patches[-1])
+                graphs += max(0, 2 * _peak(device, tower) - shared) + _peak(device, kept)
             parts = fixed_parts(model.spec, config) if config.deterministic else 0
             model.unbind()
             del caches
@@ -184,10 +195,15 @@ def fixed_parts(model: ModelSpec, config: EngineConfig) -> int:
     """Return the bytes of partial sums in a decode step of as many sequences as may run, of the
     longest context, if the keys are attended in parts of fixed bounds. Layers share them. Drafts of
     captured steps are tokens like others."""
-    tokens = config.max_model_len or model.max_position_embeddings
+    tokens = _longest(model, config)
     return max(config.max_num_seqs, CapturedRows.of(config).draft_rows) * max(
         layer.mixer.fixed_decode_bytes(tokens) for layer in model.layers
     )
+
+
+def _longest(model: ModelSpec, config: EngineConfig) -> int:
+    """Return the most tokens of a sequence, unless the cache allows for fewer."""
+    return config.max_model_len or model.max_position_embeddings
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int:
@@ -257,3 +273,22 @@ def _encode(model: Model, span_tokens: int) -> Callable[[], object]:
         model.encode_media(torch.zeros(grid[1] * grid[2], vision.patch_dim), [grid], [merge])
 
     return run
+
+
+def _fixed_tower(model: Model, patches: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return a run of the tower over fixed inputs of so many patches, and one that allocates only
+    what its graphs keep: inputs and results."""
+    tiles = torch.zeros(most_tiles(patches), 3, dtype=torch.int32, device=model.device)
+
+    def keep() -> tuple[object, torch.Tensor]:
+        tower = model.fixed_tower(patches)
+        assert tower is not None
+        shape = patches // tower.area, model.spec.embedding_width
+        return tower, torch.empty(shape, dtype=model.dtype, device=model.device)
+
+    def run() -> None:
+        tower = model.fixed_tower(patches)
+        assert tower is not None
+        tower.run(patches, tiles)
+
+    return run, keep

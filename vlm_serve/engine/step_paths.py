@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.arithmetic import Backend
-from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
+from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs, StepLimits
 from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.graph_device import CudaGraphs, GraphDevice
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.engine.tower_graphs import TowerGraphs, patch_sizes
 from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
@@ -52,10 +52,12 @@ class Captured:
     Attributes:
         steps: of steps.
         drafts: of passes of the MTP layer; None: without it, or without graphs.
+        tower: of the vision tower; None: without one, or without graphs of it.
     """
 
     steps: tuple[StepGraphs, ...] = ()
     drafts: DraftGraphs | None = None
+    tower: TowerGraphs | None = None
 
 
 def capture(
@@ -81,8 +83,9 @@ def capture(
 def _capture(
     model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
 ) -> Captured:
+    assert config.block_size is not None
     device = CudaGraphs()
-    limits: dict[str, Any] = {
+    limits: StepLimits = {
         "block_size": config.block_size,
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
@@ -93,12 +96,15 @@ def _capture(
     prefills = PrefillGraphs(model, caches, **limits, most_tokens=most_tokens)
     adapters = _adapters(model, config, device)
     decodes = DecodeGraphs(model, caches, **limits, adapters=adapters)
+    patches = patch_sizes(model.spec, config)
+    tower = TowerGraphs(model, sizes=patches, device=device) if patches else None
     if config.speculative == "off":
-        return Captured((prefills, decodes))
-    verifies = VerifyGraphs(model, caches, **limits, drafts=drafts)
+        return Captured((prefills, decodes), tower=tower)
+    verifies = VerifyGraphs(model, caches, **limits, drafts=drafts, adapters=adapters)
     return Captured(
         (prefills, decodes, verifies),
         DraftGraphs(model, caches, **limits, drafts=drafts) if model.drafts else None,
+        tower,
     )
 
 

@@ -69,12 +69,21 @@ class StepTables:
         parts: types and shapes by part of the step.
         ring: host buffers to fill.
         device: device that the step reads them on.
+        memory: of another step's tables, at least as many bytes. These overwrite them, since each
+            step's tables are sent as a whole before it. None: allocate.
 
     Attributes:
-        fixed: the tables on the device, initially zero.
+        fixed: the tables on the device, initially zero if they are allocated.
+        memory: uint8, all of them.
     """
 
-    def __init__(self, parts: Mapping[str, Shapes], ring: HostRing, device: torch.device) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, Shapes],
+        ring: HostRing,
+        device: torch.device,
+        memory: torch.Tensor | None = None,
+    ) -> None:
         self._parts, self._ring = parts, ring
         sizes = [
             _num_bytes(dtype, shape)
@@ -84,8 +93,11 @@ class StepTables:
         # These are read and written inside and outside of inference mode.
         with torch.inference_mode(False):
             ring.reserve(sum(sizes))
-            self._device = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        self.fixed = self._carve(self._device)
+            if memory is None:
+                memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+            assert memory.numel() >= sum(sizes), "too little memory for the tables"
+            self.memory = memory[: sum(sizes)]
+        self.fixed = self._carve(self.memory)
 
     def stage(self) -> Parts:
         """Return host tables to fill completely: they hold older data."""
@@ -93,7 +105,7 @@ class StepTables:
 
     def send(self) -> None:
         """Queue the copy of the tables returned by `stage` to the device."""
-        self._ring.send(self._device)
+        self._ring.send(self.memory)
 
     def _carve(self, flat: torch.Tensor) -> Parts:
         carved: dict[str, dict[str, torch.Tensor]] = {}

@@ -13,8 +13,10 @@ from itertools import pairwise
 
 import torch
 
+from vlm_serve.engine.adapters.table import AdapterTable
 from vlm_serve.engine.decode_buffers import DecodeLimits, DecodeTables, TokenTables, fill_blocks
 from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables
+from vlm_serve.kernels.linear.low_rank_fixed import fill_changes, shapes_of
 from vlm_serve.kernels.metadata import DecodeMeta, VerifyMeta
 from vlm_serve.models.batch import ForwardBatch
 
@@ -143,6 +145,7 @@ class VerifyBuffers:
     Args:
         sizes, limits: of the step.
         ring, device: see `StepTables`.
+        adapters: of the slots that sequences name; None: they have none.
 
     Attributes:
         batch: argument of the model. Its logits are those of all tokens in their order, without
@@ -150,18 +153,27 @@ class VerifyBuffers:
     """
 
     def __init__(
-        self, sizes: VerifySizes, limits: DecodeLimits, ring: HostRing, device: torch.device
+        self,
+        sizes: VerifySizes,
+        limits: DecodeLimits,
+        ring: HostRing,
+        device: torch.device,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self._sizes = sizes
         self._tokens = TokenTables(sizes.rows)
         self._decode = DecodeTables(sizes.decodes, limits)
         self._verify = VerifyTables(sizes, limits)
-        parts = {
+        parts: dict[str, Shapes] = {
             "tokens": self._tokens.shapes,
             "decode": self._decode.shapes if sizes.decodes else {},
             "verify": self._verify.shapes,
             "logits": {"rows": (torch.int64, (sizes.rows,))},
         }
+        if adapters is not None:
+            # Logits are packed, other rows lie in places.
+            changes = shapes_of(sizes.rows, adapters.sizes.slots)
+            parts |= {"changes": changes, "kept changes": changes}
         self._tables = StepTables(parts, ring, device)
         fixed = self._tables.fixed
         self.batch = ForwardBatch(
@@ -173,6 +185,9 @@ class VerifyBuffers:
             media=(),
             logit_rows=fixed["logits"]["rows"],
             verify=self._verify.meta(fixed["verify"]),
+            changes=None
+            if adapters is None
+            else adapters.rows(fixed["changes"], fixed["kept changes"]),
         )
         self.fill(None)
 
@@ -207,4 +222,8 @@ class VerifyBuffers:
         rows = staged["logits"]["rows"].zero_()
         for run, first in runs:
             rows[run] = torch.arange(first, first + run.stop - run.start)
+        if "changes" in staged:
+            changes = None if batch is None else batch.changes
+            fill_changes(staged["changes"], changes, runs)
+            fill_changes(staged["kept changes"], changes)
         self._tables.send()

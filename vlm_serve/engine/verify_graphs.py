@@ -6,11 +6,15 @@ size in it, so the number of drafts may change from step to step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Unpack
+
 import torch
 
-from vlm_serve.engine.decode_graphs import StepGraphs
+from vlm_serve.engine.adapters.table import AdapterTable
+from vlm_serve.engine.decode_graphs import StepGraphs, StepLimits
 from vlm_serve.engine.drafting import max_drafts
-from vlm_serve.engine.graph_device import GraphDevice, Step
+from vlm_serve.engine.graph_device import Step, largest_first
 from vlm_serve.engine.verify_buffers import VerifyBuffers, VerifySizes
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -55,9 +59,9 @@ class VerifyGraphs(StepGraphs):
     """Runs steps with drafts, and without prompts, from captured graphs.
 
     Args:
-        model, caches, block_size, max_model_len, max_num_seqs, device, deterministic: see
-            `DecodeGraphs`.
+        model, caches, limits: see `StepGraphs`.
         drafts: maximum number of drafts per sequence, see `verify_sizes`.
+        adapters: those of slots, see `DecodeGraphs`.
     """
 
     def __init__(
@@ -65,40 +69,44 @@ class VerifyGraphs(StepGraphs):
         model: Model,
         caches: CacheTensors,
         *,
-        block_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
         drafts: int,
-        device: GraphDevice,
-        deterministic: bool = False,
+        adapters: AdapterTable | None = None,
+        **limits: Unpack[StepLimits],
     ) -> None:
-        sizes = verify_sizes(max_num_seqs, drafts)
+        sizes = verify_sizes(limits["max_num_seqs"], drafts)
+        self._adapters = adapters
         super().__init__(
             model,
             caches,
-            block_size=block_size,
-            max_model_len=max_model_len,
             most_logits=sizes[-1].rows,
             most_tokens=sizes[-1].rows,
-            device=device,
-            deterministic=deterministic,
+            **limits,
         )
-        self._steps: list[tuple[VerifyBuffers, Step]] = []
-        for each in reversed(sizes):
-            buffers = VerifyBuffers(each, self._limits, self._ring, caches.device)
-            step = self._captured(buffers.batch, buffers.batch.logit_rows)
-            self._steps.insert(0, (buffers, step))
+        self._steps = self._set(sizes, None)
+        self._changed = [] if adapters is None else self._set(sizes, adapters)
+
+    def _set(
+        self, sizes: Sequence[VerifySizes], adapters: AdapterTable | None
+    ) -> list[tuple[VerifyBuffers, Step]]:
+        """Capture a graph for every size."""
+
+        def captured(each: VerifySizes) -> tuple[VerifyBuffers, Step]:
+            buffers = VerifyBuffers(each, self._limits, self._ring, self._caches.device, adapters)
+            return buffers, self._captured(buffers.batch, buffers.batch.logit_rows)
+
+        return largest_first(sizes, captured)
 
     def _find(self, batch: ForwardBatch) -> tuple[VerifyBuffers, Step] | None:
-        """Find a graph for this step. It must have drafts, no prompts, media, adapters or routed
-        experts, and need the logits of all its tokens."""
-        plain = batch.prefill is None and batch.changes is None and not batch.media
+        """Find a graph for this step. It must have drafts, adapters of slots only, no prompts,
+        media or routed experts, and need the logits of all its tokens."""
+        plain = batch.prefill is None and not batch.media and not batch.capture_experts
         verify, whole = batch.verify, len(batch.logit_rows) == len(batch.token_ids)
-        if verify is None or not plain or not whole or batch.capture_experts:
+        if verify is None or not plain or not whole:
             return None
         if batch.deterministic != self._deterministic:
             return None
-        return next((each for each in self._steps if each[0].accepts(batch.decode, verify)), None)
+        steps = self._steps if batch.changes is None else self._changed
+        return next((each for each in steps if each[0].accepts(batch.decode, verify)), None)
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:

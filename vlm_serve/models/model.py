@@ -30,7 +30,7 @@ from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.parts.base import Step
 from vlm_serve.models.program import Program
 from vlm_serve.models.registry import read_spec
-from vlm_serve.models.spec import ModelSpec
+from vlm_serve.models.spec import FixedTower, ModelSpec
 from vlm_serve.models.vision import Grid
 from vlm_serve.models.weights import Weights
 
@@ -256,6 +256,10 @@ class Model:
             return self._vision.encode(
                 patches, grids, merges, deterministic=deterministic, changes=changes
             )
+
+    def fixed_tower(self, most: int) -> FixedTower | None:
+        """Return the vision tower over fixed inputs, see `Tower.fixed`; None without a tower."""
+        return None if self._vision is None else self._vision.fixed(most)
 
     def embedding_like(self, grid: Grid, merge: int) -> torch.Tensor:
         """Return a tensor without content, with the shape and dtype of `encode_media`'s result

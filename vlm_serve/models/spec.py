@@ -19,6 +19,33 @@ from vlm_serve.models.rope import Rope
 from vlm_serve.preprocess.family import Family
 
 
+class FixedTower(Protocol):
+    """A tower over inputs at fixed addresses: what a captured run repeats.
+
+    Attributes:
+        area: patches of a token.
+        heads, head_dim: of its attention.
+    """
+
+    area: int
+    heads: int
+    head_dim: int
+
+    def fill(self, patches: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> None:
+        """Write pictures, see `Tower.encode`; what lies behind them stays as it is."""
+        ...
+
+    def run(self, size: int, tiles: torch.Tensor) -> torch.Tensor:
+        """Embed the first `size` patches; return a row for each `area` of them. Rows of patches in
+        no picture are undefined, and no other row depends on them.
+
+        Args:
+            size: a multiple of `area`.
+            tiles: bounds of pictures, see `segment_tiles`.
+        """
+        ...
+
+
 class Tower(Protocol):
     """A loaded vision tower."""
 
@@ -42,12 +69,17 @@ class Tower(Protocol):
         """
         ...
 
+    def fixed(self, most: int) -> FixedTower | None:
+        """Return the tower over inputs at fixed addresses, for `most` patches; None without
+        `Vision.has_fixed_form`."""
+        ...
+
 
 class Vision(Protocol):
     """A vision tower as data. `deepstack` names the layers whose features are added behind the
     decoder's first layers, none in most. `anchor` is the name of one of its tensors, `layers` the
     prefix of those of its `depth` layers. `merge_size` patches per side become a token; each is a
-    row of `patch_dim` numbers."""
+    row of `patch_dim` numbers. With `has_fixed_form`, a captured run may encode pictures."""
 
     @property
     def anchor(self) -> str: ...
@@ -63,6 +95,8 @@ class Vision(Protocol):
     def merge_size(self) -> int: ...
     @property
     def patch_dim(self) -> int: ...
+    @property
+    def has_fixed_form(self) -> bool: ...
 
     def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> Tower:
         """Read its weights; names start with `prefix`, activations have `dtype`."""

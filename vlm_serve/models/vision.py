@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -13,6 +13,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.compiled_tower import CompiledTower
 from vlm_serve.models.parts.base import Loader
 from vlm_serve.models.program import UnsupportedError
+from vlm_serve.models.vision_fixed import Attend, FixedTower
 from vlm_serve.models.vision_grid import (
     axial_frequencies,
     block_order,
@@ -66,6 +67,11 @@ class VisionSpec:
         """Numbers in one flattened patch."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
+    @property
+    def has_fixed_form(self) -> bool:
+        """Implement `Vision.has_fixed_form`."""
+        return True
+
     def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> VisionTower:
         """Implement `Vision.load`."""
         return VisionTower(self, source, prefix, dtype)
@@ -100,6 +106,7 @@ class VisionTower:
         self._inv_freq = axial_frequencies(head_dim, config.rope_theta)
         self._compiled = self._compile()
         self._grid_tensors = lru_cache(REMEMBERED_GRIDS)(self._compute_grid_tensors)
+        self._turns = lru_cache(REMEMBERED_GRIDS)(self._compute_turns)
 
     def _compile(self) -> CompiledTower | None:
         """Return the compiled tower; None if compiled code is off or does not support it."""
@@ -159,19 +166,58 @@ class VisionTower:
         if self._compiled is not None:
             merged = self._compiled.run(x, places, sizes, how.changes)
         else:
-            merged = self._by_ops(x, places, sizes, how)
+            turns = torch.cat([self._turns(*grid[1:]) for grid in grids], dim=1)
+            merged = self._by_ops(x, turns, partial(attend, sizes=sizes), how)
         rows = [size // self._config.merge_size**2 for size in sizes]
         return list(torch.split_with_sizes(merged, rows))
 
-    def _by_ops(
-        self, x: torch.Tensor, places: torch.Tensor, sizes: list[int], how: Products
+    def fixed(self, most: int) -> FixedTower:
+        """Implement `Tower.fixed`."""
+        config = self._config
+        return FixedTower(
+            self.prepared,
+            self.run,
+            torch.zeros(most, config.patch_dim, dtype=self._dtype, device=self._device),
+            hidden=config.hidden_size,
+            heads=config.heads,
+            area=config.merge_size**2,
+        )
+
+    def prepared(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a grid's position embeddings `[n, hidden]`, and its turns: float32 `[2, n,
+        head_dim / 2]`, cosines and sines of its angles."""
+        return self._grid_tensors(height, width)[0], self._turns(height, width)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        patches: torch.Tensor,
+        positions: torch.Tensor,
+        turns: torch.Tensor,
+        attention: Attend,
     ) -> torch.Tensor:
-        angles = torch.cat([axis.float()[:, None] * self._inv_freq for axis in places], dim=1)
+        """Embed packed patches of which everything is on the device, op by op.
+
+        Args:
+            patches: `[n, patch_dim]` in the dtype of activations.
+            positions, turns: of these patches, see `prepared`.
+            attention: of every picture to itself, see `attend`.
+
+        Returns:
+            `[n / merge**2, embedding_width]`, as from `encode`.
+        """
+        how = Products(deterministic=False)
+        x = how(self._patch_embed, patches, plus=positions)
+        return self._by_ops(x, turns, attention, how)
+
+    def _by_ops(
+        self, x: torch.Tensor, turns: torch.Tensor, attention: Attend, how: Products
+    ) -> torch.Tensor:
         # [n, 1, 1, d]: the same angles for queries, keys and every head.
-        turns = tuple(each.to(self._device)[:, None, None] for each in (angles.cos(), angles.sin()))
+        cos, sin = turns[:, :, None, None]
         features = []
         for index, block in enumerate(self._blocks):
-            x = self._attention(block, x, turns, sizes, how)
+            x = self._attention(block, x, (cos, sin), attention, how)
             x = self._mlp(block, x, how)
             if index in self._mergers:
                 features.append(self._merge(self._mergers[index], x, how))
@@ -182,14 +228,14 @@ class VisionTower:
         self,
         block: VisionBlock,
         x: torch.Tensor,
-        turns: tuple[torch.Tensor, ...],
-        sizes: list[int],
+        turns: tuple[torch.Tensor, torch.Tensor],
+        attention: Attend,
         how: Products,
     ) -> torch.Tensor:
         tokens, heads = x.shape[0], self._config.heads
         qkv = how(block.qkv, layer_norm(x, block.norm1))
         qkv = qkv.view(tokens, 3, heads, -1)
-        mixed = attend(_rotate(qkv[:, :2], *turns), qkv[:, 2], sizes).view(tokens, -1)
+        mixed = attention(_rotate(qkv[:, :2], *turns), qkv[:, 2]).view(tokens, -1)
         return how(block.proj, mixed, plus=x)
 
     def _mlp(self, block: VisionBlock, x: torch.Tensor, how: Products) -> torch.Tensor:
@@ -207,6 +253,12 @@ class VisionTower:
         merge = self._config.merge_size
         positions = interpolate_positions(self._positions, height, width, merge)
         return positions, torch.stack(block_order(height, width, merge))
+
+    def _compute_turns(self, height: int, width: int) -> torch.Tensor:
+        """Return float32 `[2, n, head_dim / 2]`, cosines and sines of a grid's angles."""
+        places = self._grid_tensors(height, width)[1]
+        angles = torch.cat([axis.float()[:, None] * self._inv_freq for axis in places], dim=1)
+        return torch.stack([angles.cos(), angles.sin()]).to(self._device)
 
 
 class _Reader(Reader):

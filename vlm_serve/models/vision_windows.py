@@ -71,6 +71,11 @@ class WindowVisionSpec:
         """Numbers in one flattened patch."""
         return self.in_channels * self.patch_size**2
 
+    @property
+    def has_fixed_form(self) -> bool:
+        """Implement `Vision.has_fixed_form`."""
+        return False
+
     def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> WindowVisionTower:
         """Implement `Vision.load`."""
         return WindowVisionTower(self, source, prefix, dtype)
@@ -155,6 +160,9 @@ class WindowVisionTower:
             for index, rows in zip(chosen, self._encode(own, merge, how), strict=True):
                 encoded[index] = rows
         return encoded
+
+    def fixed(self, most: int) -> None:
+        """Implement `Tower.fixed`."""
 
     def _encode(
         self, pictures: list[tuple[torch.Tensor, Grid]], merge: int, how: Products

@@ -17,8 +17,9 @@ from vlm_serve.engine.drafting import max_drafts
 from vlm_serve.engine.drafts.start import why_off
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES, MemoryPlan
+from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES
 from vlm_serve.engine.ranks.start import slot_bytes
+from vlm_serve.engine.tower_graphs import patch_sizes
 from vlm_serve.log_output import start_logging
 from vlm_serve.models.weight_sizes import prompt_price
 from vlm_serve.options import format_size
@@ -132,7 +133,7 @@ def startup_rows(
         yield "kernels", f"{made}, {options.threads} threads"
     else:
         yield "kernels", "Triton"
-        yield "decode", _decode(options, memory)
+        yield "decode", _decode(engine)
     yield "cache memory", format_size(memory.cache_memory)
     yield (
         "  KV blocks",
@@ -207,8 +208,9 @@ def _drafts(engine: Engine) -> str:
     return text
 
 
-def _decode(options: EngineConfig, memory: MemoryPlan) -> str:
-    """Describe the CUDA graphs of decode steps."""
+def _decode(engine: Engine) -> str:
+    """Describe the CUDA graphs of steps and pictures."""
+    options, memory = engine.config, engine.memory
     if not options.cuda_graphs:
         return "without CUDA graphs"
     most = CapturedRows.of(options)
@@ -216,6 +218,8 @@ def _decode(options: EngineConfig, memory: MemoryPlan) -> str:
     if most.drafts:
         text += f" ({most.drafts} with drafts)"
     text += f" and {most.prompt} prompt tokens"
+    if patches := patch_sizes(engine.spec, options):
+        text += f", pictures of up to {patches[-1]} patches"
     if memory.snapshot_bytes:
         text += f", a scratch state of {format_size(memory.snapshot_bytes)} on top"
     return text

@@ -20,11 +20,13 @@ from sweeps import quick
 from triton_case import kernels, row_by_row
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine import decode_graphs
+from vlm_serve.engine import decode_graphs, verify_graphs
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
 from vlm_serve.engine.decode_graphs import DecodeGraphs
 from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.verify_buffers import VerifySizes
+from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.linear import torch_dense
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
@@ -131,6 +133,54 @@ def decoded(
     for name, pool in driver.caches.tensors.items():
         pool.copy_(before[name])
     return logits
+
+
+def test_drafts_of_rows_with_adapters_run_from_graphs(model: Model) -> None:
+    """Drafts beside a decode token, and packed logits behind places with padding between them."""
+    driver = Driver(model, scratch_rows=1, most_drafts=3)
+    rows, known = started(driver, (5, 40, 33)), [adapter(model, seed) for seed in range(2)]
+    graphs = verify_graphs_over(driver, known)
+    for one, drafts in zip(rows[:2], ([7], [9, 11]), strict=True):
+        one.tokens += drafts
+    # Tokens of a decode step, then two and three of the sequences with drafts.
+    slots = [1, 0, 0, 1, 1, 1]
+
+    def logits(forward: Forward, slots: list[int]) -> torch.Tensor:
+        before = {name: pool.clone() for name, pool in driver.caches.tensors.items()}
+        driver.forward = with_adapters(forward, known, slots)  # type: ignore[assignment]
+        drafts = [(rows[0], 5, 0), (rows[1], 40, 0)]
+        found = driver.step(decodes=[rows[2]], drafts=drafts).logits.clone()
+        for name, pool in driver.caches.tensors.items():
+            pool.copy_(before[name])
+        return found
+
+    plain = logits(running(graphs), [-1] * 6)
+    for each in (slots, [-1, 0, 0, -1, -1, -1], [0] * 6):
+        got, want = logits(running(graphs), each), logits(by_kernels(model), each)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+        for row, slot in enumerate(each):
+            assert torch.equal(got[row], plain[row]) == (slot < 0)
+
+
+def verify_graphs_over(driver: Driver, held: Sequence[AdapterChanges]) -> VerifyGraphs:
+    """Graphs of one size, with room for another token in every place."""
+    device = QueuedDevice()
+    sizes = SlotSizes.of(driver.model.modules, slots=SLOTS, max_rank=8)
+    one = (VerifySizes(2, 2, 4),)
+    with patch.object(verify_graphs, "verify_sizes", lambda *limits: one):
+        graphs = VerifyGraphs(
+            driver.model,
+            driver.caches,
+            block_size=driver.block_size,
+            max_model_len=100,
+            max_num_seqs=3,
+            drafts=3,
+            device=device,
+            adapters=AdapterTable(sizes, device, CPU),
+        )
+    for slot, each in enumerate(held):
+        graphs.hold_changes(slot, each)
+    return graphs
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -66,9 +66,11 @@ class AdapterTable:
             self.records = torch.zeros(shape, dtype=torch.int64, device=device)
             self._ring.reserve(self.records[0].nbytes)
 
-    def rows(self, tables: Mapping[str, torch.Tensor]) -> FixedRows:
-        """Return the adapters of a captured step's rows, as named by its tables."""
-        return FixedRows(self.records, self.sizes.widths, tables)
+    def rows(
+        self, tables: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor] | None = None
+    ) -> FixedRows:
+        """Return the adapters of a captured step's rows by its tables, see `FixedRows`."""
+        return FixedRows(self.records, self.sizes.widths, tables, kept)
 
     def hold(self, slot: int, changes: AdapterChanges | None) -> None:
         """Write an adapter's records between steps; None: none."""

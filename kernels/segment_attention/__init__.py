@@ -1,0 +1,50 @@
+"""Attention of packed segments, each to itself: pictures and frames in a vision tower.
+
+Their bounds lie in a table on the device, so a captured run serves segments of any lengths. Tiles
+of queries and of keys begin where their segment begins: a row's bits depend on its segment alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
+from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.segment_attention import torch_cpu
+from vlm_serve.kernels.segment_attention.tiles import ROWS, segment_tiles
+
+__all__ = ["ROWS", "segment_attention", "segment_tiles"]
+
+_attend = Op(
+    torch_cpu.segment_attention,
+    triton="vlm_serve.kernels.segment_attention.triton:segment_attention",
+)
+
+
+def segment_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: torch.Tensor, *, scale: float
+) -> torch.Tensor:
+    """Attend from every row of a segment to all rows of this segment.
+
+    Args:
+        q, k, v: `[N, heads, D]`, float32, bfloat16 or float16, each row dense.
+        tiles: int32 `[tiles, 3]`, see `segment_tiles`; one with `begin == end` does nothing.
+        scale: factor of the scores, positive.
+
+    Returns:
+        `[N, heads, D]`, contiguous; rows of no segment are undefined.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    rows, heads, dim = q.shape
+    check_tensor("q", q, (rows, heads, dim), FLOAT_DTYPES, q.device)
+    check_tensor("k", k, (rows, heads, dim), (q.dtype,), q.device)
+    check_tensor("v", v, (rows, heads, dim), (q.dtype,), q.device)
+    check_tensor("tiles", tiles, (None, 3), (torch.int32,), q.device)
+    for name, each in (("q", q), ("k", k), ("v", v)):
+        if each.stride(1) != dim:
+            raise KernelArgumentError(name, "expected the heads of a row side by side")
+    if not tiles.is_contiguous():
+        raise KernelArgumentError("tiles", "expected a contiguous tensor")
+    return _attend(q.device, q, k, v, tiles, scale)
