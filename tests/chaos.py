@@ -124,7 +124,7 @@ def _round(
 
 def _drawn(world: World, chance: random.Random) -> Iterator[list[Deed]]:
     """Yield possible deeds, sometimes two that go on at a time; a fatal one last in half of the
-    rounds, and always where a rank can be killed."""
+    rounds, mostly where a rank can be killed."""
     possible = [deed for deed in DEEDS if deed.possible(world)]
     harmless = [deed for deed in possible if not deed.fatal]
     waiting = chance.sample(harmless, len(harmless))
@@ -133,9 +133,11 @@ def _drawn(world: World, chance: random.Random) -> Iterator[list[Deed]]:
         if waiting and chance.random() < TWO_AT_A_TIME and together(deeds[0], waiting[0]):
             deeds.append(waiting.pop(0))
         yield deeds
-    fatal = [deed for deed in possible if deed.fatal]
-    if world.setup.ranks > 1 or chance.random() < 0.5:
-        yield [chance.choice(fatal)]
+    fatal = {deed.name: deed for deed in possible if deed.fatal}
+    if RANK_KILLED in fatal and chance.random() < 0.7:
+        yield [fatal[RANK_KILLED]]
+    elif chance.random() < 0.5:
+        yield [chance.choice(list(fatal.values()))]
 
 
 def _calm(world: World, asked: list[Question], judge: Judge) -> Iterator[str]:
