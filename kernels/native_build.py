@@ -67,6 +67,10 @@ class BuildError(Exception):
     """No library can be built; the message gives the reason in one sentence."""
 
 
+class TooSlowError(BuildError):
+    """The compiler takes longer than its time limit, as on a busy machine."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Compiler and flags of a build.
@@ -296,7 +300,7 @@ def _run(deadline: float, *command: str, folder: str | None = None) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 limit = f"{TIME_LIMIT_S:g} seconds"
-                raise BuildError(f"the compiler took more than {limit}") from error
+                raise TooSlowError(f"the compiler took more than {limit}") from error
             raise
     if process.returncode:
         lines = errors.strip().splitlines()

@@ -109,7 +109,7 @@ def load() -> ctypes.CDLL:
     with _loading:
         library = _load()
     if isinstance(library, BuildError):
-        raise BuildError(str(library)) from library
+        raise type(library)(str(library)) from library
     return library
 
 

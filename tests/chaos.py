@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from chaos_deeds import DEEDS, Deed, wait_a_moment
+from chaos_deeds import DEEDS, RANK_KILLED, Deed, together, wait_a_moment
 from chaos_load import HANG_SECONDS, Clients, Judge, Question, questions
 from chaos_world import Setup, World, random_setup
 from process_tree import processes_below
 
-CLIENTS = 4
+TWO_AT_A_TIME = 0.4
+"""How likely a deed goes on while the next one begins."""
 
 
 @dataclass
@@ -84,28 +85,33 @@ def _round(
     say: Callable[[str], None],
 ) -> Iterator[str]:
     """One server from its start to its end; yield faults."""
-    asked = questions("tuned" if world.adapter is not None else None)
+    adapter = "tuned" if world.adapter is not None else None
+    asked = questions(adapter, responses=world.setup.responses)
     judge = Judge()
     with world.serving():
         yield from _calm(world, asked, judge)
         before = world.state()
-        clients = Clients(world.url, asked, judge, chance.randrange(10**9), CLIENTS)
-        fatal = False
-        for deed in _drawn(world, chance):
-            say(f"  {deed.name}")
-            report.deeds[deed.name] += 1
+        clients = Clients(world.url, asked, judge, chance.randrange(10**9), world.setup.clients)
+        last: Deed | None = None
+        for deeds in _drawn(world, chance):
             below = processes_below(world.pid)
-            with deed.act(world, chance):
-                wait_a_moment(chance)
+            with contextlib.ExitStack() as going:
+                for last in deeds:
+                    say(f"  {last.name}")
+                    report.deeds[last.name] += 1
+                    going.enter_context(last.act(world, chance))
+                    wait_a_moment(chance)
             wait_a_moment(chance)
-            fatal = deed.fatal
-            if fatal or time.monotonic() > until:
+            if last.fatal or time.monotonic() > until:
                 break
         yield from clients.stop()
-        if not fatal:
+        if last is None or not last.fatal:
             yield from _calm(world, asked, judge)
             yield from world.state().grown(before)
             yield from world.ends()
+        elif last.name == RANK_KILLED:
+            yield from world.gives_up()
+            yield from world.left_behind(below)
         else:
             assert world.server is not None
             world.server.process.kill()
@@ -116,13 +122,22 @@ def _round(
     yield from judge.wrong
 
 
-def _drawn(world: World, chance: random.Random) -> Iterator[Deed]:
-    """Yield possible deeds, a fatal one last in half of the rounds."""
+def _drawn(world: World, chance: random.Random) -> Iterator[list[Deed]]:
+    """Yield possible deeds, sometimes two that go on at a time; a fatal one last in half of the
+    rounds, mostly where a rank can be killed."""
     possible = [deed for deed in DEEDS if deed.possible(world)]
     harmless = [deed for deed in possible if not deed.fatal]
-    yield from chance.sample(harmless, len(harmless))
-    if chance.random() < 0.5:
-        yield chance.choice([deed for deed in possible if deed.fatal])
+    waiting = chance.sample(harmless, len(harmless))
+    while waiting:
+        deeds = [waiting.pop(0)]
+        if waiting and chance.random() < TWO_AT_A_TIME and together(deeds[0], waiting[0]):
+            deeds.append(waiting.pop(0))
+        yield deeds
+    fatal = {deed.name: deed for deed in possible if deed.fatal}
+    if RANK_KILLED in fatal and chance.random() < 0.7:
+        yield [fatal[RANK_KILLED]]
+    elif chance.random() < 0.5:
+        yield [chance.choice(list(fatal.values()))]
 
 
 def _calm(world: World, asked: list[Question], judge: Judge) -> Iterator[str]:

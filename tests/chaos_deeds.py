@@ -14,8 +14,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 from chaos_world import World
 from redis.exceptions import RedisError
+from redis_server import StoreServer
 
 Act = Callable[[World, random.Random], AbstractContextManager[None]]
 
@@ -164,24 +166,17 @@ def _libraries(world: World, chance: random.Random) -> Iterator[None]:
     yield
 
 
-@contextmanager
-def _frozen_store(world: World, chance: random.Random) -> Iterator[None]:
-    assert world.store is not None
-    world.store.freeze()
-    try:
-        yield
-    finally:
-        world.store.thaw()
+def _store(broken: Callable[[StoreServer], None], mended: Callable[[StoreServer], None]) -> Act:
+    @contextmanager
+    def act(world: World, chance: random.Random) -> Iterator[None]:
+        assert world.store is not None
+        broken(world.store)
+        try:
+            yield
+        finally:
+            mended(world.store)
 
-
-@contextmanager
-def _killed_store(world: World, chance: random.Random) -> Iterator[None]:
-    assert world.store is not None
-    world.store.stop()
-    try:
-        yield
-    finally:
-        world.store.start()
+    return act
 
 
 @contextmanager
@@ -197,6 +192,18 @@ def _damaged_store(world: World, chance: random.Random) -> Iterator[None]:
 
 
 @contextmanager
+def _full_of_responses(world: World, chance: random.Random) -> Iterator[None]:
+    """Stored answers of others push out the earlier ones, also those about to be continued."""
+    with httpx.Client(base_url=world.url, timeout=10.0, trust_env=False) as client:
+        items = [{"role": "user", "content": "x"}] * 100
+        body = {"input": items, "max_output_tokens": 1, "store": True}
+        with contextlib.suppress(httpx.TransportError):  # The server may be stopped meanwhile.
+            for _ in range(12):
+                client.post("/v1/responses", json=body)
+    yield
+
+
+@contextmanager
 def _clock(world: World, chance: random.Random) -> Iterator[None]:
     """The wall clock alone; only expiries and dates may depend on it."""
     world.clock.write_text(str(chance.choice((-86_400, -60, 60, 3_600, 86_400, 40 * 86_400))))
@@ -204,6 +211,16 @@ def _clock(world: World, chance: random.Random) -> Iterator[None]:
         yield
     finally:
         world.clock.unlink()
+
+
+RANK_KILLED = "a rank is killed"
+STORE = {"the store is frozen", "the store is killed", "entries of the store are damaged"}
+"""Deeds of which one rules out another at the same time."""
+
+
+def together(first: Deed, second: Deed) -> bool:
+    """Return True if both may go on at a time."""
+    return not {first.name, second.name} <= STORE and not (first.fatal or second.fatal)
 
 
 def _has(tier: str) -> Callable[[World], bool]:
@@ -227,13 +244,14 @@ DEEDS = (
     Deed("files of the adapter are damaged", _adapter, lambda world: world.adapter is not None),
     Deed("temporary files come and go", _temporary, _alone),
     Deed("kernel libraries are replaced", _libraries),
-    Deed("the store is frozen", _frozen_store, _has("store")),
-    Deed("the store is killed", _killed_store, _has("store")),
+    Deed("the store is frozen", _store(StoreServer.freeze, StoreServer.thaw), _has("store")),
+    Deed("the store is killed", _store(StoreServer.stop, StoreServer.start), _has("store")),
     Deed("entries of the store are damaged", _damaged_store, _has("store")),
+    Deed("stored responses are pushed out", _full_of_responses, lambda w: w.setup.responses),
     Deed("the clock jumps", _clock),
     Deed("a replica is killed", _killed("replica"), lambda world: world.setup.replicas > 1),
     Deed("the replicas are stopped", _stopped("replica"), lambda world: world.setup.replicas > 1),
-    Deed("a rank is killed", _killed("rank"), lambda world: world.setup.ranks > 1, fatal=True),
+    Deed(RANK_KILLED, _killed("rank"), lambda world: world.setup.ranks > 1, fatal=True),
     Deed("the server is killed", _killed("server"), fatal=True),
 )
 

@@ -33,13 +33,20 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Question:
+    """A question.
+
+    Attributes:
+        continued: body of a second one about the stored answer of the first; None: there is none.
+    """
+
     name: str
     path: str
     body: dict[str, Any]
+    continued: dict[str, Any] | None = None
 
 
-def questions(adapter: str | None) -> list[Question]:
-    """Greedy ones for every part within reach of chaos."""
+def questions(adapter: str | None, *, responses: bool = False) -> list[Question]:
+    """Greedy ones for every part within reach of chaos; with `responses` also stored ones."""
 
     def chat(name: str, content: Any, **fields: Any) -> Question:
         body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
@@ -61,7 +68,17 @@ def questions(adapter: str | None) -> list[Question]:
     found.append(Question("completion", "/v1/completions", prompt))
     if adapter is not None:
         found.append(chat("adapter", f"{PREFIX}And you?", model=adapter))
+    if responses:
+        for number in range(3):
+            found.append(conversation(number))
     return found
+
+
+def conversation(number: int) -> Question:
+    """Two turns, of which the second one needs the stored first one."""
+    fields = {"temperature": 0, "max_output_tokens": 16, "store": True}
+    bodies = [{"input": f"{PREFIX}{number} {word}?", **fields} for word in ("moons", "suns")]
+    return Question(f"turns {number}", "/v1/responses", *bodies)
 
 
 def fresh(question: Question, number: int) -> dict[str, Any]:
@@ -103,6 +120,9 @@ def streamed(text: str) -> Any:
 
 def whole(body: dict[str, Any]) -> Any:
     """The same of an answer in one piece."""
+    if "output" in body:
+        parts = [part for item in body["output"] for part in item.get("content") or ()]
+        return [("".join(part.get("text", "") for part in parts), body["status"])]
     made = sorted(body["choices"], key=lambda each: int(each["index"]))
     texts = [each["text"] if "text" in each else each["message"]["content"] for each in made]
     return [(text or "", each["finish_reason"]) for text, each in zip(texts, made, strict=True)]
@@ -124,21 +144,28 @@ class Judge:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, client: httpx.Client, question: Question, *, stream: bool) -> bool:
-        """Ask, and judge the answer; return True if it was right, or is the first one."""
+        """Ask, and judge the answer; return True if it was right, or is the first one.
+
+        A refusal (4xx) is a wrong answer: the questions are right. Only a stored answer may be gone
+        when its conversation goes on.
+        """
+        stream = stream and question.continued is None
         body = fresh(question, next(_numbers)) | ({"stream": True} if stream else {})
         begun = time.monotonic()
-        try:
-            reply = client.post(question.path, json=body)
-        except httpx.TransportError as error:
-            hung = isinstance(error, httpx.TimeoutException)
-            return self._failed(question, f"{type(error).__name__}", hung=hung)
-        if reply.status_code != 200:
-            return self._failed(question, str(reply.status_code), hung=False)
+        reply = self._reply(client, question, body)
+        if reply is None:
+            return False
         said = streamed(reply.text) if stream else whole(reply.json())
+        if question.continued is not None:
+            earlier = {"previous_response_id": reply.json()["id"]}
+            reply = self._reply(client, question, question.continued | earlier)
+            if reply is None:
+                return False
+            said += whole(reply.json())
         if isinstance(said, str):
-            return self._failed(question, said, hung=False)
+            return self._failed(question, said)
         if time.monotonic() - begun > HANG_SECONDS:
-            return self._failed(question, "an answer", hung=True)
+            return self._failed(question, "an answer", f"after {HANG_SECONDS:.0f} s")
         with self.lock:
             if said != self.known.setdefault(question.name, said):
                 self.wrong.append(f"{question.name}: {said} and not {self.known[question.name]}")
@@ -146,11 +173,30 @@ class Judge:
             self.right += 1
         return True
 
-    def _failed(self, question: Question, what: str, *, hung: bool) -> bool:
+    def _reply(
+        self, client: httpx.Client, question: Question, body: dict[str, Any]
+    ) -> httpx.Response | None:
+        """Return the reply to one request; None: it was an error, which is counted."""
+        try:
+            reply = client.post(question.path, json=body)
+        except httpx.TransportError as error:
+            hung = isinstance(error, httpx.TimeoutException)
+            fault = f"after {HANG_SECONDS:.0f} s" if hung else ""
+            self._failed(question, type(error).__name__, fault)
+            return None
+        if reply.status_code == 200:
+            return reply
+        gone = reply.status_code == 404 and "previous_response_id" in body
+        fault = "" if gone or reply.status_code >= 500 else reply.text[:200]
+        self._failed(question, str(reply.status_code), fault)
+        return None
+
+    def _failed(self, question: Question, what: str, fault: str = "") -> bool:
+        """Count an error; one with a fault is wrong."""
         with self.lock:
             self.errors[what] += 1
-            if hung:
-                self.wrong.append(f"{question.name}: {what} after {HANG_SECONDS:.0f} s")
+            if fault:
+                self.wrong.append(f"{question.name}: {what} {fault}")
         return False
 
 

@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 from process_tree import processes_below, runs
 from redis_server import EXECUTABLES, StoreServer
 from server_process import ServerProcess, server_process
@@ -30,6 +31,7 @@ KINDS = {
     "compiler": "vlm_serve.grammar.worker",
     "decoders": "decode_worker",
     "rank": "ranks.worker",
+    "replica": "ray::ServeReplica:",
 }
 SECONDS = 240.0
 MEMORY_SLACK = 256 << 20
@@ -44,6 +46,8 @@ class Setup:
         tiers: names of "host", "disk" and "store".
         speculative: the option's value.
         adapter: one is served.
+        responses: answers of /v1/responses are stored.
+        clients: how many ask at a time.
     """
 
     ranks: int
@@ -51,11 +55,15 @@ class Setup:
     tiers: tuple[str, ...]
     speculative: str
     adapter: bool
+    responses: bool = False
+    clients: int = 4
 
     def __str__(self) -> str:
         command = f"{self.replicas} replicas" if self.replicas else "serve"
         parts = [command, f"{self.ranks} ranks", f"drafts {self.speculative}", *self.tiers]
-        return ", ".join(parts + (["an adapter"] if self.adapter else []))
+        parts += ["an adapter"] if self.adapter else []
+        parts += ["stored responses"] if self.responses else []
+        return ", ".join([*parts, f"{self.clients} clients"])
 
 
 def random_setup(chance: random.Random, *, replicas: bool) -> Setup:
@@ -72,6 +80,8 @@ def random_setup(chance: random.Random, *, replicas: bool) -> Setup:
         tiers=tuple(tiers),
         speculative=chance.choice(("off", "suffix", "auto")),
         adapter=ranks == 1 and not several and chance.random() < 0.5,
+        responses=not several and chance.random() < 0.6,
+        clients=chance.choice((4, 8, 12)),
     )
 
 
@@ -127,6 +137,8 @@ class World:
             yield from ("--shared-store", f"{self.store.url}/0", "--shared-store-timeout", "0.5")
         if self.adapter is not None:
             yield from ("--lora-modules", f"tuned={self.adapter}")
+        if setup.responses:
+            yield from ("--response-store", "256KiB")
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -153,11 +165,28 @@ class World:
             self.store.stop()
 
     def pids(self, kind: str) -> list[int]:
-        """Processes of one of `KINDS`, `replica` or `server`."""
+        """Processes of one of `KINDS` or `server`."""
         if kind == "server":
             return [self.pid]
-        wanted = "ray::ServeReplica:" if kind == "replica" else KINDS[kind]
-        return [pid for pid, line in processes_below(self.pid).items() if wanted in line]
+        return [pid for pid, line in processes_below(self.pid).items() if KINDS[kind] in line]
+
+    def gives_up(self) -> Iterator[str]:
+        """Yield faults of a server without one of its ranks: it says so, and ends when asked to."""
+        with httpx.Client(base_url=self.url, timeout=60.0, trust_env=False) as client:
+            deadline = time.monotonic() + 60
+            while (status := self._status(client)) == 200 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if status == 200:
+                yield "a server without one of its ranks calls itself well"
+        yield from self.ends(statuses=range(-64, 256))
+
+    @staticmethod
+    def _status(client: httpx.Client) -> int:
+        """Return the status of /health; 0: nobody answers."""
+        try:
+            return client.get("/health").status_code
+        except httpx.TransportError:
+            return 0
 
     def state(self) -> State:
         """Return the things to be as before once chaos is over."""
@@ -172,8 +201,8 @@ class World:
             folders=tuple(sorted(each.name for each in self.tmp.iterdir())),
         )
 
-    def ends(self) -> Iterator[str]:
-        """End the server in order; yield faults of its end."""
+    def ends(self, statuses: Container[int] = (0,)) -> Iterator[str]:
+        """End the server in order; yield faults of its end, such as another exit status."""
         assert self.server is not None
         below, process = processes_below(self.pid), self.server.process
         process.send_signal(signal.SIGTERM)
@@ -182,7 +211,7 @@ class World:
         except subprocess.TimeoutExpired:
             yield "the server does not end"
             return
-        if status != 0:
+        if status not in statuses:
             yield f"the server ended with {status}"
         yield from self.left_behind(below)
 

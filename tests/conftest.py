@@ -100,12 +100,6 @@ def one_thread() -> Iterator[None]:
 def compiler() -> None:
     """For tests of compiled code; where it cannot be had they say why they are skipped. A busy
     machine is no reason, so compiling may take longer than it does when serving."""
-    from vlm_serve.kernels import native_build
-    from vlm_serve.kernels.native_build import BuildError
-    from vlm_serve.kernels.native_library import load
+    from compiled_code import wait_for_compiled_code
 
-    native_build.TIME_LIMIT_S = 900.0
-    try:
-        load()
-    except BuildError as error:
-        pytest.skip(f"there is no compiled code here: {error}")
+    wait_for_compiled_code()

@@ -319,15 +319,27 @@ BAD_HEADS = (
 )
 
 
-def _as_json(value: Any) -> bytes:
+def as_json(value: Any) -> bytes:
     """Cut where it becomes much longer than any body that a server reads."""
-    pieces, length = [], 0
-    for piece in json.JSONEncoder().iterencode(value):
-        pieces.append(piece)
-        length += len(piece)
+    return _text(value)[:MAX_BODY_BYTES].encode()
+
+
+def _text(value: Any) -> str:
+    """Encode one value. What a list repeats is encoded once: a case took ten minutes to be made."""
+    if isinstance(value, dict):
+        fields = (f"{json.dumps(key)}: {_text(each)}" for key, each in value.items())
+        return "{" + ", ".join(fields) + "}"
+    if not isinstance(value, list):
+        return json.dumps(value)
+    parts, length, last, piece = [], 0, object(), ""
+    for each in value:
+        if each is not last:
+            last, piece = each, _text(each)
+        parts.append(piece)
+        length += len(piece) + 2
         if length > MAX_BODY_BYTES:
             break
-    return "".join(pieces)[:MAX_BODY_BYTES].encode()
+    return "[" + ", ".join(parts) + "]"
 
 
 SHARED = 0.15
@@ -362,7 +374,7 @@ def make_case(seed: int, groups: Sequence[str] = ()) -> Case:
         return Case(seed, "odd route", conduct, head)
     make = rng.choices(list(BODIES), list(BODIES.values()))[0]
     path, body = make(rng)
-    data = body if isinstance(body, bytes) else _as_json(body)
+    data = body if isinstance(body, bytes) else as_json(body)
     name = make.__name__.strip("_")
     return Case(seed, name, conduct, head_of(rng, "POST", path, len(data)), data)
 

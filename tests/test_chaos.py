@@ -16,6 +16,7 @@ import httpx
 import jumping_clock
 import pytest
 from chaos import run
+from chaos_deeds import DEEDS, RANK_KILLED, STORE, together
 from chaos_load import Judge, Question
 from chaos_world import State, random_setup
 
@@ -71,6 +72,35 @@ def test_a_judge_knows_right_answers_errors_and_wrong_ones() -> None:
     assert len(judge.wrong) == 2
 
 
+def test_a_judge_minds_a_refusal_unless_a_stored_answer_is_gone() -> None:
+    judge = Judge()
+    refusal = partial(given, httpx.Response(404, text="not found"))
+    assert not judged(judge, refusal, stream=False)
+    assert judge.wrong == ["it: 404 not found"]
+    texts = {"a": "red", "b": "blue"}
+
+    def stored(request: httpx.Request) -> httpx.Response:
+        asked = json.loads(request.content)
+        if asked.get("previous_response_id") not in (None, "id a"):
+            return httpx.Response(404, text="gone")
+        word = asked["input"]
+        part = {"type": "output_text", "text": texts[word]}
+        body = {"id": f"id {word}", "status": "completed", "output": [{"content": [part]}]}
+        return httpx.Response(200, json=body)
+
+    judge, turns = Judge(), Question("two", "/v1/responses", {"input": "a"}, {"input": "b"})
+    for expected in (True, True, False):
+        transport = httpx.MockTransport(stored)
+        with httpx.Client(transport=transport, base_url="http://here") as client:
+            assert judge.ask(client, turns, stream=True) is expected
+        texts["b"] = "green" if judge.right == 2 else "blue"
+    assert len(judge.wrong) == 1
+    lost = replace(turns, body={"input": "b"})
+    with httpx.Client(transport=httpx.MockTransport(stored), base_url="http://here") as client:
+        assert not judge.ask(client, lost, stream=False)
+    assert judge.errors == {"404": 1} and len(judge.wrong) == 1
+
+
 def test_a_judge_minds_an_answer_that_never_comes() -> None:
     judge = Judge()
 
@@ -95,6 +125,17 @@ def test_configurations_follow_from_the_seed() -> None:
     assert made == [random_setup(random.Random(f"{seed} 0"), replicas=False) for seed in range(40)]
     assert {each.ranks for each in made} == {1, 2} and {each.replicas for each in made} == {0}
     assert {each.speculative for each in made} == {"off", "suffix", "auto"}
+    assert {each.responses for each in made} == {False, True}
+    assert len({each.clients for each in made}) > 1
+
+
+def test_no_two_deeds_at_a_time_need_the_same_store() -> None:
+    of_store = [deed for deed in DEEDS if deed.name in STORE]
+    assert len(of_store) == len(STORE)
+    clock = next(deed for deed in DEEDS if deed.name == "the clock jumps")
+    killed = next(deed for deed in DEEDS if deed.name == RANK_KILLED)
+    assert together(of_store[0], clock)
+    assert not together(of_store[0], of_store[1]) and not together(clock, killed)
 
 
 def test_the_clock_jumps_while_its_file_says_so(

@@ -287,7 +287,9 @@ sys.path[:0] = sys.argv[2:]
 from pathlib import Path
 from tier_entries import entry
 from vlm_serve.cache.tiers.disk import DiskStore
+from vlm_serve.cache.tiers import disk_file
 from vlm_serve.cache.tiers.entry import Sealed
+disk_file.BUSY_SECONDS = 0.05
 for number, line in enumerate(sys.stdin):
     try:
         store = DiskStore(Path(line.strip()), 1 << 20)
@@ -302,7 +304,10 @@ for number, line in enumerate(sys.stdin):
 
 
 def test_of_servers_that_start_at_once_one_has_the_file(tmp_path: Path) -> None:
-    """Also if each of them finds one that is to be begun anew; the others are told so."""
+    """Also if each of them finds one that is to be begun anew; the others are told so.
+
+    The one that has it keeps it until all have answered, so how long they wait means nothing.
+    """
     servers = [
         subprocess.Popen(
             [sys.executable, "-c", STARTS, "-", *sys.path],

@@ -6,8 +6,10 @@ import contextlib
 import ctypes
 import gc
 import json
+import os
 import platform
 import random
+import signal
 import subprocess
 import threading
 import time
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_tree import processes_below
 
 import vlm_serve
 from vlm_serve.errors import (
@@ -116,6 +119,35 @@ def test_a_process_that_was_killed_is_no_fault_of_the_grammar(
     with pytest.raises(OverloadedError, match="was ended, twice"):
         compiler.compile(SLOW)
     monkeypatch.undo()
+    compiler.compile(StructuredOutputs(regex="abc"))
+
+
+def test_a_grammar_whose_own_process_was_killed_is_no_fault_of_its_text(
+    compiler: GrammarCompiler,
+) -> None:
+    """Each is compiled in a forked child, first in line where a host has no memory."""
+    compiler.warm()
+    assert compiler._process is not None and compiler._process._process is not None
+    before = compiler._process._process
+    done = threading.Event()
+
+    def kill(number: int) -> None:
+        while not done.wait(0.01):
+            for pid in processes_below(before.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        done.clear()
+        killer = threading.Thread(target=kill, args=(number,))
+        killer.start()
+        try:
+            with pytest.raises(OverloadedError, match="was ended, twice"):
+                compiler.compile(SLOW)
+        finally:
+            done.set()
+            killer.join()
+    assert compiler._process._process is before
     compiler.compile(StructuredOutputs(regex="abc"))
 
 

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compiled_code import wait_for_compiled_code
 
 from vlm_serve import temporary_folder
 from vlm_serve.kernels import (
@@ -227,6 +228,24 @@ def test_a_compiler_that_hangs_is_killed_with_its_children(
     while alive():
         assert time.monotonic() - begin < 60
         time.sleep(0.05)
+
+
+def test_tests_of_compiled_code_wait_for_a_slow_compiler_and_fail_without_its_end(
+    sources: Path, compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine must not turn them into skipped ones."""
+    real = recipe().compiler
+    native_library._load.cache_clear()
+    compiler(f'test -e "{sources}/idle" || sleep 600; exec {real} "$@"')
+    with pytest.raises(pytest.fail.Exception, match="not there in time: .*more than 0.5 sec"):
+        wait_for_compiled_code(0.5)
+    (sources / "idle").touch()
+    wait_for_compiled_code(300.0)
+    assert load().answer() == 42
+    forget()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(pytest.skip.Exception, match="was not found"):
+        wait_for_compiled_code()
 
 
 def test_the_time_limit_is_for_all_sources_together(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hostile_cases import MAX_BODY_BYTES, make_case
+from hostile_cases import MAX_BODY_BYTES, as_json, make_case
 from hostile_traffic import came_back, describe, measure, memory_bound
 from server_process import server_process
 
@@ -24,6 +27,25 @@ def test_a_case_is_made_from_its_seed_alone() -> None:
 def test_cases_are_bounded() -> None:
     """4017 would be one of 20 GB."""
     assert len(make_case(4017).body) <= MAX_BODY_BYTES
+
+
+def test_what_a_body_repeats_is_encoded_once() -> None:
+    """Deep values two hundred thousand times took ten minutes, while other clients had left."""
+
+    class Counted(list[Any]):
+        times = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.times += 1
+            return super().__iter__()
+
+    inner = Counted([1, {"a": ["x", None, 0.5, 'y"']}, [], {}, True])
+    body = {"messages": [{"content": [inner] * 200}], "k": [[], "", inner, inner]}
+    plain = json.dumps(body).encode()
+    inner.times = 0
+    assert as_json(body) == plain
+    assert inner.times == 2
+    assert len(as_json([["x" * 1000]] * 100_000)) == MAX_BODY_BYTES
 
 
 @pytest.mark.fuzz

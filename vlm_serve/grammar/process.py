@@ -41,6 +41,7 @@ class CompileProcess:
         """Compile a task and return the grammar, see `worker`. Waits for its turn.
 
         A process that ends meanwhile is no fault of the source: another one gets the task, once.
+        So does another child of the process if the first one was killed.
 
         Raises InvalidRequestError for a source that is invalid, too slow or too large to compile;
         OverloadedError if two processes end; VlmServeError if none can be started;
@@ -84,7 +85,8 @@ class CompileProcess:
 
     def _tried(self, task: dict[str, Any]) -> dict[str, Any] | None:
         self._make_ready()
-        return self._exchange(task, self._seconds + GRACE_SECONDS)
+        answer = self._exchange(task, self._seconds + GRACE_SECONDS)
+        return None if answer is None or "ended" in answer else answer
 
     def _make_ready(self) -> None:
         self._start()

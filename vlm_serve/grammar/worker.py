@@ -35,6 +35,9 @@ MEMORY_BYTES = 1 << 29
 MAX_MESSAGE_BYTES = 64 << 20
 NICENESS = 10
 """Niceness of compiling: every open answer needs the model, few need a new grammar."""
+OWN_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+"""How compiling ends by itself, without memory above all. Others, such as SIGKILL on a host without
+memory, come from outside."""
 
 
 def send(stream: IO[bytes], value: Any) -> None:
@@ -66,7 +69,11 @@ def main() -> None:
 
 
 def _forked(work: Callable[[], dict[str, Any]], seconds: float) -> bytes:
-    """Run the work in a forked process and return its result as JSON, within a time limit."""
+    """Run the work in a forked process and return its result as JSON, within a time limit.
+
+    Without a result: `late` if the limit was passed, or else if the work took too much memory;
+    `ended` if the process was killed from outside.
+    """
     ours, theirs = os.pipe()
     server = os.getpid()
     process = os.fork()
@@ -77,8 +84,9 @@ def _forked(work: Callable[[], dict[str, Any]], seconds: float) -> bytes:
             os.close(ours)
             os.nice(NICENESS)
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds) + 1,) * 2)
-            with open(theirs, "wb") as out:
-                out.write(json.dumps(work()).encode() + b"\n")
+            out = open(theirs, "wb")  # noqa: SIM115  # Its end is that of the process.
+            out.write(json.dumps(work()).encode() + b"\n")
+            out.flush()
         finally:
             os._exit(0)
     os.close(theirs)
@@ -89,12 +97,16 @@ def _forked(work: Callable[[], dict[str, Any]], seconds: float) -> bytes:
             if not piece or len(answer) > MAX_MESSAGE_BYTES:
                 break
             answer += piece
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
+    os.kill(process, signal.SIGKILL)  # Changes nothing about a process that has ended.
+    status = os.waitpid(process, 0)[1]
+    if len(answer) > MAX_MESSAGE_BYTES:
+        return b'{"late": false}'
+    if answer.endswith(b"\n"):
+        return bytes(answer)
     if time.monotonic() >= deadline:
         return b'{"late": true}'
-    complete = answer.endswith(b"\n") and len(answer) <= MAX_MESSAGE_BYTES
-    return bytes(answer) if complete else b'{"late": false}'
+    own = os.WIFEXITED(status) or os.WTERMSIG(status) in OWN_SIGNALS
+    return b'{"late": false}' if own else b'{"ended": true}'
 
 
 def _answer(compiler: Any, library: Library, task: dict[str, Any]) -> dict[str, Any]:

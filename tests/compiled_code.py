@@ -1,0 +1,30 @@
+"""Compiled code for tests of it: waited for, and no reason to pass tests over in silence."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlm_serve.kernels import native_build, native_library
+from vlm_serve.kernels.native_build import BuildError, TooSlowError
+
+PATIENCE_S = 900.0
+
+
+def wait_for_compiled_code(seconds: float = PATIENCE_S) -> None:
+    """Build the library unless it is there. Skip the test where none can be built; fail it where
+    that only takes too long, for a busy machine would hide what is broken.
+
+    A failure of earlier tests, whose time limit is that of servers, is not taken for an answer.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_build, "TIME_LIMIT_S", seconds)
+        for last in (False, True):
+            try:
+                native_library.load()
+                return
+            except TooSlowError as error:
+                if last:
+                    pytest.fail(f"compiled code is not there in time: {error}")
+                native_library._load.cache_clear()
+            except BuildError as error:
+                pytest.skip(f"there is no compiled code here: {error}")
