@@ -65,7 +65,8 @@ def test_a_segments_bits_are_those_of_it_alone() -> None:
             beside = [torch.full((length + 90, 2, 40), float("nan")) for _ in range(3)]
             for room, each in zip(beside, (q, k, v), strict=True):
                 room[:length] = each[own]
-            alone = segment_attention(*beside, tiles_of((length,), extra=3), scale=0.2)
+            a, b, c = beside
+            alone = segment_attention(a, b, c, tiles_of((length,), extra=3), scale=0.2)
             assert torch.equal(alone[:length], together[own])
             begin += length
 

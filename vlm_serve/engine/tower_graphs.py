@@ -1,8 +1,9 @@
 """Replays the vision tower over small pictures and frames from CUDA graphs.
 
-A tower has some twelve launches a layer. Over few patches a GPU computes them faster than a host
-queues them. A graph has room for a number of patches, whatever pictures they belong to: the bounds
-of pictures lie in a table, and patches behind the last one are padding, to which none attends.
+A tower has many launches a layer. Over few patches each is short, and a host queues them more
+slowly than a GPU runs them. A graph has room for a number of patches, whatever pictures they belong
+to: the bounds of pictures lie in a table, and patches behind the last one are padding, to which
+none attends.
 """
 
 from __future__ import annotations
