@@ -92,24 +92,24 @@ def _round(
         yield from _calm(world, asked, judge)
         before = world.state()
         clients = Clients(world.url, asked, judge, chance.randrange(10**9), world.setup.clients)
-        last: Deed | None = None
+        deeds: list[Deed] = []
         for deeds in _drawn(world, chance):
             below = processes_below(world.pid)
             with contextlib.ExitStack() as going:
-                for last in deeds:
-                    say(f"  {last.name}")
-                    report.deeds[last.name] += 1
-                    going.enter_context(last.act(world, chance))
+                for deed in deeds:
+                    say(f"  {deed.name}")
+                    report.deeds[deed.name] += 1
+                    going.enter_context(deed.act(world, chance))
                     wait_a_moment(chance)
             wait_a_moment(chance)
-            if last.fatal or time.monotonic() > until:
+            if deeds[-1].fatal or time.monotonic() > until:
                 break
         yield from clients.stop()
-        if last is None or not last.fatal:
+        if not deeds[-1].fatal:
             yield from _calm(world, asked, judge)
             yield from world.state().grown(before)
             yield from world.ends()
-        elif last.name == RANK_KILLED:
+        elif deeds[-1].name == RANK_KILLED:
             yield from world.gives_up()
             yield from world.left_behind(below)
         else:

@@ -321,20 +321,21 @@ BAD_HEADS = (
 
 def as_json(value: Any) -> bytes:
     """Cut where it becomes much longer than any body that a server reads."""
-    return _text(value)[:MAX_BODY_BYTES].encode()
+    return _json_of(value)[:MAX_BODY_BYTES].encode()
 
 
-def _text(value: Any) -> str:
+def _json_of(value: Any) -> str:
     """Encode one value. What a list repeats is encoded once: a case took ten minutes to be made."""
     if isinstance(value, dict):
-        fields = (f"{json.dumps(key)}: {_text(each)}" for key, each in value.items())
+        fields = (f"{json.dumps(key)}: {_json_of(each)}" for key, each in value.items())
         return "{" + ", ".join(fields) + "}"
     if not isinstance(value, list):
         return json.dumps(value)
-    parts, length, last, piece = [], 0, object(), ""
+    parts: list[str] = []
+    length, last, piece = 0, object(), ""
     for each in value:
         if each is not last:
-            last, piece = each, _text(each)
+            last, piece = each, _json_of(each)
         parts.append(piece)
         length += len(piece) + 2
         if length > MAX_BODY_BYTES:
