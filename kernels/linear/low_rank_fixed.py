@@ -16,7 +16,8 @@ from vlm_serve.kernels.linear.low_rank_rows import GroupedRows
 class FixedRows(RowChanges):
     """Rows with adapters from tables on the device.
 
-    Every projection may be changed, and every row is kept: a decode step computes logits of all.
+    Every projection with elements of u may be changed, and every row is kept: a decode step
+    computes logits of all.
 
     Args:
         records: int64 `[slots, sites + 1, RECORD]`, see `records_of`.
@@ -31,6 +32,7 @@ class FixedRows(RowChanges):
         tables: Mapping[str, torch.Tensor],
     ) -> None:
         super().__init__((), ())
+        self._widths = widths
         groups = Groups(tables["order"], tables["bounds"], tables["adapters"])
         self._fixed = GroupedRows(records, widths.__getitem__, lambda _: groups)
 
@@ -41,7 +43,7 @@ class FixedRows(RowChanges):
         return self._fixed
 
     def reaches(self, site: int) -> bool:
-        return site > 0
+        return self._widths[site] > 0
 
     def gated(
         self, gate: Linear, up: Linear, x: torch.Tensor, *, deterministic: bool

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.adapters.options import slot_bytes
+from vlm_serve.engine.adapters.options import changed_experts, slot_bytes
 from vlm_serve.engine.adapters.table import SlotSizes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
@@ -148,7 +148,9 @@ def measure_step_memory(
     size, captured = config.block_size, CapturedRows.of(config)
     assert size is not None
     few, rows = captured.most_tokens, captured.most_logits
-    adapter = without_effect(model.modules) if config.lora_modules else None
+    adapter = (
+        without_effect(model.modules, changed_experts(config)) if config.lora_modules else None
+    )
     try:
         with torch.inference_mode(), launching_on(device):
             caches = _small_pools(model, types, -(-max(tokens, few) // size), size)

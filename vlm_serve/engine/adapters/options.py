@@ -81,11 +81,3 @@ def changed_experts(config: EngineConfig) -> tuple[str, ...]:
     if chosen == "all":
         return "gate_up_proj", "down_proj"
     return () if chosen == "none" else (chosen,)
-
-
-def check_adapters_possible(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if the config opens weights to adapters that the device cannot change."""
-    if device.type != "cpu" and config.lora_experts != "none":
-        raise ConfigError(
-            "lora_experts: adapters change routed experts on CPUs only", param="lora_experts"
-        )
