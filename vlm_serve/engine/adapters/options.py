@@ -61,9 +61,18 @@ def factors_dtype(config: EngineConfig) -> torch.dtype | None:
     return DTYPES.get(config.lora_dtype)
 
 
-def slot_bytes(config: EngineConfig) -> int:
+def serves_adapters(config: EngineConfig) -> bool:
+    """Tell whether an engine captures and compiles steps with adapters."""
+    return bool(config.lora_modules) or config.reserve_loras
+
+
+def slot_bytes(config: EngineConfig, most: int = 0) -> int:
     """Return the bytes of all slots on a GPU, each as large as the largest named adapter: later
     ones may take any slot.
+
+    Args:
+        config: options.
+        most: bytes of the largest adapter that may be loaded later, see `most_bytes`.
 
     Raises:
         ConfigError, CheckpointError, ModelNotFoundError: as far as the files tell.
@@ -72,6 +81,8 @@ def slot_bytes(config: EngineConfig) -> int:
 
     dtype = factors_dtype(config)
     sizes = [read_adapter(each.path, dtype).nbytes for each in named_adapters(config)]
+    if config.reserve_loras:
+        sizes.append(most)
     return config.max_loras * max(sizes, default=0)
 
 

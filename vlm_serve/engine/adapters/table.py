@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.adapters.options import changed_experts
+from vlm_serve.engine.adapters.options import changed_experts, factors_dtype
 from vlm_serve.engine.graph_device import GraphDevice
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.dispatch import launching_on
@@ -58,6 +58,15 @@ class SlotSizes:
     def nbytes(self) -> int:
         """Bytes of the table."""
         return self.slots * len(self.widths) * RECORD * 8
+
+
+def most_bytes(modules: Modules, config: EngineConfig) -> int:
+    """Return the bytes of the largest adapter that the options let into a slot: all modules have
+    the largest rank, and factors the type of the options, or float32."""
+    dtype, open_to = factors_dtype(config) or torch.float32, changed_experts(config)
+    experts = (size for name, size in modules.experts.items() if kind_of(name) in open_to)
+    numbers = sum(out + depth for out, depth in (*modules.sizes.values(), *experts))
+    return config.max_lora_rank * numbers * dtype.itemsize
 
 
 class AdapterTable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from vlm_serve.models.adapters.experts import kind_of, split
 from vlm_serve.models.adapters.folder import AdapterFile
 from vlm_serve.models.adapters.low_rank import LowRank
 from vlm_serve.models.adapters.rows import Rows
-from vlm_serve.models.adapters.stacked import stacked_change, stacked_zeros
+from vlm_serve.models.adapters.stacked import stacked_alike, stacked_change
 from vlm_serve.options import format_size
 from vlm_serve.preprocess.keys import tagged
 
@@ -187,13 +187,30 @@ def changes_of(named: Mapping[str, LowRank], modules: Modules) -> AdapterChanges
 def without_effect(modules: Modules, experts: Collection[str] = ()) -> AdapterChanges:
     """Return an adapter of rank 1 that adds zeros to every module; of routed experts only to those
     in one piece, and to their projections `experts`."""
+    return uniform(modules, 1, lambda rows, columns: torch.zeros(rows, columns), experts)
+
+
+def uniform(
+    modules: Modules,
+    rank: int,
+    factor: Callable[[int, int], torch.Tensor],
+    experts: Collection[str] = (),
+) -> AdapterChanges:
+    """Return an adapter of one rank, with factors of the sizes that `factor` gets.
+
+    Args:
+        modules: of the model, all of which it changes but routed experts.
+        rank: of each module.
+        factor: returns `[rows, columns]`.
+        experts: projections of routed experts in one piece that it changes too, all experts alike.
+    """
     named = {
-        name: LowRank(torch.zeros(1, depth), torch.zeros(out, 1), 1.0)
+        name: LowRank(factor(rank, depth), factor(out, rank), 1.0)
         for name, (out, depth) in modules.sizes.items()
     }
     changes = changes_of(named, modules)
     stacked = {
-        number: stacked_zeros(modules.sites[number - 1][0], count)
+        number: stacked_alike(modules.sites[number - 1][0], count, rank, factor)
         for number, count in modules.stacked.items()
         if kind_of(modules.sites[number - 1][0][0].module) in experts
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
 
@@ -54,14 +54,19 @@ def stacked_change(rows: Sequence[Rows], count: int, named: Mapping[str, LowRank
     return StackedChange(down, scales, ups, _places(experts, named))
 
 
-def stacked_zeros(rows: Sequence[Rows], count: int) -> StackedChange:
-    """Return changes of rank 1 that add zeros, in the memory of one expert's."""
+def stacked_alike(
+    rows: Sequence[Rows], count: int, rank: int, factor: Callable[[int, int], torch.Tensor]
+) -> StackedChange:
+    """Return changes that all experts share, in the memory of one expert's; see `uniform`."""
     own = rows[: len(rows) // count]
     sizes = [sum(map(len, each.ranges)) for each in own]
     firsts = [0, *accumulate(sizes)]
-    ups = tuple(Up(first, 0, torch.zeros(1, n, 1)) for first, n in zip(firsts, sizes, strict=False))
-    down = torch.zeros(1, 1, len(rows[0].columns))
-    return StackedChange(down, torch.ones(1, 1), ups, torch.zeros(count, dtype=torch.int32))
+    ups = tuple(
+        Up(first, 0, factor(size, rank).unsqueeze(0))
+        for first, size in zip(firsts, sizes, strict=False)
+    )
+    down = factor(rank, len(rows[0].columns)).unsqueeze(0)
+    return StackedChange(down, torch.ones(1, rank), ups, torch.zeros(count, dtype=torch.int32))
 
 
 def _share(gate: LowRank | None, up: LowRank | None) -> bool:
