@@ -294,11 +294,11 @@ def test_torch_finds_the_factors_by_their_addresses(rows: int) -> None:
     change = _reduced.torch(x, None, site)
     for values, by_place in ((sums, False), (own, True)):
         after = Epilogue("silu", plus, plus)
-        mine, other = sums.clone(), sums.clone()
-        _extended(DEVICE, mine, Sums(values, by_place, after), change)
-        _extended.torch(other, Sums(values, by_place, after), change)
-        assert_near(mine, other, 1e-4)
-        assert torch.equal(other[~changed], sums[~changed])
+        out, wanted = sums.clone(), sums.clone()
+        _extended(DEVICE, out, Sums(values, by_place, after), change)
+        _extended.torch(wanted, Sums(values, by_place, after), change)
+        assert_near(out, wanted, 1e-4)
+        assert torch.equal(wanted[~changed], sums[~changed])
 
 
 def test_few_rows_are_at_most_eight() -> None:
