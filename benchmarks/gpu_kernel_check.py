@@ -3,9 +3,9 @@
     python benchmarks/gpu_kernel_check.py [--only WORD ...] [--share 1/4] [--rehearse]
 
 The comparison that a server makes at start (`--kernel-check`), over the cases of gpu_agreement.py
-in float32 and in bfloat16, with drafts. Prints a line for each kernel and type: the largest
-difference of all cases, relative to the largest value, its limit and the case. Exits with 1 if one
-is beyond it. `--rehearse` takes the interpreter on a CPU.
+in float32 and in bfloat16, with adapters and drafts. Prints a line for each kernel and type: the
+largest difference of all cases, relative to the largest value, its limit and the case. Exits with 1
+if one is beyond it. `--rehearse` takes the interpreter on a CPU.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ DEVICE = "cpu" if REHEARSED else "cuda"
 def compare(case: Case, dtype: str) -> Faults:
     """Load a case's model and compare the kernels of its steps."""
     options = {**case.options, **case.only_here, "speculative": "suffix"}
+    options |= {"reserve_loras": True, "lora_experts": "all"}
     config = EngineConfig(block_size=16, max_num_seqs=4, dtype=dtype, **options)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_checkpoint(folder, case.spec)

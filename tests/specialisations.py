@@ -193,7 +193,10 @@ def serve(model: Model, types: Types, config: EngineConfig, steps: int) -> None:
     """Run random steps by ops, as an engine does where no graph fits; with adapters, if the options
     name any."""
     rng = random.Random(0)
-    known = [adapter(model, rng, rank) for rank in (3, 16, 40)] if config.lora_modules else []
+    known = []
+    if config.lora_modules:
+        experts = config.lora_experts != "none"
+        known = [adapter(model, rng, rank, experts=experts) for rank in (3, 16, 40)]
     while steps > 0:
         driver, running = driver_of(model, types, config), list[Sequence_]()
         if known:
@@ -205,11 +208,12 @@ def serve(model: Model, types: Types, config: EngineConfig, steps: int) -> None:
                 encode(model, rng, known)
 
 
-def adapter(model: Model, rng: random.Random, rank: int) -> AdapterChanges:
+def adapter(model: Model, rng: random.Random, rank: int, *, experts: bool) -> AdapterChanges:
     """Return an adapter of some modules."""
+    sizes = model.modules.sizes | (model.modules.experts if experts else {})
     named = {
         name: LowRank(torch.zeros(rank, depth), torch.zeros(out, rank).bfloat16(), 1.0)
-        for name, (out, depth) in model.modules.sizes.items()
+        for name, (out, depth) in sizes.items()
         if rng.random() < 0.8
     }
     return changes_of(named, model.modules)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vlm_serve.cli import _model, build_parser, collect, main
+from vlm_serve.cli import _model, _model_and_configs, build_parser, collect, main
 from vlm_serve.config import EngineConfig
 from vlm_serve.config_file import read_config_file
 from vlm_serve.errors import ConfigError
@@ -325,6 +325,14 @@ def test_options_that_contradict_each_other_end_with_status_two(
 ) -> None:
     assert main(["serve", "--max-num-seqs", "64", "--max-num-batched-tokens", "64"]) == 2
     assert "max_num_batched_tokens must be at least" in capsys.readouterr().err
+
+
+def test_room_for_later_adapters_follows_from_the_server_s_option(tmp_path: Path) -> None:
+    flags = ["serve", "demo", "--allow-runtime-lora", "--allowed-lora-path", str(tmp_path)]
+    _, engine, server = _model_and_configs(build_parser().parse_args(flags))
+    assert engine.reserve_loras and server.allow_runtime_lora
+    _, engine, _ = _model_and_configs(build_parser().parse_args(["serve", "demo"]))
+    assert not engine.reserve_loras
 
 
 def test_a_config_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,8 @@ def _model_and_configs(options: argparse.Namespace) -> tuple[str, EngineConfig, 
     server_config = ServerConfig(
         **collect(options_of(ServerConfig), vars(options), os.environ, file)
     )
+    if server_config.allow_runtime_lora:
+        engine_config = replace(engine_config, reserve_loras=True)
     return _model(options, file), engine_config, server_config
 
 

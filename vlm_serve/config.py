@@ -349,12 +349,12 @@ class EngineConfig:
         "text that ends a thought whose budget of tokens is used up, before </think>",
         default_text="none",
     )
-
     lora_modules: tuple[str, ...] = _adapters(
         (), "LoRA adapters, each as name=path of PEFT's folder or hub id", metavar="NAME=PATH"
     )
     max_loras: int = _adapters(8, "adapters laid out at once; others wait", low=1, high=256)
     max_lora_rank: int = _adapters(64, "largest rank of an adapter's modules", low=1, high=256)
+    reserve_loras: bool = _adapters(False, "room on a GPU for adapters loaded after the start")
     lora_experts: str = _adapters(
         "none", "weights of routed experts that adapters may change", choices=_EXPERTS
     )

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.adapters.options import check_adapters_possible
 from vlm_serve.engine.adapters.start import planned_bytes
 from vlm_serve.engine.arithmetic import Arithmetic, decide
 from vlm_serve.engine.build import find_checkpoint, with_block_size
@@ -94,7 +93,6 @@ def make(model: str, config: EngineConfig) -> Plan:
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(ranks, mtp=mtp)
     device = _device(config.device)
-    check_adapters_possible(config, device)
     backend = find_backend(config, device, build=False)
     config = with_drafts(config, device, compiled=backend.compiled)
     arithmetic = decide(config, spec.dtype, backend, spec.quantization)

@@ -26,9 +26,8 @@ from vlm_serve.kernels.kv_write.rotated import Rotation, rotate_and_write
 from vlm_serve.kernels.linear.base import Epilogue
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
-from vlm_serve.kernels.linear.low_rank_records import RECORD, Groups, Reduced, Site
+from vlm_serve.kernels.linear.low_rank_records import RECORD, SPAN, Groups, Reduced, Site
 from vlm_serve.kernels.linear.low_rank_rows import Sums, _extended, _reduced
-from vlm_serve.kernels.linear.low_rank_triton import SPAN
 from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8, StoredIntegers
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta

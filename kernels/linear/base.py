@@ -14,7 +14,7 @@ import torch
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.codes import Codes
-from vlm_serve.kernels.linear.low_rank_records import Reduced
+from vlm_serve.kernels.linear.low_rank_records import ExpertSites, Reduced
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.norms.pending import Normed
 
@@ -189,6 +189,10 @@ class ChangedRows(Protocol):
 
     def few(self, site: int, x: torch.Tensor, norm: torch.Tensor | None = None) -> Reduced | None:
         """Compute u of a few rows, for kernels; None if no row is changed."""
+        ...
+
+    def experts(self, sites: tuple[int, int], device: torch.device) -> ExpertSites | None:
+        """Return the changes of experts in one piece; None if those of no row are changed."""
         ...
 
     def added(self, weight: Linear, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.elementwise import torch_cpu as elementwise
+from vlm_serve.kernels.linear.low_rank_host import addition
 from vlm_serve.kernels.linear.low_rank_records import Reduced
 from vlm_serve.kernels.norms import torch_cpu as norms
 
@@ -32,7 +32,7 @@ class Around(NamedTuple):
         plus: `[T, N]`, added to the result; not beside `gated`.
         overwrite: True if the result takes the place of `plus`.
         widened: True for a float32 result; it is rounded to the dtype of x all the same.
-        change: what adapters change of the product, for Triton alone; None: nothing.
+        change: adapters' changes of the product; None: none.
     """
 
     norm: torch.Tensor | None = None
@@ -45,11 +45,16 @@ class Around(NamedTuple):
 
 
 def _by_torch(x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Tensor:
-    if around.change is not None:
-        raise KernelArgumentError("change", "addresses of factors are for Triton")
+    normed = x
     if around.norm is not None:
-        x = norms.rms_norm(x, around.norm, around.eps)
-    out = F.linear(x, weight)
+        normed = norms.rms_norm(x, around.norm, around.eps)
+    if around.change is None:
+        out = F.linear(normed, weight)
+    else:
+        added = addition(around.change, len(weight))
+        if around.norm is not None:  # u has not had the factors of rows
+            added *= torch.rsqrt(x.float().square().mean(1, keepdim=True) + around.eps)
+        out = (F.linear(normed.float(), weight.float()) + added).to(x.dtype)
     if around.gated:
         out = elementwise.silu_times(*out.chunk(2, dim=1))
     if around.plus is not None:

@@ -20,8 +20,8 @@ from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.dense import PackedDense
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
-from vlm_serve.kernels.linear.low_rank_change import Change, Up, records_of
-from vlm_serve.kernels.linear.low_rank_records import Groups, Reduced
+from vlm_serve.kernels.linear.low_rank_change import Change, StackedChange, Up, records_of
+from vlm_serve.kernels.linear.low_rank_records import ExpertSites, Groups, Reduced
 from vlm_serve.kernels.linear.low_rank_rows import GroupedRows, by_kernels
 from vlm_serve.kernels.linear.packed import PANEL
 from vlm_serve.kernels.linear.torch_quantised import ACTIVATIONS
@@ -85,19 +85,22 @@ class AdapterChanges:
         widest: most elements of u.
     """
 
-    def __init__(self, by_site: Mapping[int, Change], sites: int, *, tower: bool = False) -> None:
+    def __init__(
+        self, by_site: Mapping[int, Change | StackedChange], sites: int, *, tower: bool = False
+    ) -> None:
         self.by_site = by_site
         self.tower = tower
-        self.widest = max((len(each.down) for each in by_site.values()), default=0)
+        self.widest = max((each.width for each in by_site.values()), default=0)
         self._sites = sites
         self._layout: _Layout | None = None
-        self._placed: Mapping[int, Change] | None = None
+        self._placed: Mapping[int, Change | StackedChange] | None = None
         self._records: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lay_out(self) -> None:
         """Lay everything out for compiled code, unless that has been done."""
         if self._layout is None:
-            self._layout = _Layout(self.by_site, self._sites)
+            apart = {site: each for site, each in self.by_site.items() if isinstance(each, Change)}
+            self._layout = _Layout(apart, self._sites)
 
     def place(self, device: torch.device) -> None:
         """Copy everything to a device, once."""
@@ -116,6 +119,7 @@ class AdapterChanges:
     def at(self, site: int, device: torch.device) -> Change:
         """Return the change of a projection on a device; copies it, unless it was placed there."""
         change = (self.by_site if self._placed is None else self._placed)[site]
+        assert isinstance(change, Change), "experts in one piece are changed together"
         return change if change.down.device == device else change.to(device)
 
     def drop_layout(self) -> None:
@@ -192,7 +196,7 @@ class RowChanges:
 
     def _width(self, site: int) -> int:
         own = (each.by_site.get(site) for each in self.adapters)
-        return max(0 if each is None else len(each.down) for each in own)
+        return max((0 if each is None else each.width for each in own), default=0)
 
     def _groups_at(self, site: int, device: torch.device) -> Groups:
         """Return the groups of rows, in which rows that a site's changes leave alone have none."""
@@ -209,6 +213,13 @@ class RowChanges:
         if not self.reaches(site):
             return None
         return self.grouped(x.device).reduced(site, x, norm)
+
+    def experts(self, sites: tuple[int, int], device: torch.device) -> ExpertSites | None:
+        """Return the changes of experts in one piece; None if those of no row are changed."""
+        if not any(map(self.reaches, sites)):
+            return None
+        rows = self.grouped(device)
+        return ExpertSites(*map(rows.at, sites))
 
     def groups(
         self, site: int, device: torch.device

@@ -16,7 +16,7 @@ from vlm_serve.kernels.linear.low_rank_rows import GroupedRows
 class FixedRows(RowChanges):
     """Rows with adapters from tables on the device.
 
-    Every projection may be changed.
+    Every projection with elements of u may be changed.
 
     Args:
         records: int64 `[slots, sites + 1, RECORD]`, see `records_of`.
@@ -35,6 +35,7 @@ class FixedRows(RowChanges):
     ) -> None:
         super().__init__((), ())
         self._kept = None if kept is None else FixedRows(records, widths, kept)
+        self._widths = widths
         groups = Groups(tables["order"], tables["bounds"], tables["adapters"])
         self._fixed = GroupedRows(records, widths.__getitem__, lambda _: groups)
 
@@ -45,7 +46,7 @@ class FixedRows(RowChanges):
         return self._fixed
 
     def reaches(self, site: int) -> bool:
-        return site > 0
+        return self._widths[site] > 0
 
     def gated(
         self, gate: Linear, up: Linear, x: torch.Tensor, *, deterministic: bool

@@ -18,8 +18,14 @@ from vlm_serve.kernels.triton_support import to_device
 HEAD, PART, MOST_PARTS = 6, 6, 8
 """Numbers of a record: those at its beginning, those of a part, and its most parts."""
 RECORD = HEAD + PART * MOST_PARTS
+FIRST_UP = HEAD + 4
+"""Place of the address of the first part's B."""
 TILE = 16
 """Rows of a tile, the smallest dot."""
+RANKS = 16
+"""Elements of u computed at a time."""
+SPAN = 1024
+"""Depth of a part of the sums."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Number of a factor's dtype in a record."""
 
@@ -116,6 +122,14 @@ class Site(NamedTuple):
     groups: Groups
     records: torch.Tensor
     width: int
+
+
+class ExpertSites(NamedTuple):
+    """The changes of experts whose weights lie in one piece: those of gate and up, in parts 0 and
+    1, and those of down."""
+
+    gate_up: Site
+    down: Site
 
 
 class Reduced(NamedTuple):

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.linear import low_rank_host
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.low_rank_records import Groups, Reduced, Site
+from vlm_serve.kernels.linear.torch_quantised import ACTIVATIONS
 
 
 class Sums(NamedTuple):
@@ -32,16 +33,25 @@ class Sums(NamedTuple):
     after: Epilogue
 
 
-def _no_reduced(x: torch.Tensor, norm: torch.Tensor | None, site: Site) -> Reduced:
-    raise KernelArgumentError("device", "addresses of factors are for Triton")
+def _extended_by_torch(out: torch.Tensor, sums: Sums, change: Reduced) -> None:
+    groups, after = change.site.groups, sums.after
+    added = low_rank_host.addition(change, out.shape[1])
+    place_of = {row: place for place, row in enumerate(groups.order.tolist())}
+    for _, rows in low_rank_host.groups(change.site):
+        places = [place_of[row] for row in rows.tolist()] if sums.by_place else rows
+        total = sums.values[places].float() + added[rows]
+        if after.activation is not None:
+            total = ACTIVATIONS[after.activation](total)
+        if after.times is not None:
+            total = total * after.times[rows].float()
+        if after.plus is not None:
+            total = total + after.plus[rows].float()
+        out[rows] = total.to(out.dtype)
 
 
-def _no_extended(out: torch.Tensor, sums: Sums, change: Reduced) -> None:
-    raise KernelArgumentError("device", "addresses of factors are for Triton")
-
-
-_reduced = Op(_no_reduced, triton="vlm_serve.kernels.linear.low_rank_triton:reduced")
-_extended = Op(_no_extended, triton="vlm_serve.kernels.linear.low_rank_triton:extended")
+_TRITON = "vlm_serve.kernels.linear.low_rank_triton"
+_reduced = Op(low_rank_host.reduced, triton=f"{_TRITON}:reduced")
+_extended = Op(_extended_by_torch, triton=f"{_TRITON}:extended")
 
 
 def by_kernels(device: torch.device) -> bool:

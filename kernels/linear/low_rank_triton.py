@@ -15,14 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from vlm_serve.kernels.linear.low_rank_records import HEAD, PART, TILE, Reduced, Site
+from vlm_serve.kernels.linear.low_rank_records import (
+    HEAD,
+    PART,
+    RANKS,
+    SPAN,
+    TILE,
+    Reduced,
+    Site,
+)
 from vlm_serve.kernels.linear.low_rank_rows import Sums
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
 
-RANKS = 16
-"""Elements of u that are computed at a time."""
-SPAN = 1024
-"""Depth of a part of the sums."""
 DEPTH = 64
 COLUMNS = 64
 

@@ -17,10 +17,12 @@ from vlm_serve.kernels.linear.base import ChangedRows
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import torch_cpu
 from vlm_serve.kernels.moe.beside import Beside
+from vlm_serve.kernels.moe.changes import changed_experts
 
 _TRITON = "vlm_serve.kernels.moe.triton"
 _route = Op(torch_cpu.route, triton=f"{_TRITON}:route")
 _experts = Op(torch_cpu.routed_experts, triton=f"{_TRITON}:routed_experts")
+_changed = Op(changed_experts, triton="vlm_serve.kernels.moe.changed_triton:changed_experts")
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,6 +55,7 @@ def routed_experts(
     *,
     deterministic: bool = False,
     changes: ChangedRows | None = None,
+    sites: tuple[int, int] = (0, 0),
     beside: Beside | None = None,
 ) -> torch.Tensor:
     """Compute `sum_j weights[t, j] * down[e] @ (silu(gate) * up)` for every token t.
@@ -70,7 +73,8 @@ def routed_experts(
             per expert.
         deterministic: make a token's bits independent of the other tokens; on a CPU only with
             projections.
-        changes: the adapters of the rows, if any have one; with projections only.
+        changes: the adapters of the rows, if any have one.
+        sites: the numbers of gate_up and down if they lie in one piece; 0: no adapter reaches them.
         beside: what is added to the sum, after it is rounded; None: nothing.
 
     Returns:
@@ -97,6 +101,20 @@ def routed_experts(
             beside=beside,
             changes=changes,
         )
+    if changes is not None and not isinstance(gate_up, Sequence) and not isinstance(down, Sequence):
+        stacked = changes.experts(sites, device)
+        if stacked is not None:
+            return _changed(
+                device,
+                x,
+                weights,
+                ids,
+                gate_up,
+                down,
+                stacked,
+                deterministic=deterministic,
+                beside=beside,
+            )
     return _experts(
         device, x, weights, ids, gate_up, down, deterministic=deterministic, beside=beside
     )

@@ -47,10 +47,11 @@ def routed_experts(
         total.index_add_(0, tokens, result * factors[begin:end])
         begin = end
     out = total.to(x.dtype)
-    return out if beside is None else _with(out, beside)
+    return out if beside is None else with_beside(out, beside)
 
 
-def _with(out: torch.Tensor, beside: Beside) -> torch.Tensor:
+def with_beside(out: torch.Tensor, beside: Beside) -> torch.Tensor:
+    """Return the sum with its addend."""
     if beside.shared is not None and beside.gate is not None:
         out = out + times_sigmoid(beside.shared, beside.gate)
     return beside.residual + out

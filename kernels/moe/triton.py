@@ -212,7 +212,7 @@ def _sum_kernel(
     tl.store(out + token * HIDDEN + columns, total.to(dtype), mask=inside)
 
 
-def _sum(parts: torch.Tensor, x: torch.Tensor, top_k: int, beside: Beside | None) -> torch.Tensor:
+def summed(parts: torch.Tensor, x: torch.Tensor, top_k: int, beside: Beside | None) -> torch.Tensor:
     tokens, hidden = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     residual, shared, gate = beside or (None, None, None)
@@ -249,18 +249,9 @@ def routed_experts(
 ) -> torch.Tensor:
     """Round parts to the dtype of x, then sum them in float32 in the router's order."""
     tokens, hidden = x.shape
-    if isinstance(gate_up, Stored) and isinstance(down, Stored):
-        experts, width = down.codes.shape[0] // hidden, down.depth
-    elif isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
-        experts, width = gate_up.shape[0], down.shape[2]
-    else:
-        raise KernelArgumentError("gate_up", "packed weights are for the CPU path")
-    top_k = ids.shape[1]
-    tile = _tile(x.dtype, tokens * top_k, experts, deterministic)
-    coded = isinstance(gate_up, Stored)
-    if coded and tile["ROWS"] > 16:
-        # The conversion of codes to values takes registers too.
-        tile["COLUMNS"] = 32
+    experts, width = sizes_of(gate_up, down, hidden)
+    top_k, coded = ids.shape[1], isinstance(gate_up, Stored)
+    tile = tile_of(x.dtype, tokens * top_k, experts, deterministic, coded)
     plan = align(ids, experts, tile["ROWS"])
     shared: dict[str, Any] = {
         **plan,
@@ -296,7 +287,7 @@ def routed_experts(
     grid = (triton.cdiv(hidden, tile["COLUMNS"]), tiles)
     kernel = down_codes_kernel if coded else _down_kernel
     launch(kernel, grid, arguments, num_warps=4, num_stages=stages)
-    return _sum(parts, x, top_k, beside)
+    return summed(parts, x, top_k, beside)
 
 
 def _weight(
@@ -309,7 +300,24 @@ def _weight(
     return code_arguments(weight, x, current_target())
 
 
-def _tile(dtype: torch.dtype, pairs: int, experts: int, deterministic: bool) -> dict[str, int]:
+def sizes_of(
+    gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored, hidden: int
+) -> tuple[int, int]:
+    """Return the number of experts and their width.
+
+    Raises:
+        KernelArgumentError: weights packed for a CPU.
+    """
+    if isinstance(gate_up, Stored) and isinstance(down, Stored):
+        return down.codes.shape[0] // hidden, down.depth
+    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        return gate_up.shape[0], down.shape[2]
+    raise KernelArgumentError("gate_up", "packed weights are for the CPU path")
+
+
+def tile_of(
+    dtype: torch.dtype, pairs: int, experts: int, deterministic: bool, coded: bool
+) -> dict[str, int]:
     """Choose tile sizes; `deterministic` takes one shape whatever the step holds.
 
     Rows are few where experts have few tokens each: a weight tile is read once per row tile either
@@ -318,4 +326,6 @@ def _tile(dtype: torch.dtype, pairs: int, experts: int, deterministic: bool) -> 
     columns, depth = (32, 32) if dtype == torch.float32 else (64, 64)
     few = 32 if pairs > 8 * experts else 16
     rows = 64 if deterministic or pairs > 32 * experts else few
+    if coded and rows > 16:
+        columns = 32  # The conversion of codes to values takes registers too.
     return {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}

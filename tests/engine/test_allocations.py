@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,3 +99,25 @@ def test_steps_with_adapters_take_more_with_weights_and_without(tmp_path: Path) 
     assert changed.forward > plain.forward and changed.graphs > 1.5 * plain.graphs
     sizes = [SlotSizes.of_config(each.modules, named).nbytes for each in (read, unread)]
     assert sizes[0] == sizes[1] > 0
+
+
+def test_adapters_that_come_later_are_counted_at_the_start(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, next(iter(FAMILIES["qwen3_5"].values())))
+    spec = read_spec(checkpoint)
+    types = decide(CONFIG, spec.dtype, Backend(torch.device("cpu")), None).types
+
+    def planned(**options: Any) -> StepMemory:
+        config = replace(CONFIG, max_loras=3, max_lora_rank=8, **options)
+        found = planned_step_memory(spec, checkpoint, types, config, with_graphs=True)
+        assert found is not None
+        return found
+
+    none, later = planned(), planned(reserve_loras=True)
+    half = planned(reserve_loras=True, lora_dtype="bfloat16")
+    modules = unread_model(spec, types.weights, types.compute).modules
+    numbers = sum(out + depth for out, depth in modules.sizes.values())
+    assert none.adapters == 0 and later.adapters - half.adapters == 3 * 8 * 2 * numbers
+    assert later.adapters - 2 * (later.adapters - half.adapters) == (
+        SlotSizes.of(modules, slots=3, max_rank=8).nbytes
+    )
+    assert later.graphs > 1.5 * none.graphs

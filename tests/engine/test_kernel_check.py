@@ -23,7 +23,7 @@ from vlm_serve.kernels import gated_delta, norms, triton_check
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.gated_delta import decoding
 from vlm_serve.kernels.kv_write import rotated
-from vlm_serve.kernels.linear import torch_dense
+from vlm_serve.kernels.linear import low_rank_triton, torch_dense
 from vlm_serve.kernels.triton_faults import faults_at
 from vlm_serve.models import load_model, read_spec
 from vlm_serve.models.parts import feed_forward
@@ -70,6 +70,46 @@ def test_the_attention_of_the_towers_graphs_is_checked(
         monkeypatch.setattr(op, "_found", None)
     with pytest.raises(EngineError, match="segment_attention differs from torch"):
         check(tmp_path / "wrong", spec)
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_adapters_are_checked_and_leave_the_digest(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_check, "LENGTHS", (6, 5))
+    seen: list[set[str]] = []
+    compare = kernel_check.compare_kernels
+
+    def noted(*args: Any) -> Any:
+        faults, digest = compare(*args)
+        seen.append({str(key[0]).partition(":")[2] for key in faults.checked})
+        return faults, digest
+
+    monkeypatch.setattr(kernel_check, "compare_kernels", noted)
+    own = replace(CONFIG, speculative="off")
+    plain = check(tmp_path / "a", SPECS[name], own)
+    experts = "all" if name == "moe" else "none"
+    changed = replace(own, reserve_loras=True, lora_experts=experts)
+    assert check(tmp_path / "b", SPECS[name], changed) == plain
+    added = {"reduced", "extended"} | ({"changed_experts"} if name == "moe" else set())
+    assert seen[1] - seen[0] == added
+
+
+def test_a_wrong_change_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_check, "LENGTHS", (6, 5))
+    inner = low_rank_triton.reduced
+
+    def wrong(*args: Any) -> Any:
+        found = inner(*args)
+        found.u[0, 0, 3] += 100.0
+        return found
+
+    monkeypatch.setattr(low_rank_triton, "reduced", wrong)
+    for op in Op.with_triton():
+        monkeypatch.setattr(op, "_found", None)
+    config = replace(CONFIG, speculative="off", reserve_loras=True)
+    with pytest.raises(EngineError, match="reduced differs from torch"):
+        check(tmp_path, SPECS["dense"], config)
 
 
 # One value of a state or of a page, which the caller's tensors hold.

@@ -25,6 +25,7 @@ CASES = [
     ("dense", "{}", []),
     ("moe", "{}", []),
     ("dense", '{"lora_modules": ["named=folder"]}', []),
+    ("moe", '{"lora_modules": ["named=folder"], "lora_experts": "all"}', []),
     ("moe", '{"deterministic": true, "speculative": "off"}', []),
     ("dense", '{"kv_cache_dtype": "int8"}', []),
     ("dense", '{"speculative": "off"}', ["--graphs"]),

@@ -10,7 +10,7 @@ from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_r
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import torch_dense
-from vlm_serve.kernels.linear.base import Linear
+from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
 from vlm_serve.kernels.linear.joined import Joined
@@ -18,7 +18,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_change import Change, Up, records_of
 from vlm_serve.kernels.linear.low_rank_fixed import FixedRows, fill_changes, shapes_of
 from vlm_serve.kernels.linear.low_rank_records import MOST_PARTS, RECORD, Tiles
-from vlm_serve.kernels.linear.low_rank_rows import _reduced
+from vlm_serve.kernels.linear.low_rank_rows import Sums, _extended, _reduced
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.norms.pending import Normed
@@ -271,16 +271,39 @@ def test_what_records_do_not_hold() -> None:
         records_of({1: wrong}, 1)
 
 
-def test_addresses_are_for_triton() -> None:
+@pytest.mark.parametrize("rows", [6, 12])
+def test_torch_finds_the_factors_by_their_addresses(rows: int) -> None:
+    """All that the check at start compares: of few rows, with and without a norm, and of many."""
+    owners = (OWNERS * 2)[:rows]
+    dense, x, norm = linear(depth=1100), randn(rows, 1100), randn(1100, seed=5) * 0.3
+    changes, plus = RowChanges(adapters(1100), owners), randn(rows, COLUMNS, seed=3)
+    site = changes.grouped(DEVICE).at(1)
+    changed = torch.tensor([each >= 0 for each in owners])
+    for weight in (None, norm):
+        mine, other = _reduced(DEVICE, x, weight, site), _reduced.torch(x, weight, site)
+        assert mine.u.shape == other.u.shape == (2, rows, 48)
+        for row, owner in enumerate(owners):
+            wide = len(changes.adapters[owner].by_site[1].down) if owner >= 0 else 0
+            assert_near(mine.u[:, row, :wide], other.u[:, row, :wide], 2e-5)
+        if rows <= MOST_ROWS:
+            around = Around(weight, 1e-6, gated=weight is not None, change=other)
+            found = few_rows(x, dense._weight, around)
+            assert_near(found, few_rows.__globals__["_by_torch"](x, dense._weight, around), 1e-4)
+    sums = x @ dense._weight.T
+    own = sums[changes.grouped(DEVICE).at(1).groups.order.long()]
+    change = _reduced.torch(x, None, site)
+    for values, by_place in ((sums, False), (own, True)):
+        after = Epilogue("silu", plus, plus)
+        out, wanted = sums.clone(), sums.clone()
+        _extended(DEVICE, out, Sums(values, by_place, after), change)
+        _extended.torch(wanted, Sums(values, by_place, after), change)
+        assert_near(out, wanted, 1e-4)
+        assert torch.equal(wanted[~changed], sums[~changed])
+
+
+def test_few_rows_are_at_most_eight() -> None:
     x, rows = randn(2, K), RowChanges(adapters(), (0, 1))
     around = Around(change=rows.few(1, x))
     assert around.change is not None and rows.few(3, x) is None
     with pytest.raises(KernelArgumentError, match="at most 8"):
         few_rows(randn(MOST_ROWS + 1, K), linear()._weight, around)
-    site = around.change.site
-    for call in (
-        lambda: few_rows.__globals__["_by_torch"](x, linear()._weight, around),
-        lambda: _reduced.torch(x, None, site),
-    ):
-        with pytest.raises(KernelArgumentError, match="for Triton"):
-            call()

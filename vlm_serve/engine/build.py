@@ -12,7 +12,6 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
-from vlm_serve.engine.adapters.options import check_adapters_possible
 from vlm_serve.engine.adapters.start import make_adapters
 from vlm_serve.engine.arithmetic import decide
 from vlm_serve.engine.context import changes_of, longest_context
@@ -101,7 +100,6 @@ def build(
     device = _device(config.device)
     if device.type != "cpu":
         keep_private()
-    check_adapters_possible(config, device)
     with_graphs = graphs_wanted(config.cuda_graphs, device, size)
     backend = find_backend(config, device)
     config = with_drafts(config, device, compiled=backend.compiled)

@@ -137,8 +137,8 @@ class DecodeBuffers:
     Args:
         size, limits: see `DecodeTables`.
         ring, device: see `StepTables`.
-        adapters: of the slots that sequences name; None: they have none.
-        memory: of a larger step's tables, which these may overwrite; None: allocate.
+        adapters: of the sequences' slots; None: they have none.
+        memory: of a larger step's tables, overwritten by these; None: allocate.
 
     Attributes:
         batch: argument of the model.

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.options import changed_experts, serves_adapters
 from vlm_serve.engine.arithmetic import Arithmetic, Types, with_checked_kernels
 from vlm_serve.engine.tower_graphs import patch_sizes
 from vlm_serve.errors import EngineError
 from vlm_serve.kernels.dispatch import launching_on
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
+from vlm_serve.kernels.linear.low_rank_records import RANKS
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.segment_attention import segment_tiles
 from vlm_serve.kernels.triton_faults import faults_at, triton_version
 from vlm_serve.models import Model
+from vlm_serve.models.adapters import uniform
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 
@@ -48,8 +52,8 @@ def check_at_start(model: Model, arithmetic: Arithmetic, config: EngineConfig) -
 
 
 def check_kernels(model: Model, types: Types, config: EngineConfig) -> str:
-    """Run a prefill and a decode step, with drafts a verification, and with a tower two pictures;
-    check each kernel's results.
+    """Run a prefill and a decode step, both with adapters if there are any; with drafts a
+    verification, with a tower two pictures. Check each kernel's results.
 
     Returns:
         A digest of the bits that the kernels of prefill and decoding compute, for the numerics.
@@ -91,8 +95,8 @@ def check_kernels(model: Model, types: Types, config: EngineConfig) -> str:
 def compare_kernels(model: Model, types: Types, config: EngineConfig) -> tuple[Faults, str]:
     """Run the steps. Return what each kernel's results were beside torch's, and their digest.
 
-    Drafts and the tower's attention come last, and are not in the digest: whoever has them shares
-    entries with whoever does not.
+    Adapters, drafts and the tower's attention come last, and are not in the digest: whoever has
+    them shares entries with whoever does not.
     """
     from vlm_serve.kernels.triton_check import checking
 
@@ -102,6 +106,10 @@ def compare_kernels(model: Model, types: Types, config: EngineConfig) -> tuple[F
             steps = CheckedSteps(model, types, config)
             steps.serve()
             digest = faults.digest
+            if serves_adapters(config):
+                steps.changes = _checked_adapters(model, config)
+                steps.serve()
+                steps.changes = ()
             if config.speculative != "off":
                 steps.verify()
             if patch_sizes(model.spec, config):
@@ -123,6 +131,21 @@ def known_faults(device: torch.device) -> list[str]:
     return [fault.sentence(10 * major + minor, triton) for fault in faults]
 
 
+def _checked_adapters(model: Model, config: EngineConfig) -> tuple[AdapterChanges, ...]:
+    """Return two adapters, which change all modules. Their ranks fill the tiles of u: what no
+    kernel reads has no value that could be compared."""
+    draw, made = torch.Generator().manual_seed(0), dict[tuple[int, int], torch.Tensor]()
+
+    def factor(rows: int, columns: int) -> torch.Tensor:
+        size = rows, columns
+        if size not in made:
+            made[size] = torch.randn(size, generator=draw).to(torch.bfloat16) / columns**0.5
+        return made[size]
+
+    experts = changed_experts(config)
+    return tuple(uniform(model.modules, RANKS, factor, experts) for _ in range(2))
+
+
 class CheckedSteps:
     """Steps of a few sequences over pools of their own, of the sizes that serving has.
 
@@ -130,9 +153,13 @@ class CheckedSteps:
         model: the model.
         types: of pools.
         config: options, with a block size.
+
+    Attributes:
+        changes: adapters, which rows have in turn; none: no row has one.
     """
 
     def __init__(self, model: Model, types: Types, config: EngineConfig) -> None:
+        self.changes: tuple[AdapterChanges, ...] = ()
         assert config.block_size is not None
         self._model, self._config, self._size = model, config, config.block_size
         # One block more for each: decoded and drafted tokens come behind the prompt.
@@ -258,5 +285,11 @@ class CheckedSteps:
             logit_rows=torch.arange(len(slots)),
             deterministic=self._config.deterministic,
             verify=verify,
+            changes=self._row_changes(len(slots)),
         )
         self._model.forward(batch.to(self._model.device), self._caches)
+
+    def _row_changes(self, rows: int) -> RowChanges | None:
+        if not self.changes:
+            return None
+        return RowChanges(self.changes, [row % len(self.changes) for row in range(rows)])

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.adapters.options import slot_bytes
-from vlm_serve.engine.adapters.table import SlotSizes
+from vlm_serve.engine.adapters.options import changed_experts, serves_adapters, slot_bytes
+from vlm_serve.engine.adapters.table import SlotSizes, most_bytes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.engine.captured_rows import CapturedRows
@@ -96,8 +96,8 @@ def planned_step_memory(
 
 def _adapter_bytes(model: Model, config: EngineConfig, *, with_graphs: bool) -> int:
     """Return the bytes of adapters' slots, and of their table for captured steps."""
-    size = slot_bytes(config)
-    if with_graphs and config.lora_modules:
+    size = slot_bytes(config, most_bytes(model.modules, config))
+    if with_graphs and serves_adapters(config):
         size += SlotSizes.of_config(model.modules, config).nbytes
     return size
 
@@ -150,7 +150,9 @@ def measure_step_memory(
     size, captured = config.block_size, CapturedRows.of(config)
     assert size is not None
     few, rows = captured.most_tokens, captured.most_logits
-    adapter = without_effect(model.modules) if config.lora_modules else None
+    adapter = (
+        without_effect(model.modules, changed_experts(config)) if serves_adapters(config) else None
+    )
     try:
         with torch.inference_mode(), launching_on(device):
             caches = _small_pools(model, types, -(-max(tokens, few) // size), size)

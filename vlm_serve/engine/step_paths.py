@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.options import serves_adapters
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.arithmetic import Backend
 from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs, StepLimits
@@ -109,9 +110,9 @@ def _capture(
 
 
 def _adapters(model: Model, config: EngineConfig, device: GraphDevice) -> AdapterTable | None:
-    """Return the slots of adapters, if the config names adapters: a second set of graphs takes time
-    and memory."""
-    if not config.lora_modules:
+    """Return the slots of adapters, if there are any now or later: a second set of graphs takes
+    time and memory."""
+    if not serves_adapters(config):
         return None
     return AdapterTable(SlotSizes.of_config(model.modules, config), device, model.device)
 

@@ -145,7 +145,7 @@ class VerifyBuffers:
     Args:
         sizes, limits: of the step.
         ring, device: see `StepTables`.
-        adapters: of the slots that sequences name; None: they have none.
+        adapters: of the sequences' slots; None: they have none.
 
     Attributes:
         batch: argument of the model. Its logits are those of all tokens in their order, without

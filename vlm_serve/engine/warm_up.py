@@ -3,8 +3,8 @@
 Triton compiles a kernel when it first meets a combination of types, alignments and constants, which
 takes up to seconds. Tiles of experts and of quantised products depend on a step's tokens; other
 kernels run only if a choice is forked, a sequence is long or a draft is accepted. So steps of every
-order of size run once, and every kernel that works between steps. If options name adapters, these
-steps run with one too.
+order of size run once, and every kernel that works between steps. If the engine serves
+adapters, these steps run with one too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.options import changed_experts, serves_adapters
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.kv_write import copy_kv_rows
@@ -48,7 +49,11 @@ def warm_up(model: Model, types: Types, config: EngineConfig) -> None:
     begin = time.perf_counter()
     _log.info("compiling the kernels of all steps that are not kept yet: minutes, once")
     with torch.inference_mode(), launching_on(model.device):
-        adapter = without_effect(model.modules) if config.lora_modules else None
+        adapter = (
+            without_effect(model.modules, changed_experts(config))
+            if serves_adapters(config)
+            else None
+        )
         steps = _Steps(model, types, config)
         for changes in (None, adapter) if adapter is not None else (None,):
             steps.changes = changes

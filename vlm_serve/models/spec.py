@@ -20,7 +20,7 @@ from vlm_serve.preprocess.family import Family
 
 
 class FixedTower(Protocol):
-    """A tower over inputs at fixed addresses: what a captured run repeats.
+    """A tower over inputs at fixed addresses, for captured runs.
 
     Attributes:
         area: patches of a token.
@@ -32,7 +32,7 @@ class FixedTower(Protocol):
     head_dim: int
 
     def fill(self, patches: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> None:
-        """Write pictures, see `Tower.encode`; what lies behind them stays as it is."""
+        """Write pictures, see `Tower.encode`; the rest stays as it is."""
         ...
 
     def run(self, size: int, tiles: torch.Tensor) -> torch.Tensor:

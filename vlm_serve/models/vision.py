@@ -196,7 +196,7 @@ class VisionTower:
         turns: torch.Tensor,
         attention: Attend,
     ) -> torch.Tensor:
-        """Embed packed patches of which everything is on the device, op by op.
+        """Embed packed patches with all their inputs on the device, op by op.
 
         Args:
             patches: `[n, patch_dim]` in the dtype of activations.

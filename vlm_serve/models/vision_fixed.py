@@ -25,7 +25,7 @@ class FixedTower:
         area: patches of a token.
 
     Attributes:
-        area, heads, head_dim: see `FixedTower` of models/spec.py, which this implements.
+        area, heads, head_dim: see `FixedTower` of models/spec.py.
     """
 
     def __init__(

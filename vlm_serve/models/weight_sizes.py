@@ -114,6 +114,9 @@ class Shapes:
         self.others += prod(shape) * (dtype or self._compute).itemsize
         return _empty(shape, dtype or self._compute)
 
+    def stacked_site(self, parts: Sequence[Part], count: int, shard: Shard | None = None) -> int:
+        return 0
+
     def stacked(
         self, parts: Sequence[Part], count: int, shard: Shard | None = None
     ) -> torch.Tensor:

@@ -246,6 +246,10 @@ class Weights:
         whole = torch.cat([piece for part in parts for piece in part.pieces(self, shard)])
         return whole.to(self.device).view(count, -1, whole.shape[1])
 
+    def stacked_site(self, parts: Sequence[Part], count: int, shard: Shard | None = None) -> int:
+        """Return the number by which adapters find what `stacked` returns; 0: none do."""
+        return self.modules.enter_stacked(parts, count, shard)
+
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return a lookup table. It stays in its file where dtype and device allow: after one
         check, only needed rows are read. Otherwise a rank gets its part."""

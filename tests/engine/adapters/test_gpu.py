@@ -14,15 +14,21 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
-from peft_folders import adapted, random_adapter
+from peft_folders import (
+    adapted,
+    adapted_experts,
+    fused_experts,
+    random_adapter,
+    random_expert_factors,
+    write_adapter,
+)
 from safetensors.torch import load_file
 from triton_case import engines_on_triton
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters import start
-from vlm_serve.engine.adapters.options import check_adapters_possible, slot_bytes
+from vlm_serve.engine.adapters.options import slot_bytes
 from vlm_serve.engine.memory import StepMemory
-from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_change import Change, Up
 from vlm_serve.kernels.triton_support import interpreted
@@ -125,9 +131,21 @@ def test_memory_of_the_slots_is_reserved(tmp_path: Path) -> None:
     assert slot_bytes(CONFIG) == 0
 
 
-def test_routed_experts_are_changed_on_cpus_only() -> None:
-    config = replace(CONFIG, lora_experts="all")
-    check_adapters_possible(config, CPU)
-    check_adapters_possible(CONFIG, torch.device("cuda"))
-    with pytest.raises(ConfigError, match="lora_experts: .* on CPUs only"):
-        check_adapters_possible(config, torch.device("cuda"))
+@pytest.mark.interpreter
+@pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
+def test_routed_experts_are_changed(tmp_path: Path, as_on_gpu: list[AdapterChanges]) -> None:
+    model = make_checkpoint(tmp_path / "model", TINY)
+    tensors = random_expert_factors(fused_experts(model), 3, 4)
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    folder = write_adapter(tmp_path / "a", tensors, 4, target_parameters=names)
+    config = replace(CONFIG, lora_modules=(f"a={folder}",), lora_experts="all")
+    ids, params = random_ids(20, 4), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    with np.errstate(all="ignore"), Pipeline(model, config) as pipe:
+        changed, plain = pipe.generate_many([ids, ids], params, lora=["a", None])
+    inputs = {"input_ids": torch.tensor([ids])}
+    assert plain.token_ids == oracle.greedy(model, inputs, 3)
+    with adapted_experts(model, tensors, 4, 2.0):
+        assert changed.token_ids == oracle.greedy(model, inputs, 3)
+    assert changed.token_ids != plain.token_ids and len(as_on_gpu) == 1
+    factors = sum(each.nbytes for each in tensors.values())
+    assert slot_bytes(config) == config.max_loras * factors

@@ -21,6 +21,7 @@ from triton_case import kernels, row_by_row
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine import decode_graphs, verify_graphs
+from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
 from vlm_serve.engine.decode_graphs import DecodeGraphs
@@ -265,11 +266,12 @@ def test_sizes_of_slots(model: Model) -> None:
 def test_the_engine_answers_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three adapters and two slots: they are loaded, evicted and loaded again."""
+    """Three adapters and two slots: they are loaded, evicted and loaded again. Those of a model
+    with experts change these too, and come after the start."""
     checkpoint = make_checkpoint(tmp_path / "model", SPECS[name])
     as_on_gpu(monkeypatch)
-    sizes = load_model(checkpoint, torch.float32, "cpu").modules.sizes
-    sizes = {each: size for each, size in sizes.items() if ".experts." not in each}
+    modules = load_model(checkpoint, torch.float32, "cpu").modules
+    sizes, later = modules.sizes | modules.experts, name == "moe"
     for number in range(3):
         write_adapter(tmp_path / f"a{number}", random_factors(sizes, number))
     config = EngineConfig(
@@ -281,22 +283,32 @@ def test_the_engine_answers_the_same(
         max_loras=2,
         compiled_kernels=False,
         speculative="off",
-        lora_modules=tuple(f"a{each}={tmp_path / f'a{each}'}" for each in range(3)),
+        lora_modules=()
+        if later
+        else tuple(f"a{each}={tmp_path / f'a{each}'}" for each in range(3)),
+        reserve_loras=later,
+        lora_experts="all" if later else "none",
     )
     draw = random.Random(3)
     prompts = [draw.choices(range(400), k=length) for length in (3, 28, 9, 12)]
     lora = ["a0", None, "a1", "a2"]
     params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 
+    def load(pipe: Pipeline) -> None:
+        for each in range(3) if later else ():
+            pipe.engine.adapters.load(LoRA(f"a{each}", tmp_path / f"a{each}"))
+
     def answers(pipe: Pipeline, count: int = 4) -> list[list[int]]:
         outputs = pipe.generate_many(prompts[:count], params, lora=lora[:count])
         return [list(one.token_ids) for one in outputs]
 
     with Pipeline(checkpoint, config) as pipe:
+        load(pipe)
         expected = answers(pipe)
     device = QueuedDevice()
     with_queue(monkeypatch, device)
     with Pipeline(checkpoint, config) as pipe:
+        load(pipe)
         decoding = executor_of(pipe.engine)._graphs[-1]
         assert isinstance(decoding, DecodeGraphs) and decoding._adapters is not None
         replays: list[ForwardBatch] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from peft_folders import (
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models import Model, load_model
-from vlm_serve.models.adapters import Adapter, place, read_adapter
+from vlm_serve.models.adapters import Adapter, changes_of, place, read_adapter, without_effect
+from vlm_serve.models.parts import feed_forward
 
 TOKENS = [(7 * index * index + 3) % 300 for index in range(40)]
 RANK, SCALE = 3, 2.0
@@ -54,6 +56,36 @@ def test_experts_in_one_tensor(tmp_path: Path, name: str, compiled: bool) -> Non
     assert (expected - plain).abs().max() > 0.02, "the adapter changes nothing"
     got = logits(*loaded(path, folder, compiled=compiled), compiled=compiled)
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["text, moe", "qwen3 moe"])
+def test_experts_in_one_piece_as_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In one tensor, and some of the experts by tensors of their own, with other ranks."""
+    path = make_checkpoint(tmp_path / "model", SPECS[name])
+    tensors = random_expert_factors(fused_experts(path), 3, RANK)
+    folder = write_adapter(tmp_path / "adapter", tensors, RANK, target_parameters=BOTH)
+    with adapted_experts(path, tensors, RANK, SCALE):
+        expected = oracle.logits(path, {"input_ids": torch.tensor([TOKENS])})
+    apart, adapter = loaded(path, folder, compiled=False)
+    some = {each: own for each, own in adapter.modules.items() if "experts.1." in each}
+    some |= {each: own for each, own in adapter.modules.items() if "experts.3.up" in each}
+    other = replace(adapter, modules=some, changes=changes_of(some, apart.modules))
+    few = logits(apart, other, compiled=False)
+    monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: True)
+    model, adapter = loaded(path, folder, compiled=False)
+    got = logits(model, adapter, compiled=False)
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
+    (first, *_) = [adapter.changes.by_site[each] for each in model.modules.stacked]
+    assert first.width == RANK, "gate and up share u"
+    other = replace(adapter, modules=some, changes=changes_of(some, model.modules))
+    torch.testing.assert_close(logits(model, other, compiled=False), few, atol=2e-4, rtol=0)
+    nothing = without_effect(model.modules, ALL)
+    assert nothing.by_site.keys() >= model.modules.stacked.keys()
+    none = replace(adapter, changes=nothing)
+    plain = oracle.logits(path, {"input_ids": torch.tensor([TOKENS])})
+    torch.testing.assert_close(logits(model, none, compiled=False), plain, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ALL)

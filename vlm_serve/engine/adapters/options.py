@@ -61,9 +61,18 @@ def factors_dtype(config: EngineConfig) -> torch.dtype | None:
     return DTYPES.get(config.lora_dtype)
 
 
-def slot_bytes(config: EngineConfig) -> int:
+def serves_adapters(config: EngineConfig) -> bool:
+    """Tell whether an engine captures and compiles steps with adapters."""
+    return bool(config.lora_modules) or config.reserve_loras
+
+
+def slot_bytes(config: EngineConfig, most: int = 0) -> int:
     """Return the bytes of all slots on a GPU, each as large as the largest named adapter: later
     ones may take any slot.
+
+    Args:
+        config: options.
+        most: bytes of the largest adapter to be loaded later, see `most_bytes`.
 
     Raises:
         ConfigError, CheckpointError, ModelNotFoundError: as far as the files tell.
@@ -72,6 +81,8 @@ def slot_bytes(config: EngineConfig) -> int:
 
     dtype = factors_dtype(config)
     sizes = [read_adapter(each.path, dtype).nbytes for each in named_adapters(config)]
+    if config.reserve_loras:
+        sizes.append(most)
     return config.max_loras * max(sizes, default=0)
 
 
@@ -81,11 +92,3 @@ def changed_experts(config: EngineConfig) -> tuple[str, ...]:
     if chosen == "all":
         return "gate_up_proj", "down_proj"
     return () if chosen == "none" else (chosen,)
-
-
-def check_adapters_possible(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if the config opens weights to adapters that the device cannot change."""
-    if device.type != "cpu" and config.lora_experts != "none":
-        raise ConfigError(
-            "lora_experts: adapters change routed experts on CPUs only", param="lora_experts"
-        )

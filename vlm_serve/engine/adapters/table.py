@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine.adapters.options import changed_experts, factors_dtype
 from vlm_serve.engine.graph_device import GraphDevice
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.dispatch import launching_on
@@ -15,6 +16,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.linear.low_rank_fixed import FixedRows
 from vlm_serve.kernels.linear.low_rank_records import RECORD
 from vlm_serve.models.adapters import Modules
+from vlm_serve.models.adapters.experts import kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +32,41 @@ class SlotSizes:
     widths: tuple[int, ...]
 
     @classmethod
-    def of(cls, modules: Modules, *, slots: int, max_rank: int) -> SlotSizes:
-        """Return the sizes for a model: u has a part for each module of a projection."""
-        parts = [len({each.module for each in rows}) for rows, _ in modules.sites]
-        return cls(slots, (0, *(max_rank * each for each in parts)))
+    def of(
+        cls, modules: Modules, *, slots: int, max_rank: int, experts: Collection[str] = ()
+    ) -> SlotSizes:
+        """Return the sizes for a model: u has a part for each module of a projection. It has none
+        for experts in one piece, but for those open to adapters."""
+        widths = [0]
+        for number, (rows, _) in enumerate(modules.sites, 1):
+            own = rows[: len(rows) // modules.stacked.get(number, 1)]
+            known = number not in modules.stacked or kind_of(own[0].module) in experts
+            widths.append(max_rank * len({each.module for each in own}) if known else 0)
+        return cls(slots, tuple(widths))
 
     @classmethod
     def of_config(cls, modules: Modules, config: EngineConfig) -> SlotSizes:
         """Return the sizes of the options."""
-        return cls.of(modules, slots=config.max_loras, max_rank=config.max_lora_rank)
+        return cls.of(
+            modules,
+            slots=config.max_loras,
+            max_rank=config.max_lora_rank,
+            experts=changed_experts(config),
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of the table."""
         return self.slots * len(self.widths) * RECORD * 8
+
+
+def most_bytes(modules: Modules, config: EngineConfig) -> int:
+    """Return the bytes of the largest adapter for a slot by the options: all modules have
+    the largest rank, and factors the type of the options, or float32."""
+    dtype, open_to = factors_dtype(config) or torch.float32, changed_experts(config)
+    experts = (size for name, size in modules.experts.items() if kind_of(name) in open_to)
+    numbers = sum(out + depth for out, depth in (*modules.sizes.values(), *experts))
+    return config.max_lora_rank * numbers * dtype.itemsize
 
 
 class AdapterTable:

@@ -10,7 +10,14 @@ placing.py   a model's modules, an adapter's share of each projection
 
 from vlm_serve.models.adapters.folder import AdapterFile, read_adapter
 from vlm_serve.models.adapters.low_rank import LowRank
-from vlm_serve.models.adapters.placing import Adapter, Modules, changes_of, place, without_effect
+from vlm_serve.models.adapters.placing import (
+    Adapter,
+    Modules,
+    changes_of,
+    place,
+    uniform,
+    without_effect,
+)
 
 __all__ = [
     "Adapter",
@@ -20,5 +27,6 @@ __all__ = [
     "changes_of",
     "place",
     "read_adapter",
+    "uniform",
     "without_effect",
 ]

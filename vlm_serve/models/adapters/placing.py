@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,6 +16,8 @@ from vlm_serve.kernels.linear.low_rank_change import Change, Up
 from vlm_serve.models.adapters.experts import kind_of, split
 from vlm_serve.models.adapters.folder import AdapterFile
 from vlm_serve.models.adapters.low_rank import LowRank
+from vlm_serve.models.adapters.rows import Rows
+from vlm_serve.models.adapters.stacked import stacked_alike, stacked_change
 from vlm_serve.options import format_size
 from vlm_serve.preprocess.keys import tagged
 
@@ -33,11 +35,13 @@ class Modules:
         sites: the parts of every projection, from number 1 on, and its columns.
         sizes: (out, in) of every module but routed experts.
         experts: (out, in) of every routed expert's projections, by expert.
+        stacked: the number of experts of each site with all of a layer in one piece.
     """
 
     sites: list[tuple[tuple[Rows, ...], int]] = field(default_factory=list)
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     experts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    stacked: dict[int, int] = field(default_factory=dict)
 
     def enter(self, loaded: Linear) -> None:
         """Give a projection its numbers, unless adapters do not reach it."""
@@ -51,22 +55,17 @@ class Modules:
             self.sites.append((rows, leaf.columns))
             leaf.site = len(self.sites)
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A module's rows in a projection.
-
-    Attributes:
-        module: its name.
-        sizes: (out, in) of the whole module.
-        ranges: of its rows, in their order.
-        columns: of its columns.
-    """
-
-    module: str
-    sizes: tuple[int, int]
-    ranges: tuple[range, ...]
-    columns: range
+    def enter_stacked(self, parts: Sequence[Part], count: int, shard: Shard | None) -> int:
+        """Give the weights of so many experts, which lie in one piece, a number; 0 if adapters do
+        not reach them."""
+        rows = tuple(rows_of(part, shard) for part in parts)
+        if any(each.module.startswith("mtp.") for each in rows):
+            return 0
+        self.experts |= {each.module: each.sizes for each in rows}
+        columns = sum(len(own) for each in rows for own in each.ranges) // count
+        self.sites.append((rows, columns))
+        self.stacked[len(self.sites)] = count
+        return len(self.sites)
 
 
 def rows_of(part: Part, shard: Shard | None) -> Rows:
@@ -174,20 +173,48 @@ def place(file: AdapterFile, modules: Modules, experts: Collection[str] = ()) ->
 def changes_of(named: Mapping[str, LowRank], modules: Modules) -> AdapterChanges:
     """Return what an adapter's modules, which fit, change in a model or in a rank's share of it."""
     changes = {
-        number: _change(rows, named)
+        number: (
+            stacked_change(rows, modules.stacked[number], named)
+            if number in modules.stacked
+            else _change(rows, named)
+        )
         for number, (rows, _) in enumerate(modules.sites, 1)
         if any(each.module in named for each in rows)
     }
     return AdapterChanges(changes, len(modules.sites), tower=any(map(is_vision, named)))
 
 
-def without_effect(modules: Modules) -> AdapterChanges:
-    """Return an adapter of rank 1 that adds zeros to every module but routed experts."""
+def without_effect(modules: Modules, experts: Collection[str] = ()) -> AdapterChanges:
+    """Return an adapter of rank 1 that adds zeros to every module; of routed experts only to those
+    in one piece, and to their projections `experts`."""
+    return uniform(modules, 1, lambda rows, columns: torch.zeros(rows, columns), experts)
+
+
+def uniform(
+    modules: Modules,
+    rank: int,
+    factor: Callable[[int, int], torch.Tensor],
+    experts: Collection[str] = (),
+) -> AdapterChanges:
+    """Return an adapter of one rank, with factors of the sizes that `factor` gets.
+
+    Args:
+        modules: of the model; it changes all but routed experts.
+        rank: of each module.
+        factor: returns `[rows, columns]`.
+        experts: projections of routed experts in one piece that it changes too, all experts alike.
+    """
     named = {
-        name: LowRank(torch.zeros(1, depth), torch.zeros(out, 1), 1.0)
+        name: LowRank(factor(rank, depth), factor(out, rank), 1.0)
         for name, (out, depth) in modules.sizes.items()
     }
-    return changes_of(named, modules)
+    changes = changes_of(named, modules)
+    stacked = {
+        number: stacked_alike(modules.sites[number - 1][0], count, rank, factor)
+        for number, count in modules.stacked.items()
+        if kind_of(modules.sites[number - 1][0][0].module) in experts
+    }
+    return AdapterChanges({**changes.by_site, **stacked}, len(modules.sites), tower=changes.tower)
 
 
 def _complaint(unknown: list[str], modules: Modules) -> str:

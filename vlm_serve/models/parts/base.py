@@ -106,6 +106,10 @@ class Loader(Protocol):
         shard of it."""
         ...
 
+    def stacked_site(self, parts: Sequence[Part], count: int, shard: Shard | None = None) -> int:
+        """Return the number by which adapters find what `stacked` returns; 0: none do."""
+        ...
+
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return a lookup table in the dtype of projections."""
         ...

@@ -111,6 +111,12 @@ class Experts(FeedForward):
             router.append(Part(f"{name}.shared_expert_gate.weight", (1, hidden)))
             shared = Mlp(self.shared, "shared_expert").load(source, name, hidden)
         stacked, shard = stacked_experts(source.device), shard_of_inputs(source)
+        sites = (0, 0)
+        if stacked:
+            sites = (
+                source.stacked_site(gate_up, count),
+                source.stacked_site(down, count, shard),
+            )
         return LoadedExperts(
             routing=self.routing,
             router=source.linear(*router),
@@ -118,6 +124,7 @@ class Experts(FeedForward):
             down=source.stacked(down, count, shard) if stacked else _apart(source, down, shard),
             shared=shared,
             ranks=source.ranks,
+            sites=sites,
         )
 
     def _parts(self, source: Loader, name: str, hidden: int) -> tuple[list[Part], list[Part]]:
@@ -163,7 +170,7 @@ def _apart(source: Loader, parts: list[Part], shard: Shard | None) -> tuple[Line
 @dataclass(frozen=True, slots=True)
 class LoadedExperts(LoadedFeedForward):
     """Weights. `router` has one row per expert and a last row for the shared expert's gate, if
-    there is one; `gate_up` and `down` are arguments of `routed_experts`."""
+    there is one; `gate_up`, `down` and `sites` are arguments of `routed_experts`."""
 
     routing: Routing
     router: Linear
@@ -171,6 +178,7 @@ class LoadedExperts(LoadedFeedForward):
     down: torch.Tensor | Stored | Sequence[Linear]
     shared: LoadedMlp | None
     ranks: Ranks
+    sites: tuple[int, int]
 
     def apply(
         self, x: Normed, residual: torch.Tensor, step: Step
@@ -212,6 +220,7 @@ class LoadedExperts(LoadedFeedForward):
             self.down,
             deterministic=step.deterministic,
             changes=step.changes,
+            sites=self.sites,
             beside=beside,
         )
 
