@@ -290,7 +290,8 @@ def test_a_tier_that_fails_or_is_slow_changes_no_answer(
     dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It costs its time limit once; then it is left alone."""
-    monkeypatch.setattr(HostStore, "time_limit", 0.05)
+    # A machine with other work takes a while to begin a call: behind its limit there is none.
+    monkeypatch.setattr(HostStore, "time_limit", 1.0)
     monkeypatch.setattr(HostStore, "private", False)  # so that it is asked
     get, calls = HostStore.contains, list[str]()
     with opened(dense) as pipe:
