@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from common.aot_changed import Case, changed, changed_experts, half
 from common.gpu_shapes import ALL, Shapes
 from vlm_serve.kernels.causal_conv import (
     causal_conv_decode,
@@ -23,11 +24,8 @@ from vlm_serve.kernels.gated_delta import (
 from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
 from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
 from vlm_serve.kernels.kv_write.rotated import Rotation, rotate_and_write
-from vlm_serve.kernels.linear.base import Epilogue
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
-from vlm_serve.kernels.linear.low_rank_records import RECORD, SPAN, Groups, Reduced, Site
-from vlm_serve.kernels.linear.low_rank_rows import Sums, _extended, _reduced
 from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8, StoredIntegers
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
@@ -54,8 +52,6 @@ STATE_ROWS = 32
 CPU = torch.device("cpu")
 KV_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 
-Case = tuple[str, Callable[[], object]]
-
 
 def cases(models: Sequence[str]) -> Iterator[Case]:
     """(label, call) of every op, checkpoint and stored form; record what each call launches."""
@@ -65,12 +61,13 @@ def cases(models: Sequence[str]) -> Iterator[Case]:
         yield from _memory_ops(shapes)
         yield from _elementwise(shapes)
         yield from _joined(shapes)
-        yield from _changed(shapes)
+        yield from changed(shapes)
         yield from _state_ops(shapes)
         yield from _attention(shapes)
         yield from _quantised(shapes)
         if shapes.experts:
             yield from _experts(shapes)
+            yield from changed_experts(shapes, CODES)
     yield from _segments()
 
 
@@ -87,100 +84,67 @@ def _memory_ops(shapes: Shapes) -> Iterator[Case]:
 
 
 def _elementwise(shapes: Shapes) -> Iterator[Case]:
-    hidden, weight = _half(TOKENS, shapes.hidden), _half(shapes.hidden)
+    hidden, weight = half(TOKENS, shapes.hidden), half(shapes.hidden)
     yield "norms", partial(rms_norm, hidden, weight, 1e-6)
-    heads = _half(TOKENS, shapes.value_heads, shapes.state_dim)
-    yield "norms", partial(gated_rms_norm, heads, heads, _half(shapes.state_dim), 1e-6)
+    heads = half(TOKENS, shapes.value_heads, shapes.state_dim)
+    yield "norms", partial(gated_rms_norm, heads, heads, half(shapes.state_dim), 1e-6)
     yield "elementwise", partial(silu_times, hidden, hidden)
     yield "elementwise", partial(times_sigmoid, hidden, hidden[:, :1])
-    raw = _half(TOKENS, 2 * shapes.value_heads)
+    raw = half(TOKENS, 2 * shapes.value_heads)
     factors = torch.empty(shapes.value_heads)
     yield "elementwise", partial(gates, raw, factors, factors)
-    q = _half(TOKENS, shapes.query_heads, 2 * shapes.head_dim)[..., : shapes.head_dim]
-    k = _half(TOKENS, shapes.kv_heads, shapes.head_dim)
-    weight, angles = _half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)
+    q = half(TOKENS, shapes.query_heads, 2 * shapes.head_dim)[..., : shapes.head_dim]
+    k = half(TOKENS, shapes.kv_heads, shapes.head_dim)
+    weight, angles = half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)
     yield "rope", partial(qk_norm_rope, q, k, weight, weight, angles, angles, 1e-6)
 
 
 def _joined(shapes: Shapes) -> Iterator[Case]:
     """What decode steps run: ops that do several others' work, and products of few rows."""
     heads, dim, width = shapes.value_heads, shapes.state_dim, shapes.query_heads * shapes.head_dim
-    tails = _half(STATE_ROWS, 2, shapes.conv_channels, shapes.conv_taps - 1)[:, 0]
+    tails = half(STATE_ROWS, 2, shapes.conv_channels, shapes.conv_taps - 1)[:, 0]
     state = torch.empty(STATE_ROWS, 2, heads, dim, dim)[:, 0]
     factors, norm = torch.empty(heads), torch.empty(dim)
-    conv = _half(shapes.conv_channels, shapes.conv_taps)
+    conv = half(shapes.conv_channels, shapes.conv_taps)
     mixing = Mixing(conv, factors, factors, norm, 1e-6, tails, state)
     columns = shapes.conv_channels + heads * dim + 2 * heads
     few, many = decode_meta(MOST_ROWS), decode_meta()
-    yield "mix_decode", partial(mix_decode, _half(MOST_ROWS, columns), mixing, few)
-    yield "mix_decode", partial(mix_decode, _half(BATCH, columns), mixing, many)
-    weight, angles = _half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)
+    yield "mix_decode", partial(mix_decode, half(MOST_ROWS, columns), mixing, few)
+    yield "mix_decode", partial(mix_decode, half(BATCH, columns), mixing, many)
+    weight, angles = half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)
     rotation = Rotation(weight, weight, angles, angles, 1e-6)
-    q = _half(TOKENS, shapes.query_heads, 2 * shapes.head_dim)[..., : shapes.head_dim]
-    k = _half(TOKENS, shapes.kv_heads, shapes.head_dim)
+    q = half(TOKENS, shapes.query_heads, 2 * shapes.head_dim)[..., : shapes.head_dim]
+    k = half(TOKENS, shapes.kv_heads, shapes.head_dim)
     slots = torch.empty(TOKENS, dtype=torch.int64)
     for dtype in KV_DTYPES:
         yield (
             "rotate_write",
             partial(rotate_and_write, q, k, k, rotation, pages(shapes, dtype)[0], slots),
         )
-    x, norm = _half(MOST_ROWS, shapes.hidden), _half(shapes.hidden)
-    inner = _half(MOST_ROWS, width)
+    x, norm = half(MOST_ROWS, shapes.hidden), half(shapes.hidden)
+    inner = half(MOST_ROWS, width)
     for kind, own, weight, around in (
-        ("in", x, _half(columns, shapes.hidden), Around(norm, 1e-6)),
-        ("gated", x, _half(8 * shapes.hidden, shapes.hidden), Around(norm, 1e-6, gated=True)),
-        ("out", inner, _half(shapes.hidden, width), Around(plus=x, overwrite=True)),
-        ("head", x, _half(64 * shapes.hidden, shapes.hidden), Around(norm, 1e-6, widened=True)),
+        ("in", x, half(columns, shapes.hidden), Around(norm, 1e-6)),
+        ("gated", x, half(8 * shapes.hidden, shapes.hidden), Around(norm, 1e-6, gated=True)),
+        ("out", inner, half(shapes.hidden, width), Around(plus=x, overwrite=True)),
+        ("head", x, half(64 * shapes.hidden, shapes.hidden), Around(norm, 1e-6, widened=True)),
     ):
         yield f"few_rows {kind}", partial(few_rows, own, weight, around)
-    own = partial(few_rows, x.float(), _half(columns, shapes.hidden).float(), Around(norm, 1e-6))
+    own = partial(few_rows, x.float(), half(columns, shapes.hidden).float(), Around(norm, 1e-6))
     yield "few_rows fp32", own
-    own = _half(MOST_ROWS, shapes.hidden)
-    yield "few_rows plain", partial(few_rows, own, _half(shapes.hidden, shapes.hidden), Around())
-
-
-def _changed(shapes: Shapes) -> Iterator[Case]:
-    """Products of rows with adapters: u, a few rows' products with it, and sums of many rows."""
-    few, many = _site(MOST_ROWS), _site(TOKENS)
-    columns, norm = 4 * shapes.hidden, _half(shapes.hidden)
-    for x, site in ((_half(MOST_ROWS, shapes.hidden), few), (_half(TOKENS, shapes.hidden), many)):
-        own = norm if site is few else None
-        change = _u(x, site)
-        yield "low_rank", partial(_reduced, CPU, x, own, site)
-        out = _half(len(x), columns)
-        for after in (Epilogue(), Epilogue(plus=out)):
-            sums = Sums(out.float(), site is many, after)
-            yield "low_rank", partial(_extended, CPU, out, sums, change)
-    x, weight = _half(MOST_ROWS, shapes.hidden), _half(columns, shapes.hidden)
-    change = _u(x, few)
-    for kind, around in (
-        ("in", Around(norm, 1e-6, change=change)),
-        ("gated", Around(norm, 1e-6, gated=True, change=change)),
-        ("out", Around(plus=_half(MOST_ROWS, columns), overwrite=True, change=change)),
-        ("head", Around(norm, 1e-6, widened=True, change=change)),
-    ):
-        yield f"few_rows changed {kind}", partial(few_rows, x, weight, around)
-
-
-def _u(x: torch.Tensor, site: Site) -> Reduced:
-    return Reduced(torch.empty(-(-x.shape[1] // SPAN), len(x), site.width), site)
-
-
-def _site(rows: int) -> Site:
-    """A projection of four parts, changed for all rows by two adapters of rank 64 at most."""
-    groups = Groups.of([row % 2 for row in range(rows)], CPU)
-    return Site(groups, torch.zeros(2, RECORD, dtype=torch.int64), 4 * 64)
+    own = half(MOST_ROWS, shapes.hidden)
+    yield "few_rows plain", partial(few_rows, own, half(shapes.hidden, shapes.hidden), Around())
 
 
 def _state_ops(shapes: Shapes) -> Iterator[Case]:
-    weight = _half(shapes.conv_channels, shapes.conv_taps)
-    tails = _half(STATE_ROWS, 2, shapes.conv_channels, shapes.conv_taps - 1)[:, 0]
-    x = _half(TOKENS, shapes.conv_channels)
+    weight = half(shapes.conv_channels, shapes.conv_taps)
+    tails = half(STATE_ROWS, 2, shapes.conv_channels, shapes.conv_taps - 1)[:, 0]
+    x = half(TOKENS, shapes.conv_channels)
     yield "causal_conv", partial(causal_conv_prefill, x, weight, tails, prefill_meta())
-    x = _half(BATCH, shapes.conv_channels)
+    x = half(BATCH, shapes.conv_channels)
     yield "causal_conv", partial(causal_conv_decode, x, weight, tails, decode_meta())
     x, inputs = (
-        _half(BATCH * DRAFTED, shapes.conv_channels),
+        half(BATCH * DRAFTED, shapes.conv_channels),
         _updates(shapes, BATCH * DRAFTED).inputs,
     )
     yield "causal_conv", partial(causal_conv_verify, x, weight, tails, inputs, verify_meta())
@@ -233,12 +197,12 @@ def _segments() -> Iterator[Case]:
 def _experts(shapes: Shapes) -> Iterator[Case]:
     """A decode step, a small prefill and a large one: one row tile each."""
     for tokens in (BATCH, 512, 4096):
-        yield "moe", partial(route, _half(tokens, shapes.experts), shapes.top_k)
+        yield "moe", partial(route, half(tokens, shapes.experts), shapes.top_k)
         ids = torch.zeros(tokens, shapes.top_k, dtype=torch.int64)
-        gate_up = _half(shapes.experts, 2 * shapes.expert_width, shapes.hidden)
-        down = _half(shapes.experts, shapes.hidden, shapes.expert_width)
-        weights = _half(tokens, shapes.top_k)
-        x = _half(tokens, shapes.hidden)
+        gate_up = half(shapes.experts, 2 * shapes.expert_width, shapes.hidden)
+        down = half(shapes.experts, shapes.hidden, shapes.expert_width)
+        weights = half(tokens, shapes.top_k)
+        x = half(tokens, shapes.hidden)
         yield "moe", partial(routed_experts, x, weights, ids, gate_up, down)
         beside = Beside(x, x, weights[:, :1])
         yield "moe, beside", partial(routed_experts, x, weights, ids, gate_up, down, beside=beside)
@@ -262,7 +226,7 @@ def _quantised(shapes: Shapes) -> Iterator[Case]:
         gate_up, down = of_size(count * 2 * width, hidden), of_size(count * hidden, width)
         for tokens in (BATCH, 512, 4096):
             ids = torch.zeros(tokens, shapes.top_k, dtype=torch.int64)
-            x, weights = _half(tokens, hidden), _half(tokens, shapes.top_k)
+            x, weights = half(tokens, hidden), half(tokens, shapes.top_k)
             yield f"moe {name}", partial(routed_experts, x, weights, ids, gate_up, down)
 
 
@@ -271,9 +235,9 @@ def _few_codes(hidden: int) -> Iterator[Case]:
     for name, of_size in CODES.items():
         weight = TorchQuantised(of_size(2 * hidden, hidden), 2 * hidden, hidden, None)
         for rows in (1, MOST_ROWS):
-            plus = _half(rows, 2 * hidden)
-            yield f"few {name}", partial(weight, _half(rows, hidden), plus=plus, overwrite=True)
-        normed = Normed(x := _half(MOST_ROWS, hidden), x[0], 1e-6)
+            plus = half(rows, 2 * hidden)
+            yield f"few {name}", partial(weight, half(rows, hidden), plus=plus, overwrite=True)
+        normed = Normed(x := half(MOST_ROWS, hidden), x[0], 1e-6)
         yield f"few {name}, gated", partial(weight.gated_of_norm, normed)
         yield f"few {name} fp32", partial(weight, torch.empty(MOST_ROWS, hidden))
 
@@ -301,7 +265,7 @@ def _float4(columns: int, depth: int) -> Stored:
 
 def _float8(columns: int, depth: int) -> Stored:
     codes = torch.empty(0, dtype=torch.float8_e4m3fn)
-    kind = Float8Codes(codes, _half(0), (128, 128))
+    kind = Float8Codes(codes, half(0), (128, 128))
     return StoredFloat8.empty(kind, columns, depth, torch.device("cpu"))
 
 
@@ -321,7 +285,7 @@ def _updates(shapes: Shapes, entries: int) -> Updates:
         torch.empty(entries, 2, keys, dim)[:, 0],
         torch.empty(entries, 2, values, dim)[:, 0],
         torch.empty(entries, 2, values)[:, 0],
-        _half(entries, 2, shapes.conv_channels)[:, 0],
+        half(entries, 2, shapes.conv_channels)[:, 0],
     )
 
 
@@ -371,10 +335,6 @@ def verify_meta() -> VerifyMeta:
         updates=tuple(range(0, BATCH * DRAFTED, DRAFTED)),
         folded=(DRAFTED,) * BATCH,
     )
-
-
-def _half(*shape: int) -> torch.Tensor:
-    return torch.empty(*shape, dtype=torch.bfloat16)
 
 
 def pages(shapes: Shapes, dtype: torch.dtype) -> tuple[KVLayer, torch.Tensor, torch.Tensor | None]:
