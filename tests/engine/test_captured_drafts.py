@@ -19,6 +19,7 @@ from sweeps import quick
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine import build as building
 from vlm_serve.engine import draft_graphs, verify_graphs
+from vlm_serve.engine.decode_graphs import StepGraphs
 from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.verify_buffers import VerifySizes
@@ -122,7 +123,17 @@ def test_the_engine_answers_the_same(
     assert [tokens for tokens, _ in expected] == [tokens for tokens, _ in plain]
     assert not counts
     with_queue(monkeypatch, QueuedDevice())
+    replay, results = StepGraphs._replay, set[tuple[str, int]]()
+
+    def watched(graphs: StepGraphs, *step: Any) -> Any:
+        output = replay(graphs, *step)
+        results.add((type(graphs).__name__, output.logits.data_ptr()))
+        return output
+
+    monkeypatch.setattr(StepGraphs, "_replay", watched)
     assert answers(checkpoint, source, params, plain) == expected
     assert counts["VerifyGraphs.run"] > 2
+    # All kinds of steps write theirs to one place.
+    assert len({kind for kind, _ in results}) > 1 and len({place for _, place in results}) == 1
     if "mtp" in source:
         assert counts["DraftGraphs.run"] > 2 and counts["DraftGraphs.run_later"] > 2

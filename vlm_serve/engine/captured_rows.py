@@ -65,14 +65,13 @@ class CapturedRows:
         return 4 * self.sequences * max_blocks * sets
 
     def result_bytes(self, vocab_size: int, hidden_bytes: int) -> int:
-        """Return the bytes of all results: the graphs keep them.
+        """Return the bytes of all results, which the graphs keep: kinds of steps share theirs, and
+        passes of the MTP layer, which read a step's, have their own.
 
         Args:
             vocab_size: columns of logits.
             hidden_bytes: bytes of a token's hidden state.
         """
-        logits = self.sequences + self.prompt_logits + self.draft_rows + self.passes
-        hidden = 0
-        if self.passes:
-            hidden = logits + self.prompt + self.draft_rows
+        logits = self.most_logits + self.passes
+        hidden = self.most_tokens + self.passes + self.draft_rows if self.passes else 0
         return 4 * vocab_size * logits + hidden_bytes * hidden

@@ -55,6 +55,30 @@ class StepBuffers(Protocol):
         ...
 
 
+class StepResults:
+    """Buffers for the results of captured steps. Graphs with their own would keep all of them.
+
+    Args:
+        model: the model.
+        most_logits: rows of logits of the largest step.
+        most_tokens: its tokens, of which a model with an MTP layer reports hidden states.
+        device: of the steps.
+
+    Attributes:
+        logits: float32 `[most_logits, vocabulary]`.
+        hidden: `[most_tokens, hidden]`; None without an MTP layer.
+    """
+
+    def __init__(
+        self, model: Model, most_logits: int, most_tokens: int, device: torch.device
+    ) -> None:
+        self.logits = torch.empty(most_logits, model.spec.vocab_size, device=device)
+        self.hidden: torch.Tensor | None = None
+        if model.drafts:
+            shape = most_tokens, model.spec.hidden_size
+            self.hidden = torch.empty(shape, dtype=model.dtype, device=device)
+
+
 class StepLimits(TypedDict):
     """What all kinds of graphs of an engine are given.
 
@@ -64,6 +88,7 @@ class StepLimits(TypedDict):
         max_num_seqs: maximum number of sequences in a step.
         device: captures steps and copies their tables.
         deterministic: of the steps, see `ForwardBatch`; others have no graph. False by default.
+        results: of all kinds, since an engine runs one step at a time. By default each has its own.
     """
 
     block_size: int
@@ -71,6 +96,7 @@ class StepLimits(TypedDict):
     max_num_seqs: int
     device: GraphDevice
     deterministic: NotRequired[bool]
+    results: NotRequired[StepResults]
 
 
 class StepGraphs(ABC):
@@ -104,12 +130,12 @@ class StepGraphs(ABC):
         blocks = -(-limits["max_model_len"] // block_size)
         self._limits = DecodeLimits(block_size, blocks, self._num_rows)
         self._ring = HostRing(device)
-        # Shared by all sizes: graphs with their own logits would keep all of them allocated.
-        self._logits = torch.empty(most_logits, model.spec.vocab_size, device=caches.device)
-        self._hidden: torch.Tensor | None = None
-        if model.drafts:
-            shape = most_tokens, model.spec.hidden_size
-            self._hidden = torch.empty(shape, dtype=model.dtype, device=caches.device)
+        results = limits.get("results")
+        if results is None:
+            results = StepResults(model, most_logits, most_tokens, caches.device)
+        assert len(results.logits) >= most_logits, "too few rows for the logits of a step"
+        assert results.hidden is None or len(results.hidden) >= most_tokens
+        self._logits, self._hidden = results.logits, results.hidden
         self._model, self._caches, self._device = model, caches, device
 
     def hold_changes(self, slot: int, changes: AdapterChanges | None) -> None:
@@ -119,8 +145,8 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
-        """Run the step from a graph; return None if no graph fits. The next run overwrites the
-        logits and hidden states.
+        """Run the step from a graph; return None if no graph fits. The next run, of any kind that
+        shares results, overwrites the logits and hidden states.
 
         Args:
             batch: a step, its tensors on the host.

@@ -11,7 +11,8 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.options import serves_adapters
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.arithmetic import Backend
-from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs, StepLimits
+from vlm_serve.engine.captured_rows import CapturedRows
+from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs, StepLimits, StepResults
 from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.graph_device import CudaGraphs, GraphDevice
 from vlm_serve.engine.prefill_graphs import PrefillGraphs
@@ -85,13 +86,14 @@ def _capture(
     model: Model, caches: CacheTensors, config: EngineConfig, max_model_len: int
 ) -> Captured:
     assert config.block_size is not None
-    device = CudaGraphs()
+    device, rows = CudaGraphs(), CapturedRows.of(config)
     limits: StepLimits = {
         "block_size": config.block_size,
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "device": device,
         "deterministic": config.deterministic,
+        "results": StepResults(model, rows.most_logits, rows.most_tokens, caches.device),
     }
     most_tokens, drafts = config.max_num_batched_tokens, config.speculative_tokens
     prefills = PrefillGraphs(model, caches, **limits, most_tokens=most_tokens)
