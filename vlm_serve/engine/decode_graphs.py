@@ -61,7 +61,7 @@ class StepResults:
     Args:
         model: the model.
         most_logits: rows of logits of the largest step.
-        most_tokens: its tokens, of which a model with an MTP layer reports hidden states.
+        most_tokens: its tokens; a model with an MTP layer reports their hidden states.
         device: of the steps.
 
     Attributes:
@@ -80,7 +80,7 @@ class StepResults:
 
 
 class StepLimits(TypedDict):
-    """What all kinds of graphs of an engine are given.
+    """Arguments of all kinds of graphs of an engine.
 
     Attributes:
         block_size: tokens per KV block.
@@ -106,7 +106,7 @@ class StepGraphs(ABC):
         model: the model to capture.
         caches: pools; the last state row, if any, is a scratch row for padding.
         most_logits: rows of logits of the largest step.
-        most_tokens: its tokens, of which a model with an MTP layer reports hidden states.
+        most_tokens: its tokens; a model with an MTP layer reports their hidden states.
         limits: see `StepLimits`.
     """
 
@@ -145,8 +145,8 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
-        """Run the step from a graph; return None if no graph fits. The next run, of any kind that
-        shares results, overwrites the logits and hidden states.
+        """Run the step from a graph; return None if no graph fits. The next run of a kind with
+        the same results overwrites the logits and hidden states.
 
         Args:
             batch: a step, its tensors on the host.
