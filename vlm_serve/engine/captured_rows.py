@@ -65,8 +65,8 @@ class CapturedRows:
         return 4 * self.sequences * max_blocks * sets
 
     def result_bytes(self, vocab_size: int, hidden_bytes: int) -> int:
-        """Return the bytes of all results. Kinds of steps share theirs; passes of the MTP layer read
-        a step's and have their own.
+        """Return the bytes of all results. Kinds of steps share theirs; passes of the MTP layer
+        read a step's and have their own.
 
         Args:
             vocab_size: columns of logits.
