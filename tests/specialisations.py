@@ -142,7 +142,7 @@ def start(
     if config.speculative != "off":
         checked.verify()
     spans = step_memory.largest_span(checkpoint, model.spec, config.max_num_batched_tokens)
-    with patch.object(step_memory, "_peak", lambda device, run: run() or 0):
+    with patch.object(step_memory, "_peak", lambda device, run: (run(), 0)[1]):
         step_memory.measure_step_memory(
             model,
             types,

@@ -60,13 +60,18 @@ class SlotSizes:
         return self.slots * len(self.widths) * RECORD * 8
 
 
+RESERVED_RANK = 16
+"""Rank of the later adapters for which there is room, as most have. With 64 on all modules, eight
+slots of a 27B take 15 GiB of the cache's memory."""
+
+
 def most_bytes(modules: Modules, config: EngineConfig) -> int:
-    """Return the bytes of the largest adapter for a slot by the options: all modules have
-    the largest rank, and factors the type of the options, or float32."""
+    """Return the bytes to count for an adapter that is loaded later: all modules have
+    `RESERVED_RANK`, and factors the type of the options, or float32."""
     dtype, open_to = factors_dtype(config) or torch.float32, changed_experts(config)
     experts = (size for name, size in modules.experts.items() if kind_of(name) in open_to)
     numbers = sum(out + depth for out, depth in (*modules.sizes.values(), *experts))
-    return config.max_lora_rank * numbers * dtype.itemsize
+    return min(config.max_lora_rank, RESERVED_RANK) * numbers * dtype.itemsize
 
 
 class AdapterTable:
