@@ -43,9 +43,14 @@ class SharedMemory:
         slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         descriptor, name = tempfile.mkstemp(prefix=f"vlm-serve-ranks-{os.getpid()}-", dir=folder)
-        with os.fdopen(descriptor, "r+b") as file:
-            file.truncate(_bytes(size, slot_bytes))
-        return cls(Path(name), size, slot_bytes)
+        try:
+            with os.fdopen(descriptor, "r+b") as file:
+                file.truncate(_bytes(size, slot_bytes))
+            return cls(Path(name), size, slot_bytes)
+        except BaseException:
+            # Too many bytes: the file would stay in memory until the machine ends.
+            os.unlink(name)
+            raise
 
     def unlink(self) -> None:
         """Unlink the file: no other process can open it; it lasts as long as its mappings."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,3 +149,5 @@ def test_shared_memory_that_the_machine_lacks(tokens: int) -> None:
     rendezvous = _rendezvous(source, config)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="lower max_num_batched_tokens"), rendezvous:
         pass
+    own = f"vlm-serve-ranks-{os.getpid()}-*"
+    assert not [*Path("/dev/shm").glob(own), *Path(tempfile.gettempdir()).glob(own)]
