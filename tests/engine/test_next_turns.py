@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guesses import draft_freely
 from parity import greedy
 from parity_cases import random_ids
 from waiting import wait_for
@@ -135,13 +136,21 @@ def test_a_plain_caller_sends_the_text_back(pipe: Pipeline) -> None:
     assert (second.usage.cached_tokens == whole) == (shared >= whole)
 
 
-def test_without_the_option_no_answer_s_state_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["off", "suffix"])
+def test_without_the_option_no_answer_s_state_is_kept(source: str, tmp_path: Path) -> None:
+    """What a live row leaves without a copy stays; behind accepted drafts there is none."""
     from dataclasses import replace
 
-    config = replace(CONFIG, prefix_cache_answer_ends="off")
+    config = replace(CONFIG, prefix_cache_answer_ends="off", speculative=source)
     with Pipeline("demo", config) as pipe:
+        if source != "off":
+            draft_freely(pipe.engine)
         first = pipe.chat(MESSAGES, greedy(40))
+        assert (first.usage.accepted_prediction_tokens > 0) == (source != "off")
         tokens = [*first.prompt_token_ids, *first.token_ids]
         hit = pipe.generate([*tokens, 3], greedy(1))
-        assert hit.usage.cached_tokens < len(first.prompt_token_ids)
+        left = "left" in saves(pipe)
+        assert left or source != "off"
+        beyond = hit.usage.cached_tokens >= len(first.prompt_token_ids)
+        assert beyond == left
         assert not {"answer_end", "answer_part"} & saves(pipe).keys()
