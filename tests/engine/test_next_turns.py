@@ -138,7 +138,7 @@ def test_a_plain_caller_sends_the_text_back(pipe: Pipeline) -> None:
 
 @pytest.mark.parametrize("source", ["off", "suffix"])
 def test_without_the_option_no_answer_s_state_is_kept(source: str, tmp_path: Path) -> None:
-    """What a live row leaves without a copy stays; behind accepted drafts there is none."""
+    """Keep only what a live row leaves without a copy; behind accepted drafts there is none."""
     from dataclasses import replace
 
     config = replace(CONFIG, prefix_cache_answer_ends="off", speculative=source)

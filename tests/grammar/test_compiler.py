@@ -125,7 +125,7 @@ def test_a_process_that_was_killed_is_no_fault_of_the_grammar(
 def test_a_grammar_whose_own_process_was_killed_is_no_fault_of_its_text(
     compiler: GrammarCompiler,
 ) -> None:
-    """Each is compiled in a forked child, first in line where a host has no memory."""
+    """Kill the forked child that compiles it, as a host without memory does first."""
     compiler.warm()
     assert compiler._process is not None and compiler._process._process is not None
     before = compiler._process._process

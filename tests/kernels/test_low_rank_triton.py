@@ -273,7 +273,7 @@ def test_what_records_do_not_hold() -> None:
 
 @pytest.mark.parametrize("rows", [6, 12])
 def test_torch_finds_the_factors_by_their_addresses(rows: int) -> None:
-    """All that the check at start compares: of few rows, with and without a norm, and of many."""
+    """Compare all that the check does: of few rows, with and without a norm, and of many."""
     owners = (OWNERS * 2)[:rows]
     dense, x, norm = linear(depth=1100), randn(rows, 1100), randn(1100, seed=5) * 0.3
     changes, plus = RowChanges(adapters(1100), owners), randn(rows, COLUMNS, seed=3)

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.adapters.options import changed_experts, serves_adapters, slot_bytes
-from vlm_serve.engine.adapters.table import SlotSizes, most_bytes
+from vlm_serve.engine.adapters.options import serves_adapters, slot_bytes
+from vlm_serve.engine.adapters.table import SlotSizes, idle_adapter, most_bytes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.engine.captured_rows import CapturedRows
@@ -32,7 +32,6 @@ from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.models import Model, ModelSpec
-from vlm_serve.models.adapters import without_effect
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.unread import unread_model
@@ -150,9 +149,7 @@ def measure_step_memory(
     size, captured = config.block_size, CapturedRows.of(config)
     assert size is not None
     few, rows = captured.most_tokens, captured.most_logits
-    adapter = (
-        without_effect(model.modules, changed_experts(config)) if serves_adapters(config) else None
-    )
+    adapter = idle_adapter(model.modules, config)
     try:
         with torch.inference_mode(), launching_on(device):
             caches = _small_pools(model, types, -(-max(tokens, few) // size), size)

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.adapters.options import changed_experts, serves_adapters
+from vlm_serve.engine.adapters.table import idle_adapter
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.kv_write import copy_kv_rows
@@ -24,7 +24,6 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.state_copy import copy_rows
 from vlm_serve.models import Model
-from vlm_serve.models.adapters import without_effect
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 
@@ -49,11 +48,7 @@ def warm_up(model: Model, types: Types, config: EngineConfig) -> None:
     begin = time.perf_counter()
     _log.info("compiling the kernels of all steps that are not kept yet: minutes, once")
     with torch.inference_mode(), launching_on(model.device):
-        adapter = (
-            without_effect(model.modules, changed_experts(config))
-            if serves_adapters(config)
-            else None
-        )
+        adapter = idle_adapter(model.modules, config)
         steps = _Steps(model, types, config)
         for changes in (None, adapter) if adapter is not None else (None,):
             steps.changes = changes

@@ -62,7 +62,7 @@ def test_experts_in_one_tensor(tmp_path: Path, name: str, compiled: bool) -> Non
 def test_experts_in_one_piece_as_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """In one tensor, and some of the experts by tensors of their own, with other ranks."""
+    """Change experts in one tensor, and some by tensors of their own, with other ranks."""
     path = make_checkpoint(tmp_path / "model", SPECS[name])
     tensors = random_expert_factors(fused_experts(path), 3, RANK)
     folder = write_adapter(tmp_path / "adapter", tensors, RANK, target_parameters=BOTH)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.adapters.options import changed_experts, factors_dtype
+from vlm_serve.engine.adapters.options import changed_experts, factors_dtype, serves_adapters
 from vlm_serve.engine.graph_device import GraphDevice
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.linear.low_rank_fixed import FixedRows
 from vlm_serve.kernels.linear.low_rank_records import RECORD
-from vlm_serve.models.adapters import Modules
+from vlm_serve.models.adapters import Modules, without_effect
 from vlm_serve.models.adapters.experts import kind_of
 
 
@@ -72,6 +72,14 @@ def most_bytes(modules: Modules, config: EngineConfig) -> int:
     experts = (size for name, size in modules.experts.items() if kind_of(name) in open_to)
     numbers = sum(out + depth for out, depth in (*modules.sizes.values(), *experts))
     return min(config.max_lora_rank, RESERVED_RANK) * numbers * dtype.itemsize
+
+
+def idle_adapter(modules: Modules, config: EngineConfig) -> AdapterChanges | None:
+    """Return an adapter without effect, to measure and compile steps with; None if the engine
+    serves no adapters."""
+    if not serves_adapters(config):
+        return None
+    return without_effect(modules, changed_experts(config))
 
 
 class AdapterTable:
