@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 from batch_client import Batcher, line
-from process_tree import processes_below, runs
+from process_tree import opened_by, processes_below, runs
 from server_process import ServerProcess, server_process
 from waiting import wait_for
 
@@ -103,8 +102,8 @@ def test_a_file_beyond_the_largest_body_is_refused_in_front(client: Batcher) -> 
 def test_a_second_signal_leaves_nothing(server: ServerProcess, client: Batcher) -> None:
     """Neither processes nor Ray's folder, though a request still runs."""
     below = processes_below(server.process.pid)
-    opened = [os.readlink(each) for each in Path(f"/proc/{server.process.pid}/fd").iterdir()]
-    (folder,) = {Path(each) for each in opened if Path(each).name.startswith(PREFIX)}
+    opened = map(Path, opened_by(server.process.pid))
+    (folder,) = {path for path in opened if path.name.startswith(PREFIX)}
     begun = client.api.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": "Say it."}],

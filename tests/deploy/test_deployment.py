@@ -17,7 +17,7 @@ from typing import IO, Any
 import httpx
 import pytest
 from other_user import as_nobody, mode, needs_root
-from process_tree import processes_below, replica_pids
+from process_tree import opened_by, processes_below, replica_pids
 from server_process import ServerProcess, server_process
 from serving import wait_for
 
@@ -278,13 +278,9 @@ def test_replicas_are_no_less_important_than_the_front(server: ServerProcess) ->
 
 def listening(pids: Iterable[int]) -> list[str]:
     """Local addresses of listening sockets, in the form of /proc."""
-    inodes = set()
+    inodes: set[str] = set()
     for pid in pids:
-        for path in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):
-                name = os.readlink(path)
-                if name.startswith("socket:["):
-                    inodes.add(name[8:-1])
+        inodes |= {name[8:-1] for name in opened_by(pid) if name.startswith("socket:[")}
     found = []
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -327,9 +323,12 @@ def test_user_signals_without_a_meaning_change_nothing(
 @pytest.fixture
 def folder(server: ServerProcess) -> Path:
     """The one for Ray's files, which the gateway holds open."""
-    opened = [os.readlink(each) for each in Path(f"/proc/{server.process.pid}/fd").iterdir()]
-    (found,) = {path for path in opened if Path(path).name.startswith(PREFIX)}
-    return Path(found)
+    (found,) = {
+        path
+        for each in opened_by(server.process.pid)
+        if (path := Path(each)).name.startswith(PREFIX)
+    }
+    return found
 
 
 def test_rays_files_have_a_folder_that_others_cannot_enter(folder: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from ports import free_port
-from process_tree import processes_below
+from process_tree import processes_below, runs
 from serving import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_replicas_share_a_store_that_ends_with_them() -> None:
         process.send_signal(signal.SIGTERM)
         process.wait(SECONDS)
         deadline = time.monotonic() + SECONDS
-        while left := [line for pid, line in below.items() if Path(f"/proc/{pid}").exists()]:
+        while left := [line for pid, line in below.items() if runs(pid)]:
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
     finally:

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled_code import wait_for_compiled_code
+from process_tree import runs
 
 from vlm_serve import temporary_folder
 from vlm_serve.kernels import (
@@ -219,13 +220,7 @@ def test_a_compiler_that_hangs_is_killed_with_its_children(
         with pytest.raises(BuildError, match="the compiler took more than 2 seconds"):
             load()
     assert time.monotonic() - begin < 60, "what has hung once is not tried again"
-    state = Path(f"/proc/{child.read_text().strip()}/stat")
-
-    def alive() -> bool:
-        # An orphan may wait for its burial.
-        return state.exists() and state.read_text().rsplit(")")[1].split()[0] != "Z"
-
-    while alive():
+    while runs(int(child.read_text())):
         assert time.monotonic() - begin < 60
         time.sleep(0.05)
 

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from hostile_files import many_scans
 from PIL import Image
+from process_tree import runs
 
 from vlm_serve.errors import EngineClosedError, MediaError
 from vlm_serve.preprocess.decoders import HEAVY_NICENESS, LIGHT_FILE_BYTES, MOST_AHEAD, Decoders
@@ -229,7 +230,7 @@ def test_a_decode_ends_with_its_client(decoders: Decoders, videos: Path) -> None
         stop.set()
         list(frames)
     assert decoders.pids == []
-    wait_until(lambda: not _runs(process))
+    wait_until(lambda: not runs(process))
     with pytest.raises(StoppedError):
         pixels_of(decoders, small(), stop=stop)
 
@@ -345,7 +346,7 @@ def test_what_forks_them_is_replaced_when_it_is_stopped(decoders: Decoders) -> N
     begin = time.monotonic()
     assert pixels_of(decoders, large()).shape == (6000, 8000, 3)
     assert time.monotonic() - begin < 30
-    assert not _runs(process.pid)
+    assert not runs(process.pid)
 
 
 def test_a_stopped_process_ends_at_the_deadline(decoders: Decoders) -> None:
@@ -354,16 +355,16 @@ def test_a_stopped_process_ends_at_the_deadline(decoders: Decoders) -> None:
     os.kill(idle, signal.SIGSTOP)
     with pytest.raises(MediaError, match="longer than 1 seconds"):
         pixels_of(decoders, small(), replace(LIMITS, max_image_decode_seconds=1))
-    wait_until(lambda: not _runs(idle))
+    wait_until(lambda: not runs(idle))
     assert pixels_of(decoders, small()).shape == (30, 40, 3)
 
 
-def test_closing_ends_what_runs() -> None:
+def test_closing_ends_whatruns() -> None:
     decoders = Decoders()
     pixels_of(decoders, small())
     pids = decoders.pids
     decoders.close()
-    wait_until(lambda: not any(map(_runs, pids)))
+    wait_until(lambda: not any(map(runs, pids)))
     with pytest.raises(EngineClosedError):
         pixels_of(decoders, small())
     decoders.close()
@@ -409,12 +410,4 @@ def test_processes_end_with_their_owner(tmp_path: Path) -> None:
         worker = int(owner.stdout.readline())
         time.sleep(0.2)
         owner.kill()
-    wait_until(lambda: not _runs(worker))
-
-
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+    wait_until(lambda: not runs(worker))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from process_tree import children_of, runs
 from server_process import COMMAND, server_process
 from serving import wait_for
 
@@ -24,14 +25,8 @@ SMALL = ["--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048"
 SECONDS = 60
 
 
-def children_of(process: int) -> list[str]:
-    listed = [path.read_text() for path in Path(f"/proc/{process}/task").glob("*/children")]
-    return " ".join(listed).split()
-
-
 def runs_grammar_worker(process: int) -> bool:
-    lines = [Path(f"/proc/{child}/cmdline").read_text() for child in children_of(process)]
-    return "vlm_serve.grammar.worker" in " ".join(lines)
+    return any("vlm_serve.grammar.worker" in line for line in children_of(process).values())
 
 
 def test_serve_answers_and_ends_on_a_signal(checkpoint: Path) -> None:
@@ -99,7 +94,7 @@ def test_a_signal_waits_for_open_requests_and_a_second_one_does_not(
             assert process.wait(SECONDS) == 0
             with contextlib.suppress(httpx.HTTPError):
                 assert not any('"length"' in line for line in lines), "it has waited for the end"
-            wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+            wait_for(lambda: not any(map(runs, children)))
     assert "Traceback" not in log.read_text()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from parity import executor_of, greedy
 from parity_cases import random_ids
-from process_tree import processes_below
+from process_tree import children_of, processes_below
 from rank_processes import rank_processes
 from server_process import server_process
 
@@ -47,12 +47,9 @@ def _left(folder: str = "/dev/shm") -> set[str]:
     return {each for each in os.listdir(folder) if each.startswith(own)}
 
 
-def _workers() -> list[str]:
+def _workers() -> list[int]:
     """Children of this process that are ranks."""
-    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = [pid for file in children for pid in file.read_text().split()]
-    lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
-    return [pid for pid, line in zip(pids, lines, strict=True) if b"ranks.worker" in line]
+    return [pid for pid, line in children_of(os.getpid()).items() if "ranks.worker" in line]
 
 
 def _wait_for_end(pipe: Pipeline) -> None:
