@@ -122,6 +122,44 @@ def test_a_process_that_was_killed_is_no_fault_of_the_grammar(
     compiler.compile(StructuredOutputs(regex="abc"))
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_process_that_is_killed_while_it_starts_is_no_fault_of_the_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """As of a grammar whose process ends later: the next one gets the task, once."""
+    left = iter(range(times))
+
+    def killed(stream: Any, task: dict[str, Any]) -> None:
+        send(stream, task)
+        if "tokenizer" in task and next(left, None) is not None:
+            compiler._process._process.kill()  # type: ignore[union-attr]
+
+    monkeypatch.setattr(process, "send", killed)
+    if times == 2:
+        with pytest.raises(OverloadedError, match="was ended, twice"):
+            compiler.compile(StructuredOutputs(regex="ab"))
+    compiler.compile(StructuredOutputs(regex="ab"))
+
+
+def test_a_start_that_takes_all_its_time_is_not_repeated(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizers = []
+
+    def stopped(stream: Any, task: dict[str, Any]) -> None:
+        if "tokenizer" in task:
+            tokenizers.append(task)
+            compiler._process._process.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
+        send(stream, task)
+
+    monkeypatch.setattr(process, "START_SECONDS", 1.0)
+    monkeypatch.setattr(process, "send", stopped)
+    with pytest.raises(OverloadedError):
+        compiler.compile(StructuredOutputs(regex="ab"))
+    assert len(tokenizers) == 2, "of the task, and of the warm one for the next"
+    monkeypatch.undo()
+
+
 def test_a_grammar_whose_own_process_was_killed_is_no_fault_of_its_text(
     compiler: GrammarCompiler,
 ) -> None:

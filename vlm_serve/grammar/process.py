@@ -40,22 +40,27 @@ class CompileProcess:
     def compile(self, task: dict[str, Any]) -> dict[str, Any]:
         """Compile a task and return the grammar, see `worker`. Waits for its turn.
 
-        A process that ends meanwhile is no fault of the source: another one gets the task, once.
-        So does another child of the process if the first one was killed.
+        A process that ends meanwhile, also while it starts, is no fault of the source: another one
+        gets the task, once. So does another child of the process if the first one was killed. A
+        start that takes all its time is not repeated.
 
         Raises InvalidRequestError for a source that is invalid, too slow or too large to compile;
-        OverloadedError if two processes end; VlmServeError if none can be started;
-        EngineClosedError after `close`.
+        OverloadedError if two processes end or one does not start; EngineClosedError after `close`.
         """
         with self._lock:
             task = task | {"seconds": self._seconds}
-            answer = self._tried(task) or self._tried(task)
+            begun = time.monotonic()
+            answer = self._tried(task)
+            if answer is None and time.monotonic() - begun < START_SECONDS:
+                answer = self._tried(task)
             if answer is None and not self._closed:
                 self._start()  # warm for the next task
         if answer is None:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
-            raise OverloadedError("the grammar compiler was ended, twice: try again later")
+            raise OverloadedError(
+                "the grammar compiler was ended, twice, or did not start: try again later"
+            )
         if "late" in answer:
             late = answer["late"]
             what = f"took longer than {self._seconds:g} s" if late else "took too much memory"
@@ -72,7 +77,8 @@ class CompileProcess:
         Raises VlmServeError if it cannot be started; EngineClosedError after `close`.
         """
         with self._lock:
-            self._make_ready()
+            if not self._make_ready():
+                raise VlmServeError("the grammar compiler did not start")
 
     def close(self) -> None:
         """Kill the process; a running task fails."""
@@ -84,18 +90,18 @@ class CompileProcess:
             self._end()
 
     def _tried(self, task: dict[str, Any]) -> dict[str, Any] | None:
-        self._make_ready()
-        answer = self._exchange(task, self._seconds + GRACE_SECONDS)
+        ready = self._make_ready()
+        answer = self._exchange(task, self._seconds + GRACE_SECONDS) if ready else None
         return None if answer is None or "ended" in answer else answer
 
-    def _make_ready(self) -> None:
+    def _make_ready(self) -> bool:
+        """Return False if the process has ended or took too long. Raise EngineClosedError."""
         self._start()
         if not self._ready:
-            if self._exchange(None, START_SECONDS) is None:
-                if self._closed:
-                    raise EngineClosedError("the engine is closed")
-                raise VlmServeError("the grammar compiler did not start")
-            self._ready = True
+            self._ready = self._exchange(None, START_SECONDS) is not None
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
+        return self._ready
 
     def _start(self) -> None:
         if self._process is not None or self._closed:
