@@ -154,7 +154,7 @@ class Pipeline:
 
         Raises:
             InvalidRequestError or a subclass: bad input.
-            EngineError: the model's step failed.
+            EngineError, EngineClosedError: the model's step failed, or the engine has ended.
         """
         return self.chat_many([messages], params, **options)[0]
 

@@ -11,13 +11,15 @@ from pathlib import Path
 from common.engine_gguf import ConversionError, convert
 from common.engine_peers import LlamaCpp, find_llama, llama
 
-# As in engine_gguf.py: the benchmark's tokenizer is none that the converter knows.
+# As in engine_gguf.py: the benchmark's tokenizer is none that the converter knows, and its checkpoints
+# have no layers that predict further tokens, of which this converter has no option.
 _PROGRAM = """
 import runpy, sys
 folder = sys.argv[1]
 sys.path.insert(0, folder)
 from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda *_: "qwen35"
+TextModel.no_mtp = True
 converter = folder + "/convert_lora_to_gguf.py"
 sys.argv = [converter, *sys.argv[2:]]
 runpy.run_path(converter, run_name="__main__")

@@ -13,7 +13,7 @@ from parity_cases import random_ids
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine import local_executor
 from vlm_serve.engine.device_errors import after_failure
-from vlm_serve.errors import EngineError
+from vlm_serve.errors import EngineClosedError
 from vlm_serve.pipeline import Pipeline
 
 GPU = torch.device("cuda", 0)
@@ -84,6 +84,6 @@ def test_the_engine_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             local_executor, "after_failure", lambda error, device: "cuda:0 can compute nothing more"
         )
-        with pytest.raises(EngineError, match="can compute nothing more"):
+        with pytest.raises(EngineClosedError, match="can compute nothing more"):
             pipe.generate(random_ids(20, 1), greedy(2))
         assert not pipe.engine.alive

@@ -100,7 +100,8 @@ class EngineReplica:
     ) -> bool:
         """Answer a request with messages in its gateway's outbox.
 
-        Cancelling the call ends the request, as a disconnecting client does.
+        Cancelling the call ends the request, as a disconnecting client does. Once the engine has
+        ended, nothing more is said to a request that another replica can resume.
 
         Args:
             scope: a plain ASGI scope.
@@ -109,7 +110,7 @@ class EngineReplica:
             replica: the only replica that may answer, for the router.
             avoid: replicas that should not answer, for the router.
 
-        Returns False if this is not the wanted replica.
+        Returns False if this is not the wanted replica, or the answer is to be resumed.
         """
         if replica is not None and replica != self.name:
             return False
@@ -120,14 +121,19 @@ class EngineReplica:
         if attempt is not None:
             scope["vlm_serve.attempt"] = attempt
 
+        def lost() -> bool:
+            return attempt is not None and not self._service.engine.alive
+
         async def send(message: Message) -> None:
-            outbox.put(number, message)
+            if not lost():
+                outbox.put(number, message)
 
         try:
             await self._app(scope, receiver(body), send)
         finally:
-            outbox.put(number, None)
-        return True
+            if not lost():
+                outbox.put(number, None)
+        return not lost()
 
     async def open_channel(self, gateway: str, *, replica: str) -> Address | None:
         """Return the address of a gateway's channel; None if this is not the wanted replica."""

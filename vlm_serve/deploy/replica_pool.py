@@ -213,7 +213,7 @@ class ReplicaPool:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_MESSAGES_SECONDS if taken else 0):
                     await open_call.closed.wait()
-            open_call.put(_lost(open_call.replica))
+            open_call.put(_lost(open_call.replica or SHARED_STATE.routed.get(number)))
 
     def _check_replicas(self) -> None:
         running = SHARED_STATE.replicas

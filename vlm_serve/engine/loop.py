@@ -27,7 +27,7 @@ from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.engine.validation import check_request
-from vlm_serve.errors import EngineClosedError, EngineError, MediaError, VlmServeError
+from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
 from vlm_serve.host_threads import release_worker_threads
 from vlm_serve.preprocess.prompt import Prompt
 
@@ -344,7 +344,8 @@ class EngineLoop:
                 if command is not None:
                     with contextlib.suppress(ExecutorLostError):
                         command()
-        error = self._ending or EngineError("the engine was closed while the request was running")
+        why = str(self._ending or "the engine was closed while the request was running")
+        error = EngineClosedError(why, code="engine_stopped")
         for group in list(self._groups.values()):
             with contextlib.suppress(Exception):
                 self._emit(self._scheduler.end(group, error))

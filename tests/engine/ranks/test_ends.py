@@ -22,7 +22,7 @@ from vlm_serve.cli import main
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.ranks.executor import ShardedExecutor
 from vlm_serve.engine.ranks.process import RankProcesses
-from vlm_serve.errors import ConfigError, EngineError
+from vlm_serve.errors import ConfigError, EngineClosedError, EngineError
 from vlm_serve.pipeline import Pipeline
 
 CONFIG = EngineConfig(block_size=16, cache_memory="16MiB", tensor_parallel_size=2, threads=1)
@@ -82,9 +82,10 @@ def test_a_rank_that_dies_ends_an_idle_engine(
 def test_a_rank_that_dies_ends_whoever_waits_for_an_answer(pipe: Pipeline) -> None:
     (pid,) = _pids(pipe)
     threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-    with pytest.raises(EngineError, match="rank 1 was ended by SIGKILL"):
+    with pytest.raises(EngineClosedError, match="rank 1 was ended by SIGKILL") as caught:
         for seed in range(10_000):
             pipe.generate(random_ids(50, seed), greedy(30))
+    assert (caught.value.status, caught.value.code) == (503, "engine_stopped")
     _wait_for_end(pipe)
 
 
@@ -100,7 +101,7 @@ def test_how_a_rank_ended_is_said_by_whoever_notices_first(
     # A step that begins before its end would wait for it as long as for one that is slow.
     with suppress(ChildProcessError):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    with pytest.raises(EngineError, match="rank 1 was ended by SIGKILL"):
+    with pytest.raises(EngineClosedError, match="rank 1 was ended by SIGKILL"):
         pipe.generate(random_ids(50, 1), greedy(3))
     _wait_for_end(pipe)
 
@@ -109,7 +110,7 @@ def test_a_rank_that_is_stopped_is_not_waited_for_longer_than_said() -> None:
     with Pipeline("demo", replace(CONFIG, stall_timeout=2.0)) as pipe:
         (pid,) = _pids(pipe)
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(EngineError, match="rank 1 has not answered for 2 s"):
+        with pytest.raises(EngineClosedError, match="rank 1 has not answered for 2 s"):
             pipe.generate(random_ids(50, 1), greedy(3))
         _wait_for_end(pipe)
     assert _gone(pid)
@@ -169,7 +170,7 @@ def test_a_step_that_fails_in_a_process_group_ends_the_engine() -> None:
 
         executor._forward = faulty  # type: ignore[method-assign, assignment]
         begin = time.monotonic()
-        with pytest.raises(EngineError, match="cannot begin again: no memory for this step"):
+        with pytest.raises(EngineClosedError, match="cannot begin again: no memory for this step"):
             pipe.generate(random_ids(50, 1), greedy(5))
         assert time.monotonic() - begin < CONFIG.stall_timeout
         _wait_for_end(pipe)
