@@ -11,8 +11,8 @@ from pathlib import Path
 from common.engine_gguf import ConversionError, convert
 from common.engine_peers import LlamaCpp, find_llama, llama
 
-# As in engine_gguf.py: the benchmark's tokenizer is none that the converter knows, and its checkpoints
-# have no layers that predict further tokens, of which this converter has no option.
+# As in engine_gguf.py: the benchmark's tokenizer is none that the converter knows, and its
+# checkpoints have no layers that predict further tokens: this converter has no option for that.
 _PROGRAM = """
 import runpy, sys
 folder = sys.argv[1]
