@@ -318,6 +318,10 @@ class Engine:
     def alive(self) -> bool:
         return self._loop.alive
 
+    def wait(self) -> None:
+        """Wait until the engine has ended, by `close` or by itself."""
+        self._loop.join()
+
     def close(self) -> None:
         """Abort running requests and end the thread. Repeated calls are allowed."""
         self._loop.close()

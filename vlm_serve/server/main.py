@@ -36,7 +36,7 @@ from vlm_serve.server.http.draining import (
 )
 from vlm_serve.server.http.listening import close_listener, listen, tls_context, url_of
 from vlm_serve.server.http.tenants import read_tenant_keys
-from vlm_serve.server.run import make_server
+from vlm_serve.server.run import make_server, stop_with_engine
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ OPEN_TO_ALL = (
 
 
 def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
-    """Serve a model until a signal arrives; return the exit status.
+    """Serve a model until a signal arrives or the engine ends; return the exit status: 0 or 1.
 
     Raises:
         ConfigError, CheckpointError: the server cannot start; nothing listens.
@@ -77,11 +77,12 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
         server = make_server(engine, config, names, announce, _leave_at_once)
         server.service.grammars.warm_up()
         freeze_startup_objects()
+        ended = stop_with_engine(server, engine)
         server.run(sockets=[bound])
     finally:
         close_listener(bound)
         engine.close()
-    return 0
+    return 1 if ended.is_set() else 0
 
 
 def is_open_to_all(config: ServerConfig) -> bool:

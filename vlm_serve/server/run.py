@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -58,3 +59,19 @@ def make_server(
     app = for_browsers(create_app(service, read_tenant_keys(config.tenant_keys)), config)
     settings = uvicorn_config(below_root(app, config.root_path), connections)
     return DrainingServer(settings, service, connections, on_listening, on_second_signal)
+
+
+def stop_with_engine(server: DrainingServer[Service], engine: Engine) -> threading.Event:
+    """Stop the server when its engine ends by itself. Return an event that is set then.
+
+    Without an engine every answer is a 503: whoever supervises the process can start another one.
+    """
+    ended = threading.Event()
+
+    def wait() -> None:
+        engine.wait()
+        if server.stop():
+            ended.set()
+
+    threading.Thread(target=wait, name="vlm-serve-end", daemon=True).start()
+    return ended

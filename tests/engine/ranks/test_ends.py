@@ -7,16 +7,19 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from parity import executor_of, greedy
 from parity_cases import random_ids
 from process_tree import children_of, processes_below
 from rank_processes import rank_processes
 from server_process import server_process
+from serving import wait_for
 
 from vlm_serve.cli import main
 from vlm_serve.config import EngineConfig
@@ -135,6 +138,33 @@ def test_ranks_end_with_a_server_that_is_killed() -> None:
         while not all(_gone(pid) for pid in pids):
             assert time.monotonic() < deadline, "a rank has outlived its server"
             time.sleep(0.05)
+
+
+def test_a_server_ends_with_its_engine() -> None:
+    """Whoever supervises it can start another; until then every answer would be a 503."""
+    arguments = ("demo", "--tensor-parallel-size", "2", "--threads", "1", "--cache-memory", "16MiB")
+    body = {"prompt": "One, two,", "max_tokens": 2000, "ignore_eos": True}
+    with (
+        server_process(*arguments) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE, trust_env=False) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+        (pid,) = (
+            pid
+            for pid, line in processes_below(server.process.pid).items()
+            if "ranks.worker" in line
+        )
+        asking = pool.submit(client.post, "/v1/completions", json=body)
+        wait_for(lambda: client.get("/load").json()["num_requests_running"] == 1, PATIENCE)
+        os.kill(pid, signal.SIGKILL)
+        answer = asking.result(PATIENCE)
+        error = answer.json()["error"]
+        assert answer.status_code == 503 and "Retry-After" in answer.headers
+        assert (error["message"], error["code"]) == (
+            "rank 1 was ended by SIGKILL",
+            "engine_stopped",
+        )
+        assert server.process.wait(PATIENCE) == 1
 
 
 def test_a_step_that_fails_on_one_rank_fails_alone() -> None:

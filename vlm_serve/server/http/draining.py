@@ -136,8 +136,18 @@ class DrainingServer(uvicorn.Server, Generic[S]):
             self.force_exit = True
             self._on_second_signal()
             return
+        self.stop()
+
+    def stop(self) -> bool:
+        """Stop as after a first signal. Thread-safe. Return False if it is stopping already."""
+        if self.service.requests.draining:
+            return False
         self.service.requests.draining = True
-        self._loop.call_soon_threadsafe(self._start_draining)
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._start_draining)
+        return True
 
     def _start_draining(self) -> None:
         self._draining = asyncio.ensure_future(self._drain())
