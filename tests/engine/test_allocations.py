@@ -12,6 +12,7 @@ from families import FAMILIES
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine import step_memory
 from vlm_serve.engine.adapters.table import SlotSizes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Backend, decide
@@ -19,6 +20,7 @@ from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.step_memory import measure_step_memory, planned_step_memory
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.models import Model, load_model, read_spec
+from vlm_serve.models.adapters import uniform
 from vlm_serve.models.unread import unread_model
 
 META = torch.device("meta")
@@ -123,3 +125,28 @@ def test_adapters_that_come_later_are_counted_at_the_start(tmp_path: Path) -> No
         SlotSizes.of(modules, slots=3, max_rank=8).nbytes
     )
     assert later.graphs > 1.5 * none.graphs
+
+
+def test_steps_and_pictures_count_adapters_of_the_largest_rank(tmp_path: Path) -> None:
+    """The adapter that is measured has rank 1, and is measured as the largest one."""
+    checkpoint = make_checkpoint(tmp_path, next(iter(FAMILIES["qwen3_5"].values())))
+    spec = read_spec(checkpoint)
+    types = decide(CONFIG, spec.dtype, Backend(torch.device("cpu")), None).types
+    model = unread_model(spec, types.weights, types.compute)
+    spans = 300
+
+    def measured(**options: Any) -> StepMemory:
+        config = replace(CONFIG, max_num_batched_tokens=512, max_lora_rank=64, **options)
+        return measure_step_memory(
+            model, types, config, span_tokens=spans, logit_rows=4, with_graphs=False
+        )
+
+    measured()  # The tower remembers the picture's grid.
+    none, later = measured(), measured(reserve_loras=True)
+    largest = uniform(model.modules, 64, lambda rows, columns: torch.zeros(rows, columns))
+    largest.place(META)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(step_memory, "idle_adapter", lambda modules, config: largest)
+        whole = measured(reserve_loras=True)
+    assert none.forward < later.forward == whole.forward
+    assert none.vision < later.vision == whole.vision

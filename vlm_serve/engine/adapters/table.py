@@ -76,10 +76,11 @@ def most_bytes(modules: Modules, config: EngineConfig) -> int:
 
 def idle_adapter(modules: Modules, config: EngineConfig) -> AdapterChanges | None:
     """Return an adapter without effect, to measure and compile steps with; None if the engine
-    serves no adapters."""
+    serves no adapters. Its steps take the memory of those with the largest rank."""
     if not serves_adapters(config):
         return None
-    return without_effect(modules, changed_experts(config))
+    room = SlotSizes.of_config(modules, config).widths
+    return without_effect(modules, changed_experts(config), room)
 
 
 class AdapterTable:

@@ -184,10 +184,12 @@ def changes_of(named: Mapping[str, LowRank], modules: Modules) -> AdapterChanges
     return AdapterChanges(changes, len(modules.sites), tower=any(map(is_vision, named)))
 
 
-def without_effect(modules: Modules, experts: Collection[str] = ()) -> AdapterChanges:
+def without_effect(
+    modules: Modules, experts: Collection[str] = (), room: Sequence[int] = ()
+) -> AdapterChanges:
     """Return an adapter of rank 1 that adds zeros to every module; of routed experts only to those
-    in one piece, and to their projections `experts`."""
-    return uniform(modules, 1, lambda rows, columns: torch.zeros(rows, columns), experts)
+    in one piece, and to their projections `experts`. `room`: see `AdapterChanges`."""
+    return uniform(modules, 1, lambda rows, columns: torch.zeros(rows, columns), experts, room)
 
 
 def uniform(
@@ -195,6 +197,7 @@ def uniform(
     rank: int,
     factor: Callable[[int, int], torch.Tensor],
     experts: Collection[str] = (),
+    room: Sequence[int] = (),
 ) -> AdapterChanges:
     """Return an adapter of one rank, with factors of the sizes that `factor` gets.
 
@@ -203,6 +206,7 @@ def uniform(
         rank: of each module.
         factor: returns `[rows, columns]`.
         experts: projections of routed experts in one piece that it changes too, all experts alike.
+        room: see `AdapterChanges`.
     """
     named = {
         name: LowRank(factor(rank, depth), factor(out, rank), 1.0)
@@ -214,7 +218,8 @@ def uniform(
         for number, count in modules.stacked.items()
         if kind_of(modules.sites[number - 1][0][0].module) in experts
     }
-    return AdapterChanges({**changes.by_site, **stacked}, len(modules.sites), tower=changes.tower)
+    own = {**changes.by_site, **stacked}
+    return AdapterChanges(own, len(modules.sites), tower=changes.tower, room=room)
 
 
 def _complaint(unknown: list[str], modules: Modules) -> str:
