@@ -22,6 +22,7 @@ from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.models import Model, load_model, read_spec
 from vlm_serve.models.adapters import uniform
 from vlm_serve.models.unread import unread_model
+from vlm_serve.models.vision_grid import REMEMBERED_PATCHES
 
 META = torch.device("meta")
 CONFIG = EngineConfig(block_size=16, max_num_seqs=4, max_num_batched_tokens=80, max_model_len=128)
@@ -133,10 +134,10 @@ def test_steps_and_pictures_count_adapters_of_the_largest_rank(tmp_path: Path) -
     spec = read_spec(checkpoint)
     types = decide(CONFIG, spec.dtype, Backend(torch.device("cpu")), None).types
     model = unread_model(spec, types.weights, types.compute)
-    spans = 300
+    spans = 60
 
     def measured(**options: Any) -> StepMemory:
-        config = replace(CONFIG, max_num_batched_tokens=512, max_lora_rank=64, **options)
+        config = replace(CONFIG, max_lora_rank=64, **options)
         return measure_step_memory(
             model, types, config, span_tokens=spans, logit_rows=4, with_graphs=False
         )
@@ -150,3 +151,25 @@ def test_steps_and_pictures_count_adapters_of_the_largest_rank(tmp_path: Path) -
         whole = measured(reserve_loras=True)
     assert none.forward < later.forward == whole.forward
     assert none.vision < later.vision == whole.vision
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "minicpmv4_6"])
+def test_pictures_of_many_sizes_leave_values_of_a_few(family: str, tmp_path: Path) -> None:
+    """What the tower remembers of grids is bounded by patches: a large picture has many."""
+    made_as = next(iter(FAMILIES[family].values()))
+    spec = read_spec(make_checkpoint(tmp_path, made_as))
+    vision = spec.vision
+    assert vision is not None
+    model = unread_model(spec, torch.bfloat16, torch.bfloat16)
+    grids = [(1, 100, 4 * (width + 15)) for width in range(30)]
+
+    def encode(grid: tuple[int, int, int]) -> None:
+        pixels = torch.zeros(grid[1] * grid[2], vision.patch_dim)
+        model.encode_media(pixels, [grid], [vision.merge_size])
+
+    alone = peak_of(lambda: encode(grids[-1]))
+    all_of_them = peak_of(lambda: [encode(grid) for grid in grids])
+    assert sum(height * width for _, height, width in grids) > 10 * REMEMBERED_PATCHES
+    # Positions in 16 bits, and as many cosines and sines as a head has numbers.
+    patch = (2 + 4) * made_as.vision_hidden_size
+    assert all_of_them <= alone + REMEMBERED_PATCHES * patch

@@ -163,7 +163,7 @@ def measure_step_memory(
             graphs = shared
             if with_graphs:
                 hidden = model.spec.hidden_size * model.dtype.itemsize
-                graphs += captured.result_bytes(model.spec.vocab_size, hidden)
+                graphs += captured.result_bytes(model.columns, hidden)
                 blocks = -(-_longest(model.spec, config) // size)
                 graphs += captured.table_bytes(blocks, 1 if adapter is None else 2)
             if with_graphs and adapter is not None:
@@ -259,9 +259,7 @@ def _forward(
     return run
 
 
-def _encode(
-    model: Model, span_tokens: int, adapter: AdapterChanges | None
-) -> Callable[[], object]:
+def _encode(model: Model, span_tokens: int, adapter: AdapterChanges | None) -> Callable[[], object]:
     """Return a run of the tower over one picture of at least that many placeholder tokens, with an
     adapter if there is one."""
     vision = model.spec.vision
