@@ -104,6 +104,12 @@ class AdapterChanges:
         self._placed: Mapping[int, Change | StackedChange] | None = None
         self._records: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of all factors."""
+        changes = self.by_site.values()
+        return sum(own.down.nbytes + sum(up.values.nbytes for up in own.ups) for own in changes)
+
     def lay_out(self) -> None:
         """Lay everything out for compiled code, unless that has been done."""
         if self._layout is None:

@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, SPECS
 from make_checkpoint import make_checkpoint
+from peft_folders import random_factors, write_adapter
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine import step_memory
-from vlm_serve.engine.adapters.table import SlotSizes
+from vlm_serve.engine.adapters.table import SlotSizes, most_bytes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.step_memory import measure_step_memory, planned_step_memory
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.models import Model, load_model, read_spec
-from vlm_serve.models.adapters import uniform
+from vlm_serve.models.adapters import place, read_adapter, uniform
 from vlm_serve.models.unread import unread_model
 from vlm_serve.models.vision_grid import REMEMBERED_PATCHES
 
@@ -173,3 +174,34 @@ def test_pictures_of_many_sizes_leave_values_of_a_few(family: str, tmp_path: Pat
     # Positions in 16 bits, and as many cosines and sines as a head has numbers.
     patch = (2 + 4) * made_as.vision_hidden_size
     assert all_of_them <= alone + REMEMBERED_PATCHES * patch
+
+
+def test_one_later_adapter_of_the_largest_rank_always_fits(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, SPECS["text, moe"])
+    spec = read_spec(checkpoint)
+    modules = unread_model(spec, torch.float32, torch.float32).modules
+    largest = uniform(modules, 64, lambda rows, columns: torch.zeros(rows, columns)).factor_bytes
+    for slots in (1, 3, 8):
+        config = replace(CONFIG, max_loras=slots, max_lora_rank=64)
+        assert slots * most_bytes(modules, config) >= largest
+        if slots > 1:
+            less = slots * most_bytes(modules, replace(config, max_lora_rank=16))
+            assert slots == 3 or slots * most_bytes(modules, config) == less
+
+
+def test_experts_of_several_ranks_count_as_they_are_placed(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", SPECS["text, moe"])
+    spec = read_spec(checkpoint)
+    types = decide(CONFIG, spec.dtype, Backend(torch.device("cpu")), None).types
+    modules = unread_model(spec, types.weights, types.compute).modules
+    assert modules.stacked
+    some = [name for name in modules.experts if "layers.0" in name]
+    tensors = random_factors({each: modules.experts[each] for each in some[:-3]}, 1, rank=1)
+    tensors |= random_factors({each: modules.experts[each] for each in some[-3:]}, 2, rank=16)
+    pattern = {each: 16 for each in some[-3:]}
+    folder = write_adapter(tmp_path / "a", tensors, 1, rank_pattern=pattern)
+    placed = place(read_adapter(folder), modules, ("gate_up_proj", "down_proj")).changes
+    config = replace(CONFIG, lora_modules=(f"a={folder}",), lora_experts="all", max_loras=2)
+    planned = planned_step_memory(spec, checkpoint, types, config, with_graphs=False)
+    assert planned is not None and planned.adapters == 2 * placed.factor_bytes
+    assert placed.factor_bytes > 2 * read_adapter(folder).nbytes

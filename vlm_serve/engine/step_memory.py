@@ -95,7 +95,7 @@ def planned_step_memory(
 
 def _adapter_bytes(model: Model, config: EngineConfig, *, with_graphs: bool) -> int:
     """Return the bytes of adapters' slots, and of their table for captured steps."""
-    size = slot_bytes(config, most_bytes(model.modules, config))
+    size = slot_bytes(config, most_bytes(model.modules, config), model.modules)
     if with_graphs and serves_adapters(config):
         size += SlotSizes.of_config(model.modules, config).nbytes
     return size

@@ -27,6 +27,8 @@ class AdapterSlots:
         hold: puts an adapter into an executor's slot, or takes it away (None).
         lay_out: prepares changes for the executor; slow, and called on another thread.
         pool: of that thread; None: one of its own.
+        room: bytes of factors that are laid out at a time; None: no limit. An adapter of more is
+            laid out alone.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class AdapterSlots:
         hold: Callable[[int, Adapter | None], None],
         lay_out: Callable[[AdapterChanges], None] = lambda _: None,
         pool: Executor | None = None,
+        room: int | None = None,
     ) -> None:
         assert count > 0
         self._hold = hold
@@ -43,7 +46,7 @@ class AdapterSlots:
         self._last_use = [0] * count
         self._clock = 0
         self._coming: dict[int, Future[None]] = {}
-        self._pool = pool
+        self._pool, self._room = pool, room
         self._failed: dict[str, BaseException] = {}
         self._missed = False
         self.wake: Callable[[], None] = lambda: None
@@ -121,15 +124,22 @@ class AdapterSlots:
         return None
 
     def _place(self, adapter: Adapter, used: set[int]) -> int | None:
-        """Give an adapter the least recently used slot; None if all are in use."""
+        """Give an adapter the least recently used slot; None if all are in use, or if the others
+        leave too little room."""
         free = [each for each in range(len(self._held)) if each not in used | set(self._coming)]
+        free.sort(key=lambda each: (self._held[each] is not None, self._last_use[each]))
         if not free:
             return None
-        slot = min(free, key=lambda each: (self._held[each] is not None, self._last_use[each]))
-        before = self._held[slot]
-        if before is not None:
-            self._hold(slot, None)
-            before.changes.drop_layout()
+        slot, *others = free
+        leaving = [slot, *(each for each in others if self._held[each] is not None)]
+        count = next(
+            (count for count in range(1, len(leaving) + 1) if self._fits(adapter, leaving[:count])),
+            None,
+        )
+        if count is None:
+            return None
+        for each in leaving[:count]:
+            self._empty(each)
         self._held[slot] = adapter
         self.num_loads += 1
         if self._pool is None:
@@ -137,6 +147,23 @@ class AdapterSlots:
         self._coming[slot] = self._pool.submit(self._lay_out, adapter.changes)
         self._coming[slot].add_done_callback(lambda _: self.wake())
         return slot
+
+    def _fits(self, adapter: Adapter, leaving: list[int]) -> bool:
+        """Tell whether there is room for an adapter without those of some slots."""
+        others = [
+            each.changes.factor_bytes
+            for slot, each in enumerate(self._held)
+            if each is not None and slot not in leaving
+        ]
+        if self._room is None or not others:
+            return True
+        return adapter.changes.factor_bytes + sum(others) <= self._room
+
+    def _empty(self, slot: int) -> None:
+        before, self._held[slot] = self._held[slot], None
+        if before is not None:
+            self._hold(slot, None)
+            before.changes.drop_layout()
 
     def close(self) -> None:
         """End the thread."""
