@@ -164,12 +164,13 @@ def test_pictures_of_many_sizes_leave_values_of_a_few(family: str, tmp_path: Pat
     model = unread_model(spec, torch.bfloat16, torch.bfloat16)
     grids = [(1, 100, 4 * (width + 15)) for width in range(30)]
 
-    def encode(grid: tuple[int, int, int]) -> None:
-        pixels = torch.zeros(grid[1] * grid[2], vision.patch_dim)
-        model.encode_media(pixels, [grid], [vision.merge_size])
+    def encode(*wanted: tuple[int, int, int]) -> None:
+        for grid in wanted:
+            pixels = torch.zeros(grid[1] * grid[2], vision.patch_dim)
+            model.encode_media(pixels, [grid], [vision.merge_size])
 
     alone = peak_of(lambda: encode(grids[-1]))
-    all_of_them = peak_of(lambda: [encode(grid) for grid in grids])
+    all_of_them = peak_of(lambda: encode(*grids))
     assert sum(height * width for _, height, width in grids) > 10 * REMEMBERED_PATCHES
     # Positions in 16 bits, and as many cosines and sines as a head has numbers.
     patch = (2 + 4) * made_as.vision_hidden_size
@@ -198,7 +199,7 @@ def test_experts_of_several_ranks_count_as_they_are_placed(tmp_path: Path) -> No
     some = [name for name in modules.experts if "layers.0" in name]
     tensors = random_factors({each: modules.experts[each] for each in some[:-3]}, 1, rank=1)
     tensors |= random_factors({each: modules.experts[each] for each in some[-3:]}, 2, rank=16)
-    pattern = {each: 16 for each in some[-3:]}
+    pattern = dict.fromkeys(some[-3:], 16)
     folder = write_adapter(tmp_path / "a", tensors, 1, rank_pattern=pattern)
     placed = place(read_adapter(folder), modules, ("gate_up_proj", "down_proj")).changes
     config = replace(CONFIG, lora_modules=(f"a={folder}",), lora_experts="all", max_loras=2)

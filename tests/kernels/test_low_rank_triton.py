@@ -313,7 +313,6 @@ def test_factors_that_a_device_has_no_memory_for_are_placed_whole_the_next_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = adapters()[0]
-    whole = low_rank.records_of
 
     def full(*args: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -322,7 +321,7 @@ def test_factors_that_a_device_has_no_memory_for_are_placed_whole_the_next_time(
     with pytest.raises(torch.OutOfMemoryError):
         known.place(DEVICE)
     assert not known.layout_bytes
-    monkeypatch.setattr(low_rank, "records_of", whole)
+    monkeypatch.setattr(low_rank, "records_of", records_of)
     known.place(DEVICE)
     assert known.layout_bytes
     assert known.records(DEVICE)[0].shape == (3, RECORD)
