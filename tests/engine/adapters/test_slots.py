@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,9 +14,12 @@ import torch
 
 from vlm_serve.engine.adapters.slots import NO_SLOT, AdapterSlots
 from vlm_serve.engine.sequence import Sequence
+from vlm_serve.errors import OverloadedError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.linear.low_rank_change import Change, Up
 from vlm_serve.models.adapters import Adapter, LowRank
+
+NUMBERS = count()
 
 
 class Later(Executor):
@@ -29,7 +34,7 @@ class Later(Executor):
         def run() -> None:
             try:
                 future.set_result(job(*args, **kwargs))
-            except MemoryError as error:
+            except (MemoryError, torch.OutOfMemoryError) as error:
                 future.set_exception(error)
 
         self._jobs.append(run)
@@ -48,7 +53,8 @@ def sequence(number: int, rank: int = 1) -> Sequence:
     module = LowRank(factor, factor.T, 1.0)
     adapter = Adapter({"layers.0.mlp.up_proj": module}, AdapterChanges({1: change}, 1))
     request = SimpleNamespace(adapter=adapter)
-    return cast(Sequence, SimpleNamespace(request=request, adapter_slot=NO_SLOT))
+    own = SimpleNamespace(request=request, adapter_slot=NO_SLOT, number=next(NUMBERS))
+    return cast(Sequence, own)
 
 
 class World:
@@ -100,9 +106,29 @@ def test_a_failed_layout_is_told_to_whom_it_was_for() -> None:
     world.pool.run()
     world.slots.begin_pass()
     assert world.slots.may_start(other, [])
-    with pytest.raises(MemoryError):
+    with pytest.raises(OverloadedError, match="no memory for the request's adapter"):
         world.slots.may_start(broken, [other])
     assert not world.slots.may_start(broken, [other]), "it is tried again, once there is a slot"
+
+
+def test_a_failed_layout_leaves_nothing_and_is_not_told_to_later_requests() -> None:
+    """Whoever asked for it has gone meanwhile."""
+    gone, parts = sequence(1), list[weakref.ref[torch.Tensor]]()
+
+    def lay_out(changes: AdapterChanges) -> None:
+        part = torch.ones(3)
+        parts.append(weakref.ref(part))
+        if len(parts) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    world, later = World(1, lay_out), sequence(1)
+    assert world.pass_over([gone], []) == [False]
+    world.pool.run()
+    world.slots.begin_pass()
+    assert parts[0]() is None
+    assert world.pass_over([later], []) == [False]
+    world.pool.run()
+    assert world.pass_over([later], []) == [True]
 
 
 def test_larger_adapters_take_the_room_of_several() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import torch
+
+from vlm_serve.errors import OverloadedError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.adapters import Adapter
 
@@ -13,6 +17,7 @@ if TYPE_CHECKING:
     from vlm_serve.engine.sequence import Sequence
 
 NO_SLOT = -1
+NO_MEMORY = "there is no memory for the request's adapter now: try again later"
 
 
 class AdapterSlots:
@@ -46,8 +51,9 @@ class AdapterSlots:
         self._last_use = [0] * count
         self._clock = 0
         self._coming: dict[int, Future[None]] = {}
+        self._asking: dict[int, int] = {}
         self._pool, self._room = pool, room
-        self._failed: dict[str, BaseException] = {}
+        self._failed: dict[str, tuple[int, BaseException]] = {}
         self._missed = False
         self.wake: Callable[[], None] = lambda: None
         """Called on another thread when an adapter is ready."""
@@ -81,12 +87,14 @@ class AdapterSlots:
 
     def _settle(self, slot: int, coming: Future[None]) -> None:
         del self._coming[slot]
-        held = self._held[slot]
+        held, asking = self._held[slot], self._asking.pop(slot)
         assert held is not None
         error = coming.exception()
         if error is not None:
             self._held[slot] = None
-            self._failed[held.digest] = error
+            # What has been laid out of it lives as long as the error's frames.
+            traceback.clear_frames(error.__traceback__)
+            self._failed[held.digest] = asking, error
             return
         self._hold(slot, held)
 
@@ -95,18 +103,27 @@ class AdapterSlots:
         `users` are in use.
 
         Behind a sequence that waits for a slot, none with an adapter starts: slots would never
-        become free. Raises what laying out the adapter has raised.
+        become free.
+
+        Raises:
+            OverloadedError: there was no memory for the adapter that this sequence asked for. What
+                else laying it out has raised is raised too.
         """
         adapter = sequence.request.adapter
         if adapter is None:
             return True
-        if adapter.digest in self._failed:
-            raise self._failed.pop(adapter.digest)
+        asking, error = self._failed.pop(adapter.digest, (None, None))
+        if error is not None and asking == sequence.number:
+            if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+                raise OverloadedError(NO_MEMORY) from error
+            raise error
         if self._missed:
             return False
         slot = self._find(adapter)
         if slot is None:
             slot = self._place(adapter, {each.adapter_slot for each in users})
+            if slot is not None:
+                self._asking[slot] = sequence.number
         if slot is None:
             self._missed = True
             return False
