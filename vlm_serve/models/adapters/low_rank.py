@@ -23,11 +23,6 @@ class LowRank:
     up: torch.Tensor
     scale: float
 
-    def __reduce__(self) -> tuple[type[LowRank], tuple[torch.Tensor, torch.Tensor, float]]:
-        """Pickle the factors alone: torch pickles all that a view's memory holds, such as other
-        experts' factors."""
-        return LowRank, (_alone(self.down), _alone(self.up), self.scale)
-
     @property
     def rank(self) -> int:
         """Rows of A."""
@@ -44,7 +39,3 @@ class LowRank:
         float32."""
         panels = -(-self.rank // PANEL)
         return panels * PANEL * self.down.shape[1] * self.down.itemsize + 4 * self.up.numel()
-
-
-def _alone(factor: torch.Tensor) -> torch.Tensor:
-    return factor if factor.untyped_storage().nbytes() == factor.nbytes else factor.clone()

@@ -29,6 +29,21 @@ def shared(
     return found
 
 
+def to_send(named: Mapping[str, LowRank]) -> dict[str, LowRank]:
+    """Return an adapter's modules with factors in memory of their own. A pickle of a view has all
+    that its memory holds. Modules with one factor share it still."""
+    alone: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def own(factor: torch.Tensor) -> torch.Tensor:
+        key = factor.data_ptr(), factor.shape, factor.stride(), factor.dtype
+        if key not in alone:
+            whole = factor.untyped_storage().nbytes() == factor.nbytes
+            alone[key] = factor if whole else factor.clone()
+        return alone[key]
+
+    return {name: LowRank(own(each.down), own(each.up), each.scale) for name, each in named.items()}
+
+
 def _same(view: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return the view if it is the factor; a share of it, or its rows in another order, is not."""
     same = view.shape == own.shape and view.dtype == own.dtype and torch.equal(view, own)
