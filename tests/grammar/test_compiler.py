@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import ctypes
+import errno
 import gc
 import json
 import os
