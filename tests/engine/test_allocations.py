@@ -71,8 +71,11 @@ def test_a_model_without_weights_takes_what_one_with_them_does(family: str, tmp_
     assert bool(planned.vision) == (spec.vision is not None)
 
     rows = 80  # as many as there are tokens
+    model = load_model(checkpoint, types.weights, META, compute_dtype=types.compute)
+    unread = unread_model(spec, types.weights, types.compute)
+    assert unread.modules == model.modules, "adapters meet the same modules"
     read = measure_step_memory(
-        load_model(checkpoint, types.weights, META, compute_dtype=types.compute),
+        model,
         types,
         CONFIG,
         span_tokens=0,
