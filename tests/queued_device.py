@@ -199,7 +199,7 @@ class QueuedExecutor(LocalExecutor):
             self.device.synchronize()
             return self._model.forward(batch, self._caches)
         own = _sent(batch)
-        logits = torch.full((len(batch.logit_rows), self._model.spec.vocab_size), float("nan"))
+        logits = torch.full((len(batch.logit_rows), self._model.columns), float("nan"))
 
         def forward() -> None:
             logits.copy_(self._model.forward(own, self._caches).logits)

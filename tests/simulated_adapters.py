@@ -21,6 +21,7 @@ from vlm_serve.engine.request import Request
 from vlm_serve.engine.scheduler import Event
 from vlm_serve.errors import ModelNotFoundError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
+from vlm_serve.kernels.linear.low_rank_change import Change, Up
 from vlm_serve.models.adapters import Adapter, LowRank, Modules
 from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
 
@@ -37,7 +38,9 @@ class _Store(AdapterStore):
         factor = torch.full((1, 1), float(number))
         module = "blocks.0.attn.qkv" if number % 3 == 0 else "layers.0.mlp.up_proj"
         change = LowRank(factor, factor, 1.0)
-        return Adapter({module: change}, AdapterChanges({}, 0))
+        down = torch.full((1 + number % 3, 1), float(number))
+        own = Change(down, torch.ones(len(down)), (Up(0, 0, down.T),))
+        return Adapter({module: change}, AdapterChanges({1: own}, 1))
 
 
 class _Later(Executor):
@@ -66,7 +69,9 @@ class AdapterSimulation(Simulation):
         self._choose = random.Random(f"adapters {seed}")
         self._later = _Later(random.Random(f"layouts {seed}"))
         slots = self._choose.choice([1, 2, 3])
-        self.slots = AdapterSlots(slots, self._hold, pool=self._later)
+        # Adapters have 8 to 24 bytes.
+        self._room = random.Random(f"room {seed}").choice([None, 20, 40])
+        self.slots = AdapterSlots(slots, self._hold, pool=self._later, room=self._room)
         self.scheduler.adapters = self.scheduler._planner.adapters = self.slots
         self.store = _Store(Modules(), max_rank=8)
         self._users: dict[str, ServedAdapter] = {}
@@ -97,9 +102,17 @@ class AdapterSimulation(Simulation):
 
     def _traffic(self) -> None:
         self._later.step()
+        self._check_room()
         if self._choose.random() < 0.05:
             self._come_and_go(self._choose.choice(NAMES))
         super()._traffic()
+
+    def _check_room(self) -> None:
+        """Check that no adapters lie beside each other that are too large together."""
+        held = [each.changes.factor_bytes for each in self.slots._held if each is not None]
+        if self._room is not None and len(held) > 1:
+            assert sum(held) <= self._room
+            self.counts["beside others in little room"] += 1
 
     def _come_and_go(self, name: str) -> None:
         served = self.store.find(name)

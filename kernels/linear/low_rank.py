@@ -80,21 +80,35 @@ class AdapterChanges:
         by_site: by sites: the numbers of projections, from 1 on.
         sites: the number of sites of the model.
         tower: whether the vision tower is changed.
+        room: fewest elements of u by site, as if the ranks were those of larger adapters; ()
+            for no such room.
 
     Attributes:
         widest: most elements of u.
     """
 
     def __init__(
-        self, by_site: Mapping[int, Change | StackedChange], sites: int, *, tower: bool = False
+        self,
+        by_site: Mapping[int, Change | StackedChange],
+        sites: int,
+        *,
+        tower: bool = False,
+        room: Sequence[int] = (),
     ) -> None:
         self.by_site = by_site
         self.tower = tower
+        self._room = room
         self.widest = max((each.width for each in by_site.values()), default=0)
         self._sites = sites
         self._layout: _Layout | None = None
         self._placed: Mapping[int, Change | StackedChange] | None = None
         self._records: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def factor_bytes(self) -> int:
+        """Bytes of all factors."""
+        changes = self.by_site.values()
+        return sum(own.down.nbytes + sum(up.values.nbytes for up in own.ups) for own in changes)
 
     def lay_out(self) -> None:
         """Lay everything out for compiled code, unless that has been done."""
@@ -105,9 +119,10 @@ class AdapterChanges:
     def place(self, device: torch.device) -> None:
         """Copy everything to a device, once."""
         if self._placed is None:
-            self._placed = {site: change.to(device) for site, change in self.by_site.items()}
-            records = records_of(self._placed, self._sites)
-            self._records = records, records.to(device)
+            placed = {site: change.to(device) for site, change in self.by_site.items()}
+            records = records_of(placed, self._sites)
+            # All or nothing: a device without memory for one of them is asked again.
+            self._records, self._placed = (records, records.to(device)), placed
 
     def records(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `records_of` for the kernels of a device, on the host and there; places everything
@@ -121,6 +136,11 @@ class AdapterChanges:
         change = (self.by_site if self._placed is None else self._placed)[site]
         assert isinstance(change, Change), "experts in one piece are changed together"
         return change if change.down.device == device else change.to(device)
+
+    def width(self, site: int) -> int:
+        """Return the elements of u of a projection."""
+        own = self.by_site.get(site)
+        return 0 if own is None else max(own.width, self._room[site] if self._room else 0)
 
     def drop_layout(self) -> None:
         """Free the results of `lay_out` and `place`."""
@@ -195,8 +215,7 @@ class RowChanges:
         return self._grouped[device]
 
     def _width(self, site: int) -> int:
-        own = (each.by_site.get(site) for each in self.adapters)
-        return max((0 if each is None else each.width for each in own), default=0)
+        return max((each.width(site) for each in self.adapters), default=0)
 
     def _groups_at(self, site: int, device: torch.device) -> Groups:
         """Return the groups of rows, in which rows that a site's changes leave alone have none."""

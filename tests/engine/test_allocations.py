@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, SPECS
 from make_checkpoint import make_checkpoint
+from peft_folders import random_factors, write_adapter
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine.adapters.table import SlotSizes
+from vlm_serve.engine import step_memory
+from vlm_serve.engine.adapters.table import SlotSizes, most_bytes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.step_memory import measure_step_memory, planned_step_memory
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.models import Model, load_model, read_spec
+from vlm_serve.models.adapters import place, read_adapter, uniform
 from vlm_serve.models.unread import unread_model
+from vlm_serve.models.vision_grid import REMEMBERED_PATCHES
 
 META = torch.device("meta")
 CONFIG = EngineConfig(block_size=16, max_num_seqs=4, max_num_batched_tokens=80, max_model_len=128)
@@ -67,8 +71,11 @@ def test_a_model_without_weights_takes_what_one_with_them_does(family: str, tmp_
     assert bool(planned.vision) == (spec.vision is not None)
 
     rows = 80  # as many as there are tokens
+    model = load_model(checkpoint, types.weights, META, compute_dtype=types.compute)
+    unread = unread_model(spec, types.weights, types.compute)
+    assert unread.modules == model.modules, "adapters meet the same modules"
     read = measure_step_memory(
-        load_model(checkpoint, types.weights, META, compute_dtype=types.compute),
+        model,
         types,
         CONFIG,
         span_tokens=0,
@@ -123,3 +130,82 @@ def test_adapters_that_come_later_are_counted_at_the_start(tmp_path: Path) -> No
         SlotSizes.of(modules, slots=3, max_rank=8).nbytes
     )
     assert later.graphs > 1.5 * none.graphs
+
+
+def test_steps_and_pictures_count_adapters_of_the_largest_rank(tmp_path: Path) -> None:
+    """The adapter that is measured has rank 1, and is measured as the largest one."""
+    checkpoint = make_checkpoint(tmp_path, next(iter(FAMILIES["qwen3_5"].values())))
+    spec = read_spec(checkpoint)
+    types = decide(CONFIG, spec.dtype, Backend(torch.device("cpu")), None).types
+    model = unread_model(spec, types.weights, types.compute)
+    spans = 60
+
+    def measured(**options: Any) -> StepMemory:
+        config = replace(CONFIG, max_lora_rank=64, **options)
+        return measure_step_memory(
+            model, types, config, span_tokens=spans, logit_rows=4, with_graphs=False
+        )
+
+    measured()  # The tower remembers the picture's grid.
+    none, later = measured(), measured(reserve_loras=True)
+    largest = uniform(model.modules, 64, lambda rows, columns: torch.zeros(rows, columns))
+    largest.place(META)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(step_memory, "idle_adapter", lambda modules, config: largest)
+        whole = measured(reserve_loras=True)
+    assert none.forward < later.forward == whole.forward
+    assert none.vision < later.vision == whole.vision
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "minicpmv4_6"])
+def test_pictures_of_many_sizes_leave_values_of_a_few(family: str, tmp_path: Path) -> None:
+    """What the tower remembers of grids is bounded by patches: a large picture has many."""
+    made_as = next(iter(FAMILIES[family].values()))
+    spec = read_spec(make_checkpoint(tmp_path, made_as))
+    vision = spec.vision
+    assert vision is not None
+    model = unread_model(spec, torch.bfloat16, torch.bfloat16)
+    grids = [(1, 100, 4 * (width + 15)) for width in range(30)]
+
+    def encode(*wanted: tuple[int, int, int]) -> None:
+        for grid in wanted:
+            pixels = torch.zeros(grid[1] * grid[2], vision.patch_dim)
+            model.encode_media(pixels, [grid], [vision.merge_size])
+
+    alone = peak_of(lambda: encode(grids[-1]))
+    all_of_them = peak_of(lambda: encode(*grids))
+    assert sum(height * width for _, height, width in grids) > 10 * REMEMBERED_PATCHES
+    # Positions in 16 bits, and as many cosines and sines as a head has numbers.
+    patch = (2 + 4) * made_as.vision_hidden_size
+    assert all_of_them <= alone + REMEMBERED_PATCHES * patch
+
+
+def test_one_later_adapter_of_the_largest_rank_always_fits(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, SPECS["text, moe"])
+    spec = read_spec(checkpoint)
+    modules = unread_model(spec, torch.float32, torch.float32).modules
+    largest = uniform(modules, 64, lambda rows, columns: torch.zeros(rows, columns)).factor_bytes
+    for slots in (1, 3, 8):
+        config = replace(CONFIG, max_loras=slots, max_lora_rank=64)
+        assert slots * most_bytes(modules, config) >= largest
+        if slots > 1:
+            less = slots * most_bytes(modules, replace(config, max_lora_rank=16))
+            assert slots == 3 or slots * most_bytes(modules, config) == less
+
+
+def test_experts_of_several_ranks_count_as_they_are_placed(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", SPECS["text, moe"])
+    spec = read_spec(checkpoint)
+    types = decide(CONFIG, spec.dtype, Backend(torch.device("cpu")), None).types
+    modules = unread_model(spec, types.weights, types.compute).modules
+    assert modules.stacked
+    some = [name for name in modules.experts if "layers.0" in name]
+    tensors = random_factors({each: modules.experts[each] for each in some[:-3]}, 1, rank=1)
+    tensors |= random_factors({each: modules.experts[each] for each in some[-3:]}, 2, rank=16)
+    pattern = dict.fromkeys(some[-3:], 16)
+    folder = write_adapter(tmp_path / "a", tensors, 1, rank_pattern=pattern)
+    placed = place(read_adapter(folder), modules, ("gate_up_proj", "down_proj")).changes
+    config = replace(CONFIG, lora_modules=(f"a={folder}",), lora_experts="all", max_loras=2)
+    planned = planned_step_memory(spec, checkpoint, types, config, with_graphs=False)
+    assert planned is not None and planned.adapters == 2 * placed.factor_bytes
+    assert placed.factor_bytes > 2 * read_adapter(folder).nbytes

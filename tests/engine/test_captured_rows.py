@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_spec import CheckpointSpec
+from make_checkpoint import make_checkpoint
+
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine import step_paths
+from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.captured_rows import CapturedRows
+from vlm_serve.engine.graph_device import Step
+from vlm_serve.engine.step_tables import StepTables
+from vlm_serve.models import load_model, read_spec
 
 
 def test_sizes_follow_the_options() -> None:
@@ -30,4 +44,61 @@ def test_decode_steps_reach_as_far_as_sequences_may_run() -> None:
     assert many.sequences == many.most_logits == many.most_tokens == 3000
     # Beside prompts there are 256 at most.
     assert many.prompt_logits == 260
-    assert many.table_bytes(32) * 2 == many.table_bytes(32, sets=2) == 4 * 2 * 32 * 3000
+    assert many.table_bytes(32, sets=2) - many.table_bytes(32) == 4 * 32 * 3000
+
+
+class Still:
+    """Captures nothing, and runs no step."""
+
+    def warm_up(self, step: Step) -> None:
+        pass
+
+    def capture(self, step: Step) -> Step:
+        return step
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> Step:
+        return lambda: None
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize(("most", "drafts"), [(1, 3), (8, 5), (64, 2)])
+def test_tables_of_all_steps_are_counted(
+    most: int, drafts: int, adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind of steps has one piece of memory for the tables of all its sizes."""
+    checkpoint = make_checkpoint(tmp_path, CheckpointSpec(vision_depth=0, mtp=True))
+    spec = read_spec(checkpoint)
+    config = EngineConfig(
+        block_size=16,
+        max_num_seqs=most,
+        max_num_batched_tokens=512,
+        speculative="mtp",
+        speculative_tokens=drafts,
+        reserve_loras=adapters,
+    )
+    made: list[weakref.ref[StepTables]] = []
+    allocate = StepTables.__init__
+
+    def counted(self: StepTables, *args: Any) -> None:
+        allocate(self, *args)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(StepTables, "__init__", counted)
+    monkeypatch.setattr(step_paths, "CudaGraphs", Still)
+    types = decide(config, spec.dtype, Backend(torch.device("cpu")), None).types
+    model = load_model(checkpoint, types.weights, "meta", compute_dtype=types.compute, drafts=True)
+    caches = spec.cache_layout(1, mtp=True).allocate(
+        4, 1, 16, types.pools, torch.device("cpu"), num_updates=1
+    )
+    length = 65536
+    graphs = step_paths._capture(model, caches, config, length)
+    assert len(graphs.steps) == 3 and graphs.drafts is not None
+    kept = [each for ref in made if (each := ref()) is not None]
+    storages = [each.fixed["tokens"]["slots"].untyped_storage() for each in kept]
+    taken = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    counted_bytes = CapturedRows.of(config).table_bytes(length // 16, sets=1 + adapters)
+    # Tables of tokens are small beside those of the blocks of long sequences.
+    assert len(kept) > 9 and counted_bytes < taken < counted_bytes + 300_000

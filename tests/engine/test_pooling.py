@@ -5,22 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import media_reference
 import numpy as np
 import oracle
 import PIL.Image
 import pytest
+import step_graphs
 import torch
 from families import SPECS
 from make_checkpoint import make_checkpoint
 from parity_cases import data_folder, random_ids, text
+from queued_device import QueuedDevice, with_queue
 from sweeps import quick
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine import pooling
 from vlm_serve.errors import ConfigError, InvalidRequestError
+from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.plan_command import make
 from vlm_serve.preprocess.pooled_prompts import embedding_messages, rerank_messages
@@ -153,3 +156,33 @@ def test_instructions_end_in_punctuation() -> None:
     for given, told in ((None, "Represent the user's input."), (" Find cats ", "Find cats.")):
         assert embedding_messages("x", given)[0]["content"][0]["text"] == told
     assert embedding_messages("", "Why?")[1]["content"] == [text("NULL")]
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("task", ["embed", "rerank"])
+def test_vectors_come_from_captured_steps(
+    task: Literal["embed", "rerank"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their results have other columns than logits."""
+    monkeypatch.setattr(pooling, "JUDGEMENTS", ("a", "b"))
+    checkpoint = make_checkpoint(tmp_path, step_graphs.SPECS["attention alone"])
+    config = EngineConfig(
+        task=task, max_num_seqs=1, max_model_len=64, compiled_kernels=False, **PLAIN
+    )
+    ids = [7 * place % 301 for place in range(20)]
+
+    def vector(pipe: Pipeline) -> np.ndarray[Any, Any]:
+        prompt = pipe.engine.preprocessor.prepare_tokens(ids)
+        (made,) = pipe._run(iter([prompt]), [pooling.ONE_TOKEN], pooled=True)
+        pipe.engine.check()
+        assert made.vector is not None
+        return made.vector
+
+    with Pipeline(checkpoint, config) as pipe:
+        expected = vector(pipe)
+    device = QueuedDevice()
+    with_queue(monkeypatch, device)
+    with Pipeline(checkpoint, config) as pipe:
+        np.testing.assert_allclose(vector(pipe), expected, atol=1e-4, rtol=0)
+    assert device.calls

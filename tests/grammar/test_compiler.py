@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import json
 import os
@@ -138,6 +139,21 @@ def test_a_process_that_is_killed_while_it_starts_is_no_fault_of_the_grammar(
     if times == 2:
         with pytest.raises(OverloadedError, match="was ended, twice"):
             compiler.compile(StructuredOutputs(regex="ab"))
+    compiler.compile(StructuredOutputs(regex="ab"))
+
+
+def test_a_machine_without_room_for_a_process_is_no_fault_of_the_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", full)
+        with pytest.raises(OverloadedError, match="did not start"):
+            compiler.compile(StructuredOutputs(regex="ab"))
+        with pytest.raises(VlmServeError, match="did not start"):
+            compiler.warm()
     compiler.compile(StructuredOutputs(regex="ab"))
 
 

@@ -9,7 +9,7 @@ import torch
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_row
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.linear import torch_dense
+from vlm_serve.kernels.linear import low_rank, torch_dense
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
@@ -307,3 +307,21 @@ def test_few_rows_are_at_most_eight() -> None:
     assert around.change is not None and rows.few(3, x) is None
     with pytest.raises(KernelArgumentError, match="at most 8"):
         few_rows(randn(MOST_ROWS + 1, K), linear()._weight, around)
+
+
+def test_factors_that_a_device_has_no_memory_for_are_placed_whole_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = adapters()[0]
+
+    def full(*args: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(low_rank, "records_of", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        known.place(DEVICE)
+    assert not known.layout_bytes
+    monkeypatch.setattr(low_rank, "records_of", records_of)
+    known.place(DEVICE)
+    assert known.layout_bytes
+    assert known.records(DEVICE)[0].shape == (3, RECORD)

@@ -12,6 +12,7 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
+from vlm_serve.engine.adapters.options import serves_adapters
 from vlm_serve.engine.adapters.start import make_adapters
 from vlm_serve.engine.arithmetic import decide
 from vlm_serve.engine.context import changes_of, longest_context
@@ -161,7 +162,8 @@ def _assemble(
     if source.compiled:
         compile_steps(model, caches)
     executor = _executor(loaded, caches, pools, graphs, config)
-    adapters, slots = make_adapters(source, model, config, executor)
+    room = steps.adapters if steps is not None and serves_adapters(config) else None
+    adapters, slots = make_adapters(source, model, config, executor, room)
     drafters = make_drafters(config)
     costs, pass_costs = measure_costs(executor, config) if drafters else (None, None)
     cache = PrefixCache(_cache_config(config, memory, loaded))

@@ -20,6 +20,7 @@ class CapturedRows:
         prompt_logits: rows of logits of such a step.
         drafts: sequences with drafts; 0 without drafts.
         draft_rows: tokens of a step with drafts.
+        draft_tables: block tables of such a step: of sequences with drafts and of others.
         passes: sequences of a pass of the MTP layer.
     """
 
@@ -28,6 +29,7 @@ class CapturedRows:
     prompt_logits: int
     drafts: int = 0
     draft_rows: int = 0
+    draft_tables: int = 0
     passes: int = 0
 
     @classmethod
@@ -42,6 +44,7 @@ class CapturedRows:
             prompt_logits=decode_sizes(most)[-1] + min(SEQUENCES, most),
             drafts=max((each.sequences for each in sizes), default=0),
             draft_rows=max((each.rows for each in sizes), default=0),
+            draft_tables=max((each.decodes + each.sequences for each in sizes), default=0),
             passes=most if "mtp" in config.speculative else 0,
         )
 
@@ -56,13 +59,15 @@ class CapturedRows:
         return max(self.sequences, self.prompt_logits, self.draft_rows)
 
     def table_bytes(self, max_blocks: int, sets: int = 1) -> int:
-        """Return the bytes of the block tables of decode steps: all sizes share the largest's.
+        """Return the bytes of block tables: all sizes of a kind of steps share the largest's.
 
         Args:
             max_blocks: KV blocks of the longest sequence.
-            sets: of graphs; each has its own.
+            sets: of graphs of decode steps and drafts; each has its own.
         """
-        return 4 * self.sequences * max_blocks * sets
+        prompts = self.prompt_logits + 1  # There is an empty sequence behind the prompts.
+        rows = sets * (self.sequences + self.draft_tables) + prompts + self.passes
+        return 4 * rows * max_blocks
 
     def result_bytes(self, vocab_size: int, hidden_bytes: int) -> int:
         """Return the bytes of all results. Kinds of steps share theirs; passes of the MTP layer

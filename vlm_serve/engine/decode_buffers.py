@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.engine.adapters.table import AdapterTable
-from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables
+from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables, TableMemory
 from vlm_serve.kernels.linear.low_rank_fixed import fill_changes, shapes_of
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.models.batch import ForwardBatch
@@ -136,13 +136,11 @@ class DecodeBuffers:
 
     Args:
         size, limits: see `DecodeTables`.
-        ring, device: see `StepTables`.
+        ring, device, memory: see `StepTables`.
         adapters: of the sequences' slots; None: they have none.
-        memory: of a larger step's tables, overwritten by these; None: allocate.
 
     Attributes:
         batch: argument of the model.
-        memory: the tables on the device.
     """
 
     def __init__(
@@ -152,14 +150,13 @@ class DecodeBuffers:
         ring: HostRing,
         device: torch.device,
         adapters: AdapterTable | None = None,
-        memory: torch.Tensor | None = None,
+        memory: TableMemory | None = None,
     ) -> None:
         self._tokens, self._decode = TokenTables(size), DecodeTables(size, limits)
         parts = {"tokens": self._tokens.shapes, "decode": self._decode.shapes}
         if adapters is not None:
             parts["changes"] = shapes_of(size, adapters.sizes.slots)
         self._tables = StepTables(parts, ring, device, memory)
-        self.memory = self._tables.memory
         fixed = self._tables.fixed
         self.batch = ForwardBatch(
             token_ids=fixed["tokens"]["token_ids"],

@@ -18,7 +18,7 @@ import torch
 from vlm_serve.engine.adapters.table import AdapterTable
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
 from vlm_serve.engine.graph_device import GraphDevice, Step, largest_first
-from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.step_tables import HostRing, TableMemory
 from vlm_serve.kernels.checks import (
     check_block_tables,
     check_decode_meta,
@@ -65,14 +65,14 @@ class StepResults:
         device: of the steps.
 
     Attributes:
-        logits: float32 `[most_logits, vocabulary]`.
+        logits: float32 `[most_logits, Model.columns]`.
         hidden: `[most_tokens, hidden]`; None without an MTP layer.
     """
 
     def __init__(
         self, model: Model, most_logits: int, most_tokens: int, device: torch.device
     ) -> None:
-        self.logits = torch.empty(most_logits, model.spec.vocab_size, device=device)
+        self.logits = torch.empty(most_logits, model.columns, device=device)
         self.hidden: torch.Tensor | None = None
         if model.drafts:
             shape = most_tokens, model.spec.hidden_size
@@ -226,12 +226,11 @@ class DecodeGraphs(StepGraphs):
 
     def _set(self, adapters: AdapterTable | None) -> dict[int, tuple[DecodeBuffers, Step]]:
         """Capture a graph for every size. All share the largest one's tables."""
-        memory: list[torch.Tensor] = []
+        device = self._caches.device
+        memory = TableMemory(device)
 
         def captured(size: int) -> tuple[DecodeBuffers, Step]:
-            room, device = (memory[0] if memory else None), self._caches.device
-            buffers = DecodeBuffers(size, self._limits, self._ring, device, adapters, room)
-            memory.append(buffers.memory)
+            buffers = DecodeBuffers(size, self._limits, self._ring, device, adapters, memory)
             return buffers, self._captured(buffers.batch)
 
         return dict(zip(self._sizes, largest_first(self._sizes, captured), strict=True))

@@ -7,7 +7,7 @@ tokens and hidden states from the pass before, on the device: the host waits for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -18,7 +18,7 @@ import torch
 from vlm_serve.engine.decode_buffers import DecodeLimits, TokenTables
 from vlm_serve.engine.decode_graphs import StepLimits
 from vlm_serve.engine.graph_device import Step, largest_first
-from vlm_serve.engine.step_tables import HostRing, StepTables
+from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables, TableMemory, size_of
 from vlm_serve.engine.verify_buffers import PlaceTables
 from vlm_serve.engine.verify_graphs import LARGEST_ROWS, powers_up_to
 from vlm_serve.kernels.checks import check_block_tables
@@ -50,7 +50,7 @@ class DraftBuffers:
     Args:
         sequences: number of places.
         room: tokens of a place.
-        limits, ring, device: see `DecodeBuffers`.
+        limits, ring, device, memory: see `DecodeBuffers`.
 
     Attributes:
         batch: argument of the model; its tokens are decode tokens of the layer.
@@ -58,21 +58,18 @@ class DraftBuffers:
     """
 
     def __init__(
-        self, sequences: int, room: int, limits: DecodeLimits, ring: HostRing, device: torch.device
+        self,
+        sequences: int,
+        room: int,
+        limits: DecodeLimits,
+        ring: HostRing,
+        device: torch.device,
+        memory: TableMemory | None = None,
     ) -> None:
         self.sequences, self.room = sequences, room
         rows = sequences * room
-        self._tokens = TokenTables(rows)
-        self._keys = PlaceTables(sequences, room, limits, least=FIRST_KEY + 1)
-        parts = {
-            "tokens": self._tokens.shapes,
-            "keys": self._keys.shapes,
-            "rows": {
-                "places": (torch.int64, (rows,)),
-                "logits": (torch.int64, (sequences,)),
-            },
-        }
-        self._tables = StepTables(parts, ring, device)
+        self._tokens, self._keys = TokenTables(rows), _keys(sequences, room, limits)
+        self._tables = StepTables(_parts(sequences, room, limits), ring, device, memory)
         fixed, none = self._tables.fixed, (-1,) * rows
         self.places = fixed["rows"]["places"]
         self.batch = ForwardBatch(
@@ -131,6 +128,20 @@ class DraftBuffers:
         self._tables.send()
 
 
+def _keys(sequences: int, room: int, limits: DecodeLimits) -> PlaceTables:
+    return PlaceTables(sequences, room, limits, least=FIRST_KEY + 1)
+
+
+def _parts(sequences: int, room: int, limits: DecodeLimits) -> Mapping[str, Shapes]:
+    """Return the tables of a pass."""
+    rows = sequences * room
+    return {
+        "tokens": TokenTables(rows).shapes,
+        "keys": _keys(sequences, room, limits).shapes,
+        "rows": {"places": (torch.int64, (rows,)), "logits": (torch.int64, (sequences,))},
+    }
+
+
 def _key_slots(batch: ForwardBatch) -> Sequence[int]:
     """Return the number of slots up to each sequence's last key."""
     assert batch.prefill is not None
@@ -166,10 +177,12 @@ class DraftGraphs:
         self.best = torch.zeros(max_num_seqs, dtype=torch.int64, device=on)
         self._logits = torch.empty(max_num_seqs, model.spec.vocab_size, device=on)
         room = DecodeLimits(block_size, -(-limits["max_model_len"] // block_size), 0)
-        ring = HostRing(self._device)
+        ring, memory = HostRing(self._device), TableMemory(on)
+        # The pass with the most tokens is not the one with the most sequences.
+        memory.first(max(size_of(_parts(*size, room)) for size in sizes))
 
         def captured(size: tuple[int, int], *, later: bool) -> tuple[DraftBuffers, Step]:
-            buffers = DraftBuffers(*size, room, ring, on)
+            buffers = DraftBuffers(*size, room, ring, on, memory)
             return buffers, self._captured(buffers, later=later)
 
         self._first = largest_first(sizes, partial(captured, later=False))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.engine.decode_buffers import DecodeLimits, DecodeTables, TokenTables
-from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables
+from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables, TableMemory
 from vlm_serve.kernels.checks import MAX_CHUNK
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.kernels.triton_support import prefill_parts, query_tiles
@@ -163,7 +163,7 @@ class PrefillBuffers:
 
     Args:
         sizes, limits, forms: see `PrefillTables`.
-        ring, device: see `StepTables`.
+        ring, device, memory: see `StepTables`.
         packs: provide `packed`.
 
     Attributes:
@@ -180,6 +180,7 @@ class PrefillBuffers:
         forms: Sequence[TileForm] = (),
         *,
         packs: bool = False,
+        memory: TableMemory | None = None,
     ) -> None:
         self._sizes = sizes
         self._tokens = TokenTables(sizes.decodes + sizes.tokens)
@@ -192,7 +193,7 @@ class PrefillBuffers:
             "logits": {"rows": (torch.int64, (sizes.logits,))},
             "packed": {"rows": (torch.int64, (sizes.decodes + sizes.tokens,))} if packs else {},
         }
-        self._tables = StepTables(parts, ring, device)
+        self._tables = StepTables(parts, ring, device, memory)
         fixed = self._tables.fixed
         self.batch = ForwardBatch(
             token_ids=fixed["tokens"]["token_ids"],

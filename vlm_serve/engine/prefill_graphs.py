@@ -14,6 +14,7 @@ import torch
 from vlm_serve.engine.decode_graphs import LARGEST, StepGraphs, StepLimits
 from vlm_serve.engine.graph_device import Step, largest_first
 from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes, TileForm, tile_forms
+from vlm_serve.engine.step_tables import TableMemory
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
@@ -67,11 +68,17 @@ class PrefillGraphs(StepGraphs):
             most_tokens=sizes[-1].decodes + sizes[-1].tokens,
             **limits,
         )
-        forms = self._tile_forms(sizes[0])
+        forms, memory = self._tile_forms(sizes[0]), TableMemory(caches.device)
 
         def captured(each: PrefillSizes) -> tuple[PrefillBuffers, Step]:
             buffers = PrefillBuffers(
-                each, self._limits, self._ring, caches.device, forms, packs=model.drafts
+                each,
+                self._limits,
+                self._ring,
+                caches.device,
+                forms,
+                packs=model.drafts,
+                memory=memory,
             )
             return buffers, self._captured(buffers.batch, buffers.packed)
 

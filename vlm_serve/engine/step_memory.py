@@ -95,7 +95,7 @@ def planned_step_memory(
 
 def _adapter_bytes(model: Model, config: EngineConfig, *, with_graphs: bool) -> int:
     """Return the bytes of adapters' slots, and of their table for captured steps."""
-    size = slot_bytes(config, most_bytes(model.modules, config))
+    size = slot_bytes(config, most_bytes(model.modules, config), model.modules)
     if with_graphs and serves_adapters(config):
         size += SlotSizes.of_config(model.modules, config).nbytes
     return size
@@ -163,14 +163,14 @@ def measure_step_memory(
             graphs = shared
             if with_graphs:
                 hidden = model.spec.hidden_size * model.dtype.itemsize
-                graphs += captured.result_bytes(model.spec.vocab_size, hidden)
+                graphs += captured.result_bytes(model.columns, hidden)
                 blocks = -(-_longest(model.spec, config) // size)
                 graphs += captured.table_bytes(blocks, 1 if adapter is None else 2)
             if with_graphs and adapter is not None:
                 # The sets with adapters have decode steps and drafts alone.
                 changed = max(min(few, LARGEST), captured.sequences, captured.draft_rows)
                 graphs += _peak(device, forward(changed, rows))
-            media = _peak(device, _encode(model, span_tokens)) if span_tokens else 0
+            media = _peak(device, _encode(model, span_tokens, adapter)) if span_tokens else 0
             patches = patch_sizes(model.spec, config)
             if with_graphs and patches:
                 # Graphs of the tower and of steps share what lies between inputs and results.
@@ -259,8 +259,9 @@ def _forward(
     return run
 
 
-def _encode(model: Model, span_tokens: int) -> Callable[[], object]:
-    """Return a run of the tower over one picture of at least that many placeholder tokens."""
+def _encode(model: Model, span_tokens: int, adapter: AdapterChanges | None) -> Callable[[], object]:
+    """Return a run of the tower over one picture of at least that many placeholder tokens, with an
+    adapter if there is one."""
     vision = model.spec.vision
     assert vision is not None
     merge = vision.merge_size
@@ -269,7 +270,8 @@ def _encode(model: Model, span_tokens: int) -> Callable[[], object]:
     grid = 1, merge * high, merge * wide
 
     def run() -> None:
-        model.encode_media(torch.zeros(grid[1] * grid[2], vision.patch_dim), [grid], [merge])
+        pixels = torch.zeros(grid[1] * grid[2], vision.patch_dim)
+        model.encode_media(pixels, [grid], [merge], changes=adapter)
 
     return run
 

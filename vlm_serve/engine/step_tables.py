@@ -62,19 +62,39 @@ class HostRing:
             read()
 
 
+class TableMemory:
+    """Memory for the tables of several steps: each step's are sent as a whole before it, over those
+    of the step before.
+
+    Args:
+        device: of the steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._whole = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def first(self, num_bytes: int) -> torch.Tensor:
+        """Return the first bytes, uint8. If there are too few, there are new ones from then on, and
+        earlier steps keep theirs: the largest step comes first."""
+        if self._whole.numel() < num_bytes:
+            # These are read and written inside and outside of inference mode.
+            with torch.inference_mode(False):
+                self._whole = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._whole[:num_bytes]
+
+
 class StepTables:
-    """All tables of one captured step, in one allocation.
+    """All tables of one captured step, in one piece.
 
     Args:
         parts: types and shapes by part of the step.
         ring: host buffers to fill.
         device: device that the step reads them on.
-        memory: of another step's tables, at least as many bytes. These overwrite them, since each
-            step's tables are sent as a whole before it. None: allocate.
+        memory: shared with other steps; None: of its own.
 
     Attributes:
-        fixed: the tables on the device, initially zero if they are allocated.
-        memory: uint8, all of them.
+        fixed: the tables on the device, undefined before the first `send`.
     """
 
     def __init__(
@@ -82,22 +102,14 @@ class StepTables:
         parts: Mapping[str, Shapes],
         ring: HostRing,
         device: torch.device,
-        memory: torch.Tensor | None = None,
+        memory: TableMemory | None = None,
     ) -> None:
         self._parts, self._ring = parts, ring
-        sizes = [
-            _num_bytes(dtype, shape)
-            for tables in parts.values()
-            for dtype, shape in tables.values()
-        ]
-        # These are read and written inside and outside of inference mode.
+        size = size_of(parts)
         with torch.inference_mode(False):
-            ring.reserve(sum(sizes))
-            if memory is None:
-                memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-            assert memory.numel() >= sum(sizes), "too little memory for the tables"
-            self.memory = memory[: sum(sizes)]
-        self.fixed = self._carve(self.memory)
+            ring.reserve(size)
+            self._flat = (memory or TableMemory(device)).first(size)
+        self.fixed = self._carve(self._flat)
 
     def stage(self) -> Parts:
         """Return host tables to fill completely: they hold older data."""
@@ -105,7 +117,7 @@ class StepTables:
 
     def send(self) -> None:
         """Queue the copy of the tables returned by `stage` to the device."""
-        self._ring.send(self.memory)
+        self._ring.send(self._flat)
 
     def _carve(self, flat: torch.Tensor) -> Parts:
         carved: dict[str, dict[str, torch.Tensor]] = {}
@@ -117,6 +129,12 @@ class StepTables:
                 carved[part][name] = flat[place:end].view(dtype).view(shape)
                 place += _num_bytes(dtype, shape)
         return carved
+
+
+def size_of(parts: Mapping[str, Shapes]) -> int:
+    """Return the bytes of a step's tables."""
+    tables = (each for part in parts.values() for each in part.values())
+    return sum(_num_bytes(*each) for each in tables)
 
 
 def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from vlm_serve.engine.adapters.table import AdapterTable
 from vlm_serve.engine.decode_buffers import DecodeLimits, DecodeTables, TokenTables, fill_blocks
-from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables
+from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables, TableMemory
 from vlm_serve.kernels.linear.low_rank_fixed import fill_changes, shapes_of
 from vlm_serve.kernels.metadata import DecodeMeta, VerifyMeta
 from vlm_serve.models.batch import ForwardBatch
@@ -144,7 +144,7 @@ class VerifyBuffers:
 
     Args:
         sizes, limits: of the step.
-        ring, device: see `StepTables`.
+        ring, device, memory: see `StepTables`.
         adapters: of the sequences' slots; None: they have none.
 
     Attributes:
@@ -159,6 +159,7 @@ class VerifyBuffers:
         ring: HostRing,
         device: torch.device,
         adapters: AdapterTable | None = None,
+        memory: TableMemory | None = None,
     ) -> None:
         self._sizes = sizes
         self._tokens = TokenTables(sizes.rows)
@@ -174,7 +175,7 @@ class VerifyBuffers:
             # Logits are packed, other rows lie in places.
             changes = shapes_of(sizes.rows, adapters.sizes.slots)
             parts |= {"changes": changes, "kept changes": changes}
-        self._tables = StepTables(parts, ring, device)
+        self._tables = StepTables(parts, ring, device, memory)
         fixed = self._tables.fixed
         self.batch = ForwardBatch(
             token_ids=fixed["tokens"]["token_ids"],

@@ -15,6 +15,7 @@ from vlm_serve.engine.adapters.table import AdapterTable
 from vlm_serve.engine.decode_graphs import StepGraphs, StepLimits
 from vlm_serve.engine.drafting import max_drafts
 from vlm_serve.engine.graph_device import Step, largest_first
+from vlm_serve.engine.step_tables import TableMemory
 from vlm_serve.engine.verify_buffers import VerifyBuffers, VerifySizes
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -88,10 +89,12 @@ class VerifyGraphs(StepGraphs):
     def _set(
         self, sizes: Sequence[VerifySizes], adapters: AdapterTable | None
     ) -> list[tuple[VerifyBuffers, Step]]:
-        """Capture a graph for every size."""
+        """Capture a graph for every size. All share the largest one's tables."""
+        device = self._caches.device
+        memory = TableMemory(device)
 
         def captured(each: VerifySizes) -> tuple[VerifyBuffers, Step]:
-            buffers = VerifyBuffers(each, self._limits, self._ring, self._caches.device, adapters)
+            buffers = VerifyBuffers(each, self._limits, self._ring, device, adapters, memory)
             return buffers, self._captured(buffers.batch, buffers.batch.logit_rows)
 
         return largest_first(sizes, captured)

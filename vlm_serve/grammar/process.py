@@ -106,15 +106,18 @@ class CompileProcess:
     def _start(self) -> None:
         if self._process is not None or self._closed:
             return
-        self._process = children.start(
-            "vlm_serve.grammar.worker",
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=child.environment(OMP_NUM_THREADS="1"),
-            start_new_session=True,  # the server handles Ctrl+C
-        )
         self._ready = False
+        try:
+            self._process = children.start(
+                "vlm_serve.grammar.worker",
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=child.environment(OMP_NUM_THREADS="1"),
+                start_new_session=True,  # the server handles Ctrl+C
+            )
+        except OSError:  # The machine lacks memory, files or a number for one more.
+            return
         if self._closed:  # by another thread that did not see the process yet
             self._end()
             return

@@ -90,6 +90,13 @@ class Model:
         self._bound: tuple[Any, ...] = ()
         self._compiled_step: CompiledStep | None = None
 
+    @property
+    def columns(self) -> int:
+        """Numbers of a row of `ForwardOutput.logits`: logits of the vocabulary, or a vector."""
+        if self.pooled is None:
+            return self.spec.vocab_size
+        return len(self.pooled) or self.spec.hidden_size
+
     def compile_steps(self, caches: CacheTensors) -> None:
         """Compute each later step over these pools by one call of compiled code.
 

@@ -38,7 +38,8 @@ class UnreadWeights(Weights):
         return True
 
     def vision_prefix(self, anchor: str) -> str:
-        return "model.visual."
+        # Adapters name modules as checkpoints do.
+        return "model." if anchor.startswith("vision_tower.") else "model.visual."
 
     def head_name(self) -> str:
         return "lm_head.weight"

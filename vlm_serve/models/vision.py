@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
@@ -15,12 +15,12 @@ from vlm_serve.models.parts.base import Loader
 from vlm_serve.models.program import UnsupportedError
 from vlm_serve.models.vision_fixed import Attend, FixedTower
 from vlm_serve.models.vision_grid import (
+    GridMemory,
     axial_frequencies,
     block_order,
     interpolate_positions,
 )
 from vlm_serve.models.vision_parts import (
-    REMEMBERED_GRIDS,
     Merger,
     Products,
     Reader,
@@ -105,8 +105,8 @@ class VisionTower:
         head_dim = config.hidden_size // config.heads
         self._inv_freq = axial_frequencies(head_dim, config.rope_theta)
         self._compiled = self._compile()
-        self._grid_tensors = lru_cache(REMEMBERED_GRIDS)(self._compute_grid_tensors)
-        self._turns = lru_cache(REMEMBERED_GRIDS)(self._compute_turns)
+        self._grid_tensors = GridMemory(self._compute_grid_tensors)
+        self._turns = GridMemory(self._compute_turns)
 
     def _compile(self) -> CompiledTower | None:
         """Return the compiled tower; None if compiled code is off or does not support it."""
@@ -256,7 +256,7 @@ class VisionTower:
 
     def _compute_turns(self, height: int, width: int) -> torch.Tensor:
         """Return float32 `[2, n, head_dim / 2]`, cosines and sines of a grid's angles."""
-        places = self._grid_tensors(height, width)[1]
+        places = block_order(height, width, self._config.merge_size)
         angles = torch.cat([axis.float()[:, None] * self._inv_freq for axis in places], dim=1)
         return torch.stack([angles.cos(), angles.sin()]).to(self._device)
 

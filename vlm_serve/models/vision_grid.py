@@ -2,7 +2,45 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
 import torch
+
+Value = TypeVar("Value")
+
+REMEMBERED_PATCHES = 32768
+"""Patches of all grids whose values are kept. A patch takes some kilobytes of a device's memory."""
+
+
+class GridMemory(Generic[Value]):
+    """The values of the grids that were used last.
+
+    Args:
+        compute: returns the value of a grid: of its height, its width and its merge if there are
+            several.
+        most: patches of all grids that are kept. A grid of more is computed each time.
+    """
+
+    def __init__(self, compute: Callable[..., Value], most: int = REMEMBERED_PATCHES) -> None:
+        self._compute, self._most = compute, most
+        self._known: OrderedDict[tuple[int, ...], Value] = OrderedDict()
+        self._patches = 0
+
+    def __call__(self, *grid: int) -> Value:
+        """Return the value of a grid."""
+        if grid in self._known:
+            self._known.move_to_end(grid)
+            return self._known[grid]
+        value, patches = self._compute(*grid), grid[0] * grid[1]
+        if patches <= self._most:
+            self._known[grid] = value
+            self._patches += patches
+        while self._patches > self._most:
+            (height, width, *_), _ = self._known.popitem(last=False)
+            self._patches -= height * width
+        return value
 
 
 def block_order(height: int, width: int, merge: int) -> tuple[torch.Tensor, torch.Tensor]:

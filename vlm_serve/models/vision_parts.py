@@ -11,9 +11,6 @@ from vlm_serve.kernels.linear import Activation, Linear, Part
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.models.parts.base import Loader
 
-REMEMBERED_GRIDS = 64
-"""Number of grids for which derived tensors are kept."""
-
 EPS = 1e-6
 """Of layer norms."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -13,9 +12,8 @@ import torch
 from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.parts.base import Loader
-from vlm_serve.models.vision_grid import nearest_positions, nested_order
+from vlm_serve.models.vision_grid import GridMemory, nearest_positions, nested_order
 from vlm_serve.models.vision_parts import (
-    REMEMBERED_GRIDS,
     Affine,
     Products,
     Reader,
@@ -125,7 +123,7 @@ class WindowVisionTower:
         self._window = reader.window()
         self._last_norm = reader.norm("vision_tower.post_layernorm", config.hidden_size)
         self._merger = reader.merger()
-        self._grid_tensors = lru_cache(REMEMBERED_GRIDS)(self._compute_grid_tensors)
+        self._grid_tensors = GridMemory(self._compute_grid_tensors)
 
     @torch.inference_mode()
     def encode(

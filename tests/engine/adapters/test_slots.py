@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,8 +14,12 @@ import torch
 
 from vlm_serve.engine.adapters.slots import NO_SLOT, AdapterSlots
 from vlm_serve.engine.sequence import Sequence
+from vlm_serve.errors import OverloadedError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
+from vlm_serve.kernels.linear.low_rank_change import Change, Up
 from vlm_serve.models.adapters import Adapter, LowRank
+
+NUMBERS = count()
 
 
 class Later(Executor):
@@ -28,7 +34,7 @@ class Later(Executor):
         def run() -> None:
             try:
                 future.set_result(job(*args, **kwargs))
-            except MemoryError as error:
+            except (MemoryError, torch.OutOfMemoryError) as error:
                 future.set_exception(error)
 
         self._jobs.append(run)
@@ -40,19 +46,24 @@ class Later(Executor):
             job()
 
 
-def sequence(number: int) -> Sequence:
-    """One that wants an adapter of its own."""
-    factor = torch.full((1, 1), float(number))
-    adapter = Adapter({"layers.0.mlp.up_proj": LowRank(factor, factor, 1.0)}, AdapterChanges({}, 0))
+def sequence(number: int, rank: int = 1) -> Sequence:
+    """One that wants an adapter of its own, of 8 bytes a rank."""
+    factor = torch.full((rank, 1), float(number))
+    change = Change(factor, torch.ones(rank), (Up(0, 0, factor.T),))
+    module = LowRank(factor, factor.T, 1.0)
+    adapter = Adapter({"layers.0.mlp.up_proj": module}, AdapterChanges({1: change}, 1))
     request = SimpleNamespace(adapter=adapter)
-    return cast(Sequence, SimpleNamespace(request=request, adapter_slot=NO_SLOT))
+    own = SimpleNamespace(request=request, adapter_slot=NO_SLOT, number=next(NUMBERS))
+    return cast(Sequence, own)
 
 
 class World:
-    def __init__(self, count: int, lay_out: Callable[[AdapterChanges], None]) -> None:
+    def __init__(
+        self, count: int, lay_out: Callable[[AdapterChanges], None], room: int | None = None
+    ) -> None:
         self.held: dict[int, Adapter | None] = {}
         self.pool = Later()
-        self.slots = AdapterSlots(count, self.held.__setitem__, lay_out, self.pool)
+        self.slots = AdapterSlots(count, self.held.__setitem__, lay_out, self.pool, room)
 
     def pass_over(self, waiting: list[Sequence], users: list[Sequence]) -> list[bool]:
         """Who of these may start, beside users of slots: those who have started join them."""
@@ -95,6 +106,55 @@ def test_a_failed_layout_is_told_to_whom_it_was_for() -> None:
     world.pool.run()
     world.slots.begin_pass()
     assert world.slots.may_start(other, [])
-    with pytest.raises(MemoryError):
+    with pytest.raises(OverloadedError, match="no memory for the request's adapter"):
         world.slots.may_start(broken, [other])
     assert not world.slots.may_start(broken, [other]), "it is tried again, once there is a slot"
+
+
+def test_a_failed_layout_leaves_nothing_and_is_not_told_to_later_requests() -> None:
+    """Whoever asked for it has gone meanwhile."""
+    gone, parts = sequence(1), list[weakref.ref[torch.Tensor]]()
+
+    def lay_out(changes: AdapterChanges) -> None:
+        part = torch.ones(3)
+        parts.append(weakref.ref(part))
+        if len(parts) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    world, later = World(1, lay_out), sequence(1)
+    assert world.pass_over([gone], []) == [False]
+    world.pool.run()
+    world.slots.begin_pass()
+    assert parts[0]() is None
+    assert world.pass_over([later], []) == [False]
+    world.pool.run()
+    assert world.pass_over([later], []) == [True]
+
+
+def test_larger_adapters_take_the_room_of_several() -> None:
+    """Four slots have room for four adapters of rank 4, so for two of rank 8."""
+    world = World(4, lambda _: None, room=4 * 4 * 8)
+    small, large, other, last = sequence(1, 4), sequence(2, 8), sequence(3, 8), sequence(4, 4)
+
+    def start(one: Sequence, users: list[Sequence]) -> bool:
+        world.pass_over([one], users)
+        world.pool.run()
+        return world.pass_over([one], users)[0]
+
+    def resident() -> list[Sequence]:
+        held = world.slots.resident
+        every = small, large, other, last
+        return [one for one in every if cast(Adapter, one.request.adapter).digest in held]
+
+    assert start(small, []) and start(large, [small])
+    assert not start(other, [small, large]), "there are slots, and no room"
+    assert world.slots.missed and resident() == [small, large]
+    assert start(last, [large]), "the rest is as large as this one"
+    assert resident() == [small, large, last]
+    assert start(other, [last]), "two that nobody uses make room"
+    assert resident() == [other, last]
+    huge = sequence(5, 100)
+    assert not start(huge, [last])
+    assert start(huge, []) and not resident(), "it is alone"
+    assert sorted(world.held) == [0, 1, 2, 3][: len(world.held)]
+    assert [each for each in world.held.values() if each is not None] == [huge.request.adapter]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from model_driver import text_sequence
 from peft_folders import (
     adapted_experts,
     fused_experts,
+    linears,
     random_expert_factors,
     random_factors,
     write_adapter,
@@ -23,7 +25,14 @@ from peft_folders import (
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models import Model, load_model
-from vlm_serve.models.adapters import Adapter, changes_of, place, read_adapter, without_effect
+from vlm_serve.models.adapters import (
+    Adapter,
+    changes_of,
+    place,
+    read_adapter,
+    to_send,
+    without_effect,
+)
 from vlm_serve.models.parts import feed_forward
 
 TOKENS = [(7 * index * index + 3) % 300 for index in range(40)]
@@ -86,6 +95,51 @@ def test_experts_in_one_piece_as_on_a_gpu(
     none = replace(adapter, changes=nothing)
     plain = oracle.logits(path, {"input_ids": torch.tensor([TOKENS])})
     torch.testing.assert_close(logits(model, none, compiled=False), plain, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_host_holds_factors_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stacked: bool
+) -> None:
+    """Modules are views of the changes, and have the bits that name the adapter."""
+    path = make_checkpoint(tmp_path / "model", SPECS["text, moe"])
+    tensors = random_factors(linears(path), 3, rank=RANK)
+    tensors |= random_expert_factors(fused_experts(path), 5, RANK)
+    folder = write_adapter(tmp_path / "adapter", tensors, RANK, target_parameters=BOTH)
+    monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: stacked)
+    model = load_model(path, torch.float32, "cpu")
+    file = read_adapter(folder, torch.bfloat16)
+    adapter = place(file, model.modules, ALL)
+    held = [each for own in adapter.modules.values() for each in (own.down, own.up)]
+    for change in adapter.changes.by_site.values():
+        held += [change.down, change.scales, *(up.values for up in change.ups)]
+    storages = [each.untyped_storage() for each in held]
+    taken = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    assert file.nbytes <= taken < 1.2 * file.nbytes
+    whole = changes_of(adapter.modules, model.modules)
+    again = replace(adapter, modules=dict(adapter.modules), changes=whole)
+    assert again.digest == adapter.digest == place(file, model.modules, ALL).digest
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_an_expert_is_sent_to_other_ranks_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stacked: bool
+) -> None:
+    path = make_checkpoint(tmp_path / "model", SPECS["text, moe"])
+    rank = 16
+    tensors = random_expert_factors(fused_experts(path), 3, rank)
+    folder = write_adapter(tmp_path / "adapter", tensors, rank, target_parameters=BOTH)
+    monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: stacked)
+    model, adapter = loaded(path, folder, compiled=False)
+    numbers = sum(each.nbytes for each in adapter.modules.values())
+    sent = pickle.dumps(to_send(adapter.modules), protocol=5)
+    # Names and shapes take some hundred bytes a tensor.
+    assert len(sent) < numbers + 1000 * len(adapter.modules)
+    found = pickle.loads(sent)
+    assert replace(adapter, modules=found).digest == adapter.digest
+    changes = changes_of(found, model.modules)
+    assert changes.by_site.keys() == adapter.changes.by_site.keys()
+    assert changes.factor_bytes == adapter.changes.factor_bytes, "gate and up still have one A"
 
 
 @pytest.mark.parametrize("kind", ALL)

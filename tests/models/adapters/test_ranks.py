@@ -26,6 +26,7 @@ from rank_threads import on_ranks
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models import load_model, read_spec
 from vlm_serve.models.adapters import place, read_adapter
+from vlm_serve.models.parts import feed_forward
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -81,3 +82,29 @@ def test_ranks_answer_as_the_unmerged_adapter(tmp_path: Path, kind: str, compile
     torch.testing.assert_close(alone, expected, atol=2e-4, rtol=0)
     if compiled:
         assert torch.equal(alone, logits([20]))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_vl_moe"])
+def test_ranks_with_experts_in_one_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As GPUs have them."""
+    monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: True)
+    path = make_checkpoint(tmp_path / "model", SPECS[kind])
+    folder, experts = folder_of(path, tmp_path / "adapter")
+    with adapted(path, folder, {"": 2.0}), adapted_experts(path, experts, 4, 2.0):
+        expected = oracle.logits(path, {"input_ids": torch.tensor([TOKENS])})
+    read_spec(path)
+
+    def work(ranks: Ranks) -> torch.Tensor:
+        model = load_model(path, torch.float32, "cpu", ranks=ranks)
+        assert model.modules.stacked
+        adapter = place(read_adapter(folder), model.modules, ALL)
+        driver = ChangedDriver(model, [adapter], compiled=False, ranks=ranks.size)
+        driver.of_tokens = [0] * len(TOKENS)
+        ranks.begin(1)
+        return driver.step(prefills=[(text_sequence(TOKENS), 0, len(TOKENS))]).logits
+
+    found = on_ranks(2, work)[0]
+    assert isinstance(found, torch.Tensor), found
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)

@@ -13,6 +13,8 @@ from vlm_serve.errors import ConfigError, InvalidRequestError
 if TYPE_CHECKING:
     import torch
 
+    from vlm_serve.models.adapters import Modules
+
 NAME = re.compile(r"[\w.:/+-]{1,128}", re.ASCII)
 
 
@@ -66,21 +68,26 @@ def serves_adapters(config: EngineConfig) -> bool:
     return bool(config.lora_modules) or config.reserve_loras
 
 
-def slot_bytes(config: EngineConfig, most: int = 0) -> int:
+def slot_bytes(config: EngineConfig, most: int = 0, modules: Modules | None = None) -> int:
     """Return the bytes of all slots on a GPU, each as large as the largest named adapter: later
     ones may take any slot.
 
     Args:
         config: options.
         most: bytes of the largest adapter to be loaded later, see `most_bytes`.
+        modules: of the model. Experts in one piece take the memory of the largest rank. None: count
+            the files.
 
     Raises:
         ConfigError, CheckpointError, ModelNotFoundError: as far as the files tell.
     """
-    from vlm_serve.models.adapters import read_adapter
+    from vlm_serve.models.adapters import place, read_adapter
 
-    dtype = factors_dtype(config)
-    sizes = [read_adapter(each.path, dtype).nbytes for each in named_adapters(config)]
+    dtype, experts, sizes = factors_dtype(config), changed_experts(config), list[int]()
+    for each in named_adapters(config):
+        file = read_adapter(each.path, dtype)
+        placed = None if modules is None else place(file, modules, experts).changes
+        sizes.append(file.nbytes if placed is None else placed.factor_bytes)
     if config.reserve_loras:
         sizes.append(most)
     return config.max_loras * max(sizes, default=0)

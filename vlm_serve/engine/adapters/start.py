@@ -22,9 +22,14 @@ from vlm_serve.models.adapters.beside import check_beside
 
 
 def make_adapters(
-    source: ModelSource, model: Model, config: EngineConfig, executor: LocalExecutor
+    source: ModelSource,
+    model: Model,
+    config: EngineConfig,
+    executor: LocalExecutor,
+    room: int | None = None,
 ) -> tuple[AdapterStore, AdapterSlots]:
-    """Return the adapters that the config names, and the slots for them and for later ones.
+    """Return the adapters that the config names, and the slots for them and for later ones. `room`:
+    see `AdapterSlots`; of those that the config names, the largest may be in all slots.
 
     Raises:
         ConfigError, CheckpointError, ModelNotFoundError: see `named_adapters`, `AdapterStore.load`.
@@ -38,7 +43,10 @@ def make_adapters(
     )
     for each in named_adapters(config):
         store.load(each)
-    slots = AdapterSlots(config.max_loras, executor.hold_adapter, _lay_out(source))
+    if room is not None:
+        named = [each.adapter.changes.factor_bytes for each in store.all()]
+        room = max(room, config.max_loras * max(named, default=0))
+    slots = AdapterSlots(config.max_loras, executor.hold_adapter, _lay_out(source), room=room)
     return store, slots
 
 

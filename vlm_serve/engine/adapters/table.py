@@ -67,19 +67,23 @@ slots of a 27B take 15 GiB of the cache's memory."""
 
 def most_bytes(modules: Modules, config: EngineConfig) -> int:
     """Return the bytes to count for an adapter that is loaded later: all modules have
-    `RESERVED_RANK`, and factors the type of the options, or float32."""
+    `RESERVED_RANK`, and factors the type of the options, or float32. All slots together have room
+    for one of the largest rank."""
     dtype, open_to = factors_dtype(config) or torch.float32, changed_experts(config)
     experts = (size for name, size in modules.experts.items() if kind_of(name) in open_to)
     numbers = sum(out + depth for out, depth in (*modules.sizes.values(), *experts))
-    return min(config.max_lora_rank, RESERVED_RANK) * numbers * dtype.itemsize
+    rank = min(config.max_lora_rank, RESERVED_RANK)
+    rank = max(rank, -(-config.max_lora_rank // config.max_loras))
+    return rank * numbers * dtype.itemsize
 
 
 def idle_adapter(modules: Modules, config: EngineConfig) -> AdapterChanges | None:
     """Return an adapter without effect, to measure and compile steps with; None if the engine
-    serves no adapters."""
+    serves no adapters. Its steps take the memory of those with the largest rank."""
     if not serves_adapters(config):
         return None
-    return without_effect(modules, changed_experts(config))
+    room = SlotSizes.of_config(modules, config).widths
+    return without_effect(modules, changed_experts(config), room)
 
 
 class AdapterTable:

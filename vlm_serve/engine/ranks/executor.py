@@ -18,7 +18,7 @@ from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError
 from vlm_serve.kernels.native_library import RanksApartError
 from vlm_serve.kernels.ranks import SharedRanks
 from vlm_serve.models import Model
-from vlm_serve.models.adapters import Adapter
+from vlm_serve.models.adapters import Adapter, to_send
 from vlm_serve.models.cache_layout import CacheTensors
 
 _T = TypeVar("_T")
@@ -77,8 +77,9 @@ class ShardedExecutor(LocalExecutor):
 
     def hold_adapter(self, slot: int, adapter: Adapter | None) -> None:
         super().hold_adapter(slot, adapter)
+        modules = None if adapter is None else to_send(adapter.modules)
         with suppress(ConnectionLostError):
-            self._processes.send("adapter", slot, None if adapter is None else adapter.modules)
+            self._processes.send("adapter", slot, modules)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Run a step, see `Executor.run`. After a failed step, the content of state rows differs

@@ -6,6 +6,7 @@ low_rank.py  one module's change
 experts.py   all experts' changes in one tensor
 beside.py    a tokenizer or chat template beside them
 placing.py   a model's modules, an adapter's share of each projection
+sharing.py   modules and changes in the same memory
 """
 
 from vlm_serve.models.adapters.folder import AdapterFile, read_adapter
@@ -18,6 +19,7 @@ from vlm_serve.models.adapters.placing import (
     uniform,
     without_effect,
 )
+from vlm_serve.models.adapters.sharing import to_send
 
 __all__ = [
     "Adapter",
@@ -27,6 +29,7 @@ __all__ = [
     "changes_of",
     "place",
     "read_adapter",
+    "to_send",
     "uniform",
     "without_effect",
 ]

@@ -17,6 +17,7 @@ from vlm_serve.models.adapters.experts import kind_of, split
 from vlm_serve.models.adapters.folder import AdapterFile
 from vlm_serve.models.adapters.low_rank import LowRank
 from vlm_serve.models.adapters.rows import Rows
+from vlm_serve.models.adapters.sharing import shared
 from vlm_serve.models.adapters.stacked import stacked_alike, stacked_change
 from vlm_serve.options import format_size
 from vlm_serve.preprocess.keys import tagged
@@ -167,16 +168,22 @@ def place(file: AdapterFile, modules: Modules, experts: Collection[str] = ()) ->
                 f"the adapter is of another model: {name} takes {change.down.shape[1]} numbers to "
                 f"{change.up.shape[0]}, the model's takes {depth} to {out}"
             )
-    return Adapter(named, changes_of(named, modules))
+    changes = changes_of(named, modules)
+    sites = (
+        (modules.sites[number - 1][0], modules.stacked.get(number, 0), change)
+        for number, change in changes.by_site.items()
+    )
+    return Adapter(shared(named, sites), changes)
 
 
 def changes_of(named: Mapping[str, LowRank], modules: Modules) -> AdapterChanges:
     """Return what an adapter's modules, which fit, change in a model or in a rank's share of it."""
+    downs: _Downs = {}
     changes = {
         number: (
             stacked_change(rows, modules.stacked[number], named)
             if number in modules.stacked
-            else _change(rows, named)
+            else _change(rows, named, downs)
         )
         for number, (rows, _) in enumerate(modules.sites, 1)
         if any(each.module in named for each in rows)
@@ -184,10 +191,12 @@ def changes_of(named: Mapping[str, LowRank], modules: Modules) -> AdapterChanges
     return AdapterChanges(changes, len(modules.sites), tower=any(map(is_vision, named)))
 
 
-def without_effect(modules: Modules, experts: Collection[str] = ()) -> AdapterChanges:
+def without_effect(
+    modules: Modules, experts: Collection[str] = (), room: Sequence[int] = ()
+) -> AdapterChanges:
     """Return an adapter of rank 1 that adds zeros to every module; of routed experts only to those
-    in one piece, and to their projections `experts`."""
-    return uniform(modules, 1, lambda rows, columns: torch.zeros(rows, columns), experts)
+    in one piece, and to their projections `experts`. `room`: see `AdapterChanges`."""
+    return uniform(modules, 1, lambda rows, columns: torch.zeros(rows, columns), experts, room)
 
 
 def uniform(
@@ -195,6 +204,7 @@ def uniform(
     rank: int,
     factor: Callable[[int, int], torch.Tensor],
     experts: Collection[str] = (),
+    room: Sequence[int] = (),
 ) -> AdapterChanges:
     """Return an adapter of one rank, with factors of the sizes that `factor` gets.
 
@@ -203,6 +213,7 @@ def uniform(
         rank: of each module.
         factor: returns `[rows, columns]`.
         experts: projections of routed experts in one piece that it changes too, all experts alike.
+        room: see `AdapterChanges`.
     """
     named = {
         name: LowRank(factor(rank, depth), factor(out, rank), 1.0)
@@ -214,7 +225,8 @@ def uniform(
         for number, count in modules.stacked.items()
         if kind_of(modules.sites[number - 1][0][0].module) in experts
     }
-    return AdapterChanges({**changes.by_site, **stacked}, len(modules.sites), tower=changes.tower)
+    own = {**changes.by_site, **stacked}
+    return AdapterChanges(own, len(modules.sites), tower=changes.tower, room=room)
 
 
 def _complaint(unknown: list[str], modules: Modules) -> str:
@@ -249,8 +261,15 @@ def _check_experts(
     )
 
 
-def _change(rows: tuple[Rows, ...], named: Mapping[str, LowRank]) -> Change:
-    """Return an adapter's change of a projection of several parts; a module's parts share u."""
+_Downs = dict[tuple[object, ...], torch.Tensor]
+"""Factors A of changes, by what they are made of."""
+
+
+def _change(rows: tuple[Rows, ...], named: Mapping[str, LowRank], known: _Downs) -> Change:
+    """Return an adapter's change of a projection of several parts; a module's parts share u.
+
+    `known`: of other projections. Gate and up of an expert may have one A.
+    """
     offsets: dict[str, int] = {}
     downs, scales, ups = list[torch.Tensor](), list[torch.Tensor](), list[Up]()
     first = width = 0
@@ -265,7 +284,10 @@ def _change(rows: tuple[Rows, ...], named: Mapping[str, LowRank]) -> Change:
             own = torch.cat([change.up[one.start : one.stop] for one in each.ranges])
             ups.append(Up(first, offsets[each.module], own))
         first += sum(map(len, each.ranges))
-    return Change(torch.cat(downs), torch.cat(scales), tuple(ups))
+    made_of = tuple((each.data_ptr(), each.shape, each.stride()) for each in downs)
+    if made_of not in known:
+        known[made_of] = torch.cat(downs)
+    return Change(known[made_of], torch.cat(scales), tuple(ups))
 
 
 def _digest(modules: Mapping[str, LowRank]) -> str:
