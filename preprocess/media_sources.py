@@ -48,7 +48,9 @@ def read_source(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | N
         except (OSError, ValueError) as error:
             if isinstance(error, InvalidRequestError):
                 raise
-            raise MediaFetchError("the file cannot be read", param=part.param) from None
+            # Only callers in Python name paths: those of clients are URLs.
+            why = getattr(error, "strerror", None) or error
+            raise MediaFetchError(f"{source} cannot be read: {why}", param=part.param) from None
     if part.url_only:
         raise InvalidRequestError(f"{part.param} must be a URL", param=part.param)
     return source

@@ -17,7 +17,7 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.engine.pooling import ONE_TOKEN
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import EngineClosedError, InvalidRequestError
 from vlm_serve.preprocess.keys import NO_ADAPTER
 from vlm_serve.preprocess.pooled_prompts import Content, embedding_messages, rerank_messages
 from vlm_serve.preprocess.prompt import Prompt
@@ -116,6 +116,7 @@ class Pipeline:
         self.engine = engine
         self._adapter = NO_ADAPTER
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="vlm-serve-prepare")
+        self._closed = False
 
     def __enter__(self) -> Pipeline:
         return self
@@ -130,11 +131,17 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the engine. Running requests end with an error."""
+        self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
 
     def _prepared(self, options: Mapping[str, Any], count: int = 1) -> list[dict[str, Any]]:
-        """Return the options of `prepare` for each prompt, with adapters in place of `lora`."""
+        """Return the options of `prepare` for each prompt, with adapters in place of `lora`.
+
+        Raises EngineClosedError behind `close`; ModelNotFoundError for an unknown adapter.
+        """
+        if self._closed:
+            raise EngineClosedError("the pipeline is closed: make another one")
         kept, found = dict(options), []
         lora = kept.pop("lora", None)
         for each in lora if isinstance(lora, list) else [lora] * count:
@@ -148,7 +155,8 @@ class Pipeline:
         """Answer one conversation.
 
         Args:
-            messages: OpenAI messages; media parts may hold Python objects (see the README).
+            messages: OpenAI messages; media parts may hold Python objects, as
+                in `__call__`.
             params: sampling options.
             options: those of `prepare`; `lora`: a `LoRA` or a loaded one's name, or a list of them.
 
@@ -369,15 +377,19 @@ def _params_for(
 
 
 def _messages(inputs: ShortForm) -> Messages:
-    text, media = (inputs, []) if isinstance(inputs, str) else inputs
-    if not isinstance(text, str):
+    pair: Any = (inputs, []) if isinstance(inputs, str) else inputs
+    if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
         raise InvalidRequestError("the short form is text, (text, media) or (text, [media, ...])")
+    text, media = pair
     items = list(media) if isinstance(media, list | tuple) else [media]
     parts = [_media_part(item) for item in items]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-_VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".3gp")
+_VIDEO_SUFFIXES = (
+    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mpg", ".mpeg", ".3gp"),
+    *(".flv", ".wmv"),
+)
 
 
 def _media_part(item: Any) -> dict[str, Any]:

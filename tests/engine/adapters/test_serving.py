@@ -200,7 +200,7 @@ def test_names_clash_and_ranks_are_limited(place: Path) -> None:
         store = pipe.engine.adapters
         with pytest.raises(InvalidRequestError, match="'text0' is taken"):
             store.load(LoRA("text0", place / "text1"))
-        with pytest.raises(InvalidRequestError, match="'demo' is taken"):
+        with pytest.raises(InvalidRequestError, match="'demo' is a name of the model"):
             store.load(LoRA("demo", place / "text1"), taken=("demo",))
         with pytest.raises(InvalidRequestError, match="1 to 128 letters"):
             LoRA("a b", place / "text1")

@@ -1,0 +1,58 @@
+"""The Python interface as somebody meets it who writes the wrong thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlm_serve import EngineConfig, Pipeline
+from vlm_serve.errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    MediaFetchError,
+    ModelNotFoundError,
+)
+from vlm_serve.pipeline import _messages
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Iterator[Pipeline]:
+    with Pipeline("demo", EngineConfig(cache_memory="64MiB")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("wrong", [("alone",), ("a", "b", "c"), 5, None, (b"a", "b"), {"a": 1}])
+def test_the_short_form_is_explained(wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="the short form is text, "):
+        _messages(wrong)
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "b.WMV", "c.flv", "d.mpeg", Path("e.mpg"), "f.m2ts?x=1"])
+def test_names_of_videos_make_videos(name: str | Path) -> None:
+    """Every container that docs/video.md names is a video by its usual suffix."""
+    assert _messages(("What happens?", name))[0]["content"][0] == {"type": "video", "video": name}
+
+
+def test_a_file_that_cannot_be_read_is_named(pipe: Pipeline, tmp_path: Path) -> None:
+    with pytest.raises(MediaFetchError, match=r"nosuch\.png cannot be read: No such file"):
+        pipe(("Where?", "nosuch.png"))
+    with pytest.raises(MediaFetchError, match=f"{tmp_path} cannot be read: "):
+        pipe(("Where?", tmp_path))
+
+
+def test_an_unknown_adapter_is_told_how_to_be_one(pipe: Pipeline) -> None:
+    with pytest.raises(ModelNotFoundError, match="no adapter 'x' is loaded: lora_modules"):
+        pipe.chat([{"role": "user", "content": "Hello"}], lora="x")
+
+
+def test_a_closed_pipeline_says_so() -> None:
+    made = Pipeline("demo", EngineConfig(cache_memory="64MiB"))
+    made.close()
+    hello = [{"role": "user", "content": "Hello"}]
+    for ask in (made.chat, lambda each: list(made.stream(each)), made.probe):
+        with pytest.raises(EngineClosedError, match="make another"):
+            ask(hello)
+    made.close()
