@@ -62,7 +62,10 @@ class Endpoint:
     def __init__(self, base_url: str, model: str | None = None, key: str | None = None) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"not a URL of an endpoint: {base_url!r}", param="base_url")
+            raise ConfigError(
+                f"not a URL of an endpoint, such as http://127.0.0.1:8000: {base_url!r}",
+                param="base_url",
+            )
         try:
             port = parts.port
         except ValueError:
