@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from vlm_serve import EngineConfig, Pipeline
+from vlm_serve import EngineConfig, Pipeline, SamplingParams, StructuredOutputs
 from vlm_serve.errors import (
+    ConfigError,
     EngineClosedError,
+    FieldError,
     InvalidRequestError,
     MediaFetchError,
     ModelNotFoundError,
@@ -46,6 +48,28 @@ def test_a_file_that_cannot_be_read_is_named(pipe: Pipeline, tmp_path: Path) -> 
 def test_an_unknown_adapter_is_told_how_to_be_one(pipe: Pipeline) -> None:
     with pytest.raises(ModelNotFoundError, match="no adapter 'x' is loaded: lora_modules"):
         pipe.chat([{"role": "user", "content": "Hello"}], lora="x")
+
+
+def test_what_is_no_option_is_explained(pipe: Pipeline) -> None:
+    hello = [{"role": "user", "content": "Hello"}]
+    wrong: Any = {"max_tokens": 3}
+    for ask in (pipe.chat, lambda *each: list(pipe.stream(*each))):
+        with pytest.raises(InvalidRequestError, match="params must be a SamplingParams"):
+            ask(hello, wrong)
+    with pytest.raises(InvalidRequestError, match="1 adapters for 2 prompts"):
+        pipe.chat_many([hello, hello], lora=[None])
+    with pytest.raises(FieldError, match="structured_outputs must be a StructuredOutputs"):
+        SamplingParams(structured_outputs=wrong)
+    with pytest.raises(ConfigError, match="config must be an EngineConfig, not dict"):
+        Pipeline("demo", wrong)
+
+
+def test_an_answer_takes_the_form_asked_for(pipe: Pipeline) -> None:
+    """The class is one of the package's own names."""
+    form = StructuredOutputs(choice=("red", "blue"))
+    params = SamplingParams(structured_outputs=form)
+    picture = Path(__file__).parents[1] / "examples" / "media" / "star.png"
+    assert pipe(("What color is the star?", picture), params).text == "red"
 
 
 def test_a_closed_pipeline_says_so() -> None:

@@ -17,7 +17,7 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.engine.pooling import ONE_TOKEN
-from vlm_serve.errors import EngineClosedError, InvalidRequestError
+from vlm_serve.errors import ConfigError, EngineClosedError, InvalidRequestError
 from vlm_serve.preprocess.keys import NO_ADAPTER
 from vlm_serve.preprocess.pooled_prompts import Content, embedding_messages, rerank_messages
 from vlm_serve.preprocess.prompt import Prompt
@@ -98,6 +98,9 @@ class Pipeline:
         *,
         lora: LoRA | str | None = None,
     ) -> None:
+        given: object = config
+        if not isinstance(given, EngineConfig | None):
+            raise ConfigError(f"config must be an EngineConfig, not {type(given).__name__}")
         self._start(Engine.from_checkpoint(str(model), config))
         try:
             self._adapter = self.engine.adapters.identity_of(lora)
@@ -144,7 +147,10 @@ class Pipeline:
             raise EngineClosedError("the pipeline is closed: make another one")
         kept, found = dict(options), []
         lora = kept.pop("lora", None)
-        for each in lora if isinstance(lora, list) else [lora] * count:
+        loras = lora if isinstance(lora, list) else [lora] * count
+        if len(loras) != count:
+            raise InvalidRequestError(f"{len(loras)} adapters for {count} prompts", param="lora")
+        for each in loras:
             adapter = self._adapter if each is None else self.engine.adapters.identity_of(each)
             found.append({"adapter": adapter, **kept} if adapter.whole else kept)
         return found
@@ -255,7 +261,7 @@ class Pipeline:
         """Yield increments as they arrive. Leaving the loop early aborts the request."""
         (own,) = self._prepared(options)
         prompt = self.engine.preprocessor.prepare(messages, **own)
-        params = params or SamplingParams()
+        (params,) = _params_for(1, params)
         deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         request_id = self.engine.submit(prompt, params, deltas.put)
         unfinished = params.n
@@ -371,6 +377,9 @@ def _params_for(
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    given: object = params
+    if not isinstance(given, Sequence) or not all(isinstance(x, SamplingParams) for x in given):
+        raise InvalidRequestError("params must be a SamplingParams, or a list with one per prompt")
     if len(params) != count:
         raise InvalidRequestError(f"{len(params)} SamplingParams for {count} prompts")
     return list(params)
