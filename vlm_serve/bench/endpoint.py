@@ -164,7 +164,8 @@ class Endpoint:
                 self._connection.close()
                 # An idle connection may have been closed by the other side.
                 if not (again and kept and isinstance(error, ConnectionError)):
-                    raise EndpointError(f"{self.url}: {error or type(error).__name__}") from None
+                    why = getattr(error, "strerror", None) or error or type(error).__name__
+                    raise EndpointError(f"{self.url}: {why}") from None
         if response.status == 200:
             return response
         said = response.read(4096).decode(errors="replace")
