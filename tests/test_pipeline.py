@@ -17,25 +17,12 @@ from vlm_serve.errors import (
     MediaFetchError,
     ModelNotFoundError,
 )
-from vlm_serve.pipeline import _messages
 
 
 @pytest.fixture(scope="module")
 def pipe() -> Iterator[Pipeline]:
     with Pipeline("demo", EngineConfig(cache_memory="64MiB")) as made:
         yield made
-
-
-@pytest.mark.parametrize("wrong", [("alone",), ("a", "b", "c"), 5, None, (b"a", "b"), {"a": 1}])
-def test_the_short_form_is_explained(wrong: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="the short form is text, "):
-        _messages(wrong)
-
-
-@pytest.mark.parametrize("name", ["a.mp4", "b.WMV", "c.flv", "d.mpeg", Path("e.mpg"), "f.m2ts?x=1"])
-def test_names_of_videos_make_videos(name: str | Path) -> None:
-    """Every container that docs/video.md names is a video by its usual suffix."""
-    assert _messages(("What happens?", name))[0]["content"][0] == {"type": "video", "video": name}
 
 
 def test_a_file_that_cannot_be_read_is_named(pipe: Pipeline, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def chat(
 
 
 def _named(error: MediaError | MediaFetchError, sources: Sequence[str]) -> MediaError:
-    """Return an error of a medium that begins with the argument which names it."""
+    """Return an error about a medium, behind the name of its argument."""
     place = re.match(r"messages\[0\]\.content\[(\d+)\]", error.param or "")
     source = sources[int(place[1])] if place else "media"
     return MediaError(f"{source[:100]}: {error.message}", param=error.param, code=error.code)

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _problems(unknown: Sequence[str], flags: set[str]) -> list[str]:
-    """Say which arguments nothing takes; a word behind an unknown flag is its value."""
+    """Name the arguments without a place; a word behind an unknown flag is its value."""
     named = [name for name in unknown if name.startswith("-")]
     problems = [f"there is no {name}{did_you_mean(name, flags)}" for name in named]
     before = ["", *unknown]

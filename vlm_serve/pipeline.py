@@ -22,10 +22,8 @@ from vlm_serve.preprocess.keys import NO_ADAPTER
 from vlm_serve.preprocess.pooled_prompts import Content, embedding_messages, rerank_messages
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.short_form import Messages, ShortForm, messages_of
 from vlm_serve.vectors import Vector, embedding_of, score_of
-
-Messages = Sequence[Mapping[str, Any]]
-ShortForm = str | tuple[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +289,8 @@ class Pipeline:
         Media (PIL images, uint8 frames `[T, H, W, 3]`, paths, URLs, bytes) come before the text.
         """
         if isinstance(inputs, list):
-            return self.chat_many([_messages(each) for each in inputs], params)
-        return self.chat(_messages(inputs), params)
+            return self.chat_many([messages_of(each) for each in inputs], params)
+        return self.chat(messages_of(inputs), params)
 
     def _run(
         self, prompts: Iterator[Prompt], params: Sequence[SamplingParams], *, pooled: bool = False
@@ -383,39 +381,3 @@ def _params_for(
     if len(params) != count:
         raise InvalidRequestError(f"{len(params)} SamplingParams for {count} prompts")
     return list(params)
-
-
-def _messages(inputs: ShortForm) -> Messages:
-    pair: Any = (inputs, []) if isinstance(inputs, str) else inputs
-    if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-        raise InvalidRequestError("the short form is text, (text, media) or (text, [media, ...])")
-    text, media = pair
-    items = list(media) if isinstance(media, list | tuple) else [media]
-    parts = [_media_part(item) for item in items]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
-
-
-_VIDEO_SUFFIXES = (
-    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mpg", ".mpeg", ".3gp"),
-    *(".flv", ".wmv"),
-)
-
-
-def _media_part(item: Any) -> dict[str, Any]:
-    """Return the part for a medium; arrays of four axes, and video names or bytes, are videos."""
-    if getattr(item, "ndim", 0) == 4 or _looks_like_video(item):
-        return {"type": "video", "video": item}
-    return {"type": "image", "image": item}
-
-
-def _looks_like_video(item: Any) -> bool:
-    if isinstance(item, bytes):
-        # ISO media ("ftyp", but not its still-image brands), Matroska / WebM, RIFF AVI.
-        is_iso = item[4:8] == b"ftyp" and item[8:12] not in (b"avif", b"heic", b"heix", b"mif1")
-        return is_iso or item[:4] == b"\x1aE\xdf\xa3" or item[8:12] == b"AVI "
-    if isinstance(item, str | Path):
-        name = str(item)
-        if name.startswith("data:"):
-            return name.startswith("data:video/")
-        return name.lower().split("?", 1)[0].endswith(_VIDEO_SUFFIXES)
-    return False

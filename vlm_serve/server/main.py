@@ -95,7 +95,7 @@ def is_open_to_all(config: ServerConfig) -> bool:
 
 
 def absent_folders(engine_config: EngineConfig, config: ServerConfig) -> list[str]:
-    """Return a sentence for each folder that clients may name files of, and which is not there."""
+    """Return a sentence for each absent folder of clients' files."""
     folders = {
         "allowed_local_media_path": engine_config.allowed_local_media_path,
         "allowed_lora_path": config.allowed_lora_path,

@@ -66,7 +66,7 @@ INSTEAD: dict[str, tuple[str, ...]] = {
     "max_tokens": ("max_output_tokens",),
     "structural_tag": ("response_format",),
 }
-"""Fields that say the same as one that is refused. The first that an API does not refuse counts."""
+"""Other names for refused fields; the first one that an API takes counts."""
 
 
 def unimplemented_in(api: str) -> dict[str, tuple[Any, ...]]:

@@ -170,7 +170,7 @@ def public_error(error: BaseException, request_id: str) -> VlmServeError:
 
 
 def _meant(path: str) -> str | None:
-    """Return the route that a path without /v1, with two of them, or with a slash behind means."""
+    """Return the route meant by a path without /v1, with two of them, or with a slash behind."""
     name = path.rstrip("/").removeprefix("/v1").removeprefix("/v1")
     return f"/v1{name}" if name in _BELOW_V1 and path != f"/v1{name}" else None
 
