@@ -19,7 +19,12 @@ from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.engine.pooling import ONE_TOKEN
 from vlm_serve.errors import ConfigError, EngineClosedError, InvalidRequestError
 from vlm_serve.preprocess.keys import NO_ADAPTER
-from vlm_serve.preprocess.pooled_prompts import Content, embedding_messages, rerank_messages
+from vlm_serve.preprocess.pooled_prompts import (
+    Content,
+    contents_of,
+    embedding_messages,
+    rerank_messages,
+)
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.short_form import Messages, ShortForm, messages_of
@@ -209,7 +214,7 @@ class Pipeline:
             instruction: what the embeddings are for.
             options: as for `chat`.
         """
-        chats = [embedding_messages(each, instruction) for each in contents]
+        chats = [embedding_messages(each, instruction) for each in contents_of(contents)]
         return [embedding_of(each) for each in self._vectors(chats, options)]
 
     def rerank(
@@ -221,7 +226,7 @@ class Pipeline:
     ) -> list[float]:
         """Return the probability that each document meets a query. The pipeline needs the option
         `task="rerank"`; arguments are as for `embed`."""
-        chats = [rerank_messages(query, each, instruction) for each in documents]
+        chats = [rerank_messages(query, each, instruction) for each in contents_of(documents)]
         return [score_of(each) for each in self._vectors(chats, options)]
 
     def _vectors(self, chats: Sequence[Messages], options: Mapping[str, Any]) -> list[Vector]:
