@@ -26,9 +26,11 @@ def pipe() -> Iterator[Pipeline]:
 
 
 def test_a_file_that_cannot_be_read_is_named(pipe: Pipeline, tmp_path: Path) -> None:
-    with pytest.raises(MediaFetchError, match=r"nosuch\.png cannot be read: No such file"):
+    with pytest.raises(
+        MediaFetchError, match=r"the file 'nosuch\.png' cannot be read: No such file"
+    ):
         pipe(("Where?", "nosuch.png"))
-    with pytest.raises(MediaFetchError, match=f"{tmp_path} cannot be read: "):
+    with pytest.raises(MediaFetchError, match=f"the file '{tmp_path.name}' cannot be read: "):
         pipe(("Where?", tmp_path))
 
 
