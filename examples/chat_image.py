@@ -6,7 +6,7 @@ reused tokens of each prompt, and whether the picture was decoded and encoded ag
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from vlm_serve import Pipeline, SamplingParams
@@ -27,13 +27,15 @@ QUESTIONS = (
 
 
 def main() -> None:
-    picture = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE
-    questions = sys.argv[2:] or QUESTIONS
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("picture", nargs="?", type=Path, default=PICTURE)
+    parser.add_argument("question", nargs="*", default=QUESTIONS, help="each asked by itself")
+    given = parser.parse_args()
     greedy = SamplingParams(temperature=0.0, max_tokens=96)
     with Pipeline("demo") as pipe:
-        for question in questions:
+        for question in given.question:
             content = [
-                {"type": "image", "image": picture},
+                {"type": "image", "image": given.picture},
                 {"type": "text", "text": question},
             ]
             output = pipe.chat([{"role": "user", "content": content}], greedy)

@@ -10,7 +10,7 @@ or as the growing file.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,11 @@ def watch(pipe: Pipeline, path: Path, question: str = QUESTION) -> Iterator[tupl
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else CAMERA
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("video", nargs="?", type=Path, default=CAMERA, help="in place of a camera")
+    video = parser.parse_args().video
     with Pipeline("demo") as pipe:
-        for seconds, output in watch(pipe, path):
+        for seconds, output in watch(pipe, video):
             usage = output.usage
             print(f"after {seconds:.0f} s: {output.text}")
             print(

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,9 @@ def chat(picture: str, question: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", metavar="FILE", type=Path, help="JSON lines to write")
+    out: Path = parser.parse_args().out
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", encoding="utf-8") as file:
         # Pictures alternate on purpose: run-batch finds a better order.

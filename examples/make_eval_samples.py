@@ -8,6 +8,7 @@ Their scores say nothing about a model.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import random
@@ -122,7 +123,9 @@ def distinct(turns: Any) -> list[Turn]:
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", metavar="FOLDER", type=Path, help="where to write the samples")
+    out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     write_questions(out)
     write_pictures(out)

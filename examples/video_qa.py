@@ -6,7 +6,7 @@ a timestamp before each patch, so the model can tell when something happens.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from vlm_serve import Pipeline, SamplingParams
@@ -23,13 +23,15 @@ QUESTIONS = (
 
 
 def main() -> None:
-    video = Path(sys.argv[1]) if len(sys.argv) > 1 else VIDEO
-    questions = sys.argv[2:] or QUESTIONS
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("video", nargs="?", type=Path, default=VIDEO)
+    parser.add_argument("question", nargs="*", default=QUESTIONS, help="each asked by itself")
+    given = parser.parse_args()
     greedy = SamplingParams(temperature=0.0, max_tokens=96)
     with Pipeline("demo") as pipe:
-        for question in questions:
+        for question in given.question:
             content = [
-                {"type": "video", "video": video},
+                {"type": "video", "video": given.video},
                 {"type": "text", "text": question},
             ]
             output = pipe.chat([{"role": "user", "content": content}], greedy)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 
 MP4 = "an MP4 or MOV video"
+PDF = "a PDF document"
+VIDEO_KINDS = (
+    *(MP4, "an AVI video", "a Matroska or WebM video", "an FLV video", "an ASF or WMV file"),
+    "an MPEG program stream",
+)
 _SEEN = 1024
 """Bytes of the beginning to look at."""
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, _LFS_POINTER, "a pointer of Git LFS; fetch the file itself"),
-    (0, b"%PDF-", "a PDF document"),
+    (0, b"%PDF-", PDF),
     (0, b"PK\x03\x04", "a ZIP archive, or a document in one"),
     (0, b"\x1f\x8b", "compressed with gzip"),
     (0, b"Rar!", "a RAR archive"),

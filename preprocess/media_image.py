@@ -25,7 +25,7 @@ import PIL.Image
 from PIL.PngImagePlugin import PngImageFile
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.file_kinds import file_kind
+from vlm_serve.preprocess.file_kinds import PDF, VIDEO_KINDS, file_kind
 from vlm_serve.preprocess.jpeg_scans import count_scans
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.pdf_pages import is_page, render_page
@@ -175,11 +175,15 @@ def _check_complete(
             raise MediaError("the image is truncated or damaged", param=param)
 
 
+_ELSEWHERE = {PDF: "a part of the type file takes it"}
+
+
 def _unsupported(data: bytes, param: str | None) -> MediaError:
     kind = file_kind(data)
     known = f"not an image of a supported format ({', '.join(FORMATS)})"
     found = f": it is {kind}" if kind else ""
-    remedy = f"; {REMEDIES[kind]}" if kind in REMEDIES else ""
+    remedies = dict.fromkeys(VIDEO_KINDS, "send it as a video") | REMEDIES | _ELSEWHERE
+    remedy = f"; {remedies[kind]}" if kind in remedies else ""
     return MediaError(known + found + remedy, param=param)
 
 

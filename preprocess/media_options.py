@@ -152,8 +152,10 @@ def frame_count(part: MediaPart, most: int) -> int | None:
 def invalid(part: MediaPart, name: str, message: str) -> InvalidRequestError:
     """Make an error that names the option where the request sets it: in the part or for all."""
     named = part.named.get(name, part.param)
-    if named == part.param:
-        return InvalidRequestError(f"{named}: {name} {message}", param=f"{named}.{name}")
+    if named == part.param:  # Options lie beside the medium, or together with its URL.
+        owner, bracket, _ = named.rpartition("]")
+        place = owner + bracket or named
+        return InvalidRequestError(f"{place}: {name} {message}", param=f"{place}.{name}")
     return InvalidRequestError(f"{named} {message}", param=named)
 
 

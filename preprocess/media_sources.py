@@ -48,7 +48,10 @@ def read_source(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | N
         except (OSError, ValueError) as error:
             if isinstance(error, InvalidRequestError):
                 raise
-            raise MediaFetchError("the file cannot be read", param=part.param) from None
+            # No message holds a path; the name of the file tells several media apart.
+            why = getattr(error, "strerror", None) or "no such path"
+            said = f"the file {Path(source).name!r} cannot be read: {why}"
+            raise MediaFetchError(said, param=part.param) from None
     if part.url_only:
         raise InvalidRequestError(f"{part.param} must be a URL", param=part.param)
     return source

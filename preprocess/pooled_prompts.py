@@ -4,8 +4,10 @@ Qwen3-VL-Reranker write them."""
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
 
 Content = str | Sequence[Mapping[str, Any]]
 """A text, or parts of a message as in OpenAI's chat."""
@@ -54,10 +56,20 @@ def rerank_messages(
     ]
 
 
+def contents_of(contents: Sequence[Content]) -> Sequence[Content]:
+    """Return contents as they are. Raises InvalidRequestError for one in place of a list."""
+    if isinstance(contents, str | Mapping) or not isinstance(contents, Iterable):
+        raise InvalidRequestError("contents must be a list: of texts, or of lists of parts")
+    return contents
+
+
 def _parts(content: Content) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [_text(content or _NOTHING)]
-    return [dict(part) for part in content] or [_text(_NOTHING)]
+    given: object = content
+    if not isinstance(given, list | tuple) or not all(isinstance(x, Mapping) for x in given):
+        raise InvalidRequestError("a content must be a text, or a list of parts of a message")
+    return [dict(part) for part in given] or [_text(_NOTHING)]
 
 
 def _text(text: str) -> dict[str, Any]:

@@ -7,6 +7,9 @@ a CPU build of torch needs no more than their schemas, so those are defined here
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,6 +68,24 @@ def tokenizer(path: Path | str) -> Any:
     return AutoTokenizer.from_pretrained(str(path))
 
 
+@contextmanager
+def _without_fla() -> Iterator[None]:
+    """Hide the package fla while transformers imports the code of a model.
+
+    transformers takes fla's kernels wherever that package is installed, and they need a GPU.
+    """
+    absent = object()
+    earlier: Any = sys.modules.get("fla", absent)
+    sys.modules["fla"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if earlier is absent:
+            del sys.modules["fla"]
+        else:
+            sys.modules["fla"] = earlier
+
+
 @cache
 def model(path: Path | str, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of a checkpoint, in evaluation mode, with SDPA attention on the CPU."""
@@ -73,7 +94,8 @@ def model(path: Path | str, dtype: torch.dtype = torch.float32) -> Any:
 
     multimodal = hasattr(AutoConfig.from_pretrained(str(path)), "vision_config")
     loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    return loader.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa").eval()
+    with _without_fla():
+        return loader.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa").eval()
 
 
 @torch.no_grad()

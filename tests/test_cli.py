@@ -186,8 +186,9 @@ def test_a_bad_flag_is_a_usage_error(
     ("arguments", "said"),
     [
         (["serve", "--max-num-sqs", "3"], "no --max-num-sqs; did you mean --max-num-seqs?"),
-        (["serve", "demo", "other"], "there is no other"),
-        (["plan", "--prot", "3"], "there is no --prot; did you mean --port?"),
+        (["serve", "demo", "other"], "there is no place for 'other' (--help"),
+        (["chat", "demo", "Where", "is", "it"], "'is', 'it'; put a text of several words into"),
+        (["plan", "--prot", "3"], "there is no --prot; did you mean --port? (--help"),
         (["chat", "hi", "--imgae", "x"], "there is no --imgae; did you mean --image?"),
         (["sevre"], "invalid choice: 'sevre'"),
         ([], "required: COMMAND"),
@@ -237,7 +238,7 @@ def test_a_question_alone_is_asked_of_the_default_model(
     assert (options.model, options.question) == (None, "Where?")
     with pytest.raises(SystemExit):
         build_parser().parse_args(["chat", "demo", "Where?", "more"])
-    assert "there is no more" in capsys.readouterr().err
+    assert "there is no place for 'more'" in capsys.readouterr().err
 
 
 def test_a_command_says_what_takes_long(tmp_path: Path) -> None:
@@ -318,6 +319,14 @@ def test_a_picture_that_is_not_there_is_named(
     for flag in ("--image", "--video"):
         assert main(["chat", "hi", flag, "nosuch.jpg"]) == 2
         assert f"{flag} nosuch.jpg: No such file" in capsys.readouterr().err
+
+
+def test_a_medium_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = Path(__file__).parents[1] / "examples" / "media" / "star.png"
+    (tmp_path / "notes.txt").write_text("A star.")
+    given = ["--image", str(picture), "--image", str(tmp_path / "notes.txt")]
+    assert main(["chat", "demo", "hi", "--cache-memory", "64MiB", *given]) == 1
+    assert "notes.txt: not an image of a supported format" in capsys.readouterr().err
 
 
 def test_options_that_contradict_each_other_end_with_status_two(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vlm_serve.errors import VlmServeError
     from vlm_serve.pipeline import Output, Pipeline
     from vlm_serve.sampling_params import SamplingParams
+    from vlm_serve.structured_outputs import StructuredOutputs
 
 __all__ = [
     "CacheReport",
@@ -27,6 +28,7 @@ __all__ = [
     "Output",
     "Pipeline",
     "SamplingParams",
+    "StructuredOutputs",
     "Usage",
     "VlmServeError",
     "__version__",
@@ -43,6 +45,7 @@ _HOME = {
     "Output": "vlm_serve.pipeline",
     "Pipeline": "vlm_serve.pipeline",
     "SamplingParams": "vlm_serve.sampling_params",
+    "StructuredOutputs": "vlm_serve.structured_outputs",
     "Usage": "vlm_serve.engine.outputs",
     "VlmServeError": "vlm_serve.errors",
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vlm_serve.config import EngineConfig
-from vlm_serve.errors import ConfigError
+from vlm_serve.errors import ConfigError, MediaError, MediaFetchError
 from vlm_serve.kernels.native_library import built
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
@@ -39,14 +40,24 @@ def chat(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     last = None
     with Pipeline(model, config, lora=lora) as pipe:
-        for delta in pipe.stream([{"role": "user", "content": content}], params):
-            print(delta.text, end="", flush=True)
-            last = delta
+        try:
+            for delta in pipe.stream([{"role": "user", "content": content}], params):
+                print(delta.text, end="", flush=True)
+                last = delta
+        except (MediaError, MediaFetchError) as error:
+            raise _named(error, [*images, *videos]) from None
     print()
     if report and last is not None and last.cache_report is not None:
         for name, value in dataclasses.asdict(last.cache_report).items():
             print(f"{name}: {value}", file=sys.stderr)
     return 0
+
+
+def _named(error: MediaError | MediaFetchError, sources: Sequence[str]) -> MediaError:
+    """Return an error about a medium, behind the name of its argument."""
+    place = re.match(r"messages\[0\]\.content\[(\d+)\]", error.param or "")
+    source = sources[int(place[1])] if place else "media"
+    return MediaError(f"{source[:100]}: {error.message}", param=error.param, code=error.code)
 
 
 def _part(kind: str, source: str) -> dict[str, Any]:

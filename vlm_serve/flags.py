@@ -22,9 +22,7 @@ class Parser(argparse.ArgumentParser):
         if unknown and hasattr(options, "take_late"):
             unknown = options.take_late(options, unknown)
         if unknown:
-            flags = self._flags_of(options)
-            problems = [f"there is no {name}{did_you_mean(name, flags)}" for name in unknown]
-            self.error("; ".join(problems))
+            self.error("; ".join(_problems(unknown, self._flags_of(options))))
         return options
 
     def _flags_of(self, options: argparse.Namespace) -> set[str]:
@@ -40,6 +38,22 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
+
+
+def _problems(unknown: Sequence[str], flags: set[str]) -> list[str]:
+    """Name the arguments without a place; a word behind an unknown flag is its value."""
+    named = [name for name in unknown if name.startswith("-")]
+    problems = [f"there is no {name}{did_you_mean(name, flags)}" for name in named]
+    before = ["", *unknown]
+    words = [
+        repr(word)
+        for earlier, word in zip(before, unknown, strict=False)
+        if not word.startswith("-") and not earlier.startswith("-")
+    ]
+    if words:
+        hint = "; put a text of several words into quotes" if len(words) > 1 else ""
+        problems.append(f"there is no place for {', '.join(words)}{hint}")
+    return problems
 
 
 def positive(text: str) -> int:

@@ -17,15 +17,18 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.engine.pooling import ONE_TOKEN
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import ConfigError, EngineClosedError, InvalidRequestError
 from vlm_serve.preprocess.keys import NO_ADAPTER
-from vlm_serve.preprocess.pooled_prompts import Content, embedding_messages, rerank_messages
+from vlm_serve.preprocess.pooled_prompts import (
+    Content,
+    contents_of,
+    embedding_messages,
+    rerank_messages,
+)
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.short_form import Messages, ShortForm, messages_of
 from vlm_serve.vectors import Vector, embedding_of, score_of
-
-Messages = Sequence[Mapping[str, Any]]
-ShortForm = str | tuple[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,9 @@ class Pipeline:
         *,
         lora: LoRA | str | None = None,
     ) -> None:
+        given: object = config
+        if not isinstance(given, EngineConfig | None):
+            raise ConfigError(f"config must be an EngineConfig, not {type(given).__name__}")
         self._start(Engine.from_checkpoint(str(model), config))
         try:
             self._adapter = self.engine.adapters.identity_of(lora)
@@ -116,6 +122,7 @@ class Pipeline:
         self.engine = engine
         self._adapter = NO_ADAPTER
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="vlm-serve-prepare")
+        self._closed = False
 
     def __enter__(self) -> Pipeline:
         return self
@@ -130,14 +137,23 @@ class Pipeline:
 
     def close(self) -> None:
         """Stop the engine. Running requests end with an error."""
+        self._closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
 
     def _prepared(self, options: Mapping[str, Any], count: int = 1) -> list[dict[str, Any]]:
-        """Return the options of `prepare` for each prompt, with adapters in place of `lora`."""
+        """Return the options of `prepare` for each prompt, with adapters in place of `lora`.
+
+        Raises EngineClosedError behind `close`; ModelNotFoundError for an unknown adapter.
+        """
+        if self._closed:
+            raise EngineClosedError("the pipeline is closed: make another one")
         kept, found = dict(options), []
         lora = kept.pop("lora", None)
-        for each in lora if isinstance(lora, list) else [lora] * count:
+        loras = lora if isinstance(lora, list) else [lora] * count
+        if len(loras) != count:
+            raise InvalidRequestError(f"{len(loras)} adapters for {count} prompts", param="lora")
+        for each in loras:
             adapter = self._adapter if each is None else self.engine.adapters.identity_of(each)
             found.append({"adapter": adapter, **kept} if adapter.whole else kept)
         return found
@@ -148,7 +164,8 @@ class Pipeline:
         """Answer one conversation.
 
         Args:
-            messages: OpenAI messages; media parts may hold Python objects (see the README).
+            messages: OpenAI messages; media parts may hold Python objects, as
+                in `__call__`.
             params: sampling options.
             options: those of `prepare`; `lora`: a `LoRA` or a loaded one's name, or a list of them.
 
@@ -197,7 +214,7 @@ class Pipeline:
             instruction: what the embeddings are for.
             options: as for `chat`.
         """
-        chats = [embedding_messages(each, instruction) for each in contents]
+        chats = [embedding_messages(each, instruction) for each in contents_of(contents)]
         return [embedding_of(each) for each in self._vectors(chats, options)]
 
     def rerank(
@@ -209,7 +226,7 @@ class Pipeline:
     ) -> list[float]:
         """Return the probability that each document meets a query. The pipeline needs the option
         `task="rerank"`; arguments are as for `embed`."""
-        chats = [rerank_messages(query, each, instruction) for each in documents]
+        chats = [rerank_messages(query, each, instruction) for each in contents_of(documents)]
         return [score_of(each) for each in self._vectors(chats, options)]
 
     def _vectors(self, chats: Sequence[Messages], options: Mapping[str, Any]) -> list[Vector]:
@@ -247,7 +264,7 @@ class Pipeline:
         """Yield increments as they arrive. Leaving the loop early aborts the request."""
         (own,) = self._prepared(options)
         prompt = self.engine.preprocessor.prepare(messages, **own)
-        params = params or SamplingParams()
+        (params,) = _params_for(1, params)
         deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         request_id = self.engine.submit(prompt, params, deltas.put)
         unfinished = params.n
@@ -277,8 +294,8 @@ class Pipeline:
         Media (PIL images, uint8 frames `[T, H, W, 3]`, paths, URLs, bytes) come before the text.
         """
         if isinstance(inputs, list):
-            return self.chat_many([_messages(each) for each in inputs], params)
-        return self.chat(_messages(inputs), params)
+            return self.chat_many([messages_of(each) for each in inputs], params)
+        return self.chat(messages_of(inputs), params)
 
     def _run(
         self, prompts: Iterator[Prompt], params: Sequence[SamplingParams], *, pooled: bool = False
@@ -363,38 +380,9 @@ def _params_for(
         return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    given: object = params
+    if not isinstance(given, Sequence) or not all(isinstance(x, SamplingParams) for x in given):
+        raise InvalidRequestError("params must be a SamplingParams, or a list with one per prompt")
     if len(params) != count:
         raise InvalidRequestError(f"{len(params)} SamplingParams for {count} prompts")
     return list(params)
-
-
-def _messages(inputs: ShortForm) -> Messages:
-    text, media = (inputs, []) if isinstance(inputs, str) else inputs
-    if not isinstance(text, str):
-        raise InvalidRequestError("the short form is text, (text, media) or (text, [media, ...])")
-    items = list(media) if isinstance(media, list | tuple) else [media]
-    parts = [_media_part(item) for item in items]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
-
-
-_VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".3gp")
-
-
-def _media_part(item: Any) -> dict[str, Any]:
-    """Return the part for a medium; arrays of four axes, and video names or bytes, are videos."""
-    if getattr(item, "ndim", 0) == 4 or _looks_like_video(item):
-        return {"type": "video", "video": item}
-    return {"type": "image", "image": item}
-
-
-def _looks_like_video(item: Any) -> bool:
-    if isinstance(item, bytes):
-        # ISO media ("ftyp", but not its still-image brands), Matroska / WebM, RIFF AVI.
-        is_iso = item[4:8] == b"ftyp" and item[8:12] not in (b"avif", b"heic", b"heix", b"mif1")
-        return is_iso or item[:4] == b"\x1aE\xdf\xa3" or item[8:12] == b"AVI "
-    if isinstance(item, str | Path):
-        name = str(item)
-        if name.startswith("data:"):
-            return name.startswith("data:video/")
-        return name.lower().split("?", 1)[0].endswith(_VIDEO_SUFFIXES)
-    return False

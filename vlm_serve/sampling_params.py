@@ -306,6 +306,8 @@ def _check(option: SamplingOption, value: Any) -> None:
         raise FieldError(name, "must be true or false")
     if option.kind.startswith("Mapping") and not isinstance(value, Mapping):
         raise FieldError(name, "must map token ids to numbers")
+    if option.kind == "StructuredOutputs" and not isinstance(value, StructuredOutputs):
+        raise FieldError(name, f"must be a StructuredOutputs, got {type(value).__name__}")
     if option.size is not None and not option.size[0] <= len(value) <= option.size[1]:
         least = f"at least {option.size[0]} and " * bool(option.size[0])
         raise FieldError(name, f"must have {least}at most {option.size[1]} entries")

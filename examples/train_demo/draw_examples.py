@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +33,9 @@ def write_video(path: Path, frames: Sequence[Image.Image], frame_rate: int) -> N
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", metavar="FOLDER", type=Path, help="where to write the files")
+    out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     pale, grey, white = plain((214, 222, 230)), plain((120, 120, 120)), plain((255, 255, 255))
     shapes = (

@@ -9,7 +9,7 @@ from typing import Any
 from vlm_serve.errors import InvalidRequestError, UnsupportedFieldError
 from vlm_serve.preprocess.data_url import read_data_url
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, Modality
-from vlm_serve.preprocess.reading.values import object_of, short_repr, text_of, unsupported
+from vlm_serve.preprocess.reading.values import object_of, short_repr, text_of
 
 FILE_PARTS = frozenset({"file", "input_file"})
 MAX_TEXT_BYTES = 16 << 20
@@ -36,7 +36,11 @@ def read_file(part: Mapping[str, Any], where: str, conversation: Conversation) -
         part, where = object_of(part.get("file"), f"{where}.file"), f"{where}.file"
     for name in ("file_id", "file_url"):
         if part.get(name) is not None:
-            raise unsupported(f"{where}.{name}", part[name])
+            raise UnsupportedFieldError(
+                f"{where}.{name} is not implemented by this server: send the file in file_data",
+                param=f"{where}.{name}",
+                code="unsupported_field",
+            )
     data, place = text_of(part, "file_data", where), f"{where}.file_data"
     name = text_of(part, "filename", where) if part.get("filename") is not None else ""
     content = file_content(data, name, place, conversation)
@@ -66,9 +70,10 @@ def file_content(data: str, name: str, where: str, conversation: Conversation) -
     if kind == "application/pdf":
         medium = MediaPart("image", url, {}, where, url_only=True, document=True)
         return conversation.medium(medium)
-    what = f"files of the type {short_repr(kind or 'unknown')}"
+    what = f"this server does not read files of the type {short_repr(kind)}"
+    unknown = "the type of the file is unknown: give filename, or a data: URL that names the type"
     raise UnsupportedFieldError(
-        f"{where}: this server does not read {what}", param=where, code="unsupported_field"
+        f"{where}: {what if kind else unknown}", param=where, code="unsupported_field"
     )
 
 

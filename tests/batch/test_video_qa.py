@@ -128,3 +128,5 @@ def test_what_is_missing_is_said(
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ConfigError, match=said):
         read_questions(tmp_path / name, [])
+    with pytest.raises(ConfigError, match="nosuch: No such file or directory"):
+        read_questions(tmp_path / "nosuch", ["What happens?"])

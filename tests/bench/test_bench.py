@@ -150,6 +150,9 @@ def test_ratios_are_those_of_the_rounds(server: RunningServer) -> None:
         assert all(each is not None and not each.cached for each in side.samples["prefill"])
     assert json.loads(json.dumps(report(sides, PLAN, words)))["plan"]["words"] == words
     assert "ratio" in table(sides)
+    for row in ROWS:
+        del sides[0].samples[row][1:]
+    assert "one round, measured by a client" in table(sides[:1])
 
 
 def test_the_key_and_the_address_must_be_right(

@@ -152,6 +152,18 @@ def test_scores_are_probabilities() -> None:
     assert score_of(np.array([2.0, 0.5], np.float32)) == pytest.approx(1 / (1 + np.exp(-1.5)))
 
 
+def test_what_is_no_content_is_explained(embedder: Pipeline) -> None:
+    wrong: Any
+    for wrong in ("a red circle", {"type": "text", "text": "a"}, 5):
+        with pytest.raises(InvalidRequestError, match="contents must be a list"):
+            embedder.embed(wrong)
+        with pytest.raises(InvalidRequestError, match="contents must be a list"):
+            embedder.rerank("red", wrong)
+    for wrong in ([5], [["a"]], [None]):
+        with pytest.raises(InvalidRequestError, match="a content must be a text, or a list"):
+            embedder.embed(wrong)
+
+
 def test_instructions_end_in_punctuation() -> None:
     for given, told in ((None, "Represent the user's input."), (" Find cats ", "Find cats.")):
         assert embedding_messages("x", given)[0]["content"][0]["text"] == told

@@ -96,7 +96,9 @@ def test_a_png_with_broken_pixels_is_not(kind: bytes) -> None:
     [
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "an SVG drawing"),
         (b"\n<html><title>404</title>", "an HTML page"),
-        (b"\0\0\0\x18ftypmp42\0\0\0\0", "an MP4 or MOV video"),
+        (b"\0\0\0\x18ftypmp42\0\0\0\0", "an MP4 or MOV video; send it as a video$"),
+        (b"\x1aE\xdf\xa3" + bytes(40), "a Matroska or WebM video; send it as a video$"),
+        (b"%PDF-1.7", "a PDF document; a part of the type file takes it$"),
         (b"\xff\x0a" + bytes(40), "a JPEG XL picture"),
         (b"\xef\xbb\xbf[1, 2]", "a JSON text"),
         (b"Access denied", "a text"),

@@ -208,7 +208,7 @@ def test_frames_that_a_request_counts(sliced: Preprocessor) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"max_slice_nums": 0}, r"image: max_slice_nums must be a whole number from 1 to"),
+        ({"max_slice_nums": 0}, r"content\[0\]: max_slice_nums must be a whole number from 1 to"),
         ({"max_slice_nums": 10}, r"max_slice_nums must be a whole number from 1 to"),
         ({"downsample_mode": "8x"}, r"downsample_mode must be 16x or 4x"),
         ({"max_pixels": 1000}, r"max_pixels is not an option for images of this model"),
@@ -219,7 +219,7 @@ def test_bad_options_are_named(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=complaint) as caught:
         sliced.prepare([say(picture(cat, **options), "?")])
-    assert caught.value.param == f"messages[0].content[0].image.{next(iter(options))}"
+    assert caught.value.param == f"messages[0].content[0].{next(iter(options))}"
 
 
 def test_options_of_slices_are_none_elsewhere(preprocessor: Preprocessor, cat: Image.Image) -> None:

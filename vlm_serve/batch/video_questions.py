@@ -49,8 +49,12 @@ def read_questions(source: Path, questions: Sequence[str]) -> list[VideoQuestion
     elif source.suffix in SUFFIXES:
         rows = [_fields(row, source, number) for number, row in read_rows(source, "input")]
         root = source.parent
+    elif not source.exists():
+        raise ConfigError(f"{source}: No such file or directory", param="input")
     else:
-        raise ConfigError("the input must be a folder, a .csv or a .jsonl file", param="input")
+        raise ConfigError(
+            f"{source}: the input must be a folder, a .csv or a .jsonl file", param="input"
+        )
     if not rows:
         raise ConfigError(f"{source}: there are no videos", param="input")
     found: dict[str, VideoQuestion] = {}

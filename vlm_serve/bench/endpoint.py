@@ -62,7 +62,10 @@ class Endpoint:
     def __init__(self, base_url: str, model: str | None = None, key: str | None = None) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"not a URL of an endpoint: {base_url!r}", param="base_url")
+            raise ConfigError(
+                f"not a URL of an endpoint, such as http://127.0.0.1:8000: {base_url!r}",
+                param="base_url",
+            )
         try:
             port = parts.port
         except ValueError:
@@ -161,7 +164,8 @@ class Endpoint:
                 self._connection.close()
                 # An idle connection may have been closed by the other side.
                 if not (again and kept and isinstance(error, ConnectionError)):
-                    raise EndpointError(f"{self.url}: {error or type(error).__name__}") from None
+                    why = getattr(error, "strerror", None) or error or type(error).__name__
+                    raise EndpointError(f"{self.url}: {why}") from None
         if response.status == 200:
             return response
         said = response.read(4096).decode(errors="replace")

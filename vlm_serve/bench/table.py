@@ -63,7 +63,9 @@ def table(sides: Sequence[Side]) -> str:
 
 def notes(sides: Sequence[Side]) -> Iterator[str]:
     """Yield what a reader must know to read the numbers, one sentence each."""
-    yield f"medians of {len(sides[0].samples['prefill'])} rounds, measured by a client"
+    rounds = len(sides[0].samples["prefill"])
+    of = f"medians of {rounds} rounds" if rounds > 1 else "one round"
+    yield f"{of}, measured by a client"
     if len(sides) > 1:
         yield (
             "ratio: the peer's time for the same request over the first endpoint's, median of the "

@@ -113,7 +113,7 @@ def check_ttl(ttl_seconds: float) -> None:
     """Check a time to live; raise InvalidRequestError if it is invalid."""
     if not (math.isfinite(ttl_seconds) and 0 < ttl_seconds <= MAX_PIN_SECONDS):
         raise InvalidRequestError(
-            f"ttl_seconds must be more than 0 and at most {MAX_PIN_SECONDS:g}, got {ttl_seconds}",
+            f"ttl_seconds must be more than 0 and at most {MAX_PIN_SECONDS:.0f}, got {ttl_seconds}",
             param="ttl_seconds",
         )
 

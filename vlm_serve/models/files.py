@@ -54,7 +54,10 @@ def resolve_checkpoint(
         return _local(path, tower)
     match = _HUB_ID.fullmatch(name)
     if match is None:
-        raise ModelNotFoundError(f"{name!r} is neither a directory nor a Hugging Face hub id")
+        raise ModelNotFoundError(
+            f"{name!r} is neither a directory nor a Hugging Face hub id, nor built in as demo and "
+            "demo-moe are"
+        )
     if match[2] is None:
         files = _CONFIG_FILES if configs_only else _HUB_FILES
         folder = _fetched(name, revision, files)

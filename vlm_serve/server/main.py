@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -71,6 +72,8 @@ def serve(model: str, engine_config: EngineConfig, config: ServerConfig) -> int:
     names = config.served_model_name or (model,)
     if is_open_to_all(config):
         _log.warning("%s", OPEN_TO_ALL)
+    for sentence in absent_folders(engine_config, config):
+        _log.warning("%s", sentence)
     try:
         rows = list(startup_rows(engine, config, names, url_of(bound, tls=tls)))
         announce = partial(print_notice, format_table(rows))
@@ -90,6 +93,19 @@ def is_open_to_all(config: ServerConfig) -> bool:
     has_keys = bool(config.api_key) or config.tenant_keys is not None
     local = config.uds is not None or is_loopback(config.host)
     return config.page and not has_keys and not local
+
+
+def absent_folders(engine_config: EngineConfig, config: ServerConfig) -> list[str]:
+    """Return a sentence for each absent folder of clients' files."""
+    folders = {
+        "allowed_local_media_path": engine_config.allowed_local_media_path,
+        "allowed_lora_path": config.allowed_lora_path,
+    }
+    return [
+        f"{name}: there is no folder {folder} now, so requests for its files are refused"
+        for name, folder in folders.items()
+        if folder is not None and not Path(folder).is_dir()
+    ]
 
 
 def freeze_startup_objects() -> None:

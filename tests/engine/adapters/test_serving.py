@@ -22,7 +22,7 @@ from vlm_serve.engine.adapters.counts import MAX_NAMES, OTHERS, AdapterCounts
 from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.engine.adapters.store import MAX_ADAPTERS
 from vlm_serve.engine.outputs import Usage
-from vlm_serve.errors import ConfigError, InvalidRequestError, ModelNotFoundError
+from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 from vlm_serve.pipeline import Output, Pipeline
 from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
 from vlm_serve.sampling_params import SamplingParams
@@ -195,12 +195,19 @@ def test_options_that_cannot_be_are_refused(
     assert words in str(caught.value)
 
 
+def test_a_start_names_the_adapter_at_fault(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="lora_modules, gone: .*nosuch' is neither a dir"):
+        Pipeline(place / "model", dataclasses.replace(BASE, lora_modules=("gone=/nosuch",)))
+    with pytest.raises(CheckpointError, match="lora_modules, bare: .* no adapter_config"):
+        Pipeline(place / "model", dataclasses.replace(BASE, lora_modules=(f"bare={tmp_path}",)))
+
+
 def test_names_clash_and_ranks_are_limited(place: Path) -> None:
     with Pipeline(place / "model", config(place, "text0")) as pipe:
         store = pipe.engine.adapters
         with pytest.raises(InvalidRequestError, match="'text0' is taken"):
             store.load(LoRA("text0", place / "text1"))
-        with pytest.raises(InvalidRequestError, match="'demo' is taken"):
+        with pytest.raises(InvalidRequestError, match="'demo' is a name of the model"):
             store.load(LoRA("demo", place / "text1"), taken=("demo",))
         with pytest.raises(InvalidRequestError, match="1 to 128 letters"):
             LoRA("a b", place / "text1")

@@ -67,6 +67,12 @@ def test_nothing_pinned_has_no_key(server: RunningServer) -> None:
     assert (answer["pinned_tokens"], answer["key"]) == (0, None)
 
 
+def test_the_longest_time_is_a_plain_number(server: RunningServer) -> None:
+    answer = server.post("/v1/cache/pin", chat_body(TEXT, ttl_seconds=31 * 86400))
+    assert answer.status_code == 400
+    assert "at most 2592000, got" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "param"),
     [

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.options import (
+    LoRA,
     changed_experts,
     factors_dtype,
     named_adapters,
@@ -15,6 +17,7 @@ from vlm_serve.engine.adapters.slots import AdapterSlots
 from vlm_serve.engine.adapters.store import AdapterStore
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.ranks.start import ModelSource
+from vlm_serve.errors import CheckpointError, ModelNotFoundError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model
 from vlm_serve.models.adapters import read_adapter
@@ -42,12 +45,23 @@ def make_adapters(
         checked=partial(check_beside, source.path, template=config.chat_template),
     )
     for each in named_adapters(config):
-        store.load(each)
+        with _named(each):
+            store.load(each)
     if room is not None:
         named = [each.adapter.changes.factor_bytes for each in store.all()]
         room = max(room, config.max_loras * max(named, default=0))
     slots = AdapterSlots(config.max_loras, executor.hold_adapter, _lay_out(source), room=room)
     return store, slots
+
+
+@contextmanager
+def _named(lora: LoRA) -> Iterator[None]:
+    """Put an adapter's name before an error of its folder: the config may have several."""
+    try:
+        yield
+    except (CheckpointError, ModelNotFoundError) as error:
+        said = f"lora_modules, {lora.name}: {error.message}"
+        raise type(error)(said, param="lora_modules", code=error.code) from error
 
 
 def _lay_out(source: ModelSource) -> Callable[[AdapterChanges], None]:
@@ -67,7 +81,10 @@ def planned_bytes(config: EngineConfig, *, compiled: bool) -> int:
         ConfigError, CheckpointError, ModelNotFoundError: as `make_adapters`, as far as the files
             tell.
     """
-    named = [read_adapter(each.path, factors_dtype(config)) for each in named_adapters(config)]
+    named = []
+    for each in named_adapters(config):
+        with _named(each):
+            named.append(read_adapter(each.path, factors_dtype(config)))
     laid_out = [file.layout_bytes for file in named]
     factors = sum(file.nbytes for file in named)
     largest = sorted(laid_out, reverse=True)[: config.max_loras]

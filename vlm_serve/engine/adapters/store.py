@@ -114,7 +114,12 @@ class AdapterStore:
                 f"{MAX_ADAPTERS} adapters are loaded, which is the most: unload one first",
                 param="lora_name",
             )
-        if name in taken or name in self._by_name:
+        if name in taken:
+            raise InvalidRequestError(
+                f"{name!r} is a name of the model: choose another for the adapter",
+                param="lora_name",
+            )
+        if name in self._by_name:
             raise InvalidRequestError(
                 f"the name {name!r} is taken: unload it first, or choose another",
                 param="lora_name",
@@ -165,7 +170,11 @@ class AdapterStore:
         if isinstance(lora, LoRA) and (served is None or served.source != str(lora.path)):
             served = self.load(lora)
         if served is None:
-            raise ModelNotFoundError(f"no adapter {lora!r} is loaded", param="lora")
+            names = ", ".join(each.name for each in self.all()) or "none"
+            raise ModelNotFoundError(
+                f"no adapter {lora!r} is loaded: lora_modules gives them names, and has {names}",
+                param="lora",
+            )
         return served.identity
 
     def sizes(self) -> dict[str, tuple[int, int]]:

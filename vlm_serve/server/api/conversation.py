@@ -81,6 +81,9 @@ def set_variables(
         switched: any effort but "none" also turns thinking on.
     """
     fitted = fit_systems(conversation, late=traits.late_systems)
+    given = fitted.template_kwargs
+    unread = [name for name in given if name not in traits.variables]
+    fitted.ignored.extend(f"chat_template_kwargs.{name}" for name in unread)
     variables = traits.effort_variables(effort)
     off = effort == "none"
     known = "reasoning_effort" in variables or (off and SWITCH in variables)

@@ -7,6 +7,7 @@ are ignored, and a response header names them.
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -52,6 +53,22 @@ UNIMPLEMENTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+INSTEAD: dict[str, tuple[str, ...]] = {
+    "function_call": ("tool_choice",),
+    "functions": ("tools",),
+    "grammar": ("structured_outputs",),
+    "guided_choice": ("structured_outputs",),
+    "guided_grammar": ("structured_outputs",),
+    "guided_json": ("structured_outputs", "response_format"),
+    "guided_regex": ("structured_outputs",),
+    "json_schema": ("response_format",),
+    "max_completion_tokens": ("max_tokens", "max_output_tokens"),
+    "max_tokens": ("max_output_tokens",),
+    "structural_tag": ("response_format",),
+}
+"""Other names for refused fields; the first one that an API takes counts."""
+
+
 def unimplemented_in(api: str) -> dict[str, tuple[Any, ...]]:
     """Return the fields that a chat-like API refuses, with their neutral values.
 
@@ -83,8 +100,12 @@ def ignored_fields(
         if name not in unimplemented:
             ignored.append(name)
         elif value is not None and not _is_neutral(value, unimplemented[name]):
+            served = (each for each in INSTEAD.get(name, ()) if each not in unimplemented)
+            hint = "".join(f": use {each}" for each in itertools.islice(served, 1))
             raise UnsupportedFieldError(
-                f"{name} is not implemented by this server", param=name, code="unsupported_field"
+                f"{name} is not implemented by this server{hint}",
+                param=name,
+                code="unsupported_field",
             )
     return ignored
 

@@ -61,7 +61,10 @@ class Gate:
             await send(message)
 
         if self._salts and not self._allowed(scope):
-            refusal = AuthenticationError("a valid API key is needed", code="invalid_api_key")
+            refusal = AuthenticationError(
+                "a valid API key is needed, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
+            )
             await error_for(scope, refusal)(scope, receive, named)
             return
         await self._app(scope, receive, named)

@@ -24,6 +24,10 @@ from vlm_serve.server.http.request_id import request_id_of
 _log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
+_BELOW_V1 = {
+    *("/batches", "/chat/completions", "/completions", "/embeddings", "/files", "/messages"),
+    *("/models", "/rerank", "/responses", "/score"),
+}
 
 
 class AuthenticationError(VlmServeError):
@@ -165,14 +169,22 @@ def public_error(error: BaseException, request_id: str) -> VlmServeError:
     return error if isinstance(error, VlmServeError) else internal_error(error, request_id)
 
 
+def _meant(path: str) -> str | None:
+    """Return the route meant by a path without /v1, with two of them, or with a slash behind."""
+    name = path.rstrip("/").removeprefix("/v1").removeprefix("/v1")
+    return f"/v1{name}" if name in _BELOW_V1 and path != f"/v1{name}" else None
+
+
 async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
     """Respond to errors of Starlette itself: unknown routes and methods."""
     assert isinstance(error, HTTPException)
-    refusal = InvalidRequestError(
-        {404: "there is no such route", 405: "this route has no such method"}.get(
-            error.status_code, "the request was refused"
-        )
-    )
+    told = {404: "there is no such route", 405: "this route has no such method"}
+    path = str(request.scope.get("path", ""))
+    if error.status_code == 404 and (meant := _meant(path)) is not None:
+        told[404] += f": did you mean {meant}?"
+    if error.status_code == 405 and (methods := (error.headers or {}).get("Allow")):
+        told[405] += f": it takes {methods}"
+    refusal = InvalidRequestError(told.get(error.status_code, "the request was refused"))
     refusal.status = error.status_code
     answer = error_for(request.scope, refusal)
     answer.headers.update(error.headers or {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import ssl
@@ -29,8 +30,10 @@ def listen(config: ServerConfig) -> socket.socket:
         bound.bind((config.host, config.port))
     except OSError as error:
         bound.close()
+        hint = "; name another port, or 0 for any free one" * (error.errno == errno.EADDRINUSE)
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}", param="port"
+            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}{hint}",
+            param="port",
         ) from None
     return bound
 

@@ -1,0 +1,80 @@
+"""Refusals and headers that say what to send instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from serving import RunningServer, chat_body
+
+from vlm_serve.preprocess.template_traits import TemplateTraits
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "instead"),
+    [
+        ("/v1/chat/completions", "guided_json", {}, "structured_outputs"),
+        ("/v1/chat/completions", "functions", [{"name": "x"}], "tools"),
+        ("/v1/responses", "max_tokens", 5, "max_output_tokens"),
+        ("/v1/responses", "max_completion_tokens", 5, "max_output_tokens"),
+        ("/v1/messages", "max_completion_tokens", 5, "max_tokens"),
+        ("/v1/chat/completions", "suffix", "x", None),
+        ("/v1/messages", "guided_regex", "x", None),
+    ],
+)
+def test_a_refused_field_names_its_like(
+    fake: RunningServer, path: str, field: str, value: Any, instead: str | None
+) -> None:
+    body = chat_body() | {"input": "x", "max_tokens": 4} if "chat" not in path else chat_body()
+    if path == "/v1/responses":
+        body = {"input": "x"}
+    answer = fake.post(path, body | {field: value})
+    hint = f": use {instead}" if instead else ""
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"{field} is not implemented by this server{hint}"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/responses", "/v1/responses"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/completions/", "/v1/completions"),
+        ("/v1/moderations", None),
+        ("/v2/chat/completions", None),
+    ],
+)
+def test_a_wrong_base_url_is_recognised(fake: RunningServer, path: str, meant: str | None) -> None:
+    answer = fake.post(path, chat_body())
+    hint = f": did you mean {meant}?" if meant else ""
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == f"there is no such route{hint}"
+
+
+def test_a_route_names_its_methods(fake: RunningServer) -> None:
+    answer = fake.client.get("/v1/chat/completions")
+    assert answer.status_code == 405 and "it takes POST" in answer.text
+
+
+def test_variables_that_the_template_does_not_read_are_named(fake: RunningServer) -> None:
+    fake.engine.preprocessor.template_traits = TemplateTraits(frozenset({"enable_thinking"}))
+    given = {"enable_thinking": True, "enable_thinkin": True}
+    answer = fake.chat(chat_template_kwargs=given)
+    named = answer.headers["x-vlm-serve-ignored-fields"]
+    assert named == "chat_template_kwargs.enable_thinkin"
+    assert fake.engine.preprocessor.calls[-1]["chat_template_kwargs"] == given
+    answer = fake.chat(chat_template_kwargs={"enable_thinking": True})
+    assert "x-vlm-serve-ignored-fields" not in answer.headers
+
+
+def test_a_file_of_unknown_type_says_what_names_it(fake: RunningServer) -> None:
+    for file, said in (
+        ({"file_data": "JVBERi0="}, "give filename, or a data: URL"),
+        ({"file_id": "file-1"}, "file_id is not implemented by this server: send the file in"),
+    ):
+        content = [{"type": "file", "file": file}]
+        answer = fake.post(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}
+        )
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"]
