@@ -6,15 +6,12 @@ import asyncio
 import json
 
 import pytest
-from parity import executor_of
 
 from vlm_serve.batch.asgi import Reply
 from vlm_serve.batch.order import ReuseKey
 from vlm_serve.batch.runner import BatchJob, serve_jobs
 from vlm_serve.config import EngineConfig
-from vlm_serve.engine import local_executor
 from vlm_serve.errors import EngineClosedError
-from vlm_serve.pipeline import Pipeline
 from vlm_serve.server.config import ServerConfig
 
 PATH = "/v1/completions"
@@ -29,6 +26,11 @@ def job(number: int) -> BatchJob:
 
 def test_requests_that_run_get_no_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a card were lost: another run is to ask them again, not to keep an error."""
+    from parity import executor_of
+
+    from vlm_serve.engine import local_executor
+    from vlm_serve.pipeline import Pipeline
+
     config = EngineConfig(cache_memory="16MiB", block_size=16, threads=1)
     replies: dict[str, int] = {}
     with Pipeline("demo", config) as pipe:

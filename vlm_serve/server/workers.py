@@ -49,6 +49,7 @@ def worker_table(preprocess_threads: int) -> tuple[WorkerGroup, ...]:
         WorkerGroup("thread", "asyncio", "min(32, CPUs + 4)", "calls that wait for the engine"),
         WorkerGroup("thread", "OtelBatchSpanRecordProcessor", 1, "exporting traces"),
         WorkerGroup("thread", "vlm-serve-engine", 1, "scheduler, cache and forward passes"),
+        WorkerGroup("thread", "vlm-serve-end", 1, "waiting for the engine's end"),
         WorkerGroup("thread", "vlm-serve-fetch", 64, "downloading media"),
         WorkerGroup("thread", "vlm-serve-media", 64, "waiting for media decoders"),
         WorkerGroup("thread", "vlm-serve-reload", 4, "loading media again for the engine"),

@@ -5,6 +5,7 @@ folder.py    the tensors, by module
 low_rank.py  one module's change
 experts.py   all experts' changes in one tensor
 beside.py    a tokenizer or chat template beside them
+
 placing.py   a model's modules, an adapter's share of each projection
 sharing.py   modules and changes in the same memory
 """
