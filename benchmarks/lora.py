@@ -74,7 +74,11 @@ def greedy(count: int) -> SamplingParams:
 def opened(path: Path, folder: Path, given: argparse.Namespace, count: int) -> Iterator[Pipeline]:
     """An engine over the checkpoint with so many adapters, `a0` first."""
     config = EngineConfig(
-        dtype=given.dtype, block_size=64, cache_memory="1GiB", threads=given.threads
+        dtype=given.dtype,
+        block_size=64,
+        cache_memory="1GiB",
+        threads=given.threads,
+        speculative="off",  # Answers repeat from round to round, and would be drafted whole.
     )
     with Pipeline(path, config) as pipe:
         if count:
