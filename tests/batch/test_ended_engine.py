@@ -18,14 +18,14 @@ PATH = "/v1/completions"
 
 
 def job(number: int) -> BatchJob:
-    """The last one has the longest answer."""
+    """Make a job; the last one has the longest answer."""
     body = {"model": "demo", "prompt": f"{number}", "max_tokens": 4 ** (number + 1)}
     text = json.dumps(body | {"ignore_eos": True}).encode()
     return BatchJob(str(number), PATH, lambda: text, ReuseKey())
 
 
 def test_requests_that_run_get_no_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a card were lost: another run is to ask them again, not to keep an error."""
+    """Lose the card in the middle: another run is to ask them again, not to keep an error."""
     from parity import executor_of
 
     from vlm_serve.engine import local_executor

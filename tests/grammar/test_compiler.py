@@ -127,7 +127,7 @@ def test_a_process_that_was_killed_is_no_fault_of_the_grammar(
 def test_a_process_that_is_killed_while_it_starts_is_no_fault_of_the_grammar(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """As of a grammar whose process ends later: the next one gets the task, once."""
+    """Give the task to the next process, once, as when one ends later."""
     left = iter(range(times))
 
     def killed(stream: Any, task: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class Later(Executor):
 
 
 def sequence(number: int, rank: int = 1) -> Sequence:
-    """One that wants an adapter of its own, of 8 bytes a rank."""
+    """Make a sequence with an adapter of its own, of 8 bytes a rank."""
     factor = torch.full((rank, 1), float(number))
     change = Change(factor, torch.ones(rank), (Up(0, 0, factor.T),))
     module = LowRank(factor, factor.T, 1.0)

@@ -141,7 +141,7 @@ def test_ranks_end_with_a_server_that_is_killed() -> None:
 
 
 def test_a_server_ends_with_its_engine() -> None:
-    """Whoever supervises it can start another; until then every answer would be a 503."""
+    """Leave the start of another to whoever supervises it: until then every answer is a 503."""
     arguments = ("demo", "--tensor-parallel-size", "2", "--threads", "1", "--cache-memory", "16MiB")
     body = {"prompt": "One, two,", "max_tokens": 2000, "ignore_eos": True}
     with (
