@@ -1,7 +1,8 @@
 """transformers as the oracle: the processor and the model of a checkpoint, loaded unchanged.
 
-torchvision's wheel from PyPI needs its compiled ops only where they are called; importing it beside
-a CPU build of torch needs no more than their schemas, so those are defined here first.
+torchvision's wheel from PyPI is built for torch with CUDA, and loads beside it, with and without a
+GPU. Beside a CPU build its compiled ops do not load. They are needed only where they are called,
+and importing it takes no more than their schemas, so those are defined here then.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,18 @@ NO_TOKEN = 1 << 40
 
 @cache
 def prepare_torchvision() -> torch.library.Library | None:
-    """Make `import torchvision` possible; None where it is missing or has its compiled ops."""
+    """Make `import torchvision` possible; None where it is missing or its compiled ops load.
+
+    Loading them is the only test that counts: where schemas are defined by hand and the compiled
+    ops load afterwards, torch ends the process.
+    """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return None
-    if any(Path(spec.origin).parent.glob("_C*.so")) and torch.cuda.is_available():
-        return None
+    for compiled in Path(spec.origin).parent.glob("_C*.so"):
+        with suppress(OSError):
+            torch.ops.load_library(str(compiled))
+            return None
     # The caller must keep the library: its definitions go when it is collected. `cache` does.
     library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for schema in _TORCHVISION_OPS:
