@@ -17,7 +17,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from surviving_workers import pytest_xdist_make_scheduler
 from sweeps import MARKS
+
+# pytest takes hooks by their names in this module.
+__all__ = ["pytest_xdist_make_scheduler"]
 
 _STRIDE = 17
 NO_TIME = "no time was left for slow tests"
