@@ -15,7 +15,8 @@
 #                       accesses and arithmetic (GCC; the first start compiles for a minute)
 # make test-resolution  resolves everything that make installs, for every supported Python, on x86-64 and aarch64, as a
 #                       machine without any configuration of its own does (needs the public index of packages)
-# make test-install     installs that way with make serve, in a fresh folder, and asks about a picture (up to 5 GB)
+# make test-install     installs that way with make serve, in a fresh folder, and asks about a picture (up to 5 GB);
+#                       ARGS=--here asks the server of this checkout instead
 # make test-lmms   has lmms-eval ask a server and a pipeline about pictures and videos, with and without
 #                  caching (300 MB of packages, once; some minutes)
 # make test-clients  has Codex CLI and the AI SDK from npm (400 MB, once) go through turns with tools, see

@@ -1,13 +1,15 @@
 """Installs with `make serve` as on a machine without configuration, and asks about a picture.
 
-    make test-install    (python tests/install.py [--wheels FOLDER])
+    make test-install    (python tests/install.py [--here | --wheels FOLDER] [--torchvision])
 
 What git tracks is copied into a fresh folder, which is the home folder as well; of the environment,
 whatever configures how packages are installed is left out. The server that `make serve` starts must
 answer a question about a picture; then all is removed.
 
-`--wheels` names a folder with a CPU build of torch, which an index on loopback serves: a stand-in
-for PyTorch's index of such builds, which the Makefile must then have chosen. Needs the public index
+`--here` asks the server of this checkout instead, as it is installed. `--wheels` names a folder with
+a CPU build of torch, which an index on loopback serves: a stand-in for PyTorch's index of such
+builds, which the Makefile must then have chosen. `--torchvision` runs the test files that use
+torchvision as well, by `make test`: its wheel is built for torch with CUDA. Needs the public index
 of packages, and up to 8 GB of disk for a while.
 """
 
@@ -45,7 +47,12 @@ PATIENCE = 30 * 60.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--here", action="store_true", help="ask the server of this checkout")
+    where.add_argument("--wheels", type=Path, metavar="FOLDER", help="with a CPU build of torch")
+    parser.add_argument(
+        "--torchvision", action="store_true", help="run the test files that use torchvision too"
+    )
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlm-serve-install-")))
@@ -53,15 +60,33 @@ def main() -> None:
         if options.wheels is not None:
             url = stack.enter_context(index_of(options.wheels, folder / "index"))
             words.append(f"CPU_INDEX={url}")
-        checkout = copied(folder / "vlm-serve")
+        checkout = ROOT if options.here else copied(folder / "vlm-serve")
         environment = stranger(os.environ, folder)
         begun = time.monotonic()
         with serving(checkout, environment, words) as url:
             print(f"installed and listening after {time.monotonic() - begun:.0f} s", flush=True)
             said = ask(url)
         assert said == ANSWER, f"{QUESTION} {said}"
+        print("the server has answered", flush=True)
         check_size(checkout / ".venv", must_be_small=options.wheels is not None)
-    print("the server has answered")
+        if options.torchvision:
+            files = f"ARGS={' '.join(using_torchvision(checkout))}"
+            command = ["make", "test", f"PYTHON={python()}", files, *words]
+            subprocess.run(command, cwd=checkout, env=environment, check=True)
+
+
+def using_torchvision(checkout: Path) -> list[str]:
+    """Return the test files that use torchvision, most of them through the oracle.
+
+    Files about packages and about the house only speak of it.
+    """
+    uses = re.compile(
+        r"prepare_torchvision|torchvision\.ops|oracle\.(processor|model|greedy|logits)\b"
+    )
+    files = sorted((checkout / "tests").rglob("test_*.py"))
+    return [
+        str(path.relative_to(checkout)) for path in files if uses.search(path.read_text("utf-8"))
+    ]
 
 
 def copied(target: Path) -> Path:
@@ -124,10 +149,9 @@ def serving(checkout: Path, environment: Mapping[str, str], words: list[str]) ->
     Raises:
         SystemExit: it cannot be installed, or does not start or end in order.
     """
-    python = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info[1]}"
     port = free_port()
     process = subprocess.Popen(
-        ["make", "serve", f"PYTHON={python}", f"PORT={port}", *words],
+        ["make", "serve", f"PYTHON={python()}", f"PORT={port}", *words],
         cwd=checkout,
         env=dict(environment),
     )
@@ -142,6 +166,11 @@ def serving(checkout: Path, environment: Mapping[str, str], words: list[str]) ->
     finally:
         process.terminate()  # make passes it on, and waits for the server
         process.wait(timeout=120)
+
+
+def python() -> Path:
+    """Return the interpreter that this environment was made with."""
+    return Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info[1]}"
 
 
 def healthy(url: str) -> bool:

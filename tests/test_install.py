@@ -12,7 +12,7 @@ from zipfile import ZipFile
 
 import pytest
 from dockerfile import ROOT
-from install import CPU_BYTES, check_size, copied, index_of, stranger
+from install import CPU_BYTES, check_size, copied, index_of, stranger, using_torchvision
 
 import vlm_serve
 from vlm_serve.links import find_problem as find_links_problem
@@ -220,3 +220,9 @@ def test_cuda_is_large_and_may_be_so_unless_the_stand_in_was_there(environment: 
     check_size(environment, must_be_small=False)
     with pytest.raises(SystemExit, match="has not been taken"):
         check_size(environment, must_be_small=True)
+
+
+def test_files_that_use_torchvision_are_named() -> None:
+    names = using_torchvision(ROOT)
+    assert {"tests/test_oracle.py", "tests/demo/test_recipe.py"} <= set(names)
+    assert "tests/test_house.py" not in names, "it only speaks of torchvision"
