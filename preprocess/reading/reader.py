@@ -10,6 +10,7 @@ from vlm_serve.preprocess.reading.blocks import read_blocks
 from vlm_serve.preprocess.reading.chat import read_chat
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_response
+from vlm_serve.preprocess.reading.results import order_results
 from vlm_serve.preprocess.reading.systems import join_leading
 from vlm_serve.preprocess.reading.values import object_of
 from vlm_serve.preprocess.typed_text import plain_data
@@ -66,6 +67,7 @@ def read_conversation(api: str, body: Mapping[str, Any]) -> Conversation:
     _READERS[api](body, conversation)
     if not conversation.previous:
         join_leading(conversation)
+        order_results(conversation)
     return conversation
 
 
