@@ -8,6 +8,7 @@ from typing import Any
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.chat import read_role
 from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.marks import without_marks
 from vlm_serve.preprocess.reading.parts import read_content
 from vlm_serve.preprocess.reading.results import order_results
 from vlm_serve.preprocess.reading.systems import join_leading
@@ -56,6 +57,7 @@ def read_past(items: Sequence[Mapping[str, Any]], conversation: Conversation) ->
         return
     past = Conversation()
     answers = {message.get("tool_call_id") for message in conversation.messages}
+    items = without_marks(items, "previous_response_id", past.ignored)
     _read_items(items, "previous_response_id", past, _answered(items) | answers)
     conversation.put_past(past)
     join_leading(conversation)
