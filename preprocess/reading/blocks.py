@@ -54,7 +54,7 @@ def read_blocks(body: Mapping[str, Any], conversation: Conversation) -> None:
             continue
         where += ".content"
         if isinstance(content, str):
-            _add(conversation, role, content, where)
+            conversation.messages.append({"role": role, "content": content})
         elif role == "assistant":
             _read_answer(list_of(content, where), where, conversation)
         else:
@@ -89,11 +89,6 @@ def _is_dropped(block: Any, place: str, conversation: Conversation) -> bool:
     return True
 
 
-def _add(conversation: Conversation, role: str, content: Any, where: str, **others: Any) -> None:
-    read = _content(content, where, conversation)
-    conversation.messages.append({"role": role, "content": read, **others})
-
-
 def _read_user(blocks: Sequence[Any], where: str, conversation: Conversation) -> None:
     """Read a user's turn; each tool result becomes a separate message, in order."""
     parts: list[dict[str, Any]] | None = None
@@ -104,8 +99,8 @@ def _read_user(blocks: Sequence[Any], where: str, conversation: Conversation) ->
         if block.get("type") == "tool_result":
             parts = None
             call_id = text_of(block, "tool_use_id", place)
-            result = block.get("content") or ""
-            _add(conversation, "tool", result, f"{place}.content", tool_call_id=call_id)
+            result = _content(block.get("content") or "", f"{place}.content", conversation)
+            conversation.add_result(call_id, result, f"{place}.tool_use_id")
             continue
         if parts is None:
             parts = []

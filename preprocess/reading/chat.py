@@ -46,6 +46,8 @@ def read_chat(body: Mapping[str, Any], conversation: Conversation) -> None:
         conversation.messages.append(read)
         if read["role"] == "system":
             conversation.system_places.append(f"{where}.role")
+        elif read["role"] == "tool":
+            conversation.result_places.append(f"{where}.tool_call_id")
 
 
 def read_role(role: Any, where: str) -> str:
@@ -64,7 +66,7 @@ class _History:
     def __init__(self, messages: Sequence[Any]) -> None:
         known = [message for message in messages if isinstance(message, Mapping)]
         self._answered = {str(message.get("tool_call_id")) for message in known}
-        # A result in the older form answers the latest call; here results come in their order.
+        # A result in the older form has no id; here results come in their order.
         self._results = sum(message.get("role") == "function" for message in known)
         self._calls = 0
 
@@ -74,7 +76,7 @@ class _History:
     def converted(self, message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         """Return a message of the older form in the newer one."""
         if message.get("role") == "function":
-            return {**message, "role": "tool", "tool_call_id": f"call_{self._calls}"}
+            return {**message, "role": "tool"}
         given = message.get("function_call")
         if given is None:
             return message

@@ -66,6 +66,7 @@ class Conversation:
         past_at: index of the message before which the turns of `previous` belong.
         cache_salt: the salt that the client chose, if any.
         system_places: places in the request of the messages with the role "system", in order.
+        result_places: places in the request of the ids of the tool results, in its order.
         ignored: places in the request of what has no effect here, or another one than named.
         references: places of items that only name an item of a stored response. They are left out.
     """
@@ -83,6 +84,7 @@ class Conversation:
     past_at: int = 0
     cache_salt: str | None = None
     system_places: list[str] = field(default_factory=list)
+    result_places: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
 
@@ -104,6 +106,11 @@ class Conversation:
             message["tool_calls"] = calls
         self.messages.append(message)
 
+    def add_result(self, call_id: str, content: Any, place: str) -> None:
+        """Append the result of a call, whose id stands at a place of the request."""
+        self.messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
+        self.result_places.append(place)
+
     def medium(self, medium: MediaPart) -> dict[str, Any]:
         """Collect a medium and return the part that represents it."""
         self.media.append(medium)
@@ -115,7 +122,19 @@ class Conversation:
         systems = sum(message["role"] == "system" for message in self.messages[: self.past_at])
         self.messages[self.past_at : self.past_at] = past.messages
         self.system_places[systems:systems] = past.system_places
+        self.result_places[:0] = past.result_places
         self.media[:0] = past.media
+
+    def turns(self) -> list[tuple[dict[str, Any], list[MediaPart]]]:
+        """Return the messages, each with its media."""
+        turns, start = [], 0
+        for message in self.messages:
+            content = message.get("content")
+            parts = content if isinstance(content, list) else ()
+            end = start + sum(part["type"] != "text" for part in parts)
+            turns.append((message, self.media[start:end]))
+            start = end
+        return turns
 
     def default_kwargs(self, **kwargs: Any) -> None:
         """Set template variables that the client has not set; None sets nothing."""

@@ -8,7 +8,9 @@ from typing import Any
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.chat import read_role
 from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.marks import without_marks
 from vlm_serve.preprocess.reading.parts import read_content
+from vlm_serve.preprocess.reading.results import order_results
 from vlm_serve.preprocess.reading.systems import join_leading
 from vlm_serve.preprocess.reading.tools import read_tool_call
 from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
@@ -51,11 +53,15 @@ def read_response(body: Mapping[str, Any], conversation: Conversation) -> None:
 
 def read_past(items: Sequence[Mapping[str, Any]], conversation: Conversation) -> None:
     """Read the items of stored turns and put them where the conversation continues them."""
+    if not conversation.previous:
+        return
     past = Conversation()
     answers = {message.get("tool_call_id") for message in conversation.messages}
+    items = without_marks(items, "previous_response_id", past.ignored)
     _read_items(items, "previous_response_id", past, _answered(items) | answers)
     conversation.put_past(past)
     join_leading(conversation)
+    order_results(conversation)
 
 
 def is_reference(item: Any) -> bool:
@@ -127,9 +133,8 @@ def _read_item(answer: _Answer, item: Mapping[str, Any], where: str, answered: s
     elif kind in ("function_call_output", "custom_tool_call_output"):
         answer.end()
         content = _content(item, "output", where, answer.conversation)
-        message = {"role": "tool", "content": content}
-        message["tool_call_id"] = text_of(item, "call_id", where)
-        answer.conversation.messages.append(message)
+        call_id = text_of(item, "call_id", where)
+        answer.conversation.add_result(call_id, content, f"{where}.call_id")
     elif kind != "message":
         raise unsupported(f"{where}.type", kind)
     elif item.get("role") == "assistant":

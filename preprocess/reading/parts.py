@@ -34,9 +34,9 @@ _OPTIONS: dict[Modality, frozenset[str]] = {
         }
     ),
 }
-# Accepted and ignored: other services' cache hints, ids (content hashes identify media), and file
-# types (the file itself gives its type).
-_IGNORED = frozenset({"cache_control", "uuid", "format"})
+# Accepted and ignored: ids (content hashes identify media), and file types (the file itself gives
+# its type).
+_IGNORED = frozenset({"uuid", "format"})
 # Rejected: processor options of transformers that would give pixels unlike the training data.
 _REFUSED = frozenset(
     {

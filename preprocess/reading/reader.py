@@ -10,6 +10,8 @@ from vlm_serve.preprocess.reading.blocks import read_blocks
 from vlm_serve.preprocess.reading.chat import read_chat
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_response
+from vlm_serve.preprocess.reading.marks import without_marks
+from vlm_serve.preprocess.reading.results import order_results
 from vlm_serve.preprocess.reading.systems import join_leading
 from vlm_serve.preprocess.reading.values import object_of
 from vlm_serve.preprocess.typed_text import plain_data
@@ -32,6 +34,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], Conversation], None]] = {
     "responses": read_response,
     "messages": read_blocks,
 }
+_MARKED = ("tools", "system", "messages", "input", "prediction")
 _PROMPTS = {"completions": "prompt", "generate": "token_ids"}
 
 
@@ -63,9 +66,15 @@ def read_conversation(api: str, body: Mapping[str, Any]) -> Conversation:
     for name in ("media_io_kwargs", "mm_processor_kwargs"):
         if body.get(name) is not None:
             setattr(conversation, name, object_of(body[name], name))
-    _READERS[api](body, conversation)
+    unmarked = {
+        name: without_marks(body[name], name, conversation.ignored)
+        for name in _MARKED
+        if name in body
+    }
+    _READERS[api]({**body, **unmarked}, conversation)
     if not conversation.previous:
         join_leading(conversation)
+        order_results(conversation)
     return conversation
 
 

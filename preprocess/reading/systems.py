@@ -15,7 +15,7 @@ from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 from vlm_serve.preprocess.reading.parts import text_part
 
 _Message = dict[str, Any]
-_Turn = tuple[_Message, Sequence[MediaPart]]
+_Turn = tuple[_Message, list[MediaPart]]
 _BLANK_LINE = "\n\n"
 
 
@@ -41,7 +41,7 @@ def fit_systems(conversation: Conversation, *, late: bool) -> Conversation:
     start = 1 if messages and _is_system(messages[0]) else 0
     if late or not any(map(_is_system, messages[start:])):
         return conversation
-    turns = _turns(conversation)
+    turns = conversation.turns()
     first, rest = turns[:start], list[_Turn]()
     for (message, media), stays in zip(turns[start:], _staying(messages[start:]), strict=True):
         if not _is_system(message):
@@ -81,18 +81,6 @@ def _neighbours(roles: Sequence[str], found: str = "") -> list[str]:
         before.append(found)
         found = role or found
     return before
-
-
-def _turns(conversation: Conversation) -> list[_Turn]:
-    """Return the messages, each with its media."""
-    turns, start = list[_Turn](), 0
-    for message in conversation.messages:
-        content = message.get("content")
-        parts = content if isinstance(content, list) else ()
-        end = start + sum(part["type"] != "text" for part in parts)
-        turns.append((message, conversation.media[start:end]))
-        start = end
-    return turns
 
 
 def _joined(messages: Sequence[_Message]) -> _Message:

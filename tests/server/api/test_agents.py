@@ -62,6 +62,58 @@ def test_system_messages_over_a_real_template(server: RunningServer, role: str) 
         ok(server.post("/v1/chat/completions", {"messages": two, "max_tokens": 1}))
 
 
+RESULTS = [{"role": "tool", "tool_call_id": id, "content": id} for id in ("unknown", "c2", "c1")]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [
+                {"role": "assistant", "tool_calls": [
+                    {"id": id, "function": {"name": "look", "arguments": "{}"}}
+                    for id in ("c1", "c2")
+                ]},
+                *RESULTS,
+            ]},
+            "messages[1].tool_call_id",
+        ),
+        (
+            "/v1/responses",
+            {"input": [
+                *({"type": "function_call", "call_id": id, "name": "look", "arguments": "{}"}
+                  for id in ("c1", "c2")),
+                *({"type": "function_call_output", "call_id": each["tool_call_id"],
+                   "output": each["content"]} for each in RESULTS),
+            ]},
+            "input[2].call_id",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 5, "messages": [
+                say("assistant", [
+                    {"type": "tool_use", "id": id, "name": "look", "input": {}}
+                    for id in ("c1", "c2")
+                ]),
+                say("user", [
+                    {"type": "tool_result", "tool_use_id": each["tool_call_id"],
+                     "content": each["content"]} for each in RESULTS
+                ]),
+            ]},
+            "messages[1].content[0].tool_use_id",
+        ),
+    ],
+)  # fmt: skip
+def test_results_go_to_their_calls_and_unknown_ids_are_named(
+    fake: RunningServer, path: str, body: dict[str, Any], named: str
+) -> None:
+    response = fake.post(path, body)
+    ok(response)
+    assert response.headers[IGNORED] == named
+    assert [each["content"] for each in sent(fake)[1:]] == ["c1", "c2", "unknown"]
+
+
 def call(arguments: Any, **others: Any) -> dict[str, Any]:
     function: Any = {"name": "look", "arguments": arguments}
     return {"id": "c1", "type": "function", "function": function} | others

@@ -68,6 +68,87 @@ def test_variables_that_the_template_does_not_read_are_named(fake: RunningServer
     assert "x-vlm-serve-ignored-fields" not in answer.headers
 
 
+IMAGE = "data:image/png;base64,aGk="
+MARK = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}}
+CONTROL = {"cache_control": {"type": "ephemeral"}}
+WHOLE = {
+    "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "explicit"},
+    "prompt_cache_retention": "24h",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", **CONTROL, "content": [
+                {"type": "image_url", "image_url": {"url": IMAGE}, **MARK},
+                {"type": "text", "text": "hi", **MARK},
+            ]}], "tools": [{"type": "function", "function": {"name": "look"}, **CONTROL}],
+             "prediction": {"type": "content", "content": [
+                {"type": "text", "text": "hi", **MARK},
+             ]}} | WHOLE,
+            [
+                *WHOLE,
+                "tools[0].cache_control",
+                "messages[0].cache_control",
+                "messages[0].content[0].prompt_cache_breakpoint",
+                "messages[0].content[1].prompt_cache_breakpoint",
+                "prediction.content[0].prompt_cache_breakpoint",
+            ],
+        ),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": [
+                {"type": "image_url", "image_url": {"url": IMAGE}, **CONTROL},
+            ]}]},
+            ["messages[0].content[0].cache_control"],
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [
+                {"type": "input_image", "image_url": IMAGE, "detail": "auto", **MARK},
+                {"type": "input_text", "text": "hi", **MARK},
+            ]}], "tools": [{"type": "function", "name": "look", **MARK}]} | WHOLE,
+            [
+                *WHOLE,
+                "tools[0].prompt_cache_breakpoint",
+                "input[0].content[0].prompt_cache_breakpoint",
+                "input[0].content[1].prompt_cache_breakpoint",
+            ],
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 5,
+                "system": [{"type": "text", "text": "S", **CONTROL}],
+                "tools": [{"name": "look", "input_schema": {}, **CONTROL}],
+                "messages": [{"role": "user", "content": [
+                    {"type": "image", "source": {"type": "url", "url": IMAGE}, **CONTROL},
+                ]}],
+                **CONTROL,
+            },
+            [
+                "cache_control",
+                "tools[0].cache_control",
+                "system[0].cache_control",
+                "messages[0].content[0].cache_control",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_cache_marks_are_taken_and_named(
+    fake: RunningServer, path: str, body: dict[str, Any], named: list[str]
+) -> None:
+    answer = fake.post(path, body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-vlm-serve-ignored-fields"] == ", ".join(named)
+    call = fake.engine.preprocessor.calls[-1]
+    assert "cache" not in f"{call['messages']}{call.get('tools')}"
+
+
 def test_a_file_of_unknown_type_says_what_names_it(fake: RunningServer) -> None:
     for file, said in (
         ({"file_data": "JVBERi0="}, "give filename, or a data: URL"),

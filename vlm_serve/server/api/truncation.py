@@ -63,17 +63,10 @@ def drop_turns(conversation: Conversation, starts: list[int], dropped: int) -> C
     """Return the conversation without its first `dropped` turns and their media."""
     if not dropped:
         return conversation
-    messages, first, end = conversation.messages, starts[0], starts[dropped]
-    before, num_dropped = (
-        sum(map(_num_media, part)) for part in (messages[:first], messages[first:end])
-    )
+    turns = conversation.turns()
+    kept = turns[: starts[0]] + turns[starts[dropped] :]
     return replace(
         conversation,
-        messages=messages[:first] + messages[end:],
-        media=conversation.media[:before] + conversation.media[before + num_dropped :],
+        messages=[message for message, _ in kept],
+        media=[medium for _, media in kept for medium in media],
     )
-
-
-def _num_media(message: dict[str, object]) -> int:
-    content = message["content"]
-    return sum(part["type"] != "text" for part in content) if isinstance(content, list) else 0

@@ -1,0 +1,93 @@
+"""Puts results of tool calls into the order of the calls.
+
+Clients send the results of parallel calls as these finish. Most templates show no ids, so a model
+takes the first result for that of the first call.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any
+
+from vlm_serve.preprocess.reading.conversation import Conversation
+
+_Message = dict[str, Any]
+_Label = tuple[str | None, str | None]
+"""The id of a call and the name of its function; None: not given."""
+_KEYS: tuple[Callable[[_Label], str | None], ...] = (itemgetter(0), itemgetter(1), lambda _: "")
+
+
+def order_results(conversation: Conversation) -> None:
+    """Put the results behind each answer into the order of its calls, with their media.
+
+    Other messages between them keep their places. A result is that of a call in the answer before
+    it, because some clients count the ids of each answer anew. A result whose id is unknown there
+    is named in `ignored`; one without an id gets the id of its call.
+    """
+    turns, places = conversation.turns(), iter(conversation.result_places)
+    # A message that the model continues must stay the last one.
+    end = len(turns) - conversation.continue_final_message
+    for calls, indices in _groups([message for message, _ in turns[:end]]):
+        results = [turns[index][0] for index in indices]
+        labels = [_label(call.get("id"), call.get("function", call)) for call in calls]
+        call_of = _match(labels, [_label(each.get("tool_call_id"), each) for each in results])
+        for at, result in enumerate(results):
+            place, given = next(places), result.get("tool_call_id")
+            expected = calls[call_of[at]].get("id") if at in call_of else None
+            if given is None and expected is not None:
+                result["tool_call_id"] = expected
+            elif given is not None and (expected is None or str(expected) != str(given)):
+                conversation.ignored.append(place)
+        order = sorted(range(len(results)), key=lambda at: call_of.get(at, len(calls)))
+        moved = [turns[indices[at]] for at in order]
+        for index, turn in zip(indices, moved, strict=True):
+            turns[index] = turn
+    conversation.messages = [message for message, _ in turns]
+    conversation.media = [medium for _, media in turns for medium in media]
+
+
+def _groups(messages: Sequence[_Message]) -> Iterator[tuple[list[_Message], list[int]]]:
+    """Yield the calls of each answer and the indices of the results before the next one.
+
+    Answers side by side are one, since some clients send a message for each call.
+    """
+    calls, indices, role = list[_Message](), list[int](), ""
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            if role != "assistant":
+                yield calls, indices
+                calls, indices = [], []
+            calls += message.get("tool_calls") or ()
+        elif message["role"] == "tool":
+            indices.append(index)
+        role = message["role"]
+    yield calls, indices
+
+
+def _label(call_id: Any, function: _Message) -> _Label:
+    name = function.get("name")
+    return None if call_id is None else str(call_id), None if name is None else str(name)
+
+
+def _match(calls: Sequence[_Label], results: Sequence[_Label]) -> dict[int, int]:
+    """Return the index of the call of each result that has one.
+
+    A result goes by its id. Without a known id it goes by the name of its function, and else it is
+    that of the first call left. A second result for an id has no call.
+    """
+    known = {call_id for call_id, _ in calls if call_id is not None}
+    call_of: dict[int, int] = {}
+    left: Sequence[int] = range(len(results))
+    for key_of in _KEYS:
+        taken, waiting = set(call_of.values()), defaultdict[str | None, deque[int]](deque)
+        for index, call in enumerate(calls):
+            if index not in taken:
+                waiting[key_of(call)].append(index)
+        for at in left:
+            key = key_of(results[at])
+            if key is not None and waiting[key]:
+                call_of[at] = waiting[key].popleft()
+        left = [at for at in left if at not in call_of and results[at][0] not in known]
+    return call_of
