@@ -244,6 +244,12 @@ def test_both_lists_of_dense_modules_are_read() -> None:
             assert (both.format_of(f"model.layers.0.mlp.{module}.weight") is None) is dense
 
 
+def test_eight_bit_integers_may_be_stored_as_they_are() -> None:
+    fields = weights(num_bits=8)
+    expected = scheme(fields | {"format": "int-quantized"})
+    assert scheme(fields | {"format": "naive-quantized"}) == expected
+
+
 @pytest.mark.parametrize(
     "name", ["GPTQConfig", "AwqConfig", "FineGrainedFP8Config", "AutoRoundConfig"]
 )

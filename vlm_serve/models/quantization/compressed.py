@@ -18,7 +18,7 @@ _SECTION = "compressed-tensors"
 _LOCATIONS = ("weight_input", "weight_output")
 """Where a transform may be applied: the stored weights have it already."""
 _PACKED = "pack-quantized"
-_BYTES = ("int-quantized",)
+_BYTES = ("int-quantized", "naive-quantized")
 _FLOATS = ("float-quantized", "naive-quantized")
 _MXFP8 = "mxfp8-quantized"
 _FLOATS4: dict[str, Float4] = {
