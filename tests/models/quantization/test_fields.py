@@ -18,6 +18,7 @@ from transformers.utils import quantization_config as transformers_configs
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.quantization.passed_fields import PASSED_OVER, REFUSED
+from vlm_serve.models.quantization.scheme import QuantScheme
 
 DOCS = Path(__file__).parents[3] / "docs" / "quantization.md"
 GROUP = ["config_groups", "group_0"]
@@ -248,6 +249,13 @@ def test_eight_bit_integers_may_be_stored_as_they_are() -> None:
     fields = weights(num_bits=8)
     expected = scheme(fields | {"format": "int-quantized"})
     assert scheme(fields | {"format": "naive-quantized"}) == expected
+
+
+@pytest.mark.parametrize("fields", [{"group_size": 64, "bits": 4}, {"bits": 4, "mode": "mxfp4"}])
+def test_mlx_is_named(fields: dict[str, Any]) -> None:
+    for place in ("quantization", "quantization_config"):
+        with pytest.raises(CheckpointError, match=f"quant_method None in {place} .* are MLX's"):
+            QuantScheme.of({place: fields})
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from vlm_serve.models.quantization.gptq import Gptq
 from vlm_serve.models.quantization.modelopt import modelopt_rules
 from vlm_serve.models.quantization.rules import Rule, expression, rule
 
-_PLACES = ("quantization_config", "compression_config")
+_PLACES = ("quantization_config", "compression_config", "quantization")
 _USUALLY_DENSE = re.compile(
     r"(.*\.)?(visual|embed_tokens|lm_head|conv1d|gate|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
 )
@@ -112,9 +112,10 @@ def _read(fields: Fields) -> QuantScheme:
     elif method is None and "config_groups" in fields:
         method = "compressed-tensors"
     if not isinstance(method, str) or method not in _METHODS:
+        mlx = method is None and "bits" in fields and "method" not in fields
         raise CheckpointError(
             f"quant_method {method!r} in {fields.place} is not supported; supported are "
-            f"{', '.join(_METHODS)}: {_INSTEAD.get(str(method), PLAIN)}"
+            f"{', '.join(_METHODS)}: {_INSTEAD.get('mlx' if mlx else str(method), PLAIN)}"
         )
     return _METHODS[method](fields)
 
@@ -239,6 +240,7 @@ _METHODS: dict[str, Callable[[Fields], QuantScheme]] = {
 }
 
 _INSTEAD = {
+    "mlx": f"bits and group_size without a method are MLX's, whose weights are not read; {PLAIN}",
     "bitsandbytes": f"its nf4 and int8 weights are made from plain ones at loading; {PLAIN}",
     "torchao": f"its weights are Python objects; {PLAIN}, or an export as compressed-tensors",
     "quark": f"{PLAIN}, or an export as compressed-tensors",
