@@ -136,6 +136,16 @@ def test_groups_that_do_not_fit(tmp_path: Path) -> None:
         load_model(path, torch.float32, "cpu")
 
 
+def test_an_order_of_columns_that_the_config_speaks_of_must_be_stored(tmp_path: Path) -> None:
+    path = reconfigured(damaged(tmp_path, "gptq", {}), desc_act=True)
+    load_model(path, torch.float32, "cpu")
+    damaged(tmp_path, "gptq", {"g_idx": dropped})
+    load_model(path, torch.float32, "cpu")
+    reconfigured(path, desc_act=True)
+    with pytest.raises(CheckpointError, match=f"no {UP}.g_idx, which desc_act asks for"):
+        load_model(path, torch.float32, "cpu")
+
+
 @pytest.mark.parametrize("kind", ["gptq", "int4"])
 def test_a_config_that_says_nothing_of_it(tmp_path: Path, kind: str) -> None:
     path = reconfigured(damaged(tmp_path, kind, {}))

@@ -12,6 +12,9 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from memory_checkpoint import MemoryCheckpoint
+from quantised_configs import LAYER, scheme
+from quantised_configs import MODELOPT as WHOLE
+from quantised_configs import MODELOPT_MIXED as MIXED
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models import load_model, read_spec
@@ -21,33 +24,7 @@ from vlm_serve.models.quantization.float4 import Nvfp4
 from vlm_serve.models.quantization.float8 import Float8
 from vlm_serve.models.quantization.scheme import QuantScheme
 
-LAYER = "model.language_model.layers.0."
 NVFP4 = Nvfp4(modelopt=True)
-WHOLE: dict[str, Any] = {
-    "quant_method": "modelopt",
-    "quant_algo": "NVFP4",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
-    "ignore": ["lm_head", "model.language_model.layers.0.self_attn*", "*.mlp.gate", "mtp*"],
-}
-# As the official NVFP4 checkpoints of Qwen3.6 have it: attention in FP8, the rest in FP4.
-MIXED: dict[str, Any] = {
-    "quant_method": "modelopt",
-    "quant_algo": "MIXED_PRECISION",
-    "quantized_layers": {
-        f"{LAYER}linear_attn.in_proj_qkv": {"quant_algo": "FP8"},
-        f"{LAYER}linear_attn.out_proj": {"quant_algo": "fp8"},
-        f"{LAYER}mlp.gate_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
-        f"{LAYER}mlp.experts*": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
-        "lm_head": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
-    },
-    "ignore": ["lm_head*", "model.visual*", "mtp*"],
-}
-
-
-def scheme(fields: Any) -> QuantScheme:
-    found = QuantScheme.of({"quantization_config": fields})
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantised_configs import AWQ, CHANNEL, FP8, GPTQ, INT4, LAYER, PACKED, scheme
 from quantised_weights import FORMATS, quantization_config
 
 from vlm_serve.errors import CheckpointError
@@ -18,54 +19,6 @@ from vlm_serve.models.quantization.gptq import Gptq
 from vlm_serve.models.quantization.packed import Packed
 from vlm_serve.models.quantization.scheme import QuantScheme
 
-LAYER = "model.language_model.layers.0."
-FP8 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": [
-        "lm_head",
-        "model.language_model.embed_tokens",
-        "model.language_model.layers.0.linear_attn.conv1d",
-        "model.language_model.layers.0.linear_attn.in_proj_a",
-        "model.language_model.layers.0.linear_attn.in_proj_b",
-        "model.language_model.layers.0.mlp.gate",
-        "model.visual.blocks.0.attn.qkv",
-    ],
-}
-# The rules of the published Qwen3.5 GPTQ-Int4 checkpoints.
-GPTQ: dict[str, Any] = {
-    "quant_method": "gptq",
-    "bits": 4,
-    "group_size": 128,
-    "sym": True,
-    "desc_act": False,
-    "dynamic": {
-        "lm_head": {},
-        "model.language_model.embed_tokens": {},
-        "-:.*attn.*": {},
-        "-:.*shared_expert.*": {},
-        "-:.*mtp.*": {},
-        "-:.*visual.*": {},
-    },
-}
-AWQ = {
-    "quant_method": "awq",
-    "bits": 4,
-    "group_size": 128,
-    "zero_point": True,
-    "version": "gemm",
-    "modules_to_not_convert": ["visual", "linear_attn.in_proj_a"],
-}
-INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 128, "strategy": "group"}
-PACKED: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4}},
-    "ignore": ["lm_head", "re:.*visual.*", "model.layers.0.linear_attn.in_proj_a"],
-}
-CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 MIXED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "mixed-precision",
@@ -85,12 +38,6 @@ MIXED: dict[str, Any] = {
     },
     "ignore": [],
 }
-
-
-def scheme(fields: Any) -> QuantScheme:
-    found = QuantScheme.of({"quantization_config": fields})
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize(

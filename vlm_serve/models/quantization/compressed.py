@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vlm_serve.errors import CheckpointError
+from vlm_serve.models.quantization.activations import of_group, of_keys
 from vlm_serve.models.quantization.base import GROUPS, Format
-from vlm_serve.models.quantization.fields import Fields
+from vlm_serve.models.quantization.fields import PLAIN, Fields
 from vlm_serve.models.quantization.float4 import Float4, Mxfp4, Nvfp4
 from vlm_serve.models.quantization.float8 import MXFP8_BLOCK, Float8
 from vlm_serve.models.quantization.packed import Packed
@@ -15,7 +14,11 @@ from vlm_serve.models.quantization.rules import Rule, expression, rule
 _ANY = "Linear"
 """The class name of every projection."""
 _EXPRESSION = "re:"
-_INTEGERS = ("pack-quantized", "int-quantized")
+_SECTION = "compressed-tensors"
+_LOCATIONS = ("weight_input", "weight_output")
+"""Where a transform may be applied: the stored weights have it already."""
+_PACKED = "pack-quantized"
+_BYTES = ("int-quantized", "naive-quantized")
 _FLOATS = ("float-quantized", "naive-quantized")
 _MXFP8 = "mxfp8-quantized"
 _FLOATS4: dict[str, Float4] = {
@@ -24,34 +27,58 @@ _FLOATS4: dict[str, Float4] = {
 }
 
 
-def groups_of(fields: Fields) -> tuple[tuple[Rule, ...], str | None]:
-    """Return rules in order of precedence, and the wanted activations, if any.
+def groups_of(fields: Fields) -> tuple[tuple[Rule, ...], list[str]]:
+    """Return rules in order of precedence, and the wanted activations.
 
     Raises:
         CheckpointError: as from `QuantScheme.of`.
     """
-    if fields.section("sparsity_config").get("format", "dense") != "dense":
-        raise CheckpointError("sparsity_config in quantization_config is not supported")
+    sparsity = fields.part("sparsity_config")
+    sparsity.expect("format", "dense")
+    sparsity.finish(f"{_SECTION}: sparsity_config")
+    _check_transforms(fields.part("transform_config"))
     fields.expect("quantization_status", "compressed", "frozen")
-    whole = fields.raw.get("format")
+    whole = fields.get("format")
     kept = fields.names("ignore")
     rules = [rule([each for each in kept if not each.startswith(_EXPRESSION)], None)]
     rules += [_rule(each, None) for each in kept if each.startswith(_EXPRESSION)]
     found: list[tuple[str, Format | None]] = []
-    said: list[str] = []
+    wanted: list[str] = []
     for name, content in fields.section("config_groups").items():
         group = Fields(content, f"{name} of quantization_config")
-        format_ = _format(group, str(group.raw.get("format") or whole))
+        format_ = _format(group, str(group.get("format") or whole))
         found += [(target, format_) for target in group.names("targets")]
-        said += _said(group.raw.get("input_activations"))
+        wanted += of_group(group)
+        group.finish(f"{_SECTION}: config_groups")
     if not found:
         raise CheckpointError("quantization_config has no config_groups with targets")
     # Precedence: names, then expressions, then the class of all projections.
     ordered = sorted(found, key=lambda each: (each[0] == _ANY, each[0].startswith(_EXPRESSION)))
     rules += [_rule(target, format_) for target, format_ in ordered]
-    if fields.raw.get("kv_cache_scheme"):
-        said.append("8-bit keys and values")
-    return tuple(rules), "; ".join(dict.fromkeys(said)) or None
+    wanted += of_keys(fields, "kv_cache_scheme")
+    fields.finish(_SECTION)
+    return tuple(rules), wanted
+
+
+def _check_transforms(fields: Fields) -> None:
+    """Refuse transforms of activations. Those of weights are already in the stored weights."""
+    place = f"{_SECTION}: transform_config"
+    for name, content in fields.section("config_groups").items():
+        group = Fields(content, f"{name} of config_groups of {fields.place}")
+        applied = group.get("apply") or []
+        if not isinstance(applied, list):
+            raise CheckpointError(f"apply in {group.place} must be a list, not {applied!r}")
+        for index, each in enumerate(applied):
+            apply = Fields(each, f"apply[{index}] of {group.place}")
+            location = apply.get("location")
+            if location not in _LOCATIONS:
+                raise CheckpointError(
+                    f"location {location!r} in {apply.place} asks for a transform of activations, "
+                    f"which is not supported, only {' or '.join(map(repr, _LOCATIONS))}; {PLAIN}"
+                )
+            apply.finish(f"{place}.config_groups.apply")
+        group.finish(f"{place}.config_groups")
+    fields.finish(place)
 
 
 def _rule(target: str, format_: Format | None) -> Rule:
@@ -63,28 +90,39 @@ def _rule(target: str, format_: Format | None) -> Rule:
 
 
 def _format(group: Fields, stored: str) -> Format | None:
-    if group.raw.get("weights") is None:
+    if group.get("weights") is None:
         return None
-    weights = Fields(group.raw["weights"], f"weights of {group.place}")
-    kind, bits = weights.raw.get("type", "int"), weights.raw.get("num_bits")
-    strategy = weights.raw.get("strategy") or ("group" if weights.raw.get("group_size") else None)
+    weights = group.part("weights")
+    format_ = _format_of(group, weights, stored)
+    weights.finish(f"{_SECTION}: weights")
+    return format_
+
+
+def _format_of(group: Fields, weights: Fields, stored: str) -> Format:
+    kind, bits = weights.get("type", "int"), weights.get("num_bits")
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else None)
+    weights.expect("actorder", False, "weight", "static")
+    weights.expect("dynamic", False)
     if kind == "float" and bits == 8:
         weights.expect("symmetric", True)
         if stored == _MXFP8:
+            weights.expect("strategy", "group")
             weights.expect("group_size", MXFP8_BLOCK[1])
             return Float8(MXFP8_BLOCK, exponents=True)
         group.expect("format", *_FLOATS, _MXFP8)
         if stored not in _FLOATS:
-            _refuse(group, stored, kind, bits)
-        return Float8(_block(weights, strategy))
+            raise _refusal(group, stored, kind, bits)
+        block = _block(weights, strategy)
+        weights.expect("group_size", -1)
+        return Float8(block)
     if kind == "float" and bits == 4 and stored in _FLOATS4:
         weights.expect("symmetric", True)
+        weights.expect("strategy", "tensor_group", "group")
         weights.expect("group_size", _FLOATS4[stored].group)
         return _FLOATS4[stored]
-    if kind != "int" or stored not in _INTEGERS:
-        _refuse(group, stored, kind, bits)
-    plain = stored == "int-quantized"
-    weights.expect("actorder", False, "weight", "static")
+    plain = stored in _BYTES
+    if kind != "int" or not (plain or stored == _PACKED) or (plain and bits != 8):
+        raise _refusal(group, stored, kind, bits)
     size = -1
     if strategy == "group":
         size = weights.number("group_size", -1, *GROUPS)
@@ -93,8 +131,10 @@ def _format(group: Fields, stored: str) -> Format | None:
             f"strategy {strategy!r} in {weights.place} is not supported for integers, only "
             "'group', 'channel' or 'tensor'"
         )
+    else:
+        weights.expect("group_size", -1)
     return Packed(
-        bits=weights.number("num_bits", *((8,) if plain else (4, 8))),
+        bits=weights.number("num_bits", 4, 8),
         group=size,
         symmetric=weights.switch("symmetric", default=True),
         plain=plain,
@@ -109,7 +149,7 @@ def _block(weights: Fields, strategy: object) -> tuple[int, int] | None:
             f"strategy {strategy!r} in {weights.place} is not supported for FP8, only 'channel', "
             "'tensor' or 'block'"
         )
-    size = weights.raw.get("block_structure")
+    size = weights.get("block_structure")
     fits = isinstance(size, list) and len(size) == 2
     if not fits or not all(isinstance(each, int) and each > 0 for each in size or ()):
         raise CheckpointError(f"block_structure in {weights.place} must be two sizes, not {size!r}")
@@ -117,19 +157,10 @@ def _block(weights: Fields, strategy: object) -> tuple[int, int] | None:
     return int(size[0]), int(size[1])
 
 
-def _refuse(group: Fields, stored: str, kind: object, bits: object) -> None:
-    known = ", ".join((*_INTEGERS, *_FLOATS, _MXFP8, *_FLOATS4))
-    raise CheckpointError(
+def _refusal(group: Fields, stored: str, kind: object, bits: object) -> CheckpointError:
+    fp4 = " or ".join(_FLOATS4)
+    return CheckpointError(
         f"{group.place} stores {bits}-bit {kind} weights as {stored!r}, which is not supported; "
-        f"supported are int4, int8, FP8 and FP4 in {known}"
+        f"supported are int4 and int8 in {_PACKED}, int8 in {' or '.join(_BYTES)}, FP8 in "
+        f"{' or '.join(_FLOATS)} or {_MXFP8}, and FP4 in {fp4}"
     )
-
-
-def _said(activations: Any) -> list[str]:
-    """Return a group's wanted activations as text."""
-    if activations is None:
-        return []
-    fields = Fields(activations, "input_activations")
-    kind = "FP" if fields.raw.get("type") == "float" else "int"
-    dynamic = "dynamic" if fields.raw.get("dynamic") else "static input_scale"
-    return [f"{dynamic}, in {kind}{fields.raw.get('num_bits', 8)}"]

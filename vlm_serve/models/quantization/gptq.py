@@ -31,12 +31,14 @@ from vlm_serve.models.quantization.base import (
 @dataclass(frozen=True, slots=True)
 class Gptq(Format):
     """The format. `group` is -1 for whole rows; `offset`: added to stored zero points; `symmetric`:
-    whether all of them are expected to be in the middle."""
+    whether all of them are expected to be in the middle; `ordered`: whether `g_idx` must be there,
+    because the quantiser chose an order of columns."""
 
     bits: int
     group: int
     offset: int
     symmetric: bool
+    ordered: bool = False
 
     @property
     def label(self) -> str:
@@ -60,6 +62,10 @@ class Gptq(Format):
             raise CheckpointError(
                 f"{names.beside('qzeros')} are not those of symmetric weights; sym or "
                 "checkpoint_format in quantization_config is wrong"
+            )
+        if self.ordered and groups > 1 and names.beside("g_idx") not in tensors:
+            raise CheckpointError(
+                f"the checkpoint has no {names.beside('g_idx')}, which desc_act asks for"
             )
         check_order(tensors, names.beside("g_idx"), depth, group, "desc_act")
         return OpenedGptq(packed, factors.T, zeros.T, self.bits, group)

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.models.quantization.activations import of_group, of_keys
 from vlm_serve.models.quantization.base import Format
 from vlm_serve.models.quantization.fields import Fields
 from vlm_serve.models.quantization.float4 import Nvfp4
 from vlm_serve.models.quantization.float8 import MXFP8_BLOCK, Float8
 from vlm_serve.models.quantization.rules import Rule, rule, wildcard
 
+_SECTION = "modelopt"
 _MIXED = "MIXED_PRECISION"
 _BLOCK = (128, 128)
 _STATIC = "static input_scale, in FP"
@@ -30,35 +32,48 @@ _FORMATS: Mapping[str, tuple[Format, str | None]] = {
 """By name: storage of weights, and wanted activations."""
 
 
-def modelopt_rules(fields: Fields) -> tuple[tuple[Rule, ...], Format | None, str | None]:
+def modelopt_rules(fields: Fields) -> tuple[tuple[Rule, ...], Format | None, list[str]]:
     """Return rules in order of precedence, the format of all other modules, and the wanted
-    activations, if any.
+    activations.
 
     Raises:
         CheckpointError: as from `QuantScheme.of`.
     """
-    if "quantization" in fields.raw:
-        fields = Fields(fields.section("quantization"), f"quantization of {fields.place}")
-    kept = fields.names("exclude_modules") or fields.names("ignore")
+    if "quantization" in fields:
+        inside = fields.part("quantization")
+        fields.finish(_SECTION)
+        fields = inside
+    kept = [*fields.names("exclude_modules"), *fields.names("ignore")]
     rules, default = list(_rules(kept, None)), None
-    said: list[str | None] = []
+    wanted: list[str | None] = []
     if _name(fields) == _MIXED:
         by_format: dict[str, list[str]] = {}
         for module, content in fields.section("quantized_layers").items():
             own = Fields(content, f"{module} in quantized_layers of {fields.place}")
             by_format.setdefault(_known(own), []).append(module)
+            own.finish(f"{_SECTION}: quantized_layers")
         if not by_format:
             raise CheckpointError(f"{fields.place} has no quantized_layers")
         # A module's own format wins over a wildcard that excludes it.
         rules = [each for name, own in by_format.items() for each in _layers(own, name)] + rules
-        said = [_FORMATS[name][1] for name in by_format]
-    elif fields.raw.get("quant_algo") is not None:
+        wanted = [_FORMATS[name][1] for name in by_format]
+    elif fields.get("quant_algo") is not None:
         # Without an algorithm only keys and values are quantised.
-        default, wanted = _FORMATS[_known(fields)]
-        said.append(wanted)
-    if fields.raw.get("kv_cache_quant_algo") or fields.raw.get("kv_cache_scheme"):
-        said.append("8-bit keys and values")
-    return tuple(rules), default, "; ".join(dict.fromkeys(filter(None, said))) or None
+        default, activations = _FORMATS[_known(fields)]
+        wanted.append(activations)
+    wanted += of_keys(fields, "kv_cache_quant_algo", "kv_cache_scheme")
+    _check_groups(fields)
+    fields.finish(_SECTION)
+    return tuple(rules), default, [each for each in wanted if each]
+
+
+def _check_groups(fields: Fields) -> None:
+    """Refuse groups with more than `quant_algo` and `quantized_layers` say."""
+    for name, content in fields.section("config_groups").items():
+        group = Fields(content, f"{name} of {fields.place}")
+        group.part("weights").finish(f"{_SECTION}: weights")
+        of_group(group)
+        group.finish(f"{_SECTION}: config_groups")
 
 
 def _layers(modules: list[str], name: str) -> Iterable[Rule]:
@@ -80,10 +95,10 @@ def _known(fields: Fields) -> str:
     name = _name(fields)
     if name not in _FORMATS:
         raise CheckpointError(
-            f"quant_algo {fields.raw.get('quant_algo')!r} in {fields.place} is not supported, only "
+            f"quant_algo {fields.get('quant_algo')!r} in {fields.place} is not supported, only "
             + " or ".join(map(repr, _FORMATS))
         )
-    format_, size = _FORMATS[name][0], fields.raw.get("group_size")
+    format_, size = _FORMATS[name][0], fields.get("group_size")
     only = 16 if isinstance(format_, Nvfp4) else _width(format_)
     if only is not None and size not in (None, only):
         raise CheckpointError(
@@ -98,4 +113,4 @@ def _width(format_: Format) -> int | None:
 
 
 def _name(fields: Fields) -> str:
-    return str(fields.raw.get("quant_algo")).upper()
+    return str(fields.get("quant_algo")).upper()

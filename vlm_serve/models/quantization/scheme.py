@@ -9,18 +9,19 @@ from functools import partial
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.models.quantization.activations import described, of_auto_round, of_keys
 from vlm_serve.models.quantization.auto_round import auto_round_rules
 from vlm_serve.models.quantization.awq import Awq
 from vlm_serve.models.quantization.base import GROUPS, Format, Names, Tensors
 from vlm_serve.models.quantization.compressed import groups_of
-from vlm_serve.models.quantization.fields import Fields
+from vlm_serve.models.quantization.fields import PLAIN, Fields
 from vlm_serve.models.quantization.float8 import Float8
 from vlm_serve.models.quantization.gguf import type_rules
 from vlm_serve.models.quantization.gptq import Gptq
 from vlm_serve.models.quantization.modelopt import modelopt_rules
 from vlm_serve.models.quantization.rules import Rule, expression, rule
 
-_PLACES = ("quantization_config", "compression_config")
+_PLACES = ("quantization_config", "compression_config", "quantization")
 _USUALLY_DENSE = re.compile(
     r"(.*\.)?(visual|embed_tokens|lm_head|conv1d|gate|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
 )
@@ -57,7 +58,7 @@ class QuantScheme:
             for place in _PLACES:
                 found = section.get(place) if isinstance(section, Mapping) else None
                 if found:
-                    return _read(found)
+                    return _read(Fields(found, place))
         return None
 
     def format_of(self, weight: str) -> Format | None:
@@ -104,17 +105,17 @@ class QuantScheme:
         return f"{self.method}; {self.activations}"
 
 
-def _read(found: object) -> QuantScheme:
-    fields = Fields(found)
-    method = fields.raw.get("quant_method")
-    if method is None and "quant_algo" in fields.raw:  # as older exports of ModelOpt
+def _read(fields: Fields) -> QuantScheme:
+    method = fields.get("quant_method")
+    if method is None and "quant_algo" in fields:  # as older exports of ModelOpt
         method = "modelopt"
-    elif method is None and "config_groups" in fields.raw:
+    elif method is None and "config_groups" in fields:
         method = "compressed-tensors"
     if not isinstance(method, str) or method not in _METHODS:
+        mlx = method is None and "bits" in fields and "method" not in fields
         raise CheckpointError(
-            f"quant_method {method!r} in quantization_config is not supported; supported are "
-            f"{', '.join(_METHODS)}: {_INSTEAD.get(str(method), _PLAIN)}"
+            f"quant_method {method!r} in {fields.place} is not supported; supported are "
+            f"{', '.join(_METHODS)}: {_INSTEAD.get('mlx' if mlx else str(method), PLAIN)}"
         )
     return _METHODS[method](fields)
 
@@ -123,7 +124,9 @@ def _float8(fields: Fields) -> QuantScheme:
     fields.expect("fmt", "e4m3", "float8_e4m3fn")
     fields.expect("scale_fmt", "float")
     fields.expect("activation_scheme", "dynamic", "static")
-    size = fields.raw.get("weight_block_size")
+    # The format of experts alone: DeepSeek's are FP4.
+    fields.expect("expert_dtype", "fp8")
+    size = fields.get("weight_block_size")
     block = None
     if size is not None:
         numbers = isinstance(size, Sequence) and len(size) == 2
@@ -132,82 +135,98 @@ def _float8(fields: Fields) -> QuantScheme:
                 f"weight_block_size in quantization_config must be two sizes, not {size!r}"
             )
         block = (int(size[0]), int(size[1]))
-    static = fields.raw.get("activation_scheme") == "static"
-    kept = fields.names("modules_to_not_convert") or fields.names("ignored_layers")
+    static = fields.get("activation_scheme") == "static"
+    wanted = ["static input_scale" if static else "dynamic, in FP8"]
+    wanted += of_keys(fields, "kv_cache_scheme")
+    kept = [*fields.names("modules_to_not_convert"), *fields.names("ignored_layers")]
+    fields.finish("fp8")
     return QuantScheme(
         method="fp8",
-        activations=_activations("static input_scale" if static else "dynamic, in FP8"),
+        activations=described(wanted),
         rules=(rule(kept, None),),
         default=Float8(block),
     )
 
 
 def _gptq(fields: Fields) -> QuantScheme:
-    fields.expect("format", "gptq", "gptq_v2")
-    fields.expect("checkpoint_format", "gptq", "gptq_v2")
-    form = fields.raw.get("checkpoint_format") or fields.raw.get("format") or "gptq"
-    default = _gptq_format(fields, offset=0 if form == "gptq_v2" else 1)
+    fields.expect("method", "gptq")
+    form = fields.agreed("checkpoint_format", "format")
+    fields.expect(form, "gptq", "gptq_v2")
+    default = _gptq_format(fields, offset=0 if fields.get(form) == "gptq_v2" else 1)
+    wanted = of_auto_round(fields)
     rules = []
     for pattern, changes in fields.section("dynamic").items():
         text = pattern.removeprefix("+:").removeprefix("-:")
         changed = None
         if not pattern.startswith("-:"):
-            if not isinstance(changes, Mapping):
-                raise CheckpointError(
-                    f"dynamic {pattern!r} in quantization_config must be an object"
-                )
-            changed = _gptq_format(Fields({**fields.raw, **changes}), offset=default.offset)
+            own = fields.changed(changes, f"dynamic {pattern!r} of {fields.place}")
+            changed = _gptq_format(own, offset=default.offset)
+            own.finish("gptq")
         rules.append(Rule(changed, expressions=(expression(text),)))
-    return QuantScheme("gptq", _activations(None), tuple(rules), default)
+    fields.finish("gptq")
+    return QuantScheme("gptq", described(wanted), tuple(rules), default)
 
 
 def _gptq_format(fields: Fields, *, offset: int) -> Gptq:
+    _check_words(fields)
     return Gptq(
         bits=fields.number("bits", 4, 8),
         group=fields.number("group_size", -1, *GROUPS),
         offset=offset,
         symmetric=fields.switch("sym", default=True),
+        ordered=fields.switch("desc_act", default=False),
     )
 
 
+def _check_words(fields: Fields) -> None:
+    """Refuse codes that are no integers in words of 32 bits."""
+    fields.expect("data_type", "int")
+    fields.expect("pack_dtype", "int32")
+
+
 def _awq(fields: Fields) -> QuantScheme:
-    fields.expect("version", "gemm", "GEMM")
-    kept = fields.names("modules_to_not_convert")
-    return QuantScheme("awq", _activations(None), (rule(kept, None),), _awq_format(fields))
+    fields.expect("method", "awq")
+    fields.expect(fields.agreed("version", "format", "checkpoint_format"), "gemm", "GEMM")
+    if fields.get("backend") == "llm-awq":
+        raise CheckpointError(
+            f"backend 'llm-awq' in {fields.place} names a layout that is not supported; {PLAIN}"
+        )
+    rules = (rule(fields.names("modules_to_not_convert"), None),)
+    default, wanted = _awq_format(fields), of_auto_round(fields)
+    fields.finish("awq")
+    return QuantScheme("awq", described(wanted), rules, default)
 
 
 def _awq_format(fields: Fields) -> Awq:
-    # Whether there are zero points is told by the tensors, not by the field `zero_point`.
+    # Whether there are zero points is told by the tensors, not by `zero_point` or `sym`.
+    fields.get("sym")
+    _check_words(fields)
     return Awq(
-        fields.number("bits" if "bits" in fields.raw else "w_bit", 4, 8),
-        fields.number("group_size" if "group_size" in fields.raw else "q_group_size", -1, *GROUPS),
+        fields.number(fields.agreed("bits", "w_bit"), 4, 8),
+        fields.number(fields.agreed("group_size", "q_group_size"), -1, *GROUPS),
     )
 
 
 def _auto_round(fields: Fields) -> QuantScheme:
-    rules, default = auto_round_rules(fields, partial(_gptq_format, offset=1), _awq_format)
-    return QuantScheme("auto-round", _activations(None), rules, default)
+    readers = partial(_gptq_format, offset=1), _awq_format
+    rules, default, wanted = auto_round_rules(fields, *readers)
+    return QuantScheme("auto-round", described(wanted), rules, default)
 
 
 def _compressed(fields: Fields) -> QuantScheme:
-    rules, activations = groups_of(fields)
-    return QuantScheme("compressed-tensors", _activations(activations), rules, None)
+    rules, wanted = groups_of(fields)
+    return QuantScheme("compressed-tensors", described(wanted), rules, None)
 
 
 def _modelopt(fields: Fields) -> QuantScheme:
-    rules, default, activations = modelopt_rules(fields)
-    return QuantScheme("modelopt", _activations(activations), rules, default, lists_err=True)
+    rules, default, wanted = modelopt_rules(fields)
+    return QuantScheme("modelopt", described(wanted), rules, default, lists_err=True)
 
 
 def _gguf(fields: Fields) -> QuantScheme:
-    return QuantScheme("gguf", _activations(None), type_rules(fields.section("types")), None)
-
-
-def _activations(wanted: str | None) -> str:
-    """Return the checkpoint's wanted activations as text."""
-    if wanted is None:
-        return "made for activations as they are"
-    return f"made for quantised activations ({wanted}), which is not followed"
+    rules = type_rules(fields.section("types"))
+    fields.finish("gguf")
+    return QuantScheme("gguf", described([]), rules, None)
 
 
 _METHODS: dict[str, Callable[[Fields], QuantScheme]] = {
@@ -220,11 +239,11 @@ _METHODS: dict[str, Callable[[Fields], QuantScheme]] = {
     "gguf": _gguf,
 }
 
-_PLAIN = "serve the checkpoint that it was made from, with --quantization int8, int6 or int4"
 _INSTEAD = {
-    "bitsandbytes": f"its nf4 and int8 weights are made from plain ones at loading; {_PLAIN}",
-    "torchao": f"its weights are Python objects; {_PLAIN}, or an export as compressed-tensors",
-    "quark": f"{_PLAIN}, or an export as compressed-tensors",
+    "mlx": f"bits and group_size without a method are MLX's, whose weights are not read; {PLAIN}",
+    "bitsandbytes": f"its nf4 and int8 weights are made from plain ones at loading; {PLAIN}",
+    "torchao": f"its weights are Python objects; {PLAIN}, or an export as compressed-tensors",
+    "quark": f"{PLAIN}, or an export as compressed-tensors",
 }
 """The way out by method."""
 
