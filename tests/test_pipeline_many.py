@@ -274,6 +274,6 @@ def test_embeddings_and_scores_do_alike(tmp_path: Path) -> None:
         first, *_, last = caught.value.outputs
         assert np.array_equal(first, last) and np.linalg.norm(first) == pytest.approx(1.0)
         assert [*caught.value.errors] == [1, 2]
-        given = embedder.embed(wrong, errors="return")
+        given: list[Any] = embedder.embed(wrong, errors="return")
         assert np.array_equal(given[0], first) and isinstance(given[2], MediaFetchError)
         assert len(embedder.embed(text for text in ("a", "b"))) == 2

@@ -150,7 +150,7 @@ class FailedItemsError(InvalidRequestError):
 
     type = "failed_items_error"
 
-    def __init__(self, outputs: Sequence[Any | None], errors: Mapping[int, Exception]) -> None:
+    def __init__(self, outputs: Sequence[Any], errors: Mapping[int, Exception]) -> None:
         first = min(errors)
         others = len(outputs) - len(errors)
         super().__init__(
