@@ -32,6 +32,7 @@ from parity_cases import assistant, photograph, random_ids, user
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.many import returned
 from vlm_serve.preprocess.keys import PromptKeys
 from vlm_serve.preprocess.prompt import Prompt
 
@@ -80,7 +81,7 @@ class Meter:
             prompt = preprocessor.prepare_tokens(request)
         else:
             prompt = preprocessor.prepare(request)
-        output = self._pipe._run(iter([prompt]), [params])[0]
+        output = returned(*self._pipe._run(iter([prompt]), [params]))
         self.possible.append(self._deepest(prompt))
         self.cached.append(output.usage.cached_tokens)
         keys = prompt.keys.fork()

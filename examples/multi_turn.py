@@ -32,14 +32,15 @@ def main() -> None:
                 content = [{"type": "image", "image": path} for path in PICTURES] + content
             messages.append({"role": "user", "content": content})
             print(question, end="\n  ")
-            answer = ""
+            answer = thought = ""
             for delta in pipe.stream(messages, greedy):
                 print(delta.text, end="", flush=True)
                 answer += delta.text
+                thought += delta.reasoning
                 if delta.usage is not None:
                     usage = delta.usage
             print(f"\n  ({usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached)")
-            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "assistant", "content": answer, "reasoning": thought or None})
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def rerank_messages(
     ]
 
 
-def contents_of(contents: Sequence[Content]) -> Sequence[Content]:
+def contents_of(contents: Iterable[Content]) -> Iterable[Content]:
     """Return contents as they are. Raises InvalidRequestError for one in place of a list."""
     if isinstance(contents, str | Mapping) or not isinstance(contents, Iterable):
         raise InvalidRequestError("contents must be a list: of texts, or of lists of parts")

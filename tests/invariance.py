@@ -26,6 +26,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.executor import StepError
 from vlm_serve.engine.plan import StepOutput, StepPlan
+from vlm_serve.many import returned
 from vlm_serve.pipeline import Output, Pipeline
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
@@ -150,7 +151,7 @@ def alone(pipe: Pipeline, asks: Iterable[Ask]) -> list[Answer]:
 def _run(pipe: Pipeline, asks: Sequence[Ask]) -> list[Output]:
     prompts = [ask.prompt(pipe.engine) for ask in asks]
     with together(pipe.engine, len(asks)):
-        return pipe._run(iter(prompts), [ask.params for ask in asks])
+        return [*map(returned, pipe._run(iter(prompts), [ask.params for ask in asks]))]
 
 
 def in_company(

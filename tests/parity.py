@@ -17,6 +17,7 @@ from together import together
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import StepOutput, StepPlan
+from vlm_serve.many import returned
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
@@ -207,7 +208,7 @@ def check(
     """Runs prompts through the engine, all at once, and compares each with transformers."""
     prepared = pipe.engine.preprocessor
     with tapped(pipe.engine) as tap, together(pipe.engine, len(prompts)):
-        outputs = pipe._run(
+        answers = pipe._run(
             (
                 prepared.prepare_tokens(prompt)  # type: ignore[arg-type]
                 if isinstance(prompt[0], int)
@@ -216,6 +217,7 @@ def check(
             ),
             [greedy(num_tokens)] * len(prompts),
         )
+        outputs = [*map(returned, answers)]
         pipe.engine.check()
         logits = tap.take()
     comparisons = []

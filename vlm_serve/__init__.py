@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from vlm_serve.config import EngineConfig
     from vlm_serve.engine.adapters.options import LoRA
     from vlm_serve.engine.outputs import CacheReport, Delta, Usage
-    from vlm_serve.errors import VlmServeError
-    from vlm_serve.pipeline import Output, Pipeline
+    from vlm_serve.errors import FailedItemsError, VlmServeError
+    from vlm_serve.output import Output
+    from vlm_serve.pipeline import Pipeline
     from vlm_serve.sampling_params import SamplingParams
     from vlm_serve.structured_outputs import StructuredOutputs
 
@@ -24,6 +25,7 @@ __all__ = [
     "CacheReport",
     "Delta",
     "EngineConfig",
+    "FailedItemsError",
     "LoRA",
     "Output",
     "Pipeline",
@@ -41,8 +43,9 @@ _HOME = {
     "CacheReport": "vlm_serve.engine.outputs",
     "Delta": "vlm_serve.engine.outputs",
     "EngineConfig": "vlm_serve.config",
+    "FailedItemsError": "vlm_serve.errors",
     "LoRA": "vlm_serve.engine.adapters.options",
-    "Output": "vlm_serve.pipeline",
+    "Output": "vlm_serve.output",
     "Pipeline": "vlm_serve.pipeline",
     "SamplingParams": "vlm_serve.sampling_params",
     "StructuredOutputs": "vlm_serve.structured_outputs",

@@ -21,7 +21,7 @@ from vlm_serve.long_parts import say_what_takes_long
 from vlm_serve.options import Option, check_environment, from_environment, options_of
 from vlm_serve.own_version import own_version
 from vlm_serve.process_limits import check_process_limits, memory_sentence
-from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.config import SPLITTING, ServerConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,6 +123,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     chat.add_argument("--lora", metavar="NAME", help="answer with this one of --lora-modules")
     chat.add_argument("--report", action="store_true", help="also print what the cache did")
+    chat.add_argument(
+        "--show-reasoning",
+        action=argparse.BooleanOptionalAction,
+        help="print the thought too, to standard error (default: if both outputs are terminals)",
+    )
+    add_options(chat, SPLITTING)
     add_options(chat, options_of(EngineConfig))
 
     add_completion(commands).set_defaults(run=run_completion)
@@ -311,7 +317,8 @@ def run_eval(options: argparse.Namespace) -> int:
     engine_config = _engine_config(options, file)
     from vlm_serve.eval.command import evaluate
 
-    return evaluate(options, _model(options, file), engine_config)
+    splitting = collect(SPLITTING, vars(options), os.environ, file)
+    return evaluate(options, _model(options, file), engine_config, **splitting)
 
 
 def run_bench(options: argparse.Namespace) -> int:
@@ -359,6 +366,7 @@ def run_completion(options: argparse.Namespace) -> int:
 def run_chat(options: argparse.Namespace) -> int:
     file = read_config_file(options.config)
     engine_config = _engine_config(options, file)
+    splitting = collect(SPLITTING, vars(options), os.environ, file)
     from vlm_serve.chat_command import chat
 
     return chat(
@@ -371,6 +379,8 @@ def run_chat(options: argparse.Namespace) -> int:
         temperature=options.temperature,
         report=options.report,
         lora=options.lora,
+        show_reasoning=options.show_reasoning,
+        **splitting,
     )
 
 

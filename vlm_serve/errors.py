@@ -7,6 +7,9 @@ contain addresses, paths of the server or tracebacks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 
 class VlmServeError(Exception):
     """Root of the tree.
@@ -25,6 +28,18 @@ class VlmServeError(Exception):
         self.message = message
         self.param = param
         self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Subclasses have other arguments, with which pickle would call them.
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(
+    kind: type[VlmServeError], arguments: tuple[Any, ...], state: Mapping[str, Any]
+) -> VlmServeError:
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(state)
+    return error
 
 
 class InvalidRequestError(VlmServeError, ValueError):
@@ -122,6 +137,29 @@ class EngineClosedError(VlmServeError):
 
     status = 503
     type = "engine_closed_error"
+
+
+class FailedItemsError(InvalidRequestError):
+    """Some prompts of a Python call with many have failed, and the others have results. Nearly all
+    failures are those of invalid input, so who catches that catches this.
+
+    Args:
+        outputs: results in the order of the prompts; None for a prompt that failed.
+        errors: exception of each such prompt by its index; not empty.
+    """
+
+    type = "failed_items_error"
+
+    def __init__(self, outputs: Sequence[Any], errors: Mapping[int, Exception]) -> None:
+        first = min(errors)
+        others = len(outputs) - len(errors)
+        super().__init__(
+            f"{len(errors)} of {len(outputs)} prompts failed, at first that of index {first}: "
+            f"{errors[first]} ({others} have results, in `outputs` of this error; "
+            'errors="return" returns them with the errors)'
+        )
+        self.outputs = list(outputs)
+        self.errors = dict(errors)
 
 
 class EvaluationError(VlmServeError):

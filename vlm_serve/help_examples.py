@@ -42,6 +42,7 @@ EXAMPLES: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ("chat",): (
         ('vlm-serve chat --image photo.jpg "What is this?"', "one answer, then it ends"),
         ('vlm-serve chat --model checkpoint/ "Name three rivers."', "text alone"),
+        ('vlm-serve chat --show-reasoning "Why?"', "and its thought, beside it"),
     ),
     ("completion",): (
         ('eval "$(vlm-serve completion bash)"', "in ~/.bashrc"),

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
 from pathlib import Path
-from types import TracebackType
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
-from vlm_serve.cache.experts import Rows
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
-from vlm_serve.engine.plan import PromptLogprobs
-from vlm_serve.engine.pooling import ONE_TOKEN
+from vlm_serve.engine.outputs import CacheReport, Delta
+from vlm_serve.engine.pooling import ONE_TOKEN, check_task
 from vlm_serve.errors import ConfigError, EngineClosedError, InvalidRequestError
+from vlm_serve.many import (
+    OnError,
+    Params,
+    Raise,
+    attempted,
+    check_names,
+    check_on_error,
+    items_of,
+    params_for,
+    returned,
+    settled,
+)
+from vlm_serve.output import Choice as Choice
+from vlm_serve.output import Output as Output
 from vlm_serve.preprocess.keys import NO_ADAPTER
 from vlm_serve.preprocess.pooled_prompts import (
     Content,
@@ -26,60 +37,17 @@ from vlm_serve.preprocess.pooled_prompts import (
     rerank_messages,
 )
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.requests import FormOf, Requests
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.answers.reasoning import reasoning_form
+from vlm_serve.server.config import ServerConfig
 from vlm_serve.short_form import Messages, ShortForm, messages_of
 from vlm_serve.vectors import Vector, embedding_of, score_of
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One of `n` answers to a prompt; fields as in `Output`."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    logprobs: list[dict[int, float]] | None = None
-    stop_reason: int | str | None = None
-    routed_experts: Rows | None = field(default=None, compare=False)
-    routed_experts_gaps: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A finished request.
-
-    Attributes:
-        text: the answer (of the first choice).
-        token_ids: generated token ids, an end-of-sequence token included.
-        prompt_token_ids: the prompt with its media placeholders expanded.
-        finish_reason: "stop", "length" or "abort".
-        logprobs: per generated token a dict token id -> log-probability; None if not requested.
-        usage: prompt_tokens, completion_tokens (of all choices), cached_tokens.
-        cache_report: what was reused, and why no more.
-        choices: all `n` choices, the first one included.
-        routed_experts: expert ids `[tokens, layers, top_k]` of prompt and answer, from
-            `routed_experts_prompt_start` up to the last token but one; None if not requested.
-            uint8 up to 256 experts, else uint16.
-        routed_experts_gaps: (first, last + 1) positions of cached tokens without recorded rows;
-            their rows are zero.
-        prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, except the first
-            token; None if not requested.
-        vector: of the prompt, from an engine that pools.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: FinishReason
-    usage: Usage
-    cache_report: CacheReport
-    logprobs: list[dict[int, float]] | None = None
-    stop_reason: int | str | None = None
-    choices: list[Choice] = field(default_factory=list)
-    routed_experts: Rows | None = field(default=None, compare=False)
-    routed_experts_gaps: tuple[tuple[int, int], ...] = ()
-    prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
-    vector: Vector | None = field(default=None, compare=False)
+_T = TypeVar("_T")
+Chats = Iterable[Messages]
+ShortForms = list[ShortForm] | Iterator[ShortForm]
+TokenLists = Iterable[Sequence[int]]
 
 
 class Pipeline:
@@ -89,6 +57,7 @@ class Pipeline:
         model: a directory, a GGUF file, a hub id, or "demo" / "demo-moe".
         config: engine options.
         lora: adapter of all requests that name none.
+        reasoning_parser: how thoughts are split off, as the server's option of that name.
 
     Raises:
         CheckpointError, ConfigError: see `Engine.from_checkpoint`.
@@ -100,11 +69,13 @@ class Pipeline:
         config: EngineConfig | None = None,
         *,
         lora: LoRA | str | None = None,
+        reasoning_parser: str = "auto",
     ) -> None:
+        ServerConfig(reasoning_parser=reasoning_parser)  # It checks the value.
         given: object = config
         if not isinstance(given, EngineConfig | None):
             raise ConfigError(f"config must be an EngineConfig, not {type(given).__name__}")
-        self._start(Engine.from_checkpoint(str(model), config))
+        self._start(Engine.from_checkpoint(str(model), config), reasoning_parser)
         try:
             self._adapter = self.engine.adapters.identity_of(lora)
         except BaseException:
@@ -112,14 +83,18 @@ class Pipeline:
             raise
 
     @classmethod
-    def from_engine(cls, engine: Engine) -> Pipeline:
+    def from_engine(cls, engine: Engine, *, reasoning_parser: str = "auto") -> Pipeline:
         """Return a pipeline over a running engine; closing it closes the engine."""
+        ServerConfig(reasoning_parser=reasoning_parser)
         pipeline = cls.__new__(cls)
-        pipeline._start(engine)
+        pipeline._start(engine, reasoning_parser)
         return pipeline
 
-    def _start(self, engine: Engine) -> None:
+    def _start(self, engine: Engine, reasoning_parser: str) -> None:
         self.engine = engine
+        traits = engine.preprocessor.template_traits
+        self._requests = Requests(engine, reasoning_form(reasoning_parser, traits))
+        self._run = self._requests.run
         self._adapter = NO_ADAPTER
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="vlm-serve-prepare")
         self._closed = False
@@ -127,12 +102,7 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -141,22 +111,29 @@ class Pipeline:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
 
-    def _prepared(self, options: Mapping[str, Any], count: int = 1) -> list[dict[str, Any]]:
+    def _options(
+        self, prepare: Callable[..., Prompt], options: Mapping[str, Any], count: int = 1
+    ) -> list[dict[str, Any] | Exception]:
         """Return the options of `prepare` for each prompt, with adapters in place of `lora`.
+
+        An unknown adapter in a list is an error of its prompt alone.
 
         Raises EngineClosedError behind `close`; ModelNotFoundError for an unknown adapter.
         """
         if self._closed:
             raise EngineClosedError("the pipeline is closed: make another one")
-        kept, found = dict(options), []
+        check_names(options, (*signature(prepare).parameters, "lora"))
+        kept = dict(options)
         lora = kept.pop("lora", None)
-        loras = lora if isinstance(lora, list) else [lora] * count
-        if len(loras) != count:
-            raise InvalidRequestError(f"{len(loras)} adapters for {count} prompts", param="lora")
-        for each in loras:
-            adapter = self._adapter if each is None else self.engine.adapters.identity_of(each)
-            found.append({"adapter": adapter, **kept} if adapter.whole else kept)
-        return found
+        if not isinstance(lora, list):
+            return [self._with_adapter(kept, lora)] * count
+        if len(lora) != count:
+            raise InvalidRequestError(f"{len(lora)} adapters for {count} prompts", param="lora")
+        return [attempted(self._with_adapter, kept, each) for each in lora]
+
+    def _with_adapter(self, options: dict[str, Any], lora: LoRA | str | None) -> dict[str, Any]:
+        adapter = self._adapter if lora is None else self.engine.adapters.identity_of(lora)
+        return {"adapter": adapter, **options} if adapter.whole else options
 
     def chat(
         self, messages: Messages, params: SamplingParams | None = None, **options: Any
@@ -173,26 +150,35 @@ class Pipeline:
             InvalidRequestError or a subclass: bad input.
             EngineError, EngineClosedError: the model's step failed, or the engine has ended.
         """
-        return self.chat_many([messages], params, **options)[0]
+        return returned(*self._chats([messages], params, options))
 
+    @overload
+    def chat_many(
+        self, conversations: Chats, params: Params = ..., *, errors: Raise = ..., **options: Any
+    ) -> list[Output]: ...
+    @overload
+    def chat_many(
+        self, conversations: Chats, params: Params = ..., *, errors: OnError, **options: Any
+    ) -> list[Output | Exception]: ...
     def chat_many(
         self,
-        conversations: Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        conversations: Chats,
+        params: Params = None,
+        *,
+        errors: OnError = "raise",
         **options: Any,
-    ) -> list[Output]:
-        """Answer many conversations with continuous batching; results keep their order."""
-        each = _params_for(len(conversations), params)
-        own = self._prepared(options, len(conversations))
-        futures = [
-            self._pool.submit(self.engine.preprocessor.prepare, messages, **mine)
-            for messages, mine in zip(conversations, own, strict=True)
-        ]
-        try:
-            return self._run((future.result() for future in futures), each)
-        finally:
-            for future in futures:
-                future.cancel()
+    ) -> Sequence[Output | Exception]:
+        """Answer many conversations with continuous batching; results keep their order.
+
+        Args:
+            conversations: as for `chat`; a generator is read to its end first.
+            params: for all, or one for each.
+            errors: "raise" raises FailedItemsError for conversations that fail, once all others
+                are answered; "return" returns their exceptions in place of answers.
+            options: as for `chat`.
+        """
+        check_on_error(errors)
+        return settled(self._chats(conversations, params, options), errors)
 
     def probe(self, messages: Messages, **options: Any) -> CacheReport:
         """Report what `chat` would find in the cache for a conversation, without running it.
@@ -200,189 +186,214 @@ class Pipeline:
         Args:
             messages, options: as for `chat`.
         """
-        (own,) = self._prepared(options)
-        return self.engine.probe(self.engine.preprocessor.prepare(messages, **own))
+        prepare = self.engine.preprocessor.prepare
+        return self.engine.probe(prepare(messages, **returned(*self._options(prepare, options))))
 
+    @overload
     def embed(
-        self, contents: Sequence[Content], instruction: str | None = None, **options: Any
-    ) -> list[Vector]:
+        self,
+        contents: Iterable[Content],
+        instruction: str | None = None,
+        *,
+        errors: Raise = "raise",
+        **options: Any,
+    ) -> list[Vector]: ...
+    @overload
+    def embed(
+        self,
+        contents: Iterable[Content],
+        instruction: str | None = None,
+        *,
+        errors: OnError,
+        **options: Any,
+    ) -> list[Vector | Exception]: ...
+    def embed(
+        self,
+        contents: Iterable[Content],
+        instruction: str | None = None,
+        *,
+        errors: OnError = "raise",
+        **options: Any,
+    ) -> Sequence[Vector | Exception]:
         """Return the embeddings of texts or lists of parts, each of length 1. The pipeline needs
         the option `task="embed"`.
 
         Args:
             contents: texts, or parts of a message with media.
             instruction: what the embeddings are for.
+            errors: as for `chat_many`.
             options: as for `chat`.
         """
-        chats = [embedding_messages(each, instruction) for each in contents_of(contents)]
-        return [embedding_of(each) for each in self._vectors(chats, options)]
+        check_on_error(errors)
+        form = partial(embedding_messages, instruction=instruction)
+        return settled(self._vectors(contents, form, embedding_of, options), errors)
 
+    @overload
     def rerank(
         self,
         query: Content,
-        documents: Sequence[Content],
+        documents: Iterable[Content],
         instruction: str | None = None,
+        *,
+        errors: Raise = "raise",
         **options: Any,
-    ) -> list[float]:
+    ) -> list[float]: ...
+    @overload
+    def rerank(
+        self,
+        query: Content,
+        documents: Iterable[Content],
+        instruction: str | None = None,
+        *,
+        errors: OnError,
+        **options: Any,
+    ) -> list[float | Exception]: ...
+    def rerank(
+        self,
+        query: Content,
+        documents: Iterable[Content],
+        instruction: str | None = None,
+        *,
+        errors: OnError = "raise",
+        **options: Any,
+    ) -> Sequence[float | Exception]:
         """Return the probability that each document meets a query. The pipeline needs the option
         `task="rerank"`; arguments are as for `embed`."""
-        chats = [rerank_messages(query, each, instruction) for each in contents_of(documents)]
-        return [score_of(each) for each in self._vectors(chats, options)]
+        check_on_error(errors)
+        form = partial(rerank_messages, query, instruction=instruction)
+        return settled(self._vectors(documents, form, score_of, options), errors)
 
-    def _vectors(self, chats: Sequence[Messages], options: Mapping[str, Any]) -> list[Vector]:
-        prepare, (own,) = self.engine.preprocessor.prepare, self._prepared(options)
-        futures = [self._pool.submit(prepare, each, **own) for each in chats]
-        prompts = (future.result() for future in futures)
-        made = self._run(prompts, [ONE_TOKEN] * len(chats), pooled=True)
-        return [each.vector for each in made if each.vector is not None]
+    def _vectors(
+        self,
+        contents: Iterable[Content],
+        messages_of: Callable[[Any], Messages],
+        value_of: Callable[[Vector], _T],
+        options: Mapping[str, Any],
+    ) -> list[_T | Exception]:
+        def value(output: Output) -> _T:
+            assert output.vector is not None
+            return value_of(output.vector)
+
+        prepare = self.engine.preprocessor.prepare
+        made = self._answers(
+            prepare, contents_of(contents), ONE_TOKEN, options, convert=messages_of, pooled=True
+        )
+        return [each if isinstance(each, Exception) else value(each) for each in made]
 
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> Output:
-        """Continue raw token ids, without chat template and media."""
-        return self.generate_many([token_ids], params, **options)[0]
+        """Continue raw token ids, without chat template and media. A thought stays in the text."""
+        prepare = self.engine.preprocessor.prepare_tokens
+        return returned(*self._answers(prepare, [token_ids], params, options))
 
+    @overload
+    def generate_many(
+        self, prompts: TokenLists, params: Params = ..., *, errors: Raise = ..., **options: Any
+    ) -> list[Output]: ...
+    @overload
+    def generate_many(
+        self, prompts: TokenLists, params: Params = ..., *, errors: OnError, **options: Any
+    ) -> list[Output | Exception]: ...
     def generate_many(
         self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: TokenLists,
+        params: Params = None,
+        *,
+        errors: OnError = "raise",
         **options: Any,
-    ) -> list[Output]:
-        """Run `generate` for many prompts at once; results keep their order."""
-        prepare, own = (
-            self.engine.preprocessor.prepare_tokens,
-            self._prepared(options, len(prompts)),
-        )
-        return self._run(
-            (prepare(ids, **mine) for ids, mine in zip(prompts, own, strict=True)),
-            _params_for(len(prompts), params),
-        )
+    ) -> Sequence[Output | Exception]:
+        """Run `generate` for many prompts at once; results keep their order. `errors` is as for
+        `chat_many`."""
+        check_on_error(errors)
+        prepare = self.engine.preprocessor.prepare_tokens
+        listed = items_of(prompts, "prompts")
+        return settled(self._answers(prepare, listed, params, options), errors)
 
     def stream(
         self, messages: Messages, params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Delta]:
-        """Yield increments as they arrive. Leaving the loop early aborts the request."""
-        (own,) = self._prepared(options)
-        prompt = self.engine.preprocessor.prepare(messages, **own)
-        (params,) = _params_for(1, params)
-        deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        request_id = self.engine.submit(prompt, params, deltas.put)
-        unfinished = params.n
-        try:
-            while unfinished:
-                delta = deltas.get()
-                if delta.finish_reason is not None:
-                    unfinished -= 1
-                if delta.error is not None:
-                    raise delta.error
-                yield delta
-        finally:
-            if unfinished:
-                self.engine.abort(request_id)
+        """Yield increments as they arrive: of the answer in `text`, of its thought in `reasoning`.
+        Leaving the loop early aborts the request."""
+        prepare = self.engine.preprocessor.prepare
+        prompt = prepare(messages, **returned(*self._options(prepare, options)))
+        (params,) = params_for(1, params)
+        yield from self._requests.stream(prompt, params, self._form_of(options))
 
     @overload
     def __call__(self, inputs: ShortForm, params: SamplingParams | None = None) -> Output: ...
     @overload
     def __call__(
-        self, inputs: list[ShortForm], params: SamplingParams | None = None
+        self, inputs: ShortForms, params: Params = None, *, errors: Raise = "raise"
     ) -> list[Output]: ...
+    @overload
     def __call__(
-        self, inputs: ShortForm | list[ShortForm], params: SamplingParams | None = None
-    ) -> Output | list[Output]:
+        self, inputs: ShortForms, params: Params = None, *, errors: OnError
+    ) -> list[Output | Exception]: ...
+    def __call__(
+        self,
+        inputs: ShortForm | ShortForms,
+        params: Params = None,
+        *,
+        errors: OnError = "raise",
+    ) -> Output | Sequence[Output | Exception]:
         """Answer the short form: a text, (text, media) or (text, [media, ...]), or a list of them.
 
         Media (PIL images, uint8 frames `[T, H, W, 3]`, paths, URLs, bytes) come before the text.
+        `errors` is as for `chat_many`.
         """
-        if isinstance(inputs, list):
-            return self.chat_many([messages_of(each) for each in inputs], params)
-        return self.chat(messages_of(inputs), params)
+        check_on_error(errors)
+        if isinstance(inputs, Iterable) and not isinstance(inputs, str | tuple | bytes | Mapping):
+            return settled(self._chats(inputs, params, {}, convert=messages_of), errors)
+        return returned(*self._chats([messages_of(inputs)], params, {}))
 
-    def _run(
-        self, prompts: Iterator[Prompt], params: Sequence[SamplingParams], *, pooled: bool = False
-    ) -> list[Output]:
-        collectors: list[_Collector] = []
-        ids: list[str] = []
+    def _chats(
+        self, conversations: Iterable[Any], params: Params, options: Mapping[str, Any], **how: Any
+    ) -> list[Output | Exception]:
+        return self._answers(
+            self.engine.preprocessor.prepare,
+            items_of(conversations, "conversations"),
+            params,
+            options,
+            form_of=self._form_of(options),
+            **how,
+        )
+
+    def _answers(
+        self,
+        prepare: Callable[..., Prompt],
+        inputs: Iterable[Any],
+        params: Params,
+        options: Mapping[str, Any],
+        *,
+        convert: Callable[[Any], Any] = lambda given: given,
+        **how: Any,
+    ) -> list[Output | Exception]:
+        """Return the answer to each input, or its exception.
+
+        Args:
+            prepare: makes the prompt of a converted input.
+            convert: makes what `prepare` takes of an input.
+            how: those of `_run`.
+
+        Raises an error of the call as a whole, such as a list of params of another length.
+        """
+
+        def prompt_of(given: Any, mine: dict[str, Any] | Exception) -> Prompt:
+            return prepare(convert(given), **returned(mine))
+
+        items = list(inputs)
+        each = params_for(len(items), params)
+        own = self._options(prepare, options, len(items))
+        check_task(self.engine.config, pooled=how.get("pooled", False))
+        futures = [self._pool.submit(prompt_of, *pair) for pair in zip(items, own, strict=True)]
         try:
-            for prompt, each in zip(prompts, params, strict=True):
-                prompt = prompt.last_tokens(each.kept_prompt_tokens(self.engine.max_model_len))
-                collectors.append(_Collector(prompt, each))
-                ids.append(self.engine.submit(prompt, each, collectors[-1].push, pooled=pooled))
-            return [collector.result() for collector in collectors]
-        except BaseException:
-            for request_id in ids:
-                self.engine.abort(request_id)
-            raise
+            return self._run((attempted(future.result) for future in futures), each, **how)
+        finally:
+            for future in futures:
+                future.cancel()
 
-
-class _Collector:
-    """Collects the deltas of one request into an Output."""
-
-    def __init__(self, prompt: Prompt, params: SamplingParams) -> None:
-        self._prompt = prompt
-        self._params = params
-        self._parts: list[list[Delta]] = [[] for _ in range(params.n)]
-        self._unfinished = params.n
-        self._last: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-
-    def push(self, delta: Delta) -> None:
-        """Take a delta on the engine's thread.
-
-        Only the last one wakes the waiting thread: a wake-up per step would take time from steps.
-        """
-        self._parts[delta.index].append(delta)
-        self._unfinished -= delta.finish_reason is not None
-        if delta.error is not None or not self._unfinished:
-            self._last.put(delta)
-
-    def result(self) -> Output:
-        """Wait for the request to end. Raises its error, if it has one."""
-        last = self._last.get()
-        if last.error is not None:
-            raise last.error
-        choices = [self._choice(deltas) for deltas in self._parts]
-        first = choices[0]
-        assert last.cache_report is not None
-        return Output(
-            text=first.text,
-            token_ids=first.token_ids,
-            prompt_token_ids=list(self._prompt.token_ids),
-            finish_reason=first.finish_reason,
-            usage=last.usage,
-            cache_report=last.cache_report,
-            logprobs=first.logprobs,
-            stop_reason=first.stop_reason,
-            choices=choices,
-            routed_experts=first.routed_experts,
-            routed_experts_gaps=first.routed_experts_gaps,
-            prompt_logprobs=self._parts[0][0].prompt_logprobs,
-            vector=last.vector,
-        )
-
-    def _choice(self, deltas: list[Delta]) -> Choice:
-        last = deltas[-1]
-        assert last.finish_reason is not None
-        wants_logprobs = self._params.logprobs is not None
-        return Choice(
-            text="".join(delta.text for delta in deltas),
-            token_ids=[token for delta in deltas for token in delta.token_ids],
-            finish_reason=last.finish_reason,
-            logprobs=[d for delta in deltas for d in delta.logprobs] if wants_logprobs else None,
-            stop_reason=last.stop_reason,
-            routed_experts=last.routed_experts,
-            routed_experts_gaps=last.routed_experts_gaps,
-        )
-
-
-def _params_for(
-    count: int, params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    given: object = params
-    if not isinstance(given, Sequence) or not all(isinstance(x, SamplingParams) for x in given):
-        raise InvalidRequestError("params must be a SamplingParams, or a list with one per prompt")
-    if len(params) != count:
-        raise InvalidRequestError(f"{len(params)} SamplingParams for {count} prompts")
-    return list(params)
+    def _form_of(self, options: Mapping[str, Any]) -> FormOf:
+        """Return how answers to conversations with these options are split."""
+        continued = bool(options.get("continue_final_message"))
+        return partial(self._requests.form_of, continued=continued)

@@ -37,7 +37,7 @@ def pipe(path: Path, request: pytest.FixtureRequest) -> Iterator[Pipeline]:
     config = EngineConfig(
         dtype="float32", cache_memory="16MiB", max_model_len=512, speculative=request.param
     )
-    with Pipeline(str(path), config) as made:
+    with Pipeline(str(path), config, reasoning_parser="none") as made:
         yield made
 
 

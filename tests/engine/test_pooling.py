@@ -24,6 +24,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine import pooling
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.kernels.triton_support import interpreted
+from vlm_serve.many import returned
 from vlm_serve.pipeline import Pipeline
 from vlm_serve.plan_command import make
 from vlm_serve.preprocess.pooled_prompts import embedding_messages, rerank_messages
@@ -74,7 +75,7 @@ def test_embeddings_equal_those_of_transformers(checkpoint: Path, embedder: Pipe
                 np.testing.assert_allclose(vector, expected.numpy(), atol=1e-4, rtol=0)
     embedder.engine.check()
     prompt = embedder.engine.preprocessor.prepare(embedding_messages(given[0], INSTRUCTION))
-    (again,) = embedder._run(iter([prompt]), [pooling.ONE_TOKEN], pooled=True)
+    (again,) = map(returned, embedder._run(iter([prompt]), [pooling.ONE_TOKEN], pooled=True))
     assert again.usage.cached_tokens >= len(prompt) - 16
 
 
@@ -186,7 +187,7 @@ def test_vectors_come_from_captured_steps(
 
     def vector(pipe: Pipeline) -> np.ndarray[Any, Any]:
         prompt = pipe.engine.preprocessor.prepare_tokens(ids)
-        (made,) = pipe._run(iter([prompt]), [pooling.ONE_TOKEN], pooled=True)
+        (made,) = map(returned, pipe._run(iter([prompt]), [pooling.ONE_TOKEN], pooled=True))
         pipe.engine.check()
         assert made.vector is not None
         return made.vector

@@ -17,6 +17,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.engine.prompt_rows import PromptLog, logprob_rows
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.many import returned
 from vlm_serve.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
@@ -153,7 +154,7 @@ def run(
     prepare = pipe.engine.preprocessor.prepare_tokens
     made = [prepare(ids, cache_salt=salt) for ids, salt in zip(prompts, salts, strict=True)]
     with together(pipe.engine, len(made)):
-        return pipe._run(iter(made), params)
+        return [*map(returned, pipe._run(iter(made), params))]
 
 
 def cold(pipe: Pipeline, prompt: list[int], params: SamplingParams) -> Output:

@@ -104,6 +104,35 @@ def test_the_second_turn_as_published_has_no_document(
     assert items[0].context not in omitting_prompt(items[0], "Salt.")
 
 
+def test_a_first_turn_that_ends_in_its_thought_goes_on_from_it(
+    items: list[LongBenchItem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thought is the reasoning that was asked for; an empty answer would lose it."""
+    asked: list[Any] = []
+    chat = Pipeline.chat
+
+    def noted(self: Pipeline, messages: Any, params: Any = None, **options: Any) -> Any:
+        asked.append(messages)
+        return chat(self, messages, params, **options)
+
+    monkeypatch.setattr(Pipeline, "chat", noted)
+    config = EngineConfig(
+        cache_memory="64MiB",
+        max_model_len=4096,
+        threads=1,
+        chat_template_kwargs={"enable_thinking": True},
+    )
+    how: dict[str, Any] = {"decoding": ("greedy",), "max_tokens": 60, "reasoning_tokens": 3}
+    with Pipeline("demo", config) as thinking:
+        (reply,) = replies(thinking, items[:1], parts=("two-turn",), **how)
+        (omitting,) = replies(thinking, items[:1], parts=("two-turn-omitting",), **how)
+    first, second = reply.answers
+    assert first.text == "" and first.reasoning
+    assert asked[1][1] == {"role": "assistant", "content": first.reasoning.strip()}
+    assert second.reasoning and "think>" not in second.text + second.reasoning
+    assert omitting.answers[0].reasoning.strip() in asked[3][0]["content"]
+
+
 def test_scores_are_those_of_the_letters(pipe: Pipeline, items: list[LongBenchItem]) -> None:
     (reply,) = replies(pipe, items[:1], parts=("scoring",))
     encode = pipe.engine.preprocessor.tokenizer.encode_plain

@@ -60,6 +60,19 @@ def test_questions_of_a_video_are_asked_beside_each_other(tmp_path: Path) -> Non
     assert one_by_one["four"].answers[0].text == one_by_one["five"].answers[0].text
 
 
+def test_an_answer_is_judged_without_its_thought() -> None:
+    items = [VideoItem("one", CLIP, START, "Red")]
+    (part,) = video_parts(items, VideoBenchmarkOptions(decoding=("greedy",), max_tokens=60))
+    given: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+    with Pipeline("demo", EngineConfig(cache_memory="64MiB", threads=1, **given)) as pipe:
+        (reply,) = run_part(pipe, part).replies
+        whole = pipe.engine.preprocessor.tokenizer.decode(reply.answers[0].token_ids)
+    (answer,) = reply.answers
+    assert answer.reasoning and answer.reasoning in whole and "</think>" in whole
+    assert reply.chosen == answer.text and "</think>" not in answer.text + answer.reasoning
+    assert reply.right is True
+
+
 @pytest.mark.parametrize(
     ("text", "right"), [("B", True), ("(B) red", True), ("red.", True), ("A", False), ("a", False)]
 )

@@ -41,7 +41,7 @@ def path(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pipe(path: Path) -> Iterator[Pipeline]:
-    with Pipeline(path, CONFIG) as made:
+    with Pipeline(path, CONFIG, reasoning_parser="none") as made:
         yield made
 
 

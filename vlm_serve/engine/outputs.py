@@ -122,7 +122,8 @@ class Delta:
     Attributes:
         index: the choice.
         text: text that became final with these tokens (never half a character, never part of a stop
-            string); may be empty.
+            string); may be empty. From `Pipeline.stream`, without the thought.
+        reasoning: such text of the thought, from `Pipeline.stream`; the engine does not split.
         token_ids: the tokens, including an end-of-sequence token.
         logprobs: per token, see `Sampled.logprobs`; empty if not requested.
         finish_reason: set on the last delta of the choice.
@@ -154,4 +155,5 @@ class Delta:
     prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
     vector: npt.NDArray[np.float32] | None = field(default=None, compare=False)
     error: VlmServeError | None = None
+    reasoning: str = ""
     time: float = field(default_factory=monotonic, compare=False)

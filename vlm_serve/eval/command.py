@@ -24,8 +24,13 @@ from vlm_serve.eval.video_data import read_videos
 from vlm_serve.options import format_size, options_of
 
 
-def evaluate(options: argparse.Namespace, model: str, config: EngineConfig) -> int:
+def evaluate(
+    options: argparse.Namespace, model: str, config: EngineConfig, reasoning_parser: str = "auto"
+) -> int:
     """Run a benchmark and return the exit status, see `report.status_of`.
+
+    Args:
+        reasoning_parser: how thoughts are split off; answers are judged without them.
 
     Raises:
         ConfigError: invalid options or files.
@@ -38,14 +43,15 @@ def evaluate(options: argparse.Namespace, model: str, config: EngineConfig) -> i
             param="enable_prefix_caching",
         )
     if options.benchmark == "lmms":
-        return report_on(*_lmms(options, model, config), options.output)
+        return report_on(*_lmms(options, model, config, reasoning_parser), options.output)
     read = {"longbench": _longbench, "video": _video}[options.benchmark]
     try:
         title, data, parts = read(options)
     except InvalidRequestError as error:  # Invalid sampling options.
         raise ConfigError(error.message, param=error.param) from None
     subject = Subject(title, model, data, _asked(options) | _shown(config))
-    compared = run_sides(opener_of(model, config, options.lora), parts, options.concurrency)
+    opener = opener_of(model, config, options.lora, reasoning_parser)
+    compared = run_sides(opener, parts, options.concurrency)
     return report_on(subject, compared, options.output)
 
 
@@ -64,7 +70,7 @@ def report_on(subject: Subject, compared: Iterable[Comparison], output: Path) ->
 
 
 def _lmms(
-    options: argparse.Namespace, model: str, config: EngineConfig
+    options: argparse.Namespace, model: str, config: EngineConfig, reasoning_parser: str
 ) -> tuple[Subject, Iterator[Comparison]]:
     from vlm_serve.eval.lmms import LmmsOptions, compare_lmms
 
@@ -76,6 +82,7 @@ def _lmms(
         options.limit,
         options.max_frames,
         options.timeout,
+        reasoning_parser,
     )
     asked = {"tasks": how.tasks, "max_frames": how.max_frames, "limit": how.limit or "none"}
     subject = Subject("lmms-eval", model, None, asked | _shown(config))

@@ -106,6 +106,7 @@ def _facts(reply: Reply) -> dict[str, str]:
     for number, answer in enumerate(reply.answers, start=1):
         turn = f" of turn {number}" if len(reply.answers) > 1 else ""
         facts[f"text{turn}"] = answer.text
+        facts[f"reasoning{turn}"] = answer.reasoning
         facts[f"finish reason{turn}"] = answer.finish_reason
         facts[f"tokens{turn}"] = " ".join(map(str, answer.token_ids))
     for number, score in enumerate(reply.scores):

@@ -11,6 +11,7 @@ from vlm_serve.config import EngineConfig
 from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS, PARTS, THROUGH
 from vlm_serve.flags import add_options, positive
 from vlm_serve.options import options_of
+from vlm_serve.server.config import SPLITTING
 
 Adder = Callable[[argparse.ArgumentParser], None]
 _COMPARED = "enable_prefix_caching"
@@ -154,4 +155,5 @@ def _add_common(parser: argparse.ArgumentParser, name: str, model: Adder) -> Non
         help=f"the report; a .json copy lies beside it (default: eval-{name}.html)",
     )
     model(parser)
+    add_options(parser, SPLITTING)
     add_options(parser, [each for each in options_of(EngineConfig) if each.name != _COMPARED])

@@ -56,6 +56,7 @@ class LmmsOptions:
     limit: int | None = None
     max_frames: int = 8
     timeout: float = 3600.0
+    reasoning_parser: str = "auto"
 
 
 def compare_lmms(
@@ -78,13 +79,14 @@ def compare_lmms(
                 runs.append(_through_server(model, side, options))
             else:
                 file = {**changed, "enable_prefix_caching": caching, "model": model}
+                file["reasoning_parser"] = options.reasoning_parser
                 runs.append(_through_pipeline(file, options))
         yield compare(f"lmms-eval, {through}", _NOTES[through], *runs)
 
 
 def _through_server(model: str, config: EngineConfig, options: LmmsOptions) -> AnswerRun:
     engine = Engine.from_checkpoint(model, config)
-    with _serving(engine) as url, tempfile.TemporaryDirectory() as folder:
+    with _serving(engine, options.reasoning_parser) as url, tempfile.TemporaryDirectory() as folder:
         arguments = {
             "model_version": _NAME,
             "base_url": f"{url}/v1",
@@ -103,9 +105,9 @@ def _through_server(model: str, config: EngineConfig, options: LmmsOptions) -> A
 
 
 @contextmanager
-def _serving(engine: Engine) -> Iterator[str]:
+def _serving(engine: Engine, reasoning_parser: str) -> Iterator[str]:
     """Serve an engine, yield the URL, and stop server and engine on exit."""
-    config = ServerConfig(port=0, page=False, idle_check=False)
+    config = ServerConfig(port=0, page=False, idle_check=False, reasoning_parser=reasoning_parser)
     bound = listen(config)
     server = make_server(engine, config, (_NAME,))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)

@@ -51,7 +51,11 @@ class VlmServe(lmms):
         options = {name: value for name, value in file.items() if name in names}
         self._frames = {"video": {"num_frames": max_frames_num}}
         self._log = Path(log) if log is not None else None
-        self._pipe = Pipeline(model or file.get("model", DEMO_MODEL), EngineConfig(**options))
+        self._pipe = Pipeline(
+            model or file.get("model", DEMO_MODEL),
+            EngineConfig(**options),
+            reasoning_parser=file.get("reasoning_parser", "auto"),
+        )
 
     def generate_until(self, requests: Sequence[Any]) -> list[Any]:
         """Answer each request; failures are marked as lmms-eval's own clients mark them."""

@@ -52,8 +52,7 @@ def _with_note(reply: Reply, note: Mapping[str, Any]) -> Reply:
     if note["error"] is not None:
         return replace(reply, answers=(), error=note["error"])
     answers = tuple(
-        Completion(each["text"], each["finish_reason"], tuple(each["token_ids"]))
-        for each in note["answers"]
+        Completion(**each | {"token_ids": tuple(each["token_ids"])}) for each in note["answers"]
     )
     return replace(reply, answers=answers, tokens=TokenCounts(**note["tokens"]))
 

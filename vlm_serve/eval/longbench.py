@@ -103,7 +103,8 @@ def _ask_in_two_turns(
     """Ask for reasoning, then for the answer.
 
     The second prompt extends the first one and its answer. `omitting` sends the published second
-    prompt, a single message without the document.
+    prompt, a single message without the document. A first answer that its token limit ended inside
+    the model's thought has no text: then the thought is the reasoning.
     """
     assert params.max_tokens is not None
 
@@ -113,13 +114,14 @@ def _ask_in_two_turns(
     reserved = reasoning_tokens + params.max_tokens
     asked = _fit(pipe, reasoning_prompt(item), reserved, lambda text: both(text, ""))
     first = pipe.chat([_user(asked)], replace(params, max_tokens=reasoning_tokens))
+    reasoned = first.text or first.reasoning or ""
     if omitting:
         last = _fit(
-            pipe, omitting_prompt(item, first.text), params.max_tokens, lambda text: [_user(text)]
+            pipe, omitting_prompt(item, reasoned), params.max_tokens, lambda text: [_user(text)]
         )
         return _reply(item, [first, pipe.chat([_user(last)], params)])
     # Generated text may encode to more tokens than were generated.
-    reasoning = _fit(pipe, first.text.strip(), params.max_tokens, lambda text: both(asked, text))
+    reasoning = _fit(pipe, reasoned.strip(), params.max_tokens, lambda text: both(asked, text))
     return _reply(item, [first, pipe.chat(both(asked, reasoning), params)])
 
 

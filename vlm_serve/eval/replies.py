@@ -11,11 +11,13 @@ from vlm_serve.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer of the model. Finish reason and tokens are empty where they are unknown."""
+    """One answer of the model, without its thought. Finish reason, tokens and reasoning are empty
+    where they are unknown; the tokens are those of the thought too."""
 
     text: str
     finish_reason: str = ""
     token_ids: tuple[int, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ class AnswerRun:
 
 
 def completion_of(output: Output) -> Completion:
-    return Completion(output.text, output.finish_reason, tuple(output.token_ids))
+    tokens, reasoning = tuple(output.token_ids), output.reasoning or ""
+    return Completion(output.text, output.finish_reason, tokens, reasoning)
 
 
 def tokens_of(outputs: Iterable[Output]) -> TokenCounts:

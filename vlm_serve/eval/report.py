@@ -20,8 +20,9 @@ from vlm_serve.kernels.native_processor import processor_name
 SOME_FAILED, SOME_DIFFER = 3, 4
 """Exit statuses for failed requests and for different answers."""
 _MEANING = (
-    "Equal means the same text, finish reason and tokens, as far as both sides report them, and "
-    "scores with the same bits. This run proves that for these questions on this machine.",
+    "Equal means the same text, thought, finish reason and tokens, as far as both sides report "
+    "them, and scores with the same bits. This run proves that for these questions on this "
+    "machine.",
     "Accuracy is only as meaningful as the questions. The built-in demo models, checkpoints of "
     "random weights and the samples of vlm-serve show that answers are equal; their scores "
     "say nothing about accuracy.",

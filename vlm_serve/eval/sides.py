@@ -19,10 +19,15 @@ Opener = Callable[[bool], AbstractContextManager[Pipeline]]
 """Opens a pipeline with prefix caching (True) or without (False)."""
 
 
-def opener_of(model: str, config: EngineConfig, lora: str | None = None) -> Opener:
+def opener_of(
+    model: str, config: EngineConfig, lora: str | None = None, reasoning_parser: str = "auto"
+) -> Opener:
     """Return a function that opens a pipeline over a checkpoint; `lora`: one of its adapters."""
     return lambda caching: Pipeline(
-        model, replace(config, enable_prefix_caching=caching), lora=lora
+        model,
+        replace(config, enable_prefix_caching=caching),
+        lora=lora,
+        reasoning_parser=reasoning_parser,
     )
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from vlm_serve.options import normalise_all, refuse, section
+from vlm_serve.options import normalise_all, options_of, refuse, section
 
 _server = section("server")
 _limits = section("limits")
@@ -237,3 +237,8 @@ def _is_http_url(text: str) -> bool:
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
     except ValueError:
         return False
+
+
+SPLITTING = tuple(each for each in options_of(ServerConfig) if each.name == "reasoning_parser")
+"""The option of the server that answers without one follow too, in Python and on the command
+line."""

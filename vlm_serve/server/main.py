@@ -24,8 +24,8 @@ from vlm_serve.engine.tower_graphs import patch_sizes
 from vlm_serve.log_output import start_logging
 from vlm_serve.models.weight_sizes import prompt_price
 from vlm_serve.options import format_size
-from vlm_serve.server.answers.generation import reasoning_form
 from vlm_serve.server.answers.pieces import form_of
+from vlm_serve.server.answers.reasoning import reasoning_form
 from vlm_serve.server.bounds import total
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.browsers import is_loopback

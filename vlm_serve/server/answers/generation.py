@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from functools import partial
 
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs
@@ -18,17 +18,19 @@ from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
-from vlm_serve.preprocess.template_traits import TemplateTraits
-from vlm_serve.preprocess.thoughts import THINK_END, begins_in_thought, leaves_thought_open
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.answers.reasoning import (
+    ReasoningParser,
+    before_grammar,
+    reasoning_form,
+    thought_behind,
+)
 from vlm_serve.server.failover.attempt import Attempt
 from vlm_serve.server.failover.attempt_part import AttemptPart
 from vlm_serve.server.finished_request import FinishedRequest
 from vlm_serve.server.http.errors import RequestTimeoutError, renamed_params
 from vlm_serve.server.http.request_memory import current_share
 from vlm_serve.server.service import Preparation, Service
-
-ReasoningParser = Literal["none", "qwen3", "deepseek_r1"]
 
 TOKEN_BYTES = 128
 """Memory of one prompt token: its id, positions, text, and its part of keys and spans."""
@@ -277,22 +279,9 @@ def reasoning_parser_of(service: Service) -> ReasoningParser:
     return reasoning_form(configured, service.engine.preprocessor.template_traits)
 
 
-def reasoning_form(setting: str, traits: TemplateTraits) -> ReasoningParser:
-    """Return how reasoning is split off with a setting of `--reasoning-parser`."""
-    if setting == "auto":
-        return "qwen3" if traits.thinking.marked else "none"
-    return cast(ReasoningParser, setting)
-
-
 def thought_of(task: Task, prompt: Prompt) -> Thought | None:
     """Return how the answer to a prompt may think; None if its reasoning is not split off."""
-    if task.reasoning == "none":
-        return None
-    text = prompt.text
-    opened = begins_in_thought(text, continued=task.continued)
-    if task.reasoning == "deepseek_r1" and not task.continued:
-        opened = not text.rstrip().endswith(THINK_END)
-    return Thought(opened, calls=task.calls)
+    return thought_behind(prompt.text, task.reasoning, continued=task.continued, calls=task.calls)
 
 
 def _bytes_of(prompt: Prompt) -> int:
@@ -304,14 +293,11 @@ async def _grammar(service: Service, task: Task, prompt: Prompt) -> Grammar | No
     form = task.params.structured_outputs
     if form is None:
         return None
-    thought = thought_of(task, prompt)
-    if thought is not None:
-        opened = thought.opened
-    elif reasoning_parser_of(service) == "none":
-        opened = False
-    else:  # a prompt without messages
-        opened = leaves_thought_open(service.engine.text_of(prompt))
-    after = THINK_END.encode() if opened else b""
+    after = before_grammar(
+        thought_of(task, prompt),
+        reasoning_parser_of(service),
+        partial(service.engine.text_of, prompt),
+    )
     return await service.grammars.compile(form, after, prompt.keys.root, task.share)
 
 
