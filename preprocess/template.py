@@ -132,23 +132,34 @@ def _strftime_now(format: str) -> str:
 def find_chat_template(directory: Path | str) -> str:
     """Return the source of the checkpoint's default chat template, "" if it has none.
 
+    Raises CheckpointError as `named_chat_template`.
+    """
+    return named_chat_template(directory)[1]
+
+
+def named_chat_template(directory: Path | str) -> tuple[str, str]:
+    """Return the file with a folder's default chat template, and its source; "" and "" for none.
+
     Looks in transformers' order: chat_template.jinja, chat_template.json, tokenizer_config.json.
     Raises CheckpointError if a file exists but is unreadable.
     """
-    directory = Path(directory)
+    directory, name = Path(directory), "chat_template.jinja"
     try:
-        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+        return name, (directory / name).read_text(encoding="utf-8")
     except FileNotFoundError:
         pass
     except (OSError, ValueError):
-        raise CheckpointError("chat_template.jinja of the checkpoint cannot be read") from None
+        raise CheckpointError(f"{name} of the checkpoint cannot be read") from None
     for name in ("chat_template.json", "tokenizer_config.json"):
         found = read_json(directory / name).get("chat_template")
         if isinstance(found, list):
-            found = {entry["name"]: entry["template"] for entry in found}.get("default")
+            try:
+                found = {entry["name"]: entry["template"] for entry in found}.get("default")
+            except (KeyError, TypeError):
+                raise CheckpointError(f"chat_template in {name} is no list of templates") from None
         if isinstance(found, str):
-            return found
-    return ""
+            return name, found
+    return "", ""
 
 
 def load_template(

@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         what = foreign(path) or f"of the checkpoint cannot be read: {error}"
         raise CheckpointError(f"{path.name} {what}") from None
     if not isinstance(value, dict):

@@ -47,6 +47,12 @@ def test_a_pattern_is_an_end_of_a_name_at_a_dot(tmp_path: Path) -> None:
     assert read_adapter(folder).modules[Q].scale == 1.0
 
 
+def test_a_pattern_that_re_would_try_for_ever_fits_or_does_not(tmp_path: Path) -> None:
+    """`re` would hold all other requests meanwhile, and signals."""
+    folder = saved(tmp_path, alpha_pattern={"([a-z0-9._]+)+X": 99, "(([a-z_0-9]|[a-z])+)+j": 4})
+    assert read_adapter(folder).modules[Q].scale == 1.0
+
+
 def test_factors_keep_their_type_or_get_another(tmp_path: Path) -> None:
     halves = {name: each.bfloat16() for name, each in random_factors(SIZES, 1).items()}
     folder = write_adapter(tmp_path, halves)
@@ -70,6 +76,8 @@ def test_factors_keep_their_type_or_get_another(tmp_path: Path) -> None:
         ({"r": 257}, "no rank from 1 to 256"),
         ({"lora_alpha": "much"}, "lora_alpha 'much' is no number"),
         ({"rank_pattern": {"(": 2}}, "is no pattern"),
+        ({"alpha_pattern": {"a)|(b": 2}}, "alpha_pattern: 'a)|(b' is no pattern"),
+        ({"rank_pattern": {"(?:x{9}" * 99 + ")" * 99 + f"{n}": 4 for n in range(999)}}, "too long"),
         ({"rank_pattern": [2]}, "rank_pattern is no table"),
     ],
 )

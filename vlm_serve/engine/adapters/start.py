@@ -20,7 +20,8 @@ from vlm_serve.engine.ranks.start import ModelSource
 from vlm_serve.errors import CheckpointError, ModelNotFoundError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model
-from vlm_serve.models.adapters import read_adapter
+from vlm_serve.models.adapters import AdapterFile, read_adapter
+from vlm_serve.models.adapters.base_weights import check_base
 from vlm_serve.models.adapters.beside import check_beside
 
 
@@ -42,7 +43,7 @@ def make_adapters(
         max_rank=config.max_lora_rank,
         experts=changed_experts(config),
         dtype=factors_dtype(config),
-        checked=partial(check_beside, source.path, template=config.chat_template),
+        checked=partial(_check, source, config.chat_template),
     )
     for each in named_adapters(config):
         with _named(each):
@@ -52,6 +53,12 @@ def make_adapters(
         room = max(room, config.max_loras * max(named, default=0))
     slots = AdapterSlots(config.max_loras, executor.hold_adapter, _lay_out(source), room=room)
     return store, slots
+
+
+def _check(source: ModelSource, template: str | None, file: AdapterFile) -> None:
+    """Compare what an adapter's folder has of its model. Raises CheckpointError."""
+    check_beside(source.path, file.path, template=template)
+    check_base(source.path, file, tied=source.spec.tied_embeddings)
 
 
 @contextmanager

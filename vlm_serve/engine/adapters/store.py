@@ -16,7 +16,7 @@ from vlm_serve.errors import (
     InvalidRequestError,
     ModelNotFoundError,
 )
-from vlm_serve.models.adapters import Adapter, Modules, place, read_adapter
+from vlm_serve.models.adapters import Adapter, AdapterFile, Modules, place, read_adapter
 from vlm_serve.options import format_size
 from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
 
@@ -58,7 +58,7 @@ class AdapterStore:
         max_rank: of adapters that may be loaded.
         experts: projections of routed experts that adapters may change.
         dtype: of factors in memory; None: as stored.
-        checked: looks at the files beside an adapter's; raises CheckpointError.
+        checked: compares what an adapter's folder has of its model; raises CheckpointError.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AdapterStore:
         max_rank: int,
         experts: tuple[str, ...] = (),
         dtype: torch.dtype | None = None,
-        checked: Callable[[Path], None] = lambda _: None,
+        checked: Callable[[AdapterFile], None] = lambda _: None,
     ) -> None:
         self._modules = modules
         self._max_rank = max_rank
@@ -105,7 +105,7 @@ class AdapterStore:
             raise CheckpointError(
                 f"the adapter has rank {file.max_rank}, more than max_lora_rank {self._max_rank}"
             )
-        self._checked(file.path)
+        self._checked(file)
         return place(file, self._modules, self._experts)
 
     def _check_free(self, name: str, taken: tuple[str, ...]) -> None:

@@ -1,13 +1,15 @@
 """LoRA adapters: read from PEFT's folders, placed beside a model's projections.
 
-fields.py    adapter_config.json: ranks, scales, refusals
-folder.py    the tensors, by module
-low_rank.py  one module's change
-experts.py   all experts' changes in one tensor
-beside.py    a tokenizer or chat template beside them
+fields.py        adapter_config.json: ranks, scales, refusals
+folder.py        the tensors, by module
+low_rank.py      one module's change
+experts.py       all experts' changes in one tensor
+base_weights.py  the model's own tensors among them
+beside.py        a tokenizer or chat template beside them
+tokens.py        what decides the ids of a tokenizer
 
-placing.py   a model's modules, an adapter's share of each projection
-sharing.py   modules and changes in the same memory
+placing.py       a model's modules, an adapter's share of each projection
+sharing.py       modules and changes in the same memory
 """
 
 from vlm_serve.models.adapters.folder import AdapterFile, read_adapter

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from pathlib import Path
-from typing import Any
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.models.adapters.tokens import (
+    TOKENIZER_FILE,
+    difference,
+    family_in,
+    lacks_marks,
+    read_tokens,
+)
+from vlm_serve.preprocess.template import named_chat_template
 
-_TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
-_PARTS = ("added_tokens", "model", "normalizer", "pre_tokenizer")
-"""Parts of a tokenizer's file that decide tokens."""
+_log = logging.getLogger(__name__)
 
 
 def check_beside(checkpoint: Path, folder: Path, *, template: str | None = None) -> None:
-    """Compare the files beside an adapter with its model's.
+    r"""Compare the files beside an adapter with its model's.
+
+    A pattern without `\p{M}`, which transformers writes for many models, is a line in the log.
 
     Args:
         checkpoint: of the model.
@@ -24,30 +31,47 @@ def check_beside(checkpoint: Path, folder: Path, *, template: str | None = None)
     Raises:
         CheckpointError: the adapter has another tokenizer or another chat template.
     """
-    own, models = folder / _TOKENIZER, checkpoint / _TOKENIZER
-    if own.is_file() and models.is_file() and _tokens(own) != _tokens(models):
+    if (folder / TOKENIZER_FILE).is_file() and (checkpoint / TOKENIZER_FILE).is_file():
+        _check_tokens(checkpoint, folder)
+    name, own = named_chat_template(folder)
+    if not own:
+        return
+    if template:
+        models = _text(Path(template))
+    else:
+        _, models = named_chat_template(checkpoint)
+    if _plain(own) != _plain(models):
         raise CheckpointError(
-            f"the adapter has a {_TOKENIZER} with other tokens than the model's, which is not "
-            "supported; without that file it gets the model's"
-        )
-    own, models = folder / _TEMPLATE, Path(template) if template else checkpoint / _TEMPLATE
-    if own.is_file() and (not models.is_file() or _text(own) != _text(models)):
-        raise CheckpointError(
-            f"the adapter has a {_TEMPLATE} other than the model's: name it with --chat-template "
-            "for all requests, or remove the file to use the model's"
+            f"the adapter has a chat template in {name} other than the model's: name it with "
+            "--chat-template for all requests, or remove it there to use the model's"
         )
 
 
-def _tokens(file: Path) -> Any:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return {name: found.get(name) for name in _PARTS}
-    except (OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file.name} cannot be read") from error
+def _check_tokens(checkpoint: Path, folder: Path) -> None:
+    tokens, model, family = read_tokens(folder), read_tokens(checkpoint), family_in(checkpoint)
+    other = difference(tokens, model, family)
+    if other:
+        raise CheckpointError(
+            f"the adapter has a {TOKENIZER_FILE} with other tokens than the model's, which is not "
+            f"supported: it has {other}; without that file it gets the model's"
+        )
+    if lacks_marks(tokens, model, family):
+        _log.warning(
+            "the adapter in %s has a %s that splits words at combining marks, as the class "
+            "Qwen2Tokenizer of transformers writes it, and the model's does not: such words may "
+            "have other tokens than in training",
+            folder.name,
+            TOKENIZER_FILE,
+        )
 
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file.name} cannot be read") from error
+
+
+def _plain(template: str) -> str:
+    """Return a template without what an editor or a writer of JSON changes."""
+    return template.replace("\r\n", "\n").strip()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.models.patterns import Budget, Pattern
+
+_Value = TypeVar("_Value", int, float)
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 256
@@ -70,15 +72,15 @@ class AdapterFields:
 
     Attributes:
         rank, alpha: of modules that no pattern names.
-        ranks, alphas: by pattern of modules' names.
+        ranks, alphas: by patterns of modules' names, or of their ends.
         root: whether the scale is alpha over the root of the rank (rslora), not over the rank.
         parameters: ends of names of tensors changed as such (`target_parameters`).
     """
 
     rank: int
     alpha: float
-    ranks: Mapping[str, int]
-    alphas: Mapping[str, float]
+    ranks: Sequence[tuple[Pattern, int]]
+    alphas: Sequence[tuple[Pattern, float]]
     root: bool
     parameters: tuple[str, ...] = ()
 
@@ -88,7 +90,7 @@ class AdapterFields:
 
     def scale_of(self, module: str, rank: int) -> float:
         """Return the factor of a module's product."""
-        alpha = float(_matching(self.alphas, module, self.alpha))
+        alpha = _matching(self.alphas, module, self.alpha)
         return alpha / math.sqrt(rank) if self.root else alpha / rank
 
 
@@ -116,28 +118,30 @@ def read_fields(raw: Mapping[str, Any]) -> AdapterFields:
     for name, value in raw.items():
         if name not in _HARMLESS and name not in _REFUSED and value:
             raise CheckpointError(f"{CONFIG_FILE}: {name} is set, and is not supported")
+    budget = Budget()
     return AdapterFields(
         rank=_rank("r", raw.get("r", 8)),
         alpha=_number("lora_alpha", raw.get("lora_alpha", 8)),
-        ranks={key: _rank("rank_pattern", each) for key, each in _pattern(raw, "rank_pattern")},
-        alphas={
-            key: _number("alpha_pattern", each) for key, each in _pattern(raw, "alpha_pattern")
-        },
+        ranks=_by_pattern(raw, "rank_pattern", _rank, budget),
+        alphas=_by_pattern(raw, "alpha_pattern", _number, budget),
         root=raw.get("use_rslora") is True,
         parameters=_names(raw, "target_parameters"),
     )
 
 
-def _pattern(raw: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+def _by_pattern(
+    raw: Mapping[str, Any], name: str, read: Callable[[str, Any], _Value], budget: Budget
+) -> list[tuple[Pattern, _Value]]:
+    """Return a table's values by patterns that fit a name or, behind a dot, its end (PEFT's
+    `get_pattern_key`)."""
     found = raw.get(name) or {}
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{CONFIG_FILE}: {name} is no table")
-    for key in found:
-        try:
-            re.compile(key)
-        except re.error as error:
-            raise CheckpointError(f"{CONFIG_FILE}: {name}: {key!r} is no pattern") from error
-    return list(found.items())
+    place = f"{CONFIG_FILE}: {name}"
+    return [
+        (Pattern(key, place, r"(.*\.)?(", ")$", budget), read(name, each))
+        for key, each in found.items()
+    ]
 
 
 def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -159,10 +163,6 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _matching(patterns: Mapping[str, Any], module: str, otherwise: float) -> float:
-    """Return the value of the first pattern that is the module's name or an end of it (PEFT's
-    `get_pattern_key`)."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return float(value)
-    return otherwise
+def _matching(patterns: Sequence[tuple[Pattern, float]], module: str, otherwise: float) -> float:
+    """Return the value of the first pattern that fits a module."""
+    return next((value for pattern, value in patterns if pattern.match(module)), otherwise)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +26,10 @@ _KINDS = {
     "modules_to_save": "a module saved whole",
     ".lora_B.bias": "a tuned bias",
     ".bias": "a tuned bias",
-    "embed_tokens": "a changed vocabulary",
-    "lm_head.weight": "a changed vocabulary",
 }
 """Parts of tensors' names of adapters that are refused, and what they are."""
+_BASE = (".base_layer.weight", ".base_layer.bias", "embed_tokens.weight", "lm_head.weight")
+"""Ends of names of the model's own tensors. PEFT saves them with a changed `lm_head`."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,11 +41,13 @@ class AdapterFile:
         path: the folder.
         modules: by the names of modules in the file, without PEFT's prefix.
         experts: of routed experts in one tensor, by the names of those tensors.
+        base: names of tensors that must be the model's own, see `check_base`.
     """
 
     path: Path
     modules: Mapping[str, LowRank]
     experts: Mapping[str, FusedExperts]
+    base: Sequence[str] = ()
 
     @property
     def max_rank(self) -> int:
@@ -102,10 +104,12 @@ def read_adapter(name: str | Path, dtype: torch.dtype | None = None) -> AdapterF
         old = " (adapter_model.bin is a pickle: save it anew with safe_serialization)"
         beside = old if (path / "adapter_model.bin").is_file() else ""
         raise CheckpointError(f"the folder has no {WEIGHTS_FILE}{beside}")
-    factors = _factors(SafetensorsFile(weights), dtype)
+    file = SafetensorsFile(weights)
+    base = [name for name in sorted(file.names()) if _is_base(name)]
+    factors = _factors(file, set(file.names()) - set(base), dtype)
     together = {name: own for name, own in factors.items() if is_fused(name)}
     apart = {name: _pair(name, own, fields) for name, own in factors.items() if not is_fused(name)}
-    return AdapterFile(path, apart, fused(together, fields))
+    return AdapterFile(path, apart, fused(together, fields), base)
 
 
 def _json(path: Path) -> Mapping[str, object]:
@@ -118,12 +122,17 @@ def _json(path: Path) -> Mapping[str, object]:
     return found
 
 
+def _is_base(name: str) -> bool:
+    changed = any(part in name for part in (".lora_", "modules_to_save"))
+    return name.endswith(_BASE) and not changed
+
+
 def _factors(
-    file: SafetensorsFile, dtype: torch.dtype | None
+    file: SafetensorsFile, names: Iterable[str], dtype: torch.dtype | None
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return A and B of every module."""
     factors: dict[str, dict[str, torch.Tensor]] = {}
-    for name in sorted(file.names()):
+    for name in sorted(names):
         match = _NAME.fullmatch(name)
         if match is None:
             kind = next((what for part, what in _KINDS.items() if part in name), None)

@@ -87,10 +87,13 @@ def rows_of(part: Part, shard: Shard | None) -> Rows:
 
 def module_of(name: str) -> str:
     """Return a module's name as it is the same in checkpoints and adapters of all classes."""
-    name = name.removesuffix(".weight")
-    prefix = next((each for each in _PREFIXES if name.startswith(each)), "")
-    name = name.removeprefix(prefix)
+    name = unprefixed(name.removesuffix(".weight"))
     return _HEAD if name == _TIED else name
+
+
+def unprefixed(name: str) -> str:
+    """Return a name without what classes put in front of it."""
+    return name.removeprefix(next((each for each in _PREFIXES if name.startswith(each)), ""))
 
 
 @dataclass(frozen=True)

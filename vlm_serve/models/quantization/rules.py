@@ -7,13 +7,15 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from vlm_serve.errors import CheckpointError
+from vlm_serve.models.patterns import Pattern
 from vlm_serve.models.quantization.base import Format
 
 _FRONT = r"(?:model\.|language_model\.)"
 _PREFIX = re.compile(rf"^{_FRONT}+")
 """Prefixes of module names that depend on the file's writer."""
 _NAME = re.compile(r"[\w.-]+")
+_WILD = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]|[^*?\[]+|\[")
+"""Parts of a name with wildcards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Rule:
 
     format: Format | None
     names: frozenset[str] = frozenset()
-    expressions: tuple[re.Pattern[str], ...] = ()
+    expressions: tuple[Pattern, ...] = ()
     anchored: bool = False
 
     def fits(self, module: str) -> bool:
@@ -49,22 +51,32 @@ def rule(entries: Iterable[str], format_: Format | None) -> Rule:
     entries = list(entries)
     names = frozenset(plain_name(each) or each for each in entries if _NAME.fullmatch(each))
     odd = [each for each in entries if not _NAME.fullmatch(each)]
-    return Rule(format_, names, tuple(expression(rf"(?:{each})(?:\.|$)") for each in odd))
+    return Rule(format_, names, tuple(expression(each, "(?:", r")(?:\.|$)") for each in odd))
 
 
-def expression(text: str) -> re.Pattern[str]:
-    """Compile a regular expression of a configuration. Raises CheckpointError."""
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise CheckpointError(
-            f"{text!r} in quantization_config is no regular expression: {error}"
-        ) from None
+def expression(text: str, before: str = "", behind: str = "") -> Pattern:
+    """Return a regular expression of a configuration, with expressions around it.
+
+    Raises CheckpointError.
+    """
+    return Pattern(text, "quantization_config", before, behind)
 
 
-def wildcard(text: str) -> re.Pattern[str]:
-    """Return the expression for whole names in which stars match any number of words."""
-    return expression(f"{_FRONT}*{fnmatch.translate(plain_name(text))}")
+def wildcard(text: str) -> Pattern:
+    """Return the expression for whole names in which stars match any number of words.
+
+    Raises CheckpointError.
+    """
+    parts = map(_translated, _WILD.findall(plain_name(text)))
+    return expression(f"(?s:{''.join(parts)})", f"{_FRONT}*", r"\Z")
+
+
+def _translated(part: str) -> str:
+    """Return a part of a name with wildcards as an expression. `fnmatch` writes stars with
+    possessive groups."""
+    if part.startswith("*"):
+        return ".*"
+    return fnmatch.translate(part)[len("(?s:") : -len(r")\Z")]
 
 
 def plain_name(name: str) -> str:
