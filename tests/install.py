@@ -6,8 +6,8 @@ What git tracks is copied into a fresh folder, which is the home folder as well;
 whatever configures how packages are installed is left out. The server that `make serve` starts must
 answer a question about a picture; then all is removed.
 
-`--here` asks the server of this checkout instead, as it is installed. `--wheels` names a folder with
-a CPU build of torch, which an index on loopback serves: a stand-in for PyTorch's index of such
+`--here` asks the server of this checkout instead, as it is installed. `--wheels` names a folder
+with a CPU build of torch, which an index on loopback serves: a stand-in for PyTorch's index of such
 builds, which the Makefile must then have chosen. `--torchvision` runs the test files that use
 torchvision as well, by `make test`: its wheel is built for torch with CUDA. Needs the public index
 of packages, and up to 8 GB of disk for a while.

@@ -49,7 +49,7 @@ def prepare_torchvision() -> torch.library.Library | None:
         return None
     for compiled in Path(spec.origin).parent.glob("_C*.so"):
         with suppress(OSError):
-            torch.ops.load_library(str(compiled))
+            torch.ops.load_library(str(compiled))  # type: ignore[no-untyped-call]
             return None
     # The caller must keep the library: its definitions go when it is collected. `cache` does.
     library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]

@@ -67,7 +67,8 @@ def check_base(checkpoint: Path, file: AdapterFile, *, tied: bool) -> None:
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or not one.is_floating_point():
         return False
-    pairs = list(zip(*(each.flatten().split(_NUMBERS) for each in (one, other)), strict=True))
+    pieces = [torch.split(each.flatten(), _NUMBERS) for each in (one, other)]
+    pairs = list(zip(*pieces, strict=True))
     return any(
         all(torch.equal(left.to(dtype), right.to(dtype)) for left, right in pairs)
         for dtype in (one.dtype, other.dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.patterns import Budget, Pattern
+from vlm_serve.models.patterns import Pattern, patterns_of_one_file
 
 _Value = TypeVar("_Value", int, float)
 
@@ -118,19 +118,21 @@ def read_fields(raw: Mapping[str, Any]) -> AdapterFields:
     for name, value in raw.items():
         if name not in _HARMLESS and name not in _REFUSED and value:
             raise CheckpointError(f"{CONFIG_FILE}: {name} is set, and is not supported")
-    budget = Budget()
+    with patterns_of_one_file():
+        ranks = _by_pattern(raw, "rank_pattern", _rank)
+        alphas = _by_pattern(raw, "alpha_pattern", _number)
     return AdapterFields(
         rank=_rank("r", raw.get("r", 8)),
         alpha=_number("lora_alpha", raw.get("lora_alpha", 8)),
-        ranks=_by_pattern(raw, "rank_pattern", _rank, budget),
-        alphas=_by_pattern(raw, "alpha_pattern", _number, budget),
+        ranks=ranks,
+        alphas=alphas,
         root=raw.get("use_rslora") is True,
         parameters=_names(raw, "target_parameters"),
     )
 
 
 def _by_pattern(
-    raw: Mapping[str, Any], name: str, read: Callable[[str, Any], _Value], budget: Budget
+    raw: Mapping[str, Any], name: str, read: Callable[[str, Any], _Value]
 ) -> list[tuple[Pattern, _Value]]:
     """Return a table's values by patterns that fit a name or, behind a dot, its end (PEFT's
     `get_pattern_key`)."""
@@ -139,8 +141,7 @@ def _by_pattern(
         raise CheckpointError(f"{CONFIG_FILE}: {name} is no table")
     place = f"{CONFIG_FILE}: {name}"
     return [
-        (Pattern(key, place, r"(.*\.)?(", ")$", budget), read(name, each))
-        for key, each in found.items()
+        (Pattern(key, place, r"(.*\.)?(", ")$"), read(name, each)) for key, each in found.items()
     ]
 
 

@@ -14,8 +14,6 @@ _FRONT = r"(?:model\.|language_model\.)"
 _PREFIX = re.compile(rf"^{_FRONT}+")
 """Prefixes of module names that depend on the file's writer."""
 _NAME = re.compile(r"[\w.-]+")
-_WILD = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]|[^*?\[]+|\[")
-"""Parts of a name with wildcards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +65,7 @@ def wildcard(text: str) -> Pattern:
 
     Raises CheckpointError.
     """
-    parts = map(_translated, _WILD.findall(plain_name(text)))
-    return expression(f"(?s:{''.join(parts)})", f"{_FRONT}*", r"\Z")
-
-
-def _translated(part: str) -> str:
-    """Return a part of a name with wildcards as an expression. `fnmatch` writes stars with
-    possessive groups."""
-    if part.startswith("*"):
-        return ".*"
-    return fnmatch.translate(part)[len("(?s:") : -len(r")\Z")]
+    return expression(f"{_FRONT}*{fnmatch.translate(plain_name(text))}")
 
 
 def plain_name(name: str) -> str:

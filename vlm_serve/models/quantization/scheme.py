@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.patterns import share_budget
+from vlm_serve.models.patterns import patterns_of_one_file
 from vlm_serve.models.quantization.activations import described, of_auto_round, of_keys
 from vlm_serve.models.quantization.auto_round import auto_round_rules
 from vlm_serve.models.quantization.awq import Awq
@@ -118,9 +118,8 @@ def _read(fields: Fields) -> QuantScheme:
             f"quant_method {method!r} in {fields.place} is not supported; supported are "
             f"{', '.join(_METHODS)}: {_INSTEAD.get('mlx' if mlx else str(method), PLAIN)}"
         )
-    scheme = _METHODS[method](fields)
-    share_budget(each for own in scheme.rules for each in own.expressions)
-    return scheme
+    with patterns_of_one_file():
+        return _METHODS[method](fields)
 
 
 def _float8(fields: Fields) -> QuantScheme:
