@@ -87,7 +87,7 @@ def follow(
     """Return the milliseconds of each token of a random answer."""
     state = GrammarState(grammar, vocabulary.token_bytes, width)
     times: list[float] = []
-    while len(times) < count and not state.finished and not state.too_slow:
+    while len(times) < count and not state.finished and not state.over_limit:
         begin = time.perf_counter()
         mask = state.allowed()
         taken = time.perf_counter() - begin

@@ -158,7 +158,7 @@ def follow(grammar: Grammar, tokenizer: Tokenizer) -> None:
     for step in range(60):
         mask = state.allowed()
         if mask is None:
-            assert state.too_slow
+            assert state.over_limit
             return
         found = np.flatnonzero(np.unpackbits(mask, bitorder="little")[:WIDTH])
         others = [int(token) for token in found if token not in tokenizer.eos_ids]
@@ -180,8 +180,8 @@ def test_a_matcher_at_its_limit_ends_its_request(
     state = GrammarState(grammar, tokenizer.token_bytes, WIDTH)
     for sign in '"aaaaaaaa':
         state.allowed()
-        if state.too_slow:
+        if state.over_limit:
             break
         state.accept(tokenizer.encode_plain(sign)[0])
-    assert state.too_slow
+    assert state.over_limit
     assert state.allowed() is None
