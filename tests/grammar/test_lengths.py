@@ -277,17 +277,23 @@ def test_a_lexer_that_is_used_up_is_renewed(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
 ) -> None:
     """All answers share its states, which would end every answer once they are used up."""
-    compiler = small_library(monkeypatch, tokenizer, 900)
+    compiler = small_library(monkeypatch, tokenizer, 700)
     try:
-        schema = objects(a=text(pattern=r"^[a-z\n ]+$", maxLength=400), b=text(format="date"))
-        grammar = compiler.compile(call_form({"f": schema}))
+        patterns = {f"p{at}": text(pattern=f"^[a-z]{{1,80}}-{at}$") for at in range(10)}
+        grammar = compiler.compile(StructuredOutputs(json={"properties": patterns}))
         first = grammar.compiled.matcher()[1]
-        answers = [
-            walk(grammar, tokenizer, random.Random(seed), rolling=seed % 2 == 0, **CLOSINGS)
-            for seed in range(12)
-        ]
-        assert sum(answer is not None for answer in answers) >= 6
+        states = [state_of(grammar, tokenizer) for _ in range(2)]  # some wait meanwhile
+        for at in [*range(10), *range(10)]:
+            state = state_of(grammar, tokenizer)
+            assert takes(state, tokenizer, f'{{"p{at}": "'.encode())
+            assert takes(state, tokenizer, b"ab" * 35)
+            with state.ahead():
+                state.accept(tokenizer.encode_plain("b")[0])
+                assert takes(state, tokenizer, f'abc-{at}"'.encode())
+            assert takes(state, tokenizer, f'cd-{at}"}}'.encode())
         assert grammar.compiled.matcher()[1] is not first, "the limit is too high for this test"
+        for state in states:
+            assert takes(state, tokenizer, b'{"p1": "ab-1"}')
     finally:
         compiler.close()
 

@@ -38,7 +38,7 @@ def json_grammar(schema: Any, library: Library, *, strict: bool = False) -> Buil
 
 
 def tag_grammar(tag: Any, library: Library) -> tuple[Built, Lengths]:
-    """Build the grammar of a structural tag. Return the bounds that it leaves out as well.
+    """Build the grammar of a structural tag. Return the bounds left out of it as well.
 
     Raises:
         InvalidRequestError: a schema in it cannot be enforced. The message names the path.

@@ -1,4 +1,4 @@
-"""A grammar of llguidance that is ready to be followed, many times."""
+"""A grammar of llguidance, ready to be followed many times."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ RENEW_SECONDS = 0.25
 
 
 class Compiled:
-    """One grammar. Its matchers share a lexer, whose states grow with the texts it has seen.
+    """One grammar. Its matchers share a lexer, and all their texts add to its states.
 
     Args:
         library: of its tokenizer.
         grammar: in the library's own form; it has no errors.
-        lengths: bounds of texts that the grammar leaves out.
+        lengths: bounds of texts, left out of the grammar.
 
     Attributes:
         library: see above.
@@ -35,7 +35,7 @@ class Compiled:
         self._renewable = time.thread_time() - begin < RENEW_SECONDS
 
     def matcher(self) -> tuple[Any, Any]:
-        """Return a new matcher, and what stands for its lexer."""
+        """Return a new matcher, and an object in place of its lexer."""
         with self._lock:
             return self._start.deep_copy(), self._start
 

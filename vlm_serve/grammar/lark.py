@@ -15,8 +15,8 @@ OPTIONS: dict[str, Any] = {
 }
 """How JSON is written. White space is fixed: small models would emit it forever."""
 _BYTES = r"~/[^\s\S]/"
-"""Any bytes. `.*` lacks those that are no UTF-8: the library would search whole repetitions for
-them, to find out whether the negation of `.*` leaves anything."""
+"""Any bytes, UTF-8 or not. The negation of `.*` leaves some, and the library would search whole
+repetitions beside it for them."""
 _NAME = re.compile(r"\bT[0-9]+\b")
 _PRINTABLE = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]*")
 
@@ -84,7 +84,7 @@ def pattern(text: str) -> str:
 
 
 def without(*parts: str, whole: bool = False) -> str:
-    """Return the terminal of all bytes that do not hold these terminals in a row.
+    """Return the terminal of all bytes without these terminals in a row.
 
     Args:
         whole: they must stand at the start, with anything behind them.

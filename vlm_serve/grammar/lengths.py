@@ -1,7 +1,7 @@
 """Counts the characters of raw texts beside a grammar.
 
-A lexer needs states for each character that a bound counts. So a bound that stands alone is left
-out of the grammar, and the mask of the next token is narrowed by a count.
+A lexer needs states for each counted character. So a lone bound is left out of the grammar, and a
+count narrows the mask of the next token.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Place:
     """How far an answer has come.
 
     Attributes:
-        text: its last bytes, which may be the beginning of a call, of a parameter, or of `END`.
-        call: the text with which the open call began; None: there is none.
+        text: its last bytes, perhaps the beginning of a call, of a parameter, or of `END`.
+        call: the first text of the open call; None: there is none.
         inside: a parameter's value is open.
         bounds: those of the value, if it has any.
         count: characters of the value before `text`.
@@ -43,7 +43,7 @@ class Place:
 
 
 class TokenTexts:
-    """What the tokens of a vocabulary would add to a value.
+    """The tokens of a vocabulary as parts of a value.
 
     Args:
         texts: the bytes of each token.
@@ -70,12 +70,12 @@ class TokenTexts:
         self._masks: dict[tuple[int, int, int], npt.NDArray[np.uint8]] = {}
 
     def mask(self, begun: int, missing: int, left: int) -> npt.NDArray[np.uint8]:
-        """Return the packed mask of the tokens after which a value can still keep its bounds.
+        """Return the packed mask of the tokens with which a value can still keep its bounds.
 
         Args:
-            begun: bytes of `END` that stand there already.
-            missing: characters before them that are missing to the fewest.
-            left: characters before them that are left to the most.
+            begun: bytes of `END` behind the value's characters.
+            missing: characters before them, missing to the fewest.
+            left: characters before them, left to the most.
         """
         key = (begun, min(max(missing, 0), self.longest), min(left, self.longest))
         if key not in self._masks:
@@ -142,8 +142,8 @@ class Counter:
                     place = Place(place.text)
                     continue
                 name, _, rest = place.text[len(NAME) :].partition(NAME_END)
-                bounds = self._bounds[place.call].get(name)
-                place = Place(rest, place.call, inside=True, bounds=bounds)
+                call = place.call
+                place = Place(rest, call, inside=True, bounds=self._bounds[call].get(name))
             else:
                 begin = self._begins.search(place.text)
                 if begin is None:
@@ -155,7 +155,7 @@ class Counter:
         return self.after(place, self._tokens.texts[token])
 
     def narrow(self, place: Place, bits: npt.NDArray[np.uint8]) -> None:
-        """Remove the tokens after which a bound can no longer be kept from a packed mask."""
+        """Remove the tokens that break a bound from a packed mask."""
         tokens = self._tokens
         if place.bounds is not None:
             least, most = place.bounds
@@ -172,7 +172,7 @@ class Counter:
 
 
 def _characters(data: bytes) -> int:
-    """Return the number of characters that begin in some bytes."""
+    """Return the number of first bytes of characters."""
     return len(data.translate(None, _CONTINUATIONS))
 
 
@@ -207,7 +207,7 @@ def _fits(count: int, begun: int, bounds: tuple[int, int | None]) -> bool:
 def countable(node: Any) -> bool:
     """Return True if the calls in tags of a structural tag's format can be found in an answer.
 
-    Each begins with a text that occurs nowhere else. It has a line break, which no JSON has.
+    Each begins with a text of its own. It has a line break, and no JSON has one.
     """
     begins: list[str] = []
     texts: list[str] = []

@@ -10,7 +10,7 @@ from vlm_serve.grammar.lengths import Place
 from vlm_serve.grammar.library import is_of_lexer, limit
 
 _RENEWALS = 2
-"""Other lexers tried for one token: one that others have used already, and a fresh one."""
+"""Other lexers tried for one token: one in use by other answers, and a fresh one."""
 
 
 class Matcher:
@@ -20,8 +20,8 @@ class Matcher:
         compiled: its grammar.
 
     Attributes:
-        exhausted: the limit of llguidance that was reached, as a sentence; nothing can be said of
-            the next token then. "": none was.
+        exhausted: the limit of llguidance reached, as a sentence: nothing is known of the next
+            token. "": none.
     """
 
     def __init__(self, compiled: Compiled) -> None:
@@ -58,8 +58,9 @@ class Matcher:
 
     def _consume(self, tokens: list[int]) -> bool:
         place: Place | None = self._places[-1]
-        for token in tokens if self._counter is not None else ():
-            place = None if place is None else self._counter.token_after(place, token)
+        if self._counter is not None:
+            for token in tokens:
+                place = self._counter.token_after(place, token) if place is not None else None
         if not tokens or place is None or not self._matches(tokens):
             return False
         self._steps.append(len(tokens))

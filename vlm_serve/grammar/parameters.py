@@ -57,7 +57,7 @@ class Parameters:
         counts: bounds of texts may be left to `Counter`.
 
     Attributes:
-        lengths: the bounds that were left to it, by property.
+        lengths: the bounds left to it, by property.
 
     Raises:
         InvalidRequestError: from all methods: the schema cannot be enforced; it names the path.
@@ -209,7 +209,7 @@ class Parameters:
         return self._lark.rule(" | ".join(rules)) if rules else None
 
     def _left_out(self, node: Any, name: str) -> Bounds | None:
-        """Return the bounds of a text that has no other rule; None: they stay in the grammar.
+        """Return the bounds of a text without other rules; None: they stay in the grammar.
 
         With another rule, a text could come to a place where it may neither end nor go on.
         """

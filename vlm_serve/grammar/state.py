@@ -96,7 +96,7 @@ class GrammarState:
 
     @property
     def over_limit(self) -> str:
-        """The limit that matching has exceeded, as a sentence; it has stopped. "": none."""
+        """The limit at which matching has stopped, as a sentence; "": none."""
         return _SLOW if self._time.over else getattr(self._matcher, "exhausted", "")
 
     @property

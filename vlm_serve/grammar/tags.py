@@ -69,7 +69,7 @@ class Tags:
 
     @property
     def lengths(self) -> dict[str, dict[str, Bounds | None]]:
-        """The bounds that the grammar leaves out, for `Counter`; empty: it has them all."""
+        """Bounds left out of the grammar, for `Counter`; empty: it has them all."""
         counted = any(bounds for each in self._lengths.values() for bounds in each.values())
         return self._lengths if counted else {}
 
