@@ -196,6 +196,8 @@ SCHEMAS: dict[str, Any] = {
     "a list": objects(a={"type": "array", "items": text(maxLength=6), "maxItems": 5000}),
     "nested": objects(a=objects(b={"type": "array", "items": text(minLength=3), "minItems": 2})),
     "other names": {"type": "object", "additionalProperties": text(maxLength=5)},
+    "no text": {"type": "object", "properties": {"a": {"not": {}, "maxLength": 3}, "b": text()}},
+    "too few for the least": {"properties": {"a": text(minLength=3, maxLength=2), "b": text()}},
     "two shapes": {"anyOf": [objects(a=text(maxLength=2)), objects(a=text(minLength=7), b={})]},
 }
 

@@ -124,6 +124,7 @@ class Counter:
         """Return the place after more bytes; None: a bound can no longer be kept."""
         place = replace(place, text=place.text + data)
         while True:
+            call = place.call
             if place.inside:
                 at = place.text.find(END)
                 head = place.text[: len(place.text) - _begun(place.text) if at < 0 else at]
@@ -134,15 +135,14 @@ class Counter:
                     return replace(place, text=rest, count=count) if fits else None
                 if place.bounds is not None and not _fits(count, len(END), place.bounds):
                     return None
-                place = Place(place.text[at + len(END) :], place.call)
-            elif place.call is not None:
+                place = Place(place.text[at + len(END) :], call)
+            elif call is not None:
                 if NAME.startswith(place.text[: len(NAME)]) and NAME_END not in place.text:
                     return place
                 if not place.text.startswith(NAME):
                     place = Place(place.text)
                     continue
                 name, _, rest = place.text[len(NAME) :].partition(NAME_END)
-                call = place.call
                 place = Place(rest, call, inside=True, bounds=self._bounds[call].get(name))
             else:
                 begin = self._begins.search(place.text)

@@ -79,8 +79,9 @@ class RawTexts:
         return parts + [pattern(searching.whole(each)) for each in searched]
 
     def lengths(self, node: Any) -> Bounds | None:
-        """Return the bounds of the strings that fit a schema; None: it has other rules for them."""
-        return self._lengths(node, _DEPTH)
+        """Return the bounds of the strings that fit; None: there are other rules, or none fit."""
+        bounds = self._lengths(node, _DEPTH)
+        return None if bounds == _NONE else bounds
 
     def _lengths(self, node: Any, depth: int) -> Bounds | None:
         if node is True:
