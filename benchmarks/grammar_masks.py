@@ -77,6 +77,12 @@ def forms() -> dict[str, StructuredOutputs]:
         found[f"calls, {form}"] = with_tools(None, choice, tools, "", form)
     auto = ToolChoice("auto", tuple(tools), parallel=False)
     found["text or a call, qwen3_xml"] = with_tools(None, auto, tools, "", "qwen3_xml")
+    for bounds in ({"maxLength": 100}, {"maxLength": 100_000}, {"minLength": 2000}):
+        bounded = {"properties": {"a": {"type": "string", **bounds}}, "required": ["a"]}
+        choice = ToolChoice("required", ("tool",), parallel=False)
+        for form in ("qwen3_xml", "hermes"):
+            name = f"{bounds}, {form}".translate({ord(sign): None for sign in "{}'"})
+            found[name] = with_tools(None, choice, {"tool": bounded}, "", form)
     found["a pattern (xgrammar)"] = StructuredOutputs(regex=r"[a-z ]{200,400}")
     return {name: form for name, form in found.items() if form is not None}
 
@@ -87,7 +93,7 @@ def follow(
     """Return the milliseconds of each token of a random answer."""
     state = GrammarState(grammar, vocabulary.token_bytes, width)
     times: list[float] = []
-    while len(times) < count and not state.finished and not state.too_slow:
+    while len(times) < count and not state.finished and not state.over_limit:
         begin = time.perf_counter()
         mask = state.allowed()
         taken = time.perf_counter() - begin

@@ -71,7 +71,7 @@ def continues(answer: bytes, text: bytes, ending: bytes) -> bool:
 
 def tokens(state: GrammarState) -> list[int]:
     mask = state.allowed()
-    assert mask is not None, f"over a limit: {state.too_slow}, finished: {state.finished}"
+    assert mask is not None, f"over a limit: {state.over_limit}, finished: {state.finished}"
     found = [int(each) for each in np.flatnonzero(np.unpackbits(mask, bitorder="little")[:WIDTH])]
     assert found, "nothing may follow"
     return found

@@ -157,7 +157,7 @@ class Scheduler:
                 self._take_drafts(sequence, output)
             sequence.check_lengths()
         self._queues.joins.settle()
-        return events + self._end_slow_grammars()
+        return events + self._end_grammars_over_limits()
 
     def _commit_endings(self, plan: StepPlan, output: StepOutput) -> set[int]:
         """Publish the states at the ends of answers, before further answers end. Return the numbers
@@ -246,16 +246,14 @@ class Scheduler:
         if self.drafting is not None:
             self.drafting.forget(sequence)
 
-    def _end_slow_grammars(self) -> list[Event]:
-        """End requests whose grammar takes too long, since they delay all others."""
+    def _end_grammars_over_limits(self) -> list[Event]:
+        """End requests whose grammar is over a limit: they would delay all others."""
         events: list[Event] = []
         for sequence in list(self.running):
             grammar = sequence.answer.grammar
-            if grammar is not None and grammar.too_slow and not sequence.group.finished:
+            if grammar is not None and grammar.over_limit and not sequence.group.finished:
                 failure = InvalidRequestError(
-                    "following the grammar takes too long; use fewer nested repetitions",
-                    param="structured_outputs",
-                    code="grammar_limit",
+                    grammar.over_limit, param="structured_outputs", code="grammar_limit"
                 )
                 events += self.end(sequence.group, failure)
         return events

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar.lengths import Lengths
 from vlm_serve.grammar.library import UNSATISFIABLE, Library, sentence
 from vlm_serve.grammar.rewriting import children, refuse, rewrite
 from vlm_serve.grammar.tags import Tags
@@ -36,8 +37,8 @@ def json_grammar(schema: Any, library: Library, *, strict: bool = False) -> Buil
     return grammar, size
 
 
-def tag_grammar(tag: Any, library: Library) -> Built:
-    """Build the grammar of a structural tag.
+def tag_grammar(tag: Any, library: Library) -> tuple[Built, Lengths]:
+    """Build the grammar of a structural tag. Return the bounds left out of it as well.
 
     Raises:
         InvalidRequestError: a schema in it cannot be enforced. The message names the path.
@@ -47,7 +48,7 @@ def tag_grammar(tag: Any, library: Library) -> Built:
     grammar = library.lark(tags.grammar(tag))
     error, size = library.tried(grammar)
     if not error:
-        return grammar, size
+        return (grammar, size), tags.lengths
     for source in tags.sources:
         found = _error(rewrite(source.schema), library)
         if found:

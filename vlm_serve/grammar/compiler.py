@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vlm_serve.errors import EngineClosedError, InvalidRequestError
+from vlm_serve.grammar.compiled import Compiled
 from vlm_serve.grammar.library import Library
 from vlm_serve.grammar.matching import Matcher
 from vlm_serve.grammar.process import CompileProcess
@@ -87,7 +88,7 @@ class GrammarCompiler:
                 error.message, param=error.param or "structured_outputs", code=error.code
             ) from None
         if "grammar" in answer:
-            compiled, _ = self._library().parsed(answer["grammar"])
+            compiled: Any = Compiled(self._library(), answer["grammar"], answer["lengths"])
             size = max(_LEAST_BYTES, _BYTES_PER_BYTE * len(source), answer["size"])
         else:
             import xgrammar
@@ -122,10 +123,7 @@ class GrammarCompiler:
 
         if isinstance(compiled, xgrammar.CompiledGrammar):
             return Grammar(compiled, after, xgrammar.GrammarMatcher)
-        return Grammar(compiled, after, self._matcher)
-
-    def _matcher(self, compiled: Any) -> Matcher:
-        return Matcher(compiled.deep_copy(), self._library())
+        return Grammar(compiled, after, Matcher)
 
     @property
     def num_bytes(self) -> int:

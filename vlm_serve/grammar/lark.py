@@ -14,6 +14,9 @@ OPTIONS: dict[str, Any] = {
     "whitespace_flexible": False,
 }
 """How JSON is written. White space is fixed: small models would emit it forever."""
+_BYTES = r"~/[^\s\S]/"
+"""Any bytes, UTF-8 or not. The negation of `.*` leaves some, and the library would search whole
+repetitions beside it for them."""
 _NAME = re.compile(r"\bT[0-9]+\b")
 _PRINTABLE = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]*")
 
@@ -78,6 +81,15 @@ def constant(text: str) -> str:
 def pattern(text: str) -> str:
     """Return a pattern, in a rule or a terminal. It has no plain slash."""
     return f"/{text}/"
+
+
+def without(*parts: str, whole: bool = False) -> str:
+    """Return the terminal of all bytes without these terminals in a row.
+
+    Args:
+        whole: they must stand at the start, with anything behind them.
+    """
+    return f"~({'' if whole else f'{_BYTES} '}{' '.join(parts)} {_BYTES})"
 
 
 def either(parts: list[str]) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from vlm_serve.grammar.lark import OPTIONS
+from vlm_serve.grammar.lengths import TokenTexts
 from vlm_serve.kernels.host_memory import allocated_bytes
 
 MAX_LEXER_STATES = 50_000
@@ -31,6 +33,23 @@ _SENTENCES = (
     ("Current row", _TOO_LARGE),
 )
 """Marks of llguidance's words, and what they mean."""
+_LIMITS = (
+    (
+        "too many states",
+        f"following the grammar needs more than {MAX_LEXER_STATES} states of its lexer; use "
+        "smaller lengths and repetitions",
+    ),
+    (
+        "too many expressions",
+        "the next token needs more work of the grammar's lexer than its limit allows; use smaller "
+        "repetitions, or fewer patterns and lengths for one text",
+    ),
+)
+_ANY_LIMIT = (
+    f"the answer fits the grammar at more than {MAX_ITEMS} places at once; use fewer alternatives "
+    "and nested repetitions"
+)
+"""What is said when a limit is reached while an answer is followed."""
 
 
 class Library:
@@ -53,6 +72,7 @@ class Library:
         self._library = llguidance
         ends = [token for token in ends if token < len(texts)]
         self.ends = frozenset(ends)
+        self._texts = texts
         vocabulary = _Vocabulary(texts, ends)
         self.tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(vocabulary), n_vocab=len(texts), eos_token=ends[0]
@@ -61,6 +81,11 @@ class Library:
         self._limits = llguidance.LLParserLimits(
             max_lexer_states=MAX_LEXER_STATES, max_items_in_row=MAX_ITEMS, verbose_errors=False
         )
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """What the tokens add to a counted text. The first use takes up to a second."""
+        return TokenTexts(self._texts)
 
     def json(self, schema: Any) -> str:
         """Return the grammar of a rewritten schema in the library's own form."""
@@ -126,6 +151,16 @@ class _Vocabulary:
     def __call__(self, text: bytes | str) -> list[int]:
         whole = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         return [] if self.encode is None else self.encode(whole)
+
+
+def is_of_lexer(error: str) -> bool:
+    """Return True if llguidance's words are about a limit of its lexer."""
+    return "lexer error" in error
+
+
+def limit(error: str) -> str:
+    """Return a sentence for llguidance's words about a limit reached while following a grammar."""
+    return next((words for mark, words in _LIMITS if mark in error), _ANY_LIMIT)
 
 
 def sentence(error: str) -> str:

@@ -16,15 +16,17 @@ from typing import Any, Protocol
 
 from vlm_serve.grammar import searching
 from vlm_serve.grammar.kinds import ALL, NUMBERS, Kinds, kinds_of, kinds_of_parameter
-from vlm_serve.grammar.lark import Lark, constant, either, pattern
+from vlm_serve.grammar.lark import Lark, constant, either, pattern, without
+from vlm_serve.grammar.lengths import END as VALUE_END
+from vlm_serve.grammar.lengths import NAME, NAME_END, Bounds
 from vlm_serve.grammar.library import UNSATISFIABLE, sentence
 from vlm_serve.grammar.raw_texts import ANY, RawTexts, both
 from vlm_serve.grammar.references import Document
 from vlm_serve.grammar.rewriting import refuse, rewrite
 from vlm_serve.grammar.shapes import Shape, shapes_of
 
-BEGIN, BEGIN_END, END = "<parameter=", ">\n", "\n</parameter>\n"
-_CLOSING = pattern(f"{searching.ANY}{searching.literal('</parameter>')}{searching.ANY}")
+BEGIN, BEGIN_END, END = NAME.decode(), NAME_END.decode(), VALUE_END.decode()
+_NOT_CLOSED = without(constant("</parameter>"))
 _NAME = re.compile(r"[^<>\s\"'](?:[^<>\n]{0,254}[^<>\s\"'])?")
 _OTHER_NAME = pattern(r"[^<>\s\x{22}\x{27}](?:[^<>\n]{0,62}[^<>\s\x{22}\x{27}])?")
 _INTEGER = "-?(?:0|[1-9][0-9]*)"
@@ -52,12 +54,16 @@ class Parameters:
         lark: the grammar that gets the rules.
         schema: the parameters' schema.
         oracle: see `Oracle`.
+        counts: bounds of texts may be left to `Counter`.
+
+    Attributes:
+        lengths: the bounds left to it, by property.
 
     Raises:
         InvalidRequestError: from all methods: the schema cannot be enforced; it names the path.
     """
 
-    def __init__(self, lark: Lark, schema: Any, oracle: Oracle) -> None:
+    def __init__(self, lark: Lark, schema: Any, oracle: Oracle, *, counts: bool = False) -> None:
         self._lark, self._oracle = lark, oracle
         self._given = Document(schema)
         whole = rewrite(schema)
@@ -66,11 +72,14 @@ class Parameters:
         self._defined = Document({"$defs": self._definitions})
         self._raw = RawTexts(lark, self._definitions)
         self._beside: dict[str, Kinds] = {}
+        self._counts = counts
+        self.lengths: dict[str, Bounds | None] = {}
 
     def rule(self) -> str:
         """Return the name of the rule for all parameters. Each ends with its line."""
         found = shapes_of(self._whole, self._definitions)
         if len(found) > 1:
+            self._counts = False  # a name may have other bounds in another shape
             self._beside = self._kinds_beside(found)
         rules = [rule for rule in map(self._shape, found) if rule is not None]
         if not rules:
@@ -177,8 +186,9 @@ class Parameters:
         Args:
             name: the parameter's; "": any that the schema does not name.
         """
+        bounds = self._left_out(node, name)
         try:
-            text = self._raw.terminal(node)
+            text = ANY if bounds else self._raw.terminal(node)
         except searching.PatternError as wrong:
             raise refuse(_place(name), str(wrong)) from None
         kinds, schema = self._kinds(node), node
@@ -198,6 +208,24 @@ class Parameters:
                 rules.append(f"{self._lark.json(whole)} {self._lark.terminal(constant(END))}")
         return self._lark.rule(" | ".join(rules)) if rules else None
 
+    def _left_out(self, node: Any, name: str) -> Bounds | None:
+        """Return the bounds of a text without other rules; None: they stay in the grammar.
+
+        With another rule, a text could come to a place where it may neither end nor go on.
+        """
+        bounds = self._raw.lengths(node) if self._counts and name else None
+        if bounds is None or bounds == (0, None):
+            return None
+        least, most = bounds
+        for kind in (kinds_of_parameter(self._given, name) | self._kinds(node)) - {"string"}:
+            words = [(word, value) for word, of, value in _WORDS if of == kind]
+            free = all(self._raw.takes(node, value) for _, value in words)
+            sizes = [len(word) for word, _ in words]
+            if not words or not free or least > min(sizes) or most in range(max(sizes)):
+                return None
+        self.lengths[name] = bounds
+        return bounds
+
     def _beside_json(
         self, node: Any, text: str, kinds: Kinds, read: Kinds, beside: Kinds | None
     ) -> tuple[str, Kinds]:
@@ -209,13 +237,13 @@ class Parameters:
             read: the kinds that a reader takes the text for.
             beside: the kinds that other shapes have for this parameter.
         """
-        excluded, also = [_CLOSING], list[str]()
+        kept, also = [_NOT_CLOSED], list[str]()
         left: Kinds = frozenset()
         for word, kind, value in _WORDS:
             if self._raw.takes(node, value):
                 also.append(constant(word))
             elif kind in read:
-                excluded.append(constant(word))
+                kept.append(f"~{constant(word)}")
         for kind in ("object", "array", "number"):
             mine = kinds & (NUMBERS if kind == "number" else {kind})
             theirs = read & (NUMBERS if kind == "number" else {kind})
@@ -227,9 +255,11 @@ class Parameters:
                 also.append(pattern(_NUMBER if mine == NUMBERS else _INTEGER))
                 continue
             left |= mine
-            start = pattern(_STARTS[kind] + searching.ANY)
-            excluded.append(start if mine or other or kind != "number" else pattern(_NUMBER))
-        return either([both([text, *(f"~{each}" for each in excluded)]), *also]), left
+            if mine or other or kind != "number":
+                kept.append(without(pattern(_STARTS[kind]), whole=True))
+            else:
+                kept.append(f"~{pattern(_NUMBER)}")
+        return either([both([text, *kept]), *also]), left
 
 
 def _place(name: str) -> str:

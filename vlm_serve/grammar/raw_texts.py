@@ -14,9 +14,13 @@ from vlm_serve.grammar.forms import FORMATS
 from vlm_serve.grammar.keywords import KEYWORDS_OF
 from vlm_serve.grammar.kinds import allowed, kind_of, own_kinds
 from vlm_serve.grammar.lark import Lark, constant, either, pattern
+from vlm_serve.grammar.lengths import Bounds
 
 ANY = pattern(searching.ANY)
 _MOST_EXCLUSIVE = 16
+_DEPTH = 16
+_NONE: Bounds = (1, 0)
+"""Bounds that no string keeps."""
 
 
 class RawTexts:
@@ -74,6 +78,34 @@ class RawTexts:
             searched.append(FORMATS[node["format"]])
         return parts + [pattern(searching.whole(each)) for each in searched]
 
+    def lengths(self, node: Any) -> Bounds | None:
+        """Return the bounds of the strings that fit; None: there are other rules, or none fit."""
+        bounds = self._lengths(node, _DEPTH)
+        return None if bounds == _NONE else bounds
+
+    def _lengths(self, node: Any, depth: int) -> Bounds | None:
+        if node is True:
+            return 0, None
+        if node is False or "string" not in own_kinds(node):
+            return _NONE
+        if not depth or allowed(node) is not None or node.keys() & {"pattern", "format", "oneOf"}:
+            return None
+        least, most = node.get("minLength", 0), node.get("maxLength")
+        if not isinstance(least, int) or not isinstance(most, int | None):
+            return None
+        parts: list[Bounds | None] = [(least, most)]
+        parts += [self._lengths(part, depth - 1)
+                  for part in (*node.get("allOf", ()), *self._referred(node))]  # fmt: skip
+        if "anyOf" in node:
+            each = {self._lengths(part, depth - 1) for part in node["anyOf"]} - {_NONE}
+            parts.append(each.pop() if len(each) == 1 else None)
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        least = max(part[0] for part in known)
+        most = min((part[1] for part in known if part[1] is not None), default=None)
+        return (least, most) if most is None or least <= most else None
+
     def _definition(self, reference: str) -> str:
         name = reference.rsplit("/", 1)[-1]
         if name not in self._known:
@@ -128,7 +160,7 @@ def both(parts: list[str]) -> str:
     if "" in parts:
         return ""
     kept = list(dict.fromkeys(part for part in parts if part != ANY))
-    if any(part.startswith("~") for part in kept):  # what is no text may be no UTF-8 either
+    if all(part.startswith("~") for part in kept):  # what is no text may be no UTF-8 either
         kept.insert(0, ANY)
     return f"({' & '.join(kept)})" if len(kept) > 1 else kept[0] if kept else ANY
 

@@ -14,6 +14,10 @@ import numpy.typing as npt
 
 FOLLOW_SECONDS = 1.0
 FOLLOW_SECONDS_PER_TOKEN = 0.005
+_SLOW = (
+    f"following the grammar takes too long, more than {FOLLOW_SECONDS:g} s and "
+    f"{1000 * FOLLOW_SECONDS_PER_TOKEN:g} ms a token; use fewer nested repetitions"
+)
 
 
 class FollowTime:
@@ -91,9 +95,9 @@ class GrammarState:
         self._words = np.zeros((1, (vocabulary + 31) // 32), dtype=np.int32)
 
     @property
-    def too_slow(self) -> bool:
-        """Matching has exceeded a limit and has stopped."""
-        return self._time.over or getattr(self._matcher, "exhausted", False)
+    def over_limit(self) -> str:
+        """The limit at which matching has stopped, as a sentence; "": none."""
+        return _SLOW if self._time.over else getattr(self._matcher, "exhausted", "")
 
     @property
     def finished(self) -> bool:
@@ -102,7 +106,7 @@ class GrammarState:
 
     def accept(self, token: int) -> None:
         """Advance by a sampled token."""
-        if self.finished or self.too_slow:
+        if self.finished or self.over_limit:
             return
         if self._ahead:
             self._uncharged.append((token, 0.0))
@@ -167,7 +171,7 @@ class GrammarState:
         Bit `i % 8` of byte `i // 8` is token i; bits beyond the vocabulary are undefined. The next
         call overwrites the array.
         """
-        if self.waiting or self.finished or self.too_slow:
+        if self.waiting or self.finished or self.over_limit:
             return None
         begin = time.thread_time()
         restricts = self._matcher.fill_next_token_bitmask(self._words)
@@ -177,4 +181,4 @@ class GrammarState:
             self._uncharged.append((token, seconds))
         else:
             self._time.charge(seconds)
-        return self._words.view(np.uint8)[0] if restricts and not self.too_slow else None
+        return self._words.view(np.uint8)[0] if restricts and not self.over_limit else None

@@ -14,7 +14,8 @@ from typing import Any
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar import searching
 from vlm_serve.grammar.kinds import kinds_of
-from vlm_serve.grammar.lark import Lark, constant, either, pattern
+from vlm_serve.grammar.lark import Lark, constant, either, pattern, without
+from vlm_serve.grammar.lengths import Bounds, countable
 from vlm_serve.grammar.parameters import Oracle, Parameters
 from vlm_serve.grammar.raw_texts import ANY, both
 from vlm_serve.grammar.references import Document
@@ -62,6 +63,15 @@ class Tags:
         self._oracle = oracle
         self._lark = Lark()
         self.sources: list[Source] = []
+        self._counts = False
+        self._begin = ""
+        self._lengths: dict[str, dict[str, Bounds | None]] = {}
+
+    @property
+    def lengths(self) -> dict[str, dict[str, Bounds | None]]:
+        """Bounds left out of the grammar, for `Counter`; empty: it has them all."""
+        counted = any(bounds for each in self._lengths.values() for bounds in each.values())
+        return self._lengths if counted else {}
 
     def grammar(self, tag: Mapping[str, Any]) -> str:
         """Return the whole grammar.
@@ -70,6 +80,7 @@ class Tags:
             InvalidRequestError: a schema cannot be enforced. The message names the path.
             OtherTagError: see the module.
         """
+        self._counts = countable(tag.get("format"))
         rule = self._format(tag.get("format"), [])
         if not self.sources:
             raise OtherTagError
@@ -100,7 +111,7 @@ class Tags:
         self.sources.append(source)
         try:
             if style == "qwen_xml":
-                return Parameters(self._lark, source.schema, self._oracle).rule()
+                return self._parameters(source.schema)
             schema = rewrite(source.schema, strict=source.of.get("strict") is True)
             if "function" in source.of:
                 schema = _only_objects(schema)
@@ -109,6 +120,13 @@ class Tags:
         except InvalidRequestError as error:
             raise source.error(error) from None
         return self._lark.json(schema)
+
+    def _parameters(self, schema: Any) -> str:
+        parameters = Parameters(self._lark, schema, self._oracle, counts=self._counts)
+        rule = parameters.rule()
+        if self._counts:
+            self._lengths[self._begin] = parameters.lengths
+        return rule
 
     def _const_string(self, node: Mapping[str, Any], others: list[str]) -> str:
         return self._constants([_text(node.get("value"))], others)
@@ -151,6 +169,7 @@ class Tags:
             raise OtherTagError
         if any(end[:1] in _NUMBER_PARTS for end in ends) and content["type"] == "json_schema":
             raise OtherTagError
+        self._begin = begin
         rule = self._format(content, [])
         if content.get("style") == "qwen_xml":  # each parameter ends with its line
             ends = [end.removeprefix("\n") for end in ends]
@@ -237,17 +256,16 @@ def _ends(tag: Mapping[str, Any]) -> list[str]:
 def _up_to(ends: list[str]) -> str:
     """Return the terminal of any text up to the first of these ends, which belongs to it."""
     end = "|".join(searching.literal(each) for each in ends)
-    longer = pattern(f"{searching.ANY}(?:{end})(?s:.+)")
-    return f"({pattern(f'{searching.ANY}(?:{end})')} & ~{longer})"
+    longer = without(pattern(f"(?:{end})(?s:.)"))
+    return f"({pattern(f'{searching.ANY}(?:{end})')} & {longer})"
 
 
 def _without(texts: list[str]) -> list[str]:
-    parts = [f"{searching.ANY}{searching.literal(text)}{searching.ANY}" for text in texts]
-    return [f"~{pattern(part)}" for part in parts]
+    return [without(constant(text)) for text in texts]
 
 
 def _avoiding(begins: list[str]) -> list[str]:
-    return [f"~{pattern(searching.literal(text) + searching.ANY)}" for text in begins]
+    return [without(constant(text), whole=True) for text in begins]
 
 
 def _tell_apart(texts: list[str]) -> None:

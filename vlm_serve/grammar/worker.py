@@ -25,6 +25,7 @@ from typing import IO, Any
 from vlm_serve.child import end_with
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.building import json_grammar, tag_grammar
+from vlm_serve.grammar.lengths import Lengths
 from vlm_serve.grammar.library import Library
 from vlm_serve.grammar.schema import check_tag
 from vlm_serve.grammar.tags import OtherTagError
@@ -124,13 +125,14 @@ def _built(compiler: Any, library: Library, task: dict[str, Any]) -> dict[str, A
     try:
         if kind == "json":
             grammar, size = json_grammar(json.loads(source), library, strict=task["strict"])
+            lengths: Lengths = {}
         elif kind == "structural_tag":
-            grammar, size = tag_grammar(json.loads(source), library)
+            (grammar, size), lengths = tag_grammar(json.loads(source), library)
         else:
             raise OtherTagError
     except OtherTagError:
         return {"compiled": _compile(compiler, kind, source)}
-    return {"grammar": grammar, "size": size}
+    return {"grammar": grammar, "size": size, "lengths": lengths}
 
 
 def _receive(stream: IO[bytes]) -> Any:
