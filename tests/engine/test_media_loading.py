@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from make_checkpoint import make_checkpoint
 from parity import greedy
 from PIL import Image
+from waiting import wait_for
 
 from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
@@ -28,17 +28,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     made.close()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def known_picture(engine: Engine, shade: int) -> Prompt:
-    """A prompt whose picture is known by its hashes alone, and takes long to decode."""
+def known_picture(engine: Engine, side: int) -> Prompt:
+    """A prompt whose picture is known by its hashes alone, with so many pixels a side."""
     buffer = io.BytesIO()
-    Image.new("L", (8000, 8000), shade).save(buffer, "PNG")
+    Image.new("L", (side, side), 10).save(buffer, "PNG")
     messages = [{"role": "user", "content": [{"type": "image", "image": buffer.getvalue()}]}]
     engine.preprocessor.prepare(messages)
     prompt = engine.preprocessor.prepare(messages)
@@ -48,8 +41,8 @@ def known_picture(engine: Engine, shade: int) -> Prompt:
 
 def test_a_request_waits_for_its_picture(engine: Engine) -> None:
     deltas: list[Delta] = []
-    engine.submit(known_picture(engine, 10), greedy(2), deltas.append)
-    wait_until(lambda: any(delta.finish_reason is not None for delta in deltas))
+    engine.submit(known_picture(engine, 2500), greedy(2), deltas.append)
+    wait_for(lambda: any(delta.finish_reason is not None for delta in deltas))
     assert deltas[-1].error is None
     assert deltas[-1].cache_report is not None
     assert deltas[-1].cache_report.media_decoded == 1
@@ -58,11 +51,11 @@ def test_a_request_waits_for_its_picture(engine: Engine) -> None:
 def test_decoding_again_ends_with_its_request(engine: Engine) -> None:
     deltas: list[Delta] = []
     decoders = engine.preprocessor._decoders
-    prompt = known_picture(engine, 20)
+    prompt = known_picture(engine, 8000)  # takes long to decode
     request_id = engine.submit(prompt, greedy(2), deltas.append)
-    wait_until(lambda: len(decoders.pids) == 2)  # the light one has passed it on
+    wait_for(lambda: len(decoders.pids) == 2)  # the light one has passed it on
     engine.abort(request_id)
-    wait_until(lambda: not decoders.heavy.busy)
+    wait_for(lambda: not decoders.heavy.busy)
     assert len(decoders.pids) == 1
     assert not prompt.media[0].ready
     assert [delta.finish_reason for delta in deltas] == ["abort"]
