@@ -31,7 +31,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 def known_picture(engine: Engine, side: int) -> Prompt:
     """A prompt whose picture is known by its hashes alone, with so many pixels a side."""
     buffer = io.BytesIO()
-    Image.new("L", (side, side), 10).save(buffer, "PNG")
+    Image.new("L", (side, side), side % 251).save(buffer, "PNG")
     messages = [{"role": "user", "content": [{"type": "image", "image": buffer.getvalue()}]}]
     engine.preprocessor.prepare(messages)
     prompt = engine.preprocessor.prepare(messages)
