@@ -35,6 +35,8 @@ LONG = "a" * 2000
         r"\Amodel\b\.l\B",
         "",
         "lm_head|",
+        r"[(?{]|model\(?\.",
+        r"(?P<part>model)\.(?:(?P=part)|language)",
         r"model\.language_model\.layers\.1\.",
         r"visual.*",
     ],
@@ -118,10 +120,55 @@ def test_hostile_patterns_end_and_let_other_threads_run(text: str) -> None:
         assert turns < 60_000, "it ends"
 
 
+@pytest.mark.parametrize(
+    ("opened", "closed"),
+    [
+        ("(?:", ")+"),
+        ("(a", ")+?"),
+        ("(?:", ")++"),
+        ("(?:", "){1,}"),
+        ("(?P<g%d>", "){1,2}"),
+        ("(?>", ")+"),
+        ("(?:(?=", "))+"),
+        (r"(?:[)]", ")+"),
+        (r"(?:[^])]", ")+"),
+        (r"(?:[\]\))]", ")+"),
+        (r"(?:\)", ")+"),
+        ("(?:(?#)", ")+"),
+        ("(?i:", ")+"),
+        ("(?x:#)\n", ")+"),
+    ],
+)
+def test_groups_repeated_within_each_other_are_refused(opened: str, closed: str) -> None:
+    """`regex` writes such a group out twice: forty of them are a terabyte."""
+    nested = "".join(opened.replace("%d", str(n)) for n in range(40)) + "a" + closed * 40
+    with pytest.raises(CheckpointError, match="repeats too much"):
+        Pattern(nested, "rank_pattern")
+
+
+def test_groups_repeated_behind_each_other_are_taken() -> None:
+    text = r"(?:\w+\.)+(?:a{2}|(?:b+c)+)" + r"(?:\.\w+)+" * 40
+    assert Pattern(text, "ignore").match("x.y.bc" + ".z" * 40)
+
+
+def test_patterns_of_a_file_are_made_and_matched_within_a_time() -> None:
+    """However many there are, and however little time a use of one takes."""
+    with patterns_of_one_file():
+        first = Pattern("a", "rank_pattern")
+        first.budget.seconds, first.budget.free = 0.01, 0.05
+        with pytest.raises(CheckpointError, match="takes too long, or those before it"):
+            for n in range(100_000):
+                Pattern(f"layers.{n}.q_proj", "rank_pattern")
+    first.budget.seconds, first.budget.free = 0.01, 0.05
+    with pytest.raises(CheckpointError, match="takes too long, or those before it"):
+        for _ in range(1_000_000):
+            first.match("layers.0.q_proj")
+
+
 def test_a_pattern_that_takes_too_long_is_shown() -> None:
     pattern = Pattern("^(.*?)*?[^a-z0-9._]", "adapter_config.json: rank_pattern")
     pattern.budget.seconds = 0.05
-    words = re.escape("rank_pattern: '^(.*?)*?[^a-z0-9._]' takes too long to match")
+    words = re.escape("rank_pattern: '^(.*?)*?[^a-z0-9._]' takes too long")
     for name in (NAME, "a"):  # Nothing is left for another name, however short.
         with pytest.raises(CheckpointError, match=words):
             pattern.match(name)
@@ -139,6 +186,12 @@ def test_a_pattern_that_takes_too_long_is_shown() -> None:
         # The package `regex` takes these for approximate matches and patterns within themselves.
         ("(?:.*){e<=9}", "is no pattern"),
         ("(?:a|(?R))*", "is no pattern"),
+        (r"\h+", "is no pattern"),
+        ("[[:alpha:]]+", "is no pattern"),
+        ("(?if)ss", "is no pattern"),
+        ("(?iV1)[a--b]", "is no pattern"),
+        ("a(*FAIL)", "is no pattern"),
+        ("(?(DEFINE)(a))b", "is no pattern"),
         ("a" * 5000, "has 5000 characters, more than 4096"),
         ("(" * 1500 + ")" * 1500, "is nested too deeply"),
     ],
@@ -158,7 +211,7 @@ def test_the_patterns_of_a_file_share_a_budget() -> None:
         first, *_, last = [Pattern(f"^(.*?)*?[^a{n}]$", "rank_pattern") for n in range(10)]
     first.budget.seconds = 0.1
     for pattern, name in ((first, "a" * 50), (last, "a")):
-        with pytest.raises(CheckpointError, match="takes too long to match, or those before it"):
+        with pytest.raises(CheckpointError, match="takes too long, or those before it"):
             pattern.match(name)
     assert not Pattern("^(.*?)*?[^a]$", "rank_pattern").match("a"), "another file's"
 
@@ -240,7 +293,7 @@ def test_every_reader_of_a_configuration_has_one_budget(config: dict[str, object
     assert scheme is not None
     (budget,) = {each.budget for own in scheme.rules for each in own.expressions}
     budget.seconds = 0.05
-    with pytest.raises(CheckpointError, match="takes too long to match"):
+    with pytest.raises(CheckpointError, match="takes too long"):
         scheme.format_of(f"layers.0.{'a' * 1900}.weight")
 
 

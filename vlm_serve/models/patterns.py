@@ -2,8 +2,8 @@
 
 Python's `re` may need years for a pattern of a few letters, and holds the interpreter's lock
 meanwhile, so no other thread runs. The package `regex` has the same patterns, lets other threads
-run, and ends after a time limit. What it does not limit is compiling, where counted repetitions are
-written out, so their size is checked first.
+run, and ends after a time limit. What it does not limit is compiling, where repeated groups are
+written out, so their size is checked first. Syntax of `regex` alone is refused.
 """
 
 from __future__ import annotations
@@ -23,36 +23,57 @@ MAX_PATTERN = 4096
 """Characters of a pattern."""
 MAX_NAME = 2048
 """Characters of a name that is matched."""
-MAX_REPEATED = 1 << 18
-"""Characters that counted repetitions add to the patterns of a file, as if all were nested."""
+MAX_REPEATED = 1 << 16
+"""Characters that repetitions add to the patterns of a file where they are written out."""
 MAX_SECONDS = 2.0
 """Processor time for the patterns of a file, besides what each use of one may take."""
-_FREE_SECONDS = 1e-4
-"""What a match may take without counting: models of many experts have some hundred thousand."""
+MAX_FREE_SECONDS = 60.0
+"""Processor time that does not count: models of many experts have some hundred thousand modules."""
+_FREE_MATCH, _FREE_COMPILING = 1e-4, 5e-3
+"""Seconds of each use that do not count."""
 _SHOWN = 80
-_LEAST = re.compile(r"\{(\d+)(?:,\d*)?\}")
-"""A counted repetition. So many times, at least, `regex` writes it out."""
-_BRACES = re.compile(r"(?<!\\)(?:\\\\)*\{(?!\d*,?\d*\})")
-"""A brace without a count. To `re` it is a character, to `regex` it may be an approximate match."""
-_OTHER_GROUP = re.compile(r"\(\?(?![:=!>(#aiLmsux-]|<[=!]|P[<=])")
-"""A group that `regex` has and `re` has not, such as a pattern within itself."""
+_ESCAPE = r"\\(?:[abdfnrstuvwxABDSUWZ0-9]|[^A-Za-z0-9])"
+_TOKEN = re.compile(
+    rf"""(?P<closed>\))
+    |(?P<flags>\(\?[aiLmsux]+\))
+    |(?P<opened>\((?![?*])
+        |\(\?(?:[:=!>]|<[=!]|P<\w+>|\((?!DEFINE\))\w+\)|[aiLmsux]*(?:-[imsx]+)?:))
+    |(?P<times>[*+?]|\{{\d*,?\d*\}})[?+]?
+    |{_ESCAPE}|\[\^?\]?(?:{_ESCAPE}|(?!\[:)[^\]\\])*\]
+    |\(\?P=\w+\)|\(\?\#[^)]*\)|[^\\\[({{]""",
+    re.VERBOSE,
+)
+"""A piece of an expression, with the same meaning to `re` and to `regex`."""
+_TIMES = re.compile(r"\+|\{\d+,?\d*\}")
+_VERBOSE = re.compile(r"\(\?[aiLmsu]*x")
 
 
 class Budget:
     """What is left to the patterns of a file: seconds of a processor, and repeated characters."""
 
-    def __init__(self, seconds: float = MAX_SECONDS, repeated: int = MAX_REPEATED) -> None:
-        self.seconds = seconds
-        self.repeated = repeated
+    def __init__(self, free: float = MAX_FREE_SECONDS) -> None:
+        self.seconds = MAX_SECONDS
+        self.free = free
+        self.repeated = MAX_REPEATED
+
+    def spend(self, seconds: float, free: float) -> None:
+        """Count the time of a use, without its first `free` seconds."""
+        unpaid = max(0.0, min(seconds, free, self.free))
+        self.free -= unpaid
+        self.seconds -= seconds - unpaid
 
 
 _BUDGET: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 
 @contextmanager
-def patterns_of_one_file() -> Iterator[None]:
-    """Give all patterns that are made meanwhile one budget, for as long as they live."""
-    token = _BUDGET.set(Budget())
+def patterns_of_one_file(free: float = MAX_FREE_SECONDS) -> Iterator[None]:
+    """Give all patterns that are made meanwhile one budget, for as long as they live.
+
+    Args:
+        free: seconds for all uses that take little time.
+    """
+    token = _BUDGET.set(Budget(free))
     try:
         yield
     finally:
@@ -76,12 +97,13 @@ class Pattern:
         self.budget = _BUDGET.get() or Budget()
         if len(text) > MAX_PATTERN:
             raise self._error(f"has {len(text)} characters, more than {MAX_PATTERN}")
-        self.budget.repeated -= _repeated(text)
-        if self.budget.repeated < 0:
-            raise self._error("repeats too much, or those before it: choose smaller counts")
+        begun = time.thread_time()
         try:
-            if _BRACES.search(text) or _OTHER_GROUP.search(text):
-                raise regex.error("a group or a brace that Python's re does not have")
+            self.budget.repeated -= _written_out(text) - len(text)
+            if self.budget.repeated < 0:
+                raise self._error("repeats too much, or those before it: choose smaller counts")
+            if self.budget.seconds <= 0:
+                raise TimeoutError
             self._compiled = regex.compile(text, cache_pattern=False)
             if before or behind:
                 self._compiled = regex.compile(before + text + behind, cache_pattern=False)
@@ -89,6 +111,10 @@ class Pattern:
             raise self._error(f"is no pattern: no regular expression ({error})") from None
         except RecursionError:
             raise self._error("is nested too deeply") from None
+        except (TimeoutError, MemoryError):
+            raise self._too_long() from None
+        finally:
+            self.budget.spend(time.thread_time() - begun, _FREE_COMPILING)
 
     def match(self, name: str) -> bool:
         """Return True if it matches from the name's beginning on, as `re.match`.
@@ -107,12 +133,13 @@ class Pattern:
             limit = self.budget.seconds
             return bool(self._compiled.match(name, concurrent=True, timeout=limit))
         except (TimeoutError, MemoryError):
-            self.budget.seconds = 0.0
-            raise self._error(
-                "takes too long to match, or those before it: write simpler ones"
-            ) from None
+            raise self._too_long() from None
         finally:
-            self.budget.seconds -= max(0.0, time.thread_time() - begun - _FREE_SECONDS)
+            self.budget.spend(time.thread_time() - begun, _FREE_MATCH)
+
+    def _too_long(self) -> CheckpointError:
+        self.budget.seconds = 0.0
+        return self._error("takes too long, or those before it: write simpler ones")
 
     def _error(self, problem: str) -> CheckpointError:
         text, place, *_ = self._arguments
@@ -129,6 +156,44 @@ class Pattern:
         return Pattern, self._arguments
 
 
-def _repeated(text: str) -> int:
-    """Return how many characters a pattern's counted repetitions add at most."""
-    return len(text) * (math.prod(max(int(n), 1) for n in _LEAST.findall(text)) - 1)
+def _written_out(text: str) -> int:
+    """Return the length of an expression with its repetitions written out, at most.
+
+    `regex` writes a repeated part as often as it must match, and once more if it may go on.
+
+    Raises:
+        regex.error: it has syntax that `re` has not.
+    """
+    total, last, at = 0, 0, 0
+    outer: list[int] = []
+    while at < len(text):
+        token = _TOKEN.match(text, at)
+        if token is None:
+            raise regex.error("syntax unknown to Python's re, or a brace", text, at)
+        at = token.end()
+        if token["opened"]:
+            outer.append(total + len(token[0]))
+            total = last = 0
+            continue
+        if token["closed"] and outer:
+            last, total = total + 1, total + 1 + outer.pop()
+        elif token["times"]:
+            total, last = (
+                total + last * (_copies(token["times"]) - 1),
+                last * _copies(token["times"]),
+            )
+        else:
+            last = len(token[0])
+            total += last
+    if _VERBOSE.search(text):  # Comments may hide brackets: as if all were nested.
+        return len(text) * math.prod(_copies(each) for each in _TIMES.findall(text))
+    return total
+
+
+def _copies(times: str) -> int:
+    """Return how often `regex` writes a part that is repeated: `+`, `{2}` or `{2,5}` times."""
+    if times == "+":
+        return 2
+    least, comma, most = times.strip("{}*?").partition(",")
+    count = int(least or 0)
+    return max(1, count + (bool(comma) and count > 0 and least != most))

@@ -77,7 +77,7 @@ def test_factors_keep_their_type_or_get_another(tmp_path: Path) -> None:
         ({"lora_alpha": "much"}, "lora_alpha 'much' is no number"),
         ({"rank_pattern": {"(": 2}}, "is no pattern"),
         ({"alpha_pattern": {"a)|(b": 2}}, "alpha_pattern: 'a)|(b' is no pattern"),
-        ({"rank_pattern": {"(?:x{9}" * 99 + ")" * 99: 4}}, "repeats too much"),
+        ({"rank_pattern": {"(?:" * 99 + "x" + "){9}" * 99: 4}}, "repeats too much"),
         ({"rank_pattern": [2]}, "rank_pattern is no table"),
     ],
 )

@@ -14,6 +14,8 @@ _Value = TypeVar("_Value", int, float)
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 256
+_PATTERN_SECONDS = 5.0
+"""Processor time for patterns. A request to load an adapter must not outlast a server's end."""
 
 _HARMLESS = frozenset(
     [
@@ -118,7 +120,7 @@ def read_fields(raw: Mapping[str, Any]) -> AdapterFields:
     for name, value in raw.items():
         if name not in _HARMLESS and name not in _REFUSED and value:
             raise CheckpointError(f"{CONFIG_FILE}: {name} is set, and is not supported")
-    with patterns_of_one_file():
+    with patterns_of_one_file(_PATTERN_SECONDS):
         ranks = _by_pattern(raw, "rank_pattern", _rank)
         alphas = _by_pattern(raw, "alpha_pattern", _number)
     return AdapterFields(
