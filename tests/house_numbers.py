@@ -3,8 +3,8 @@
     .venv/bin/python tests/house_numbers.py [FOLDER ...]
 
 Prints one row a folder (by default the product's, tests, benchmarks and examples), then the
-documents' sentences. `--first` lists the first words of docstrings that are not known verbs,
-`--long` the sentences above `LONGEST` words, each with its place.
+documents' sentences. `--first` lists functions' docstrings with a first word of `BANNED`, `--long`
+the sentences above `LONGEST` words, each with its place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import ast
 import io
 import re
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +26,6 @@ LONGEST = 45
 """The most words that a sentence may have."""
 BANNED = frozenset({"What", "Of", "That", "So", "Whose", "Whether", "Raises"})
 """First words that make a docstring a clause without its main verb."""
-RELATIVE = frozenset({"that", "which", "who", "whom", "whose", "what"})
-VERBS = frozenset((Path(__file__).parent / "data" / "imperatives.txt").read_text().split())
-"""Imperatives that docstrings begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +65,9 @@ class Numbers:
     docstrings: list[Docstring] = field(default_factory=list)
 
     @property
-    def verbs_share(self) -> float:
-        """Share of functions' docstrings that begin with a verb, 0 to 1."""
-        counted = [each for each in self.docstrings if each.of_function]
-        return sum(map(begins_with_a_verb, counted)) / max(1, len(counted))
-
-    @property
     def sentences(self) -> list[str]:
         """The sentences of all docstrings."""
         return [sentence for each in self.docstrings for sentence in sentences(each.text)]
-
-
-def begins_with_a_verb(docstring: Docstring) -> bool:
-    """Tell whether a docstring's first word is a known imperative."""
-    return docstring.first_word.lower() in VERBS
 
 
 def python_files(folder: Path) -> Iterator[Path]:
@@ -146,12 +131,6 @@ def sentences(text: str) -> list[str]:
     return found
 
 
-def relative_words(found: list[str]) -> float:
-    """Return the relative words per sentence."""
-    words = sum(word.lower() in RELATIVE for each in found for word in each.split())
-    return words / max(1, len(found))
-
-
 def mean_words(found: list[str]) -> float:
     """Return the words per sentence."""
     return sum(len(each.split()) for each in found) / max(1, len(found))
@@ -179,13 +158,11 @@ def main() -> None:
     parser.add_argument("--first", action="store_true")
     parser.add_argument("--long", action="store_true")
     options = parser.parse_args()
-    print(f"{'folder':24}{'files':>6}{'lines':>8}{'code':>8}{'docstrings':>11}{'verbs':>7}", end="")
-    print(f"{'relative':>9}{'words':>7}")
+    print(f"{'folder':24}{'files':>6}{'lines':>8}{'code':>8}{'docstrings':>11}{'words':>7}")
     for name in options.folders:
         numbers = numbers_of(ROOT / name)
         print(f"{name:24}{numbers.files:6}{numbers.lines:8}{numbers.code_lines:8}", end="")
-        print(f"{len(numbers.docstrings):11}{numbers.verbs_share:7.0%}", end="")
-        print(f"{relative_words(numbers.sentences):9.2f}{mean_words(numbers.sentences):7.1f}")
+        print(f"{len(numbers.docstrings):11}{mean_words(numbers.sentences):7.1f}")
         if options.first:
             show_first_words(numbers)
         if options.long:
@@ -195,17 +172,16 @@ def main() -> None:
         text = path.read_text(encoding="utf-8")
         found = sentences(text)
         mean = mean_words(found)
-        print(f"{path.relative_to(ROOT)!s:24}{text.count(chr(10)):14}{'':34}{mean:7.1f}")
+        print(f"{path.relative_to(ROOT)!s:24}{text.count(chr(10)):14}{'':19}{mean:7.1f}")
         if options.long:
             show_long(str(path.relative_to(ROOT)), text)
 
 
 def show_first_words(numbers: Numbers) -> None:
-    """Print functions' first words that are no known verb, most frequent first, with a place."""
-    odd = [each for each in numbers.docstrings if each.of_function and not begins_with_a_verb(each)]
-    places = {each.first_word: each.place for each in odd}
-    for word, count in Counter(each.first_word for each in odd).most_common():
-        print(f"    {count:4} {word:20} {places[word]}")
+    """Print the functions' docstrings with a banned first word."""
+    for each in numbers.docstrings:
+        if each.of_function and each.first_word in BANNED:
+            print(f"    {each.place}: {each.first_word}")
 
 
 def show_long(place: str, text: str) -> None:
