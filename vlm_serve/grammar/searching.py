@@ -19,7 +19,8 @@ _HEX = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6
 _PROPERTY = re.compile(r"\\[pP](?:[A-Z]|\{[A-Za-z_=]+\})")
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0b\x0c"}
-_WIDE = {"d": r"\p{Nd}", "w": r"\w", "s": r"\s"}
+# Python has numbers among letters, and separators of data among spaces; ECMA-262 has U+FEFF there.
+_WIDE = {"d": r"\p{Nd}", "w": r"\w\p{N}", "s": r"\s\x{1c}-\x{1f}\x{feff}"}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 
 
