@@ -81,7 +81,7 @@ def pattern(text: Any, path: str) -> str:
 
 
 def lengths(given: dict[str, Any], path: str) -> None:
-    """Write lengths as whole numbers, and leave out those that no answer reaches.
+    """Write lengths as whole numbers, without those out of reach of any answer.
 
     Raises:
         InvalidRequestError: so long a text is demanded.
@@ -97,10 +97,10 @@ def lengths(given: dict[str, Any], path: str) -> None:
 
 
 def length_pattern(given: Mapping[str, Any], text: str) -> str | None:
-    """Return a pattern with the lengths of texts that match another one; None: there is none.
+    """Return a pattern of the lengths in a schema, for texts of another pattern; None: no such one.
 
-    llguidance searches JSON for a text that fits. With characters of several bytes it gives up
-    on lengths from about 100, so those of texts of ASCII are repetitions of its characters.
+    llguidance searches for a fitting text in JSON. With characters of several bytes it gives up
+    on lengths from about 100, so lengths of ASCII are repetitions of its characters.
     Beyond 254 it gives up on these as well, but no address of mail is longer.
     """
     least, most = given.get("minLength", 0), given.get("maxLength")

@@ -213,9 +213,9 @@ def find_node(service: Service, request: Request, key: str) -> ListedNode:
 def preparation_of(
     service: Service, request: Request, body: CachePrompt, conversation: Conversation
 ) -> tuple[Callable[[], Preparation], dict[str, str]]:
-    """Return what makes the body's prompt on a preparation thread, and headers for the response.
+    """Return a function that makes the body's prompt, and headers for the response.
 
-    The headers name what is ignored in the conversation.
+    Call the function on a preparation thread. The headers name ignored places of the conversation.
 
     Raises:
         InvalidRequestError: the prompt is invalid. The returned function may raise it, too.

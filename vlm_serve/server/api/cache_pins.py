@@ -144,7 +144,7 @@ async def _lift(service: Service, request: Request, key: bytes | None) -> int:
 def _target(
     service: Service, request: Request, value: Mapping[str, Any]
 ) -> tuple[PinRequest, ListedNode | Callable[[], Preparation], dict[str, str]]:
-    """Return the body, the node that it names or what makes its prompt, and headers."""
+    """Return the body, its node or a function that makes its prompt, and headers."""
     body = validate(value, PinRequest)
     if body.key is None:
         return body, *preparation_of(service, request, body, read_conversation("chat", value))
