@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar import searching
 from vlm_serve.grammar.keywords import NOTES
 from vlm_serve.grammar.regex_format import REGEX
 
@@ -59,6 +60,8 @@ BUILT_IN = frozenset(["duration", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 _DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 _DIGITS = r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)$"
 _EXACT = 1 << 53
+_LONGEST_EMAIL = 254
+_MOST_REPETITIONS = (1 << 31) - 1
 _KINDS = ("string", "number", "boolean", "null", "array", "object")
 
 
@@ -75,6 +78,41 @@ def pattern(text: Any, path: str) -> str:
     if any(mark in text for mark in ("(?=", "(?!", "(?<=", "(?<!")):
         raise _refuse(path, "looks ahead or behind, which cannot be enforced")
     return text
+
+
+def lengths(given: dict[str, Any], path: str) -> None:
+    """Write lengths as whole numbers, without those out of reach of any answer.
+
+    Raises:
+        InvalidRequestError: so long a text is demanded.
+    """
+    for name in ("minLength", "maxLength"):
+        value = given.get(name)
+        if isinstance(value, float) and value.is_integer():
+            given[name] = value = int(value)
+        if isinstance(value, int) and value > _MOST_REPETITIONS:
+            del given[name]
+            if name == "minLength":
+                raise _refuse(f"{path}/{name}", "is more than any answer has")
+
+
+def length_pattern(given: Mapping[str, Any], text: str) -> str | None:
+    """Return a pattern of the lengths in a schema, for texts of another pattern; None: no such one.
+
+    llguidance searches for a fitting text in JSON. With characters of several bytes it gives up
+    on lengths from about 100, so lengths of ASCII are repetitions of its characters.
+    Beyond 254 it gives up on these as well, but no address of mail is longer.
+    """
+    least, most = given.get("minLength", 0), given.get("maxLength")
+    if text == FORMATS["email"] and isinstance(most, int):
+        most = min(most, _LONGEST_EMAIL)
+    if most is None and not least or not searching.is_ascii(text):
+        return None
+    if not isinstance(least, int) or not isinstance(most, int | None):
+        return None
+    if least < 0 or (most is not None and most < least):
+        return None
+    return f"^[\\x00-\\x7f]{{{least},{'' if most is None else most}}}$"
 
 
 def bounds(given: dict[str, Any]) -> None:

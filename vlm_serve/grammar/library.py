@@ -31,6 +31,11 @@ _SENTENCES = (
     ("too many", _TOO_LARGE),
     ("fuel", _TOO_LARGE),
     ("Current row", _TOO_LARGE),
+    (
+        "if regex is empty",
+        f"{_CANNOT}: whether a text has the patterns and the length is too much work to find out; "
+        "use a smaller length, or leave one out",
+    ),
 )
 """Marks of llguidance's words, and what they mean."""
 _LIMITS = (

@@ -12,7 +12,16 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.alternatives import discriminator, exclusive, names_of
-from vlm_serve.grammar.forms import BUILT_IN, FORMATS, bounds, negated, pattern, property_names
+from vlm_serve.grammar.forms import (
+    BUILT_IN,
+    FORMATS,
+    bounds,
+    length_pattern,
+    lengths,
+    negated,
+    pattern,
+    property_names,
+)
 from vlm_serve.grammar.keywords import ENFORCED, KNOWN, PLAIN, UNENFORCED
 from vlm_serve.grammar.references import Document, finite
 
@@ -69,6 +78,7 @@ class Rewriter:
             if name in ENFORCED and (value is not None or name == "const")
         }
         bounds(given)
+        lengths(given, path)
         out: dict[str, Any] = {name: given[name] for name in PLAIN if name in given}
         parts: list[Any] = []
         self._texts(given, out, parts, path)
@@ -120,6 +130,11 @@ class Rewriter:
                 parts.append({"pattern": FORMATS[form]})
             else:
                 out["pattern"] = FORMATS[form]
+        size = length_pattern(given, out["pattern"]) if "pattern" in out else None
+        if size is not None:
+            parts.append({"pattern": size})
+            out.pop("minLength", None)
+            out.pop("maxLength", None)
 
     def _list(self, given: dict[str, Any], out: dict[str, Any], path: str) -> None:
         items, first = given.get("items"), given.get("prefixItems")

@@ -19,8 +19,10 @@ _HEX = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6
 _PROPERTY = re.compile(r"\\[pP](?:[A-Z]|\{[A-Za-z_=]+\})")
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0b\x0c"}
-_WIDE = {"d": r"\p{Nd}", "w": r"\w", "s": r"\s"}
+# Python has numbers among letters, and separators of data among spaces; ECMA-262 has U+FEFF there.
+_WIDE = {"d": r"\p{Nd}", "w": r"\w\p{N}", "s": r"\s\x{1c}-\x{1f}\x{feff}"}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
+_ASCII = re.compile(r"(?:[\x00-\x5b\x5d-\x7f]|\\[nrt]|\\x[0-7][0-9a-f]|\\x\{[0-7]?[0-9a-f]\})*")
 
 
 class PatternError(ValueError):
@@ -65,6 +67,27 @@ def full(pattern: str) -> str:
         PatternError: a grammar cannot follow it.
     """
     return _joined(_parsed(pattern), "")
+
+
+def is_ascii(pattern: str) -> bool:
+    """Return True if a pattern of a schema certainly matches whole texts of ASCII alone."""
+    try:
+        branches = _parsed(pattern)
+    except PatternError:
+        return False
+    ends = [[item.text + item.quantifier for item in each[:1] + each[1:][-1:]] for each in branches]
+    return all(each == ["^", "$"] for each in ends) and _all_ascii(
+        [item for each in branches for item in each[1:-1]]
+    )
+
+
+def _all_ascii(items: list[_Item]) -> bool:
+    return all(
+        _all_ascii([each for branch in item.branches for each in branch])
+        if item.branches is not None
+        else bool(_ASCII.fullmatch(item.text)) and "[^" not in item.text and not item.anchored
+        for item in items
+    )
 
 
 def literal(text: str) -> str:

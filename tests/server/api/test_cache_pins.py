@@ -130,3 +130,21 @@ def test_a_tenant_sees_and_lifts_its_own_alone(tenants: RunningServer) -> None:
     assert (keys_of(FIRST), keys_of(SECOND)) == ([], [pinned[SECOND]])
     assert ok(call(OPERATOR, "DELETE", f"{PATH}/{pinned[SECOND]}"))["lifted"] == 1
     assert call("unknown", "GET", PATH).status_code == 401
+
+
+@pytest.mark.parametrize(("path", "more"), [("probe", {}), ("pin", {"ttl_seconds": 9})])
+def test_the_cache_s_routes_name_what_they_ignore(
+    server: RunningServer, path: str, more: dict[str, Any]
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {}}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "other", "content": "x"},
+    ]
+    answer = server.post(f"/v1/cache/{path}", {"messages": messages} | more)
+    assert answer.status_code == 200, answer.text
+    named = answer.headers["x-vlm-serve-ignored-fields"].split(", ")
+    assert named == ["messages[0].content[0].cache_control", "messages[2].tool_call_id"]
+    answer = server.post(f"/v1/cache/{path}", {"prompt": "Hi"} | more)
+    assert "x-vlm-serve-ignored-fields" not in answer.headers

@@ -22,6 +22,7 @@ from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestMo
 from vlm_serve.server.api.prompts import PromptOrMessages, prepare_tokens
 from vlm_serve.server.api.reports import cache_report_body
 from vlm_serve.server.api.request_body import read_json, read_prompt
+from vlm_serve.server.api.unknown_fields import ignored_header
 from vlm_serve.server.api.visible import visible_roots
 from vlm_serve.server.http.tenants import is_tenant, refuse_tenants
 from vlm_serve.server.service import Preparation, Service
@@ -116,14 +117,14 @@ async def probe(service: Service, request: Request) -> Response:
     Raises:
         VlmServeError: the request is invalid, or the server does not admit it.
     """
-    preparation = await read_prompt(
+    preparation, headers = await read_prompt(
         service, request, "chat", ProbeRequest, partial(preparation_of, service, request)
     )
     with service.admission.admitted():
         prompt = await service.prepare(preparation)
         report = cache_report_body(await asyncio.to_thread(service.engine.probe, prompt))
     assert report is not None
-    return JSONResponse(report.model_dump())
+    return JSONResponse(report.model_dump(), headers=headers)
 
 
 async def flush(service: Service, request: Request) -> Response:
@@ -211,8 +212,10 @@ def find_node(service: Service, request: Request, key: str) -> ListedNode:
 
 def preparation_of(
     service: Service, request: Request, body: CachePrompt, conversation: Conversation
-) -> Callable[[], Preparation]:
-    """Return a function that makes the body's prompt; call it on a preparation thread.
+) -> tuple[Callable[[], Preparation], dict[str, str]]:
+    """Return a function that makes the body's prompt, and headers for the response.
+
+    Call the function on a preparation thread. The headers name ignored places of the conversation.
 
     Raises:
         InvalidRequestError: the prompt is invalid. The returned function may raise it, too.
@@ -221,10 +224,10 @@ def preparation_of(
     own = service.state.key_scope(request.scope, body)
     body.check_alternatives(body.prompt)
     if body.prompt is None:
-        return partial(prepare, service, conversation, own)
+        return partial(prepare, service, conversation, own), ignored_header(conversation.ignored)
     if not body.prompt:
         raise InvalidRequestError("prompt must not be empty", param="prompt")
-    return partial(prepare_tokens, service, body.prompt, own)
+    return partial(prepare_tokens, service, body.prompt, own), {}
 
 
 def refuse_unknown(query: Mapping[str, str], known: tuple[str, ...]) -> None:

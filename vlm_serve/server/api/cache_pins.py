@@ -81,7 +81,7 @@ async def pin(service: Service, request: Request) -> Response:
         NodeNotFoundError: the client may see no node with this key.
         VlmServeError: the request is invalid, or the server does not admit it.
     """
-    body, target = await read_value(service, request, partial(_target, service, request))
+    body, target, headers = await read_value(service, request, partial(_target, service, request))
     pins = service.engine.pins
     with service.admission.admitted():
         if isinstance(target, ListedNode):
@@ -95,7 +95,7 @@ async def pin(service: Service, request: Request) -> Response:
             pinned = await asyncio.to_thread(pins.add, prompt, body.ttl_seconds, owner)
             key = key_at(prompt.keys, pinned) if pinned else b""
     answer = Pinned(prompt_tokens=length, pinned_tokens=pinned, key=key.hex() if pinned else None)
-    return JSONResponse(answer.model_dump())
+    return JSONResponse(answer.model_dump(), headers=headers)
 
 
 async def list_pins(service: Service, request: Request) -> Response:
@@ -143,13 +143,13 @@ async def _lift(service: Service, request: Request, key: bytes | None) -> int:
 
 def _target(
     service: Service, request: Request, value: Mapping[str, Any]
-) -> tuple[PinRequest, ListedNode | Callable[[], Preparation]]:
-    """Return the body with the node that it names, or with a function that makes its prompt."""
+) -> tuple[PinRequest, ListedNode | Callable[[], Preparation], dict[str, str]]:
+    """Return the body, its node or a function that makes its prompt, and headers."""
     body = validate(value, PinRequest)
     if body.key is None:
-        return body, preparation_of(service, request, body, read_conversation("chat", value))
+        return body, *preparation_of(service, request, body, read_conversation("chat", value))
     given = {name for name, each in value.items() if each is not None}
     if given - {"key", "ttl_seconds", "model"}:
         raise InvalidRequestError("key must come without a prompt", param="key")
     service.state.resolve_model(body.model)
-    return body, find_node(service, request, body.key)
+    return body, find_node(service, request, body.key), {}
