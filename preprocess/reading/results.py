@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 
 _Message = dict[str, Any]
+_Turn = tuple[_Message, list[MediaPart]]
 _Label = tuple[str | None, str | None]
 """The id of a call and the name of its function; None: not given."""
 _KEYS: tuple[Callable[[_Label], str | None], ...] = (itemgetter(0), itemgetter(1), lambda _: "")
@@ -22,9 +24,10 @@ _KEYS: tuple[Callable[[_Label], str | None], ...] = (itemgetter(0), itemgetter(1
 def order_results(conversation: Conversation) -> None:
     """Put the results behind each answer into the order of its calls, with their media.
 
-    Other messages between them keep their places. A result is that of a call in the answer before
-    it, because some clients count the ids of each answer anew. A result whose id is unknown there
-    is named in `ignored`; one without an id gets the id of its call.
+    Texts between them keep their places. No result moves past a message with media, which may
+    belong to the result before it. A result is that of a call in the answer before it, because some
+    clients count the ids of each answer anew. A result whose id is unknown there is named in
+    `ignored`; one without an id gets the id of its call.
     """
     turns, places = conversation.turns(), iter(conversation.result_places)
     # A message that the model continues must stay the last one.
@@ -40,10 +43,11 @@ def order_results(conversation: Conversation) -> None:
                 result["tool_call_id"] = expected
             elif given is not None and (expected is None or str(expected) != str(given)):
                 conversation.ignored.append(place)
-        order = sorted(range(len(results)), key=lambda at: call_of.get(at, len(calls)))
-        moved = [turns[indices[at]] for at in order]
-        for index, turn in zip(indices, moved, strict=True):
-            turns[index] = turn
+        for run in _runs(indices, turns):
+            order = sorted(run, key=lambda at: call_of.get(at, len(calls)))
+            moved = [turns[indices[at]] for at in order]
+            for at, turn in zip(run, moved, strict=True):
+                turns[indices[at]] = turn
     conversation.messages = [message for message, _ in turns]
     conversation.media = [medium for _, media in turns for medium in media]
 
@@ -64,6 +68,16 @@ def _groups(messages: Sequence[_Message]) -> Iterator[tuple[list[_Message], list
             indices.append(index)
         role = message["role"]
     yield calls, indices
+
+
+def _runs(indices: Sequence[int], turns: Sequence[_Turn]) -> list[list[int]]:
+    """Divide the results of a group, by their numbers, where messages with media stand between."""
+    runs = [[0]] if indices else []
+    for at, (before, index) in enumerate(pairwise(indices), start=1):
+        if any(media for _, media in turns[before + 1 : index]):
+            runs.append([])
+        runs[-1].append(at)
+    return runs
 
 
 def _label(call_id: Any, function: _Message) -> _Label:

@@ -219,6 +219,22 @@ def test_texts_between_results_stay_in_their_places() -> None:
         assert found.ignored == []
 
 
+def test_pictures_behind_their_results_stay_with_them() -> None:
+    """Clients whose results hold no pictures send each one in a message behind its result."""
+    shown = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": picture(at)}}]}
+        for at in range(3)
+    ]
+    results = _results("chat", [("c", "C"), ("b", "B"), ("a", "A")])
+    body = body_of("chat", (["a", "b", "c"], []))
+    body["messages"] += [*results[:2], shown[2], results[2], shown[0]]
+    conversation = read_conversation("chat", body)
+    assert results_of(conversation) == ["B", "C", "A"]
+    roles = [message["role"] for message in conversation.messages[2:]]
+    assert roles == ["tool", "tool", "user", "tool", "user"]
+    assert conversation.ignored == []
+
+
 def test_items_of_calls_and_outputs_in_turns_are_no_group() -> None:
     calls = _answer("responses", ["a", "b"])
     outputs = _results("responses", [("a", "A"), ("b", "B")])

@@ -213,6 +213,21 @@ def test_tokens_of_other_files_count(tmp_path: Path) -> None:
         check_beside(model, adapter)
 
 
+@pytest.mark.parametrize("form", ["text", "object"])
+def test_a_new_token_to_fill_rows_is_passed_over(tmp_path: Path, form: str) -> None:
+    """As TRL and unsloth add one. A token that is not named as that is another vocabulary."""
+    raw, config = read(DEMO / "tokenizer.json"), read(DEMO / "tokenizer_config.json")
+    new = raw["added_tokens"][-1] | {"id": 800, "content": "[PAD]", "special": True}
+    write(tmp_path / "tokenizer.json", raw | {"added_tokens": [*raw["added_tokens"], new]})
+    named = "[PAD]" if form == "text" else {"content": "[PAD]", "__type": "AddedToken"}
+    write(tmp_path / "tokenizer_config.json", config | {"pad_token": named})
+    check_beside(DEMO, tmp_path)
+    for other in ("<other>", None):
+        write(tmp_path / "tokenizer_config.json", config | {"pad_token": other})
+        with pytest.raises(CheckpointError, match=r"the added token '\[PAD\]' \(id 800\)"):
+            check_beside(DEMO, tmp_path)
+
+
 @pytest.mark.parametrize(
     "content",
     ["{", "[]", "{}", '{"model": 3}', '{"model": {"vocab": 3}}', "[" * 100_000]

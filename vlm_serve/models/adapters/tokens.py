@@ -39,6 +39,7 @@ class Tokens:
         merges: pairs to join, in their order.
         fields: of the model, such as `ignore_merges`, without those that change nothing.
         normalizer, pre_tokenizer: their steps.
+        padding: the text of the token that fills rows in training; None: not named.
     """
 
     added: Mapping[str, tuple[int, _Flags]]
@@ -48,6 +49,7 @@ class Tokens:
     fields: Mapping[str, Any]
     normalizer: list[_Step]
     pre_tokenizer: list[_Step]
+    padding: str | None
 
 
 def read_tokens(folder: Path) -> Tokens:
@@ -74,6 +76,7 @@ def read_tokens(folder: Path) -> Tokens:
             fields=_with_effect(model),
             normalizer=list(_steps(raw.get("normalizer"))),
             pre_tokenizer=list(_steps(raw.get("pre_tokenizer"))),
+            padding=_padding(config.get("pad_token")),
         )
     except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{TOKENIZER_FILE} cannot be read") from error
@@ -82,6 +85,10 @@ def read_tokens(folder: Path) -> Tokens:
 def _entry(index: int, flags: Mapping[str, Any]) -> tuple[int, _Flags]:
     plain = {"normalized": not flags.get("special", False), **flags}
     return index, tuple(bool(plain.get(name)) for name in _MATCHED_BY)
+
+
+def _padding(raw: Any) -> str | None:
+    return raw.get("content") if isinstance(raw, Mapping) else raw
 
 
 def _vocabulary(raw: Any) -> dict[str, int]:
@@ -138,8 +145,13 @@ def difference(tokens: Tokens, model: Tokens, family: Family) -> str | None:
 
 
 def _other_added(tokens: Tokens, model: Tokens) -> str | None:
-    """Compare the added tokens. Those that only the model's tokenizer_config.json has may lack."""
+    """Compare the added tokens. Those that only the model's tokenizer_config.json has may lack.
+
+    Trainers add a token to fill rows with, and no prompt or answer has it.
+    """
     known, wanted = {**model.more, **model.added}, {**tokens.more, **tokens.added}
+    if tokens.padding not in known and tokens.padding not in model.vocabulary:
+        wanted.pop(tokens.padding or "", None)
     for text, (index, flags) in wanted.items():
         if text not in known:
             return f"the added token {_shown(text)} (id {index})"
