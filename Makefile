@@ -58,7 +58,7 @@ OLD_TRITON := $(VENV)/triton-3.6.0
 
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ifeq ($(origin TORCH_INDEX),undefined)
-CHOOSE_INDEX = index=$$($(BIN)/python vlm_serve/torch_index.py "$(CPU_INDEX)")
+CHOOSE_INDEX = index=$$($(BIN)/python release/torch_index.py "$(CPU_INDEX)")
 OTHERWISE = || echo "vlm-serve: that did not work, so torch comes from pip's default index." >&2
 else
 CHOOSE_INDEX = index="$(TORCH_INDEX)"

@@ -26,9 +26,9 @@ from pathlib import Path
 import wheels
 from install import ANSWER, PATIENCE, QUESTION, ask, check_size, healthy, index_of, stranger
 from ports import free_port
+from torch_index import find_problem, pinned_version
 
 from vlm_serve.kernels.native_processor import architecture
-from vlm_serve.torch_index import find_problem, pinned_version
 
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"

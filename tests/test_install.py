@@ -13,10 +13,10 @@ from zipfile import ZipFile
 import pytest
 from dockerfile import ROOT
 from install import CPU_BYTES, check_size, copied, index_of, stranger, using_torchvision
+from torch_index import find_problem, pinned_version
 
 import vlm_serve
 from vlm_serve.links import find_problem as find_links_problem
-from vlm_serve.torch_index import find_problem, pinned_version
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = """#!/bin/sh
 [ "$1" = -c ] && exit
 echo "$*" >> "$LOG"
-case "$1" in vlm_serve/*) echo "$CHOSEN"; exit;; esac
+case "$1" in release/*) echo "$CHOSEN"; exit;; esac
 case "$*" in *"$FAILS"*) exit 1;; esac
 sleep 0.3
 [ "$2" = venv ] || exit 0
@@ -108,7 +108,7 @@ def test_torch_alone_comes_from_the_index_that_was_chosen(
     process.communicate(timeout=120)
     assert process.returncode == 0
     _, _, *middle, everything, served = checkout.log()
-    asked = [] if words or environment else [f"vlm_serve/torch_index.py {CPU_INDEX}"]
+    asked = [] if words or environment else [f"release/torch_index.py {CPU_INDEX}"]
     assert middle == asked + ([from_index(index)] if index else [])
     assert everything.endswith("--editable .[store]") and "index" not in everything
     assert served == "served"
@@ -154,7 +154,7 @@ def test_addresses_and_folders_may_hold_what_a_shell_takes_apart(tmp_path: Path)
     process = checkout.start(f"CPU_INDEX={index}", "PYTHON=./python")
     process.communicate(timeout=120)
     assert process.returncode == 0
-    assert checkout.log()[2:4] == [f"vlm_serve/torch_index.py {index}", from_index(index)]
+    assert checkout.log()[2:4] == [f"release/torch_index.py {index}", from_index(index)]
 
 
 @make

@@ -1,6 +1,6 @@
 """Choose the package index that `make` installs torch from, before anything is installed.
 
-    python vlm_serve/torch_index.py INDEX
+    python release/torch_index.py INDEX
 
 INDEX is PyTorch's index of CPU builds. It is printed if torch should come from there, and nothing
 if torch should come from pip's default index. Standard error gives the choice and the reason.

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch_index
 from ports import free_port
-
-from vlm_serve import torch_index
-from vlm_serve.torch_index import DRIVER_FILES, choose, find_driver, find_problem, pinned_version
+from torch_index import DRIVER_FILES, choose, find_driver, find_problem, pinned_version
 
 SCRIPT = Path(torch_index.__file__)
 TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"
