@@ -68,11 +68,11 @@ def processor(path: Path | str) -> Any:
 
 
 @cache
-def tokenizer(path: Path | str) -> Any:
-    """transformers' tokenizer of a checkpoint."""
+def tokenizer(path: Path | str, **names: str) -> Any:
+    """transformers' tokenizer of a checkpoint, with other names of special tokens, if given."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(path))
+    return AutoTokenizer.from_pretrained(str(path), **names)
 
 
 @contextmanager

@@ -187,7 +187,7 @@ def test_what_make_is_given_stays_with_it(tmp_path: Path) -> None:
     given = ["ARGS=--wheels /opt", "PORT=1", "HOST=h", "MODEL=m", "TORCH_INDEX=i", "CPU_INDEX=c"]
     makefile = tmp_path / "Makefile"
     makefile.write_text(
-        f"all:\n\t@{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'\n"
+        f"all:\n\t@'{sys.executable}' -c 'import json, os; print(json.dumps(dict(os.environ)))'\n"
     )
     made = subprocess.run(
         ["make", "--no-print-directory", *given], cwd=tmp_path, capture_output=True, check=True

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from vlm_serve.engine.adapters.options import LoRA
     from vlm_serve.engine.outputs import CacheReport, Delta, Usage
     from vlm_serve.errors import FailedItemsError, VlmServeError
-    from vlm_serve.output import Output
+    from vlm_serve.output import Choice, Output
     from vlm_serve.pipeline import Pipeline
     from vlm_serve.sampling_params import SamplingParams
     from vlm_serve.structured_outputs import StructuredOutputs
 
 __all__ = [
     "CacheReport",
+    "Choice",
     "Delta",
     "EngineConfig",
     "FailedItemsError",
@@ -41,6 +42,7 @@ __version__ = "0.2.0"
 
 _HOME = {
     "CacheReport": "vlm_serve.engine.outputs",
+    "Choice": "vlm_serve.output",
     "Delta": "vlm_serve.engine.outputs",
     "EngineConfig": "vlm_serve.config",
     "FailedItemsError": "vlm_serve.errors",

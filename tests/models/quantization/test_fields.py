@@ -14,7 +14,6 @@ import quantised_oracles
 from quantised_configs import AWQ, CHANNEL, FP8, GPTQ, INT4, PACKED, scheme
 from quantised_configs import MODELOPT as WHOLE
 from quantised_configs import MODELOPT_MIXED as MIXED
-from transformers.utils import quantization_config as transformers_configs
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.quantization.passed_fields import PASSED_OVER, REFUSED
@@ -262,7 +261,9 @@ def test_mlx_is_named(fields: dict[str, Any]) -> None:
     "name", ["GPTQConfig", "AwqConfig", "FineGrainedFP8Config", "AutoRoundConfig"]
 )
 def test_what_transformers_writes_is_read(name: str) -> None:
-    kind = getattr(transformers_configs, name)
+    from transformers.utils import quantization_config
+
+    kind = getattr(quantization_config, name)
     written = (kind(bits=4) if name == "GPTQConfig" else kind()).to_dict()
     assert scheme(json.loads(json.dumps(written)))
 
