@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 )
 @pytest.mark.parametrize("command", quick(["serve", "chat hello", "deploy"], 1))
 def test_limits_too_small_are_a_sentence(command: str, limit: str, words: str) -> None:
-    line = f"ulimit {limit}; exec {' '.join(COMMAND)} {command} {' '.join(SMALL)}"
+    line = f"ulimit {limit}; exec {shlex.join([*COMMAND, *command.split(), *SMALL])}"
     done = subprocess.run(
         ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
     )
