@@ -227,13 +227,13 @@ def test_a_new_token_to_fill_rows_is_passed_over(tmp_path: Path, form: str) -> N
             check_beside(DEMO, tmp_path)
 
 
+ODD_FIELDS: list[Json] = [{"added_tokens": [3]}, {"normalizer": {}}, {"pre_tokenizer": [1]}]
+
+
 @pytest.mark.parametrize(
     "content",
     ["{", "[]", "{}", '{"model": 3}', '{"model": {"vocab": 3}}', "[" * 100_000]
-    + [
-        json.dumps({"model": {"vocab": {}, "merges": []}, **fields})
-        for fields in ({"added_tokens": [3]}, {"normalizer": {}}, {"pre_tokenizer": [1]})
-    ],
+    + [json.dumps({"model": {"vocab": {}, "merges": []}, **fields}) for fields in ODD_FIELDS],
 )
 def test_damaged_tokenizers_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
