@@ -333,7 +333,10 @@ def test_a_server_without_permission_to_read_is_a_failure(server: StoreServer) -
 
 
 def certificates(folder: Path) -> None:
-    """A certificate authority of our own and what it has signed for 127.0.0.1."""
+    """A certificate authority of our own and what it has signed for 127.0.0.1.
+
+    From Python 3.13 on certificates need the extensions that RFC 5280 asks for.
+    """
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
@@ -341,12 +344,14 @@ def certificates(folder: Path) -> None:
     openssl(
         *("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "ca.key", "-out", "ca.pem"),
         *("-days", "2", "-subj", "/CN=test authority"),
+        *("-addext", "keyUsage=critical,keyCertSign,cRLSign"),
     )
     openssl(
         *("req", "-newkey", "rsa:2048", "-nodes", "-keyout", "server.key", "-out", "server.csr"),
         *("-subj", "/CN=127.0.0.1"),
     )
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    names = "subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n"
+    (folder / "names").write_text(names)
     openssl(
         *("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key"),
         *("-CAcreateserial", "-days", "2", "-extfile", "names", "-out", "server.pem"),
