@@ -94,7 +94,7 @@ deploy: $(VENV)/installed-ray
 
 # The markers of pyproject.toml, each of which says what may carry it.
 SLOW := browser or fuzz or interpreter or memory or processes or processors or ray or sweep
-PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 100 --durations=50
+PYTEST = $(BIN)/python tests/compiled_code.py && $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 100 --durations=50
 
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not ($(SLOW))" $(ARGS)

@@ -1,4 +1,10 @@
-"""Compiled code for tests of it: waited for, and no reason to pass tests over in silence."""
+"""Compiled code for tests of it: waited for, and no reason to pass tests over in silence.
+
+    python tests/compiled_code.py
+
+Compiles it before the tests begin, as `make test` does: on a busy machine with nothing kept from
+earlier starts it takes longer than a server waits, and tests would fail or compute with torch.
+"""
 
 from __future__ import annotations
 
@@ -28,3 +34,19 @@ def wait_for_compiled_code(seconds: float = PATIENCE_S) -> None:
                 native_library._load.cache_clear()
             except BuildError as error:
                 pytest.skip(f"there is no compiled code here: {error}")
+
+
+def main() -> None:
+    """Compile what is not kept yet, however long it takes."""
+    print(
+        "Compiling the kernels for this processor unless that is done: a minute, once.", flush=True
+    )
+    native_build.TIME_LIMIT_S = PATIENCE_S
+    try:
+        native_library.load()
+    except BuildError as error:
+        print(f"There is no compiled code here, so its tests are skipped: {error}")
+
+
+if __name__ == "__main__":
+    main()
