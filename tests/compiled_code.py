@@ -38,9 +38,9 @@ def wait_for_compiled_code(seconds: float = PATIENCE_S) -> None:
 
 def main() -> None:
     """Compile what is not kept yet, however long it takes."""
-    print(
-        "Compiling the kernels for this processor unless that is done: a minute, once.", flush=True
-    )
+    import torch  # noqa: F401  (the library takes its OpenMP)
+
+    print("Compiling the kernels for this processor, unless they are: a minute, once.", flush=True)
     native_build.TIME_LIMIT_S = PATIENCE_S
     try:
         native_library.load()
