@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from make_checkpoint import make_checkpoint
 from parity import greedy
 from PIL import Image
-from waiting import wait_for
+from waiting import WAIT_SECONDS, wait_for
 
 from vlm_serve.config import EngineConfig
+from vlm_serve.engine import build
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.prompt import Prompt
 
 
@@ -23,7 +26,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     config = EngineConfig(
         device="cpu", dtype="float32", block_size=16, max_model_len=2048, cache_memory="32MiB"
     )
-    made = Engine.from_checkpoint(str(path), config)
+    # A busy machine may need longer for large pictures than a server gives them.
+    patient = partial(MediaLimits, max_image_decode_seconds=WAIT_SECONDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "MediaLimits", patient)
+        made = Engine.from_checkpoint(str(path), config)
     yield made
     made.close()
 
