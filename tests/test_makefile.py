@@ -48,7 +48,11 @@ class Checkout:
         self._python.write_text(PYTHON)
         self._python.chmod(0o755)
         self._environment = {**os.environ, "LOG": str(self._log), "CHOSEN": chosen, "FAILS": fails}
-        self._environment.pop("TORCH_INDEX", None)
+        # `make test ARGS=...` exports what it was given, to the tests too.
+        for name in re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE):
+            self._environment.pop(name, None)
+        for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "TORCH_INDEX"):
+            self._environment.pop(name, None)
 
     def start(
         self, *words: str, target: str = "serve", **environment: str
