@@ -105,7 +105,10 @@ def platform_wheel(source: Path, machine: str, out: Path, kept: Path) -> Path:
     """
     with tempfile.TemporaryDirectory(prefix="vlm-serve-wheel-") as scratch:
         with tarfile.open(source) as archive:
-            archive.extractall(scratch, filter="data")
+            # Debian 12's Python 3.11.2 knows no filters. The archive is our own.
+            if hasattr(tarfile, "data_filter"):
+                archive.extraction_filter = tarfile.data_filter
+            archive.extractall(scratch)
         (tree,) = (each for each in Path(scratch).iterdir() if each.is_dir())
         shipped = tree / "vlm_serve" / "kernels" / "shipped"
         began, command = time.monotonic(), runner(machine)
