@@ -90,6 +90,14 @@ def build(tree: Path, out: Path, kind: str, *options: str) -> Path:
     return out / done.stdout.strip().splitlines()[-1]
 
 
+def unpack(source: Path, folder: Path) -> None:
+    """Unpack a source distribution of our own; Debian 12's Python 3.11.2 knows no filters."""
+    with tarfile.open(source) as archive:
+        if hasattr(tarfile, "data_filter"):
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(folder)
+
+
 def platform_wheel(source: Path, machine: str, out: Path, kept: Path) -> Path:
     """Build the wheel of an architecture from a source distribution and return its path.
 
@@ -104,11 +112,7 @@ def platform_wheel(source: Path, machine: str, out: Path, kept: Path) -> Path:
         subprocess.CalledProcessError: as from `build`.
     """
     with tempfile.TemporaryDirectory(prefix="vlm-serve-wheel-") as scratch:
-        with tarfile.open(source) as archive:
-            # Debian 12's Python 3.11.2 knows no filters. The archive is our own.
-            if hasattr(tarfile, "data_filter"):
-                archive.extraction_filter = tarfile.data_filter
-            archive.extractall(scratch)
+        unpack(source, Path(scratch))
         (tree,) = (each for each in Path(scratch).iterdir() if each.is_dir())
         shipped = tree / "vlm_serve" / "kernels" / "shipped"
         began, command = time.monotonic(), runner(machine)

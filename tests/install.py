@@ -108,15 +108,20 @@ def stranger(variables: Mapping[str, str], home: Path) -> dict[str, str]:
     `make test-install ARGS=...` exports ARGS to this script: without this, the `make serve` that it
     starts would pass them on to the server.
     """
-    ours = re.compile(r"(VLM_SERVE|XDG_|HF_|MAKE|MFLAGS)")
-    names = set(re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    kept = {
-        name: value
-        for name, value in variables.items()
-        if not ours.match(name) and name not in names
-    }
+    ours = re.compile(r"(VLM_SERVE|XDG_|HF_)")
+    kept = {name: value for name, value in outside_make(variables).items() if not ours.match(name)}
     own = {"HOME": str(home), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
     return public_environment(kept) | own
+
+
+def outside_make(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what a `make` that runs this has exported."""
+    names = set(re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith(("MAKE", "MFLAGS")) and name not in names
+    }
 
 
 @contextmanager

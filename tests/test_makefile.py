@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from dockerfile import arguments
+from install import outside_make
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = """#!/bin/sh
@@ -47,12 +48,13 @@ class Checkout:
         self._folder, self._python, self._log = folder, folder / "python", folder / "log"
         self._python.write_text(PYTHON)
         self._python.chmod(0o755)
-        self._environment = {**os.environ, "LOG": str(self._log), "CHOSEN": chosen, "FAILS": fails}
-        # `make test ARGS=...` exports what it was given, to the tests too.
-        for name in re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE):
-            self._environment.pop(name, None)
-        for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "TORCH_INDEX"):
-            self._environment.pop(name, None)
+        self._environment = {
+            **outside_make(os.environ),
+            "LOG": str(self._log),
+            "CHOSEN": chosen,
+            "FAILS": fails,
+        }
+        self._environment.pop("TORCH_INDEX", None)
 
     def start(
         self, *words: str, target: str = "serve", **environment: str

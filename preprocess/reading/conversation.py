@@ -49,6 +49,10 @@ class MediaPart:
         return replace(self, source=self.head + self.source, head="") if self.head else self
 
 
+Turn = tuple[dict[str, Any], list[MediaPart]]
+"""A message and its media."""
+
+
 @dataclass(slots=True)
 class Conversation:
     """The content of a request's prompt, still without a template.
@@ -125,7 +129,7 @@ class Conversation:
         self.result_places[:0] = past.result_places
         self.media[:0] = past.media
 
-    def turns(self) -> list[tuple[dict[str, Any], list[MediaPart]]]:
+    def turns(self) -> list[Turn]:
         """Return the messages, each with its media."""
         turns, start = [], 0
         for message in self.messages:

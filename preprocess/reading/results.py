@@ -12,10 +12,9 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.reading.conversation import Conversation, Turn
 
 _Message = dict[str, Any]
-_Turn = tuple[_Message, list[MediaPart]]
 _Label = tuple[str | None, str | None]
 """The id of a call and the name of its function; None: not given."""
 _KEYS: tuple[Callable[[_Label], str | None], ...] = (itemgetter(0), itemgetter(1), lambda _: "")
@@ -70,7 +69,7 @@ def _groups(messages: Sequence[_Message]) -> Iterator[tuple[list[_Message], list
     yield calls, indices
 
 
-def _runs(indices: Sequence[int], turns: Sequence[_Turn]) -> list[list[int]]:
+def _runs(indices: Sequence[int], turns: Sequence[Turn]) -> list[list[int]]:
     """Divide the results of a group, by their numbers, where messages with media stand between."""
     runs = [[0]] if indices else []
     for at, (before, index) in enumerate(pairwise(indices), start=1):

@@ -11,11 +11,10 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.reading.conversation import Conversation, Turn
 from vlm_serve.preprocess.reading.parts import text_part
 
 _Message = dict[str, Any]
-_Turn = tuple[_Message, list[MediaPart]]
 _BLANK_LINE = "\n\n"
 
 
@@ -42,7 +41,7 @@ def fit_systems(conversation: Conversation, *, late: bool) -> Conversation:
     if late or not any(map(_is_system, messages[start:])):
         return conversation
     turns = conversation.turns()
-    first, rest = turns[:start], list[_Turn]()
+    first, rest = turns[:start], list[Turn]()
     for (message, media), stays in zip(turns[start:], _staying(messages[start:]), strict=True):
         if not _is_system(message):
             rest.append((message, media))

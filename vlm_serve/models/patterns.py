@@ -35,7 +35,7 @@ _SHOWN = 80
 _ESCAPE = r"\\(?:[abdfnrstuvwxABDSUWZ0-9]|[^A-Za-z0-9])"
 _TOKEN = re.compile(
     rf"""(?P<closed>\))
-    |(?P<flags>\(\?[aiLmsux]+\))
+    |\(\?[aiLmsux]+\)
     |(?P<opened>\((?![?*])
         |\(\?(?:[:=!>]|<[=!]|P<\w+>|\((?!DEFINE\))\w+\)|[aiLmsux]*(?:-[imsx]+)?:))
     |(?P<times>[*+?]|\{{\d*,?\d*\}})[?+]?
