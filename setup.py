@@ -62,7 +62,7 @@ def for_an_index(text: str) -> str:
 
 
 # Without its links the package would be built without most of its modules, and successfully.
-problem = runpy.run_path(str(PACKAGE / "links.py"))["find_problem"](str(PACKAGE))
+problem = runpy.run_path(str(PACKAGE / "system" / "links.py"))["find_problem"](str(PACKAGE))
 if problem:
     raise SystemExit(f"error: {problem}")
 setup(

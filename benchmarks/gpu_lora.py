@@ -25,8 +25,8 @@ from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
 from peft_folders import random_adapter
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 SPECS = {

@@ -26,7 +26,7 @@ from PIL import Image
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
 from vlm_serve.engine.memory import EMBEDDING_CACHE_BYTES
-from vlm_serve.options import format_size
+from vlm_serve.options.declared import format_size
 
 SIDE = 1536
 SEQUENCES, LENGTH = 16, 9000

@@ -21,9 +21,9 @@ from queue import SimpleQueue
 import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 from common.engine_cases import checkpoint
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.sampling_params import SamplingParams
 
 MOST = 1.03

@@ -38,8 +38,8 @@ from parity_cases import assistant, random_ids, user, video
 from PIL import Image
 from redis_server import StoreServer, running
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 
 MODELS = {"demo": None, "small": BENCHMARK_SPEC}
 MIB = 1 << 20

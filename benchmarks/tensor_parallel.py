@@ -28,11 +28,11 @@ from common.machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.outputs import Delta
-from vlm_serve.host_threads import release_worker_threads
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.system.host_threads import release_worker_threads
 
 BATCH, ANSWER = 8, 33
 DUE = {"prefill": 1.15, "decode": 1.35}

@@ -30,7 +30,7 @@ from vlm_serve.kernels.native_processor import (
     tile_registers_refused,
 )
 from vlm_serve.kernels.native_seal import seal
-from vlm_serve.private_files import cache_path, make_private
+from vlm_serve.system.private_files import cache_path, make_private
 
 SOURCES = (Path(__file__).parent / "native", Path(__file__).parents[1] / "models" / "native")
 """Roots of the C++ sources: ops of single layers, and the compiled forward on top of them. Sources

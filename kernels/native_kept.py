@@ -18,7 +18,7 @@ from pathlib import Path
 from vlm_serve.kernels import native_build
 from vlm_serve.kernels.native_build import APART, BuildError, Recipe, apart
 from vlm_serve.kernels.native_seal import is_sealed
-from vlm_serve.private_files import (
+from vlm_serve.system.private_files import (
     UnsafePathError,
     cache_path,
     check_path,
@@ -27,7 +27,7 @@ from vlm_serve.private_files import (
     runs,
     secure_cache,
 )
-from vlm_serve.temporary_folder import TemporaryFolder
+from vlm_serve.system.temporary_folder import TemporaryFolder
 
 KEPT_FOR_S = 7 * 24 * 3600.0
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vlm_serve import child, children
 from vlm_serve.errors import MediaError, VlmServeError
 from vlm_serve.preprocess.decode_wire import GoneError, map_array, receive, send
+from vlm_serve.system import child, children
 
 _START_SECONDS = 120.0
 _FORK_SECONDS = 5.0

@@ -17,7 +17,6 @@ import numpy as np
 import PIL.Image
 
 from vlm_serve.errors import InvalidRequestError, MediaError
-from vlm_serve.host_threads import releasing
 from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.decoding_path import decoding_path
 from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding
@@ -43,6 +42,7 @@ from vlm_serve.preprocess.raw_index import RawIndex, raw_digest, raw_key
 from vlm_serve.preprocess.reading.conversation import MediaPart
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.upload_records import UploadRecords, upload_key
+from vlm_serve.system.host_threads import releasing
 
 _CONVERSIONS = 2
 _ALL_FRAMES = b"frames"

@@ -17,9 +17,9 @@ from typing import Any
 import tokenizers
 
 from vlm_serve.errors import CheckpointError, ContextLengthError
-from vlm_serve.foreign_files import foreign
 from vlm_serve.preprocess.end_tokens import find_ends, special_names
 from vlm_serve.preprocess.family import Family, family_of
+from vlm_serve.system.foreign_files import foreign
 
 # Long texts are counted in pieces of this size before they are encoded as a whole.
 _PIECE_CHARACTERS = 1 << 14

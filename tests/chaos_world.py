@@ -20,7 +20,7 @@ from process_tree import processes_below, runs
 from redis_server import EXECUTABLES, StoreServer
 from server_process import ServerProcess, server_process
 
-from vlm_serve.private_files import cache_path
+from vlm_serve.system.private_files import cache_path
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = (

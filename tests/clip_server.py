@@ -9,8 +9,8 @@ from pathlib import Path
 
 from serving import RunningServer, running
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 CLIP = "bikes.mp4"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from redis_server import StoreServer
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 
 def settings(store: StoreServer | None, **options: object) -> EngineConfig:

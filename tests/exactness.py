@@ -13,7 +13,7 @@ import torch
 from parity import greedy, tapped
 from parity_cases import random_ids, user
 
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 

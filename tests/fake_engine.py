@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from vlm_serve.cache.events import CacheEvents
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.store import AdapterStore
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.inspection import PinInfo
@@ -26,6 +25,7 @@ from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.engine.thought import Thought
 from vlm_serve.errors import EngineClosedError, VlmServeError
 from vlm_serve.models.adapters import Modules
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.template_traits import TemplateTraits

@@ -24,7 +24,7 @@ from hostile_shares import ORDINARY
 from PIL import Image, ImageDraw
 from server_process import ServerProcess
 
-from vlm_serve.options import parse_size
+from vlm_serve.options.declared import parse_size
 
 CLIENT = Path(__file__).with_name("hostile_client.py")
 THINK_SECONDS = (0.3, 1.0)

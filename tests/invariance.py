@@ -22,12 +22,12 @@ from parity import executor_of
 from parity_cases import random_ids, user
 from together import together
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.executor import StepError
 from vlm_serve.engine.plan import StepOutput, StepPlan
-from vlm_serve.many import returned
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.many import returned
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 

@@ -28,7 +28,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine import step_memory
 from vlm_serve.engine.arithmetic import Backend, Types, decide
 from vlm_serve.engine.decode_graphs import DecodeGraphs
@@ -48,6 +47,7 @@ from vlm_serve.models.adapters import LowRank, changes_of
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.parts import feed_forward
+from vlm_serve.options.config import EngineConfig
 
 TARGET, GPU = Target("cuda", 90), GPUTarget("cuda", 90, 32)
 CONFIG = EngineConfig(

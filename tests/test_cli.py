@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from vlm_serve.cli import _model, _model_and_configs, build_parser, collect, main
-from vlm_serve.config import EngineConfig
-from vlm_serve.config_file import read_config_file
+from vlm_serve.commands.config_file import read_config_file
+from vlm_serve.commands.long_parts import LONG_PARTS
 from vlm_serve.errors import ConfigError
-from vlm_serve.long_parts import LONG_PARTS
 from vlm_serve.models.registry import FAMILIES
-from vlm_serve.options import Option, check_environment, from_environment, options_of
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import Option, check_environment, from_environment, options_of
 from vlm_serve.server.config import ServerConfig
 
 ALL: tuple[Option, ...] = (*options_of(ServerConfig), *options_of(EngineConfig))
@@ -245,7 +245,7 @@ def test_a_command_says_what_takes_long(tmp_path: Path) -> None:
     code = (
         "import logging, sys\n"
         "from vlm_serve.cli import main\n"
-        "from vlm_serve.long_parts import LONG_PARTS\n"
+        "from vlm_serve.commands.long_parts import LONG_PARTS\n"
         "status = main(sys.argv[1:])\n"
         "for name in LONG_PARTS:\n"
         "    logging.getLogger(name).info('half a minute')\n"

@@ -17,7 +17,7 @@ import yaml
 from dockerfile import ROOT, Instruction, arguments, copies, read
 
 from vlm_serve.cli import build_parser
-from vlm_serve.options import check_environment, from_environment, options_of
+from vlm_serve.options.declared import check_environment, from_environment, options_of
 from vlm_serve.server.config import ServerConfig
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))

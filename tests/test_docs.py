@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vlm_serve.config import EngineConfig
+from vlm_serve.commands.plan import make as make_plan
 from vlm_serve.deploy.options import DeployConfig
-from vlm_serve.options import markdown_table, options_of
-from vlm_serve.plan_command import make as make_plan
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import markdown_table, options_of
 from vlm_serve.sampling_params import SamplingParams, sampling_options
 from vlm_serve.server.api.cache import ProbeRequest
 from vlm_serve.server.api.cache_pins import PinRequest

@@ -148,7 +148,7 @@ STARTING = {
     Path("kernels/native_build.py"),  # The compiler.
     Path("vlm_serve/eval/lmms.py"),  # What a user names, by itself a command of `child`.
 }
-"""What starts processes that are not Python's, so without `vlm_serve.child`."""
+"""What starts processes that are not Python's, so without `vlm_serve.system.child`."""
 
 
 def names_of_starts(path: Path) -> set[str]:
@@ -172,12 +172,12 @@ def names_of_starts(path: Path) -> set[str]:
 def test_one_place_says_how_python_is_started() -> None:
     """A child started by hand imports from the folder that the server was started in."""
     by_hand = {path.relative_to(ROOT) for path in python_files(*PRODUCT) if names_of_starts(path)}
-    assert by_hand == {Path("vlm_serve/child.py")}
+    assert by_hand == {Path("vlm_serve/system/child.py")}
     starting = {
         path.relative_to(ROOT)
         for path in python_files(*PRODUCT)
         if "subprocess" in imported_modules(path)
-        and not {"vlm_serve.child"} & set(imported_modules(path))
+        and not {"vlm_serve.system.child"} & set(imported_modules(path))
     }
     assert starting == STARTING
 
@@ -185,8 +185,8 @@ def test_one_place_says_how_python_is_started() -> None:
 def imports_between(*folders: str) -> dict[str, set[str]]:
     """Return the modules of the product below the folders and what each imports of the others.
 
-    `from vlm_serve import child` imports `vlm_serve.child`, not what `vlm_serve/__init__.py` has;
-    what is imported for the types alone counts as well.
+    `from vlm_serve.system import child` imports `vlm_serve.system.child`; what is imported for the
+    types alone counts as well.
     """
     paths = {}
     for path in python_files(*folders):

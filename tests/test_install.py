@@ -17,7 +17,7 @@ from torch_index import find_problem, pinned_version
 from wheels import unpack
 
 import vlm_serve
-from vlm_serve.links import find_problem as find_links_problem
+from vlm_serve.system.links import find_problem as find_links_problem
 
 
 @pytest.fixture

@@ -8,16 +8,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from vlm_serve.child import PACKAGE_FOLDER, forget_current_folder
-from vlm_serve.links import find_problem
+from vlm_serve.system.child import PACKAGE_FOLDER, forget_current_folder
+from vlm_serve.system.links import find_problem
+from vlm_serve.system.version import __version__
 
 if TYPE_CHECKING:
-    from vlm_serve.config import EngineConfig
     from vlm_serve.engine.adapters.options import LoRA
     from vlm_serve.engine.outputs import CacheReport, Delta, Usage
     from vlm_serve.errors import FailedItemsError, VlmServeError
-    from vlm_serve.output import Choice, Output
-    from vlm_serve.pipeline import Pipeline
+    from vlm_serve.options.config import EngineConfig
+    from vlm_serve.pipeline.output import Choice, Output
+    from vlm_serve.pipeline.pipeline import Pipeline
     from vlm_serve.sampling_params import SamplingParams
     from vlm_serve.structured_outputs import StructuredOutputs
 
@@ -37,17 +38,14 @@ __all__ = [
     "__version__",
 ]
 
-__version__ = "0.2.0"
-"""Version of this package, from which its metadata has it."""
-
 _HOME = {
     "CacheReport": "vlm_serve.engine.outputs",
-    "Choice": "vlm_serve.output",
+    "Choice": "vlm_serve.pipeline",
     "Delta": "vlm_serve.engine.outputs",
-    "EngineConfig": "vlm_serve.config",
+    "EngineConfig": "vlm_serve.options.config",
     "FailedItemsError": "vlm_serve.errors",
     "LoRA": "vlm_serve.engine.adapters.options",
-    "Output": "vlm_serve.output",
+    "Output": "vlm_serve.pipeline",
     "Pipeline": "vlm_serve.pipeline",
     "SamplingParams": "vlm_serve.sampling_params",
     "StructuredOutputs": "vlm_serve.structured_outputs",

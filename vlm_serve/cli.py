@@ -10,18 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vlm_serve.completion_command import add_completion, script
-from vlm_serve.config import EngineConfig
-from vlm_serve.config_file import ALL_OPTIONS, DEMO_MODEL, read_config_file
+from vlm_serve.commands.completion import add_completion, script
+from vlm_serve.commands.config_file import ALL_OPTIONS, DEMO_MODEL, read_config_file
+from vlm_serve.commands.help_examples import add_examples
+from vlm_serve.commands.long_parts import say_what_takes_long
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError, VlmServeError
-from vlm_serve.flags import Parser, add_options, positive
-from vlm_serve.help_examples import add_examples
-from vlm_serve.long_parts import say_what_takes_long
-from vlm_serve.options import Option, check_environment, from_environment, options_of
-from vlm_serve.own_version import own_version
-from vlm_serve.process_limits import check_process_limits, memory_sentence
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import Option, check_environment, from_environment, options_of
+from vlm_serve.options.flags import Parser, add_options, positive
 from vlm_serve.server.config import SPLITTING, ServerConfig
+from vlm_serve.system.process_limits import check_process_limits, memory_sentence
+from vlm_serve.system.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="vlm-serve",
         description="Serves hybrid vision-language models and reuses what it has computed.",
     )
-    parser.add_argument("--version", action="version", version=f"vlm-serve {own_version()}")
+    parser.add_argument("--version", action="version", version=f"vlm-serve {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
@@ -338,21 +338,21 @@ def run_bench(options: argparse.Namespace) -> int:
 
 def run_plan(options: argparse.Namespace) -> int:
     model, engine_config, _ = _model_and_configs(options)
-    from vlm_serve import plan_command
+    from vlm_serve.commands import plan as plan_command
 
     plan_command.run(model, engine_config, as_json=options.json)
     return 0
 
 
 def run_models(options: argparse.Namespace) -> int:
-    from vlm_serve import models_command
+    from vlm_serve.commands import models as models_command
 
     models_command.run(as_json=options.json)
     return 0
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    from vlm_serve import doctor_command
+    from vlm_serve.commands import doctor as doctor_command
 
     doctor_command.run(as_json=options.json)
     return 0
@@ -367,7 +367,7 @@ def run_chat(options: argparse.Namespace) -> int:
     file = read_config_file(options.config)
     engine_config = _engine_config(options, file)
     splitting = collect(SPLITTING, vars(options), os.environ, file)
-    from vlm_serve.chat_command import chat
+    from vlm_serve.commands.chat import chat
 
     return chat(
         _model(options, file),

@@ -19,7 +19,7 @@ from checkpoint_spec import BENCHMARK_SPECS
 from make_checkpoint import make_checkpoint
 
 from vlm_serve import Pipeline, SamplingParams
-from vlm_serve.host_threads import releasing
+from vlm_serve.system.host_threads import releasing
 
 DECODE_PROMPT = 128
 PREFILL, AGAIN = "prefill", "same prompt again"

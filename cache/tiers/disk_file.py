@@ -27,7 +27,7 @@ from vlm_serve.cache.tiers.disk_place import (
     remove,
 )
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
-from vlm_serve.private_files import folder_lock
+from vlm_serve.system.private_files import folder_lock
 
 PAGE_BYTES = 8192
 ROW_BYTES = 512

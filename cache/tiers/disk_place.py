@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from vlm_serve.private_files import (
+from vlm_serve.system.private_files import (
     OTHERS_WRITE,
     UnsafePathError,
     check_path,

@@ -14,8 +14,8 @@ from demo_cases import image_cases
 from demo_schemas import schema_cases
 
 from vlm_serve import Pipeline, SamplingParams
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Output
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output
 from vlm_serve.structured_outputs import StructuredOutputs
 
 DRAFTS = 4

@@ -10,8 +10,8 @@ import pytest
 from vlm_serve.batch.asgi import Reply
 from vlm_serve.batch.order import ReuseKey
 from vlm_serve.batch.runner import BatchJob, serve_jobs
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import EngineClosedError
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 PATH = "/v1/completions"
@@ -29,7 +29,7 @@ def test_requests_that_run_get_no_reply(monkeypatch: pytest.MonkeyPatch) -> None
     from parity import executor_of
 
     from vlm_serve.engine import local_executor
-    from vlm_serve.pipeline import Pipeline
+    from vlm_serve.pipeline.pipeline import Pipeline
 
     config = EngineConfig(cache_memory="16MiB", block_size=16, threads=1)
     replies: dict[str, int] = {}

@@ -21,9 +21,9 @@ from vlm_serve.bench.measuring import ROWS, Plan, Side, measure, ratio
 from vlm_serve.bench.own_server import as_flags
 from vlm_serve.bench.table import report, table
 from vlm_serve.cli import build_parser, collect, main
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
-from vlm_serve.options import options_of
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import options_of
 from vlm_serve.server.config import ServerConfig
 
 SHORT = ("--rounds", "2", "--prompt-tokens", "300", "--answer-tokens", "8")

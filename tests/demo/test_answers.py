@@ -17,7 +17,7 @@ from PIL import Image
 
 import vlm_serve
 from vlm_serve import Pipeline, SamplingParams
-from vlm_serve.config import EngineConfig
+from vlm_serve.options.config import EngineConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
 # Shares that may be wrong: what 2 000 and 1 000 questions gave (benchmarks/notes/demo-model.md),

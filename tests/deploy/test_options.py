@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from server_process import COMMAND
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.checks import check
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.serving import replicas_for, with_threads
 from vlm_serve.errors import ConfigError
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 

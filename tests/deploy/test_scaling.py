@@ -13,10 +13,10 @@ from process_tree import processes_below, replica_pids
 from server_process import ServerProcess, server_process
 from serving import wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.replica import ReplicaSetup
 from vlm_serve.deploy.serving import application
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 pytestmark = pytest.mark.ray

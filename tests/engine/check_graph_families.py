@@ -13,9 +13,9 @@ from make_checkpoint import make_checkpoint
 from parity_cases import user
 from queued_device import QueuedDevice, with_queue
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.models.parts import feed_forward
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 

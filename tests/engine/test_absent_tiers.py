@@ -24,7 +24,7 @@ from vlm_serve.cache.tiers.disk_place import FILE_NAME
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.pipeline.pipeline import Pipeline
 
 PROMPT = random_ids(100, seed=5)
 PASSWORD = "secret-word"

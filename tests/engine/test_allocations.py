@@ -12,7 +12,6 @@ from families import FAMILIES, SPECS
 from make_checkpoint import make_checkpoint
 from peft_folders import random_factors, write_adapter
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine import step_memory
 from vlm_serve.engine.adapters.table import SlotSizes, most_bytes
 from vlm_serve.engine.allocations import peak_of
@@ -24,6 +23,7 @@ from vlm_serve.models import Model, load_model, read_spec
 from vlm_serve.models.adapters import place, read_adapter, uniform
 from vlm_serve.models.unread import unread_model
 from vlm_serve.models.vision_grid import REMEMBERED_PATCHES
+from vlm_serve.options.config import EngineConfig
 
 META = torch.device("meta")
 CONFIG = EngineConfig(block_size=16, max_num_seqs=4, max_num_batched_tokens=80, max_model_len=128)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine import step_paths
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.step_paths import find_backend
@@ -16,6 +15,7 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.models.quantization.scheme import QuantScheme
+from vlm_serve.options.config import EngineConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TORCH = Backend(CPU)

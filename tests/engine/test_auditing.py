@@ -18,13 +18,13 @@ from parity_cases import photograph, random_ids, user
 from serving import wait_for
 from symbolic import make_prompt
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.auditing import MAX_PENDING, Auditor, judge
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import Sampled
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.sequence import SequenceGroup
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 

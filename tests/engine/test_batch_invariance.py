@@ -21,14 +21,14 @@ from make_checkpoint import make_checkpoint
 from sweeps import quick
 from triton_case import engines_on_triton
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.invariance import exact_only, promise
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.kernels.paged_attention import decode_triton
 from vlm_serve.kernels.triton_support import interpreted
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 CONFIG = EngineConfig(
     dtype="float32", block_size=16, cache_memory="64MiB", speculative="off", threads=1

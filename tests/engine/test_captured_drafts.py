@@ -16,7 +16,6 @@ from queued_device import QueuedDevice, with_queue
 from step_graphs import SPECS
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine import build as building
 from vlm_serve.engine import draft_graphs, verify_graphs
 from vlm_serve.engine.decode_graphs import StepGraphs
@@ -26,7 +25,8 @@ from vlm_serve.engine.verify_buffers import VerifySizes
 from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.models.parts import feed_forward
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")

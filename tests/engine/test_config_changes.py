@@ -15,10 +15,10 @@ from parity import greedy
 from parity_cases import random_ids
 from rank_processes import on_ranks_of, rank_processes
 
-from vlm_serve.config import EngineConfig
+from vlm_serve.commands.plan import make
 from vlm_serve.errors import ConfigError
-from vlm_serve.pipeline import Pipeline
-from vlm_serve.plan_command import make
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 PLAIN: dict[str, Any] = {"dtype": "float32", "block_size": 16, "cache_memory": "16MiB"}

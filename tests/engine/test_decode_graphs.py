@@ -27,7 +27,6 @@ from step_graphs import (
 )
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
 from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
 from vlm_serve.engine.decode_graphs import DecodeGraphs, padded_sizes
@@ -42,7 +41,8 @@ from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.parts import feed_forward
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")

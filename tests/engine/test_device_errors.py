@@ -10,11 +10,11 @@ import torch
 from parity import executor_of, greedy
 from parity_cases import random_ids
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine import local_executor
 from vlm_serve.engine.device_errors import after_failure
 from vlm_serve.errors import EngineClosedError
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 GPU = torch.device("cuda", 0)
 STICKY = "CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"

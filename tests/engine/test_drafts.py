@@ -20,9 +20,9 @@ from parity_cases import photograph, random_ids, user
 from sweeps import quick
 from together import together
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.drafts.suffix import SuffixDrafter
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs
 

@@ -13,9 +13,9 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from serving import ok, running
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.config import ServerConfig
 

@@ -13,8 +13,8 @@ from families import SPECS as FAMILIES
 from make_checkpoint import make_checkpoint
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 SPECS = {
     "dense": CheckpointSpec(vision_depth=0),

@@ -12,15 +12,15 @@ import pytest
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
-from vlm_serve.config import EngineConfig
+from vlm_serve.commands.plan import make
 from vlm_serve.engine.build import find_checkpoint
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.generation_defaults import with_generation
 from vlm_serve.errors import CheckpointError, ConfigError, FieldError, ModelNotFoundError
 from vlm_serve.models.files import resolve_checkpoint
 from vlm_serve.models.registry import read_spec
-from vlm_serve.pipeline import Pipeline
-from vlm_serve.plan_command import make
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 OWN = {"temperature": 0.25, "top_k": 7, "max_new_tokens": 3}

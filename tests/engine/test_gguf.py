@@ -17,7 +17,7 @@ from make_checkpoint import make_checkpoint
 from parity_cases import photograph, random_ids, user
 
 from vlm_serve import EngineConfig, Pipeline
-from vlm_serve.plan_command import make
+from vlm_serve.commands.plan import make
 from vlm_serve.sampling_params import SamplingParams
 
 _GREEDY = SamplingParams(max_tokens=24, temperature=0.0)

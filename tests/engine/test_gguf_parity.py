@@ -18,9 +18,9 @@ from parity import greedy
 from parity_cases import random_ids
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.models.gguf.block_types import BY_NAME
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 TEXT: dict[str, Any] = WIDE | {"vision_depth": 0}
 SPECS = {

@@ -14,10 +14,10 @@ from parity import greedy
 from parity_cases import CONVERSATIONS, photograph, random_ids, user
 from serving import wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ from make_checkpoint import make_checkpoint
 from parity import executor_of, greedy
 from parity_cases import random_ids
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import SampleTask
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.errors import EngineError
 from vlm_serve.models.parts.feed_forward import LoadedMlp
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 LAYERS = 4
 POISON_TOKEN = 299

@@ -11,8 +11,8 @@ from parity import greedy
 from parity_cases import random_ids
 from together import together
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from make_checkpoint import make_checkpoint
 from step_graphs import SPECS
 from triton_case import DEVICE, kernels
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine import kernel_check
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.kernel_check import check_at_start, check_kernels
@@ -27,6 +26,7 @@ from vlm_serve.kernels.linear import low_rank_triton, torch_dense
 from vlm_serve.kernels.triton_faults import faults_at
 from vlm_serve.models import load_model, read_spec
 from vlm_serve.models.parts import feed_forward
+from vlm_serve.options.config import EngineConfig
 
 CONFIG = EngineConfig(block_size=16, max_num_seqs=4, dtype="float32", speculative="suffix")
 

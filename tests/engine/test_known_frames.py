@@ -14,9 +14,9 @@ from families import SPECS
 from make_checkpoint import make_checkpoint
 from parity import greedy
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.outputs import Delta
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 
 NAMES = {"pairs": "dense, equal heads, one kv head", "frames": "minicpm, 4x, tied"}
 

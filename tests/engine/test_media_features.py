@@ -12,8 +12,8 @@ from make_checkpoint import make_checkpoint
 from parity import executor_of, greedy
 from parity_cases import photograph, user
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 SPEC = SPECS["vl, features behind all layers but the last"]
 

@@ -23,10 +23,10 @@ from parity_cases import photograph, user, video
 from vlm_serve.cache.tiers.disk_place import FILE_NAME
 from vlm_serve.cache.tiers.entry import Entry, Kind, Sealed, seal, unseal
 from vlm_serve.cache.tiers.host import HostStore
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.preprocess.upload_records import pack_record, unpack_record
 
 NAMES = [

@@ -15,13 +15,13 @@ from make_checkpoint import make_checkpoint
 from parity_cases import photograph, random_ids, user
 from together import together
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
 from vlm_serve.engine.drafts.mtp import MtpDrafter
 from vlm_serve.engine.drafts.payoff_probe import PayoffProbe
 from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import ConfigError
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 SPECS = {

@@ -13,10 +13,10 @@ from parity import greedy
 from parity_cases import random_ids
 from waiting import wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.outputs import Delta, FinishReason
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 CONFIG = EngineConfig(

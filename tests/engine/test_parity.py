@@ -14,10 +14,10 @@ from parity import Comparison, Messages, check, greedy
 from parity_cases import SYSTEM, assistant, conversations, photograph, random_ids, user
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 
 # transformers' processor counts a tensor's numbers with numpy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")

@@ -20,15 +20,15 @@ from parity_cases import data_folder, random_ids, text
 from queued_device import QueuedDevice, with_queue
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
+from vlm_serve.commands.plan import make
 from vlm_serve.engine import pooling
+from vlm_serve.engine.vectors import embedding_of, score_of
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.kernels.triton_support import interpreted
-from vlm_serve.many import returned
-from vlm_serve.pipeline import Pipeline
-from vlm_serve.plan_command import make
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.many import returned
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.preprocess.pooled_prompts import embedding_messages, rerank_messages
-from vlm_serve.vectors import embedding_of, score_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
 NAMES = quick(["vl", "vl moe", "dense", "qwen3"], ["vl"])

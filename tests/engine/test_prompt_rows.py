@@ -13,12 +13,12 @@ from make_checkpoint import make_checkpoint
 from parity_cases import photograph, random_ids, user
 from together import together
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.engine.prompt_rows import PromptLog, logprob_rows
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.many import returned
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.many import returned
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([[0.0, 1.0, 2.0, 3.0]])

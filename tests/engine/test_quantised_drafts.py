@@ -18,8 +18,8 @@ from parity_cases import random_ids
 from quantised_weights import FORMATS
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 pytestmark = pytest.mark.usefixtures("compiler")
 DENSE = CheckpointSpec(

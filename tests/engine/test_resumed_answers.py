@@ -18,10 +18,10 @@ from parity import tapped
 from parity_cases import random_ids
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs

@@ -16,9 +16,9 @@ from parity import greedy
 from parity_cases import random_ids
 from together import together
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.pipeline import Choice, Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Choice, Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2

@@ -21,7 +21,7 @@ from redis_server import StoreServer, running
 from sweeps import quick
 
 from vlm_serve.cache.tiers.shared_format import DIGEST_BYTES, EPOCH_BYTES
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.preprocess.upload_records import pack_record
 
 SPECS = {"dense": CheckpointSpec(), "moe": CheckpointSpec(num_experts=8)}

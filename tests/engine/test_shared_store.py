@@ -23,8 +23,8 @@ from parity_cases import CONVERSATIONS, assistant, photograph, random_ids, user
 from rank_processes import on_ranks_of, rank_processes
 from redis_server import StoreServer, running
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 
 LENGTH = 210
 CACHED = 208

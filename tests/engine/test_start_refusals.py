@@ -18,14 +18,14 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
-from vlm_serve.config import EngineConfig
+from vlm_serve.commands.plan import make
 from vlm_serve.engine.build import build
 from vlm_serve.engine.context import longest_context
 from vlm_serve.engine.memory import MemoryPlan, check_pools, host_memory, named_shortage
 from vlm_serve.engine.ranks.start import _rendezvous
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.models.registry import read_spec
-from vlm_serve.plan_command import make
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.prepare import Preprocessor
 
 MEMORY = MemoryPlan(1 << 40, 64, 4096, 0, 1 << 28, 0, 0)

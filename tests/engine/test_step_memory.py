@@ -14,7 +14,6 @@ from families import FAMILIES
 from make_checkpoint import make_checkpoint
 from parity import executor_of
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine import memory as sizes
 from vlm_serve.engine import step_memory
 from vlm_serve.engine.captured_rows import CapturedRows
@@ -22,7 +21,8 @@ from vlm_serve.engine.memory import StepMemory, default_cache_memory
 from vlm_serve.engine.step_memory import fixed_parts, largest_span, measure_step_memory
 from vlm_serve.engine.tower_graphs import patch_sizes
 from vlm_serve.errors import ConfigError
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 GPU = torch.device("cuda", 0)
 CONFIG = EngineConfig(

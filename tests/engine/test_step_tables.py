@@ -8,10 +8,10 @@ from make_checkpoint import make_checkpoint
 from queued_device import FAULTS, QueuedDevice, broken, with_queue
 from step_graphs import SPECS
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.step_tables import HostRing, Parts, Shapes, StepTables
 from vlm_serve.kernels.triton_support import interpreted
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 PARTS: dict[str, Shapes] = {

@@ -9,9 +9,9 @@ import pytest
 from make_checkpoint import make_checkpoint
 from parity import greedy
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.step_times import BOUNDS, StepTimes
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 
 def test_steps_fall_into_buckets_by_what_the_model_leaves() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from together import together
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.detokenizer import Detokenizer
 from vlm_serve.engine.thought import Thought, ThoughtState
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs
 

@@ -15,8 +15,8 @@ from rank_processes import on_ranks_of, rank_processes
 from sweeps import quick
 from together import together
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 MESSAGE = "\nTime is up."

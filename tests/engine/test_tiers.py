@@ -23,11 +23,11 @@ from together import together
 
 from vlm_serve.cache.tiers.disk_place import FILE_NAME
 from vlm_serve.cache.tiers.host import HostStore
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import ConfigError
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 
 LENGTH = 210
 CACHED = 208

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from vlm_serve.cli import build_parser
-from vlm_serve.options import check_environment, options_of
+from vlm_serve.options.declared import check_environment, options_of
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import OPEN_PATHS
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from triton_case import assert_near, kernels, prefill_case, randn
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.backends import LIBRARIES, choose, named
@@ -27,6 +26,7 @@ from vlm_serve.kernels.gated_delta import chunk_gated_delta, fla
 from vlm_serve.kernels.gated_delta.reference import gated_delta_reference
 from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import PrefillMeta
+from vlm_serve.options.config import EngineConfig
 
 installed = pytest.mark.skipif(bool(fla.problem()), reason=fla.problem())
 HEADS, DIMS = (1, 2), (32, 32)

@@ -357,7 +357,7 @@ def test_kernels_are_compiled_where_nothing_can_be_kept(
     unkept: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Torch would give other bits, at every start."""
-    from vlm_serve.doctor_command import examine
+    from vlm_serve.commands.doctor import examine
 
     assert examine()["kernels"].startswith("built at every start, in a temporary folder: ")
     assert not built()
@@ -425,7 +425,7 @@ def test_a_folder_in_which_nothing_was_built_is_not_left(
 
 
 def test_the_doctor_says_that_nothing_can_be_kept(cache: Path) -> None:
-    from vlm_serve.doctor_command import examine
+    from vlm_serve.commands.doctor import examine
 
     cache.mkdir()
     cache.chmod(0o777)

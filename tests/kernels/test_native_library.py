@@ -25,7 +25,6 @@ import torch
 from compiled_code import wait_for_compiled_code
 from process_tree import runs
 
-from vlm_serve import temporary_folder
 from vlm_serve.kernels import (
     native_build,
     native_kept,
@@ -38,6 +37,7 @@ from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
 from vlm_serve.kernels.native_build import BuildError, recipe
 from vlm_serve.kernels.native_library import FUNCTIONS, built, call, load
 from vlm_serve.kernels.paged_attention.compiled import attention
+from vlm_serve.system import temporary_folder
 
 REAL_SOURCES = native_build.SOURCES[0]
 HALVE = """#include "guard.h"

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.step_paths import find_backend
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import native_build, native_library, native_processor, native_self_test
@@ -21,6 +20,7 @@ from vlm_serve.kernels.native_build import APART, BuildError, recipe
 from vlm_serve.kernels.native_library import OWN, build_own, built, foreseen, load, shipped
 from vlm_serve.kernels.native_processor import architecture, flags, flags_of
 from vlm_serve.kernels.native_shipped import Shipped, write_index
+from vlm_serve.options.config import EngineConfig
 
 SOURCE = """#include <cstdint>
 extern "C" int answer() { return %d; }
@@ -220,7 +220,7 @@ def test_one_process_has_one_library(ship: Ship) -> None:
 
 
 def test_the_doctor_names_the_library(ship: Ship, no_compiler: Callable[[], None]) -> None:
-    from vlm_serve.doctor_command import examine
+    from vlm_serve.commands.doctor import examine
 
     library = ship(1)
     no_compiler()

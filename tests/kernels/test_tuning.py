@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from benchmarks.common.gpu_table import LEAST_GAIN, Timed, best_tiles, write_table
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import tuning
@@ -21,6 +20,7 @@ from vlm_serve.kernels.linear.few_rows_triton import tile_of
 from vlm_serve.kernels.paged_attention.tiles_triton import decode_tile
 from vlm_serve.kernels.triton_support import Target, record_launches
 from vlm_serve.kernels.tuning_check import check_table
+from vlm_serve.options.config import EngineConfig
 
 Write = Callable[[dict[str, Any]], None]
 HALF = torch.bfloat16

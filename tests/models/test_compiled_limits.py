@@ -12,7 +12,6 @@ from compiled_cases import SPECS
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_, text_sequence
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine import step_paths
 from vlm_serve.engine.build import build
 from vlm_serve.engine.local_executor import LocalExecutor
@@ -21,6 +20,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.models import load_model
 from vlm_serve.models.program import UnsupportedError
+from vlm_serve.options.config import EngineConfig
 
 pytestmark = pytest.mark.usefixtures("compiler")
 

@@ -14,7 +14,6 @@ from checkpoint_spec import CheckpointSpec
 from families import FAMILIES as SHAPES
 from families import SPECS
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.parts.attention import Attention
 from vlm_serve.models.parts.base import Routing
@@ -22,7 +21,8 @@ from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
 from vlm_serve.models.registry import FAMILIES, spec_of
 from vlm_serve.models.vision_windows import WindowVisionSpec
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 
 def config_of(spec: CheckpointSpec) -> dict[str, Any]:

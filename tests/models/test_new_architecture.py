@@ -17,12 +17,12 @@ from model_driver import Driver, text_sequence
 from parity import greedy
 from safetensors.torch import save_file
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.models import load_model
 from vlm_serve.models.decoder import Decoder
 from vlm_serve.models.registry import FAMILIES, Served, spec_of
 from vlm_serve.models.weight_sizes import Shapes
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 Tensors = Mapping[str, torch.Tensor]
 

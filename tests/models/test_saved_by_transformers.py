@@ -15,8 +15,8 @@ from families import SPECS
 from make_checkpoint import make_checkpoint
 from PIL import Image
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -17,10 +17,10 @@ from parity import greedy
 from parity_cases import photograph, random_ids, user
 from safetensors.torch import load_file, save_file
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import CheckpointError, InvalidRequestError
 from vlm_serve.models import load_model, read_spec
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 TOKENS = [(7 * index * index + 3) % 300 for index in range(60)]
 

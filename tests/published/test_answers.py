@@ -12,8 +12,8 @@ from parity_cases import photograph, user, video
 from published_layouts import LAYOUTS, OLDER
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
 TOKENS = 24

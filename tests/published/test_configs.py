@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from vlm_serve.config import EngineConfig
+from vlm_serve.commands.plan import make
 from vlm_serve.models.parts.attention import Attention
 from vlm_serve.models.registry import FAMILIES, spec_of
 from vlm_serve.models.weight_sizes import weight_bytes
-from vlm_serve.plan_command import make
+from vlm_serve.options.config import EngineConfig
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "published" / "configs"
 NAMES = sorted(

@@ -13,8 +13,8 @@ from parity import greedy
 from published_layouts import LAYOUTS
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 NAMES = [name for name, layout in LAYOUTS.items() if layout.spec.vision_depth]
 BLOCK = 16

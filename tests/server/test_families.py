@@ -16,11 +16,11 @@ from families import FAMILIES as SHAPES
 from make_checkpoint import make_checkpoint
 from serving import RunningServer, running
 
-from vlm_serve import plan_command
 from vlm_serve.cli import main
-from vlm_serve.config import EngineConfig
+from vlm_serve.commands import plan as plan_command
 from vlm_serve.models.registry import FAMILIES
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.config import ServerConfig
 

@@ -29,8 +29,8 @@ from hostile_files import (
 )
 from serving import RunningServer, chat_body, running, wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 CLIP = Path(__file__).parents[2] / "examples" / "media" / "change.mp4"

@@ -16,8 +16,8 @@ import pytest
 from fake_engine import FakeEngine
 from serving import WAIT_SECONDS, RunningServer, chat_body, running, wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.listening import listen

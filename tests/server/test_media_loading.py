@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 from serving import RunningServer, connect, running, wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.server.config import ServerConfig

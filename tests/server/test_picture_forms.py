@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from serving import RunningServer, running, wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 FILE = Path(__file__).parents[2] / "examples" / "media" / "shapes.png"

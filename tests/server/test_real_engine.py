@@ -13,8 +13,8 @@ import pytest
 from serving import RunningServer, connect, parse_events, running, wait_for
 from together import together
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "cache_report": True}

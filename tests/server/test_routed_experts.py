@@ -14,8 +14,8 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from serving import RunningServer, chat_body, running
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 LAYERS, TOP_K = 4, 2

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.memory import MemoryPlan, StepMemory
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.weight_sizes import WeightBytes
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.draining import print_notice

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from vlm_serve.batch.settled import in_thread
 from vlm_serve.errors import ConfigError, InvalidRequestError, VlmServeError
-from vlm_serve.options import format_size
+from vlm_serve.options.declared import format_size
 from vlm_serve.server.http.tenants import Owner
-from vlm_serve.temporary_folder import TemporaryFolder
+from vlm_serve.system.temporary_folder import TemporaryFolder
 
 MAX_FILES = 10_000
 """Most files of one key."""

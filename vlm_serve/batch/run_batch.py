@@ -21,8 +21,8 @@ from vlm_serve.batch.lines import (
 from vlm_serve.batch.progress import Progress, verdict
 from vlm_serve.batch.replies import usage_of
 from vlm_serve.batch.runner import BatchJob, run_jobs
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError, InvalidRequestError
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vlm_serve.batch.asgi import Reply
 from vlm_serve.batch.order import ReuseKey, ReuseQueue
 from vlm_serve.batch.pool import answer_all, post_patiently
-from vlm_serve.config import EngineConfig
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from vlm_serve.batch.progress import Progress, percent, verdict
 from vlm_serve.batch.replies import reply_json, usage_of
 from vlm_serve.batch.runner import BatchJob, run_jobs
 from vlm_serve.batch.video_questions import VideoQuestion, read_questions
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 COLUMNS = (

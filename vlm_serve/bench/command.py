@@ -14,10 +14,10 @@ from vlm_serve.bench.endpoint import Endpoint
 from vlm_serve.bench.measuring import Plan, Side, measure
 from vlm_serve.bench.own_server import as_flags, own_server
 from vlm_serve.bench.table import report, table
-from vlm_serve.config import EngineConfig
-from vlm_serve.config_file import ALL_OPTIONS
+from vlm_serve.commands.config_file import ALL_OPTIONS
 from vlm_serve.errors import ConfigError
-from vlm_serve.options import options_of
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import options_of
 
 
 def bench(

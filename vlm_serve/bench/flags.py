@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.flags import add_options, positive
-from vlm_serve.options import options_of
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import options_of
+from vlm_serve.options.flags import add_options, positive
 
 
 def add_bench_command(

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from vlm_serve import child, children
 from vlm_serve.bench.endpoint import EndpointError
-from vlm_serve.options import Option
+from vlm_serve.options.declared import Option
+from vlm_serve.system import child, children
 
 _URL = re.compile(r"^ *URL +(http://\S+)/v1$", re.MULTILINE)
 SECONDS_TO_END = 10.0

@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 
-from vlm_serve.child import command, end_with
+from vlm_serve.system.child import command, end_with
 
 RAYLET = "RAY_RAYLET_PID"
 """Environment variable with the process id of the raylet, set by Ray for its agents."""

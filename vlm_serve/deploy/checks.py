@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.browsers import is_loopback
 

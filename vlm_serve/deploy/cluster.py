@@ -11,12 +11,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from vlm_serve.child import search_path
-from vlm_serve.children import adopt_orphans, end_descendants
 from vlm_serve.deploy import loopback, ray_processes
 from vlm_serve.deploy.ray_folder import LONGEST, RayFolder
 from vlm_serve.deploy.ray_log import RayLog
 from vlm_serve.errors import ConfigError, EngineError
+from vlm_serve.system.child import search_path
+from vlm_serve.system.children import adopt_orphans, end_descendants
 
 _log = logging.getLogger(__name__)
 

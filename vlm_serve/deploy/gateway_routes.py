@@ -21,11 +21,11 @@ from vlm_serve.deploy.replica_pool import (
     no_replica,
 )
 from vlm_serve.errors import OverloadedError, VlmServeError
-from vlm_serve.own_version import own_version
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.http.request_memory import RequestMemory
+from vlm_serve.system.version import __version__
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PINS = "/v1/cache/pins"
@@ -75,7 +75,7 @@ async def ready(gateway: GatewayState, request: Request) -> Response:
 
 
 async def show_version(gateway: GatewayState, request: Request) -> Response:
-    return JSONResponse({"version": own_version()})
+    return JSONResponse({"version": __version__})
 
 
 async def load(gateway: GatewayState, request: Request) -> Response:

@@ -15,7 +15,6 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.checks import check
 from vlm_serve.deploy.gateway import Gateway
 from vlm_serve.deploy.options import DeployConfig
@@ -24,7 +23,8 @@ from vlm_serve.deploy.replica_pool import ReplicaPool
 from vlm_serve.deploy.serving import application, max_open_requests
 from vlm_serve.engine.adapters.options import named_adapters
 from vlm_serve.errors import ConfigError
-from vlm_serve.options import from_mapping, options_of
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import from_mapping, options_of
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.browsers import for_browsers

@@ -14,14 +14,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.checks import check
 from vlm_serve.deploy.cluster import Cluster, end_on_signals
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.restart import Restarts
 from vlm_serve.engine.adapters.options import named_adapters
 from vlm_serve.errors import ConfigError, EngineError
-from vlm_serve.log_output import start_logging
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.browsers import for_browsers
@@ -37,6 +36,7 @@ from vlm_serve.server.http.draining import (
 from vlm_serve.server.http.listening import close_listener, listen, tls_context, url_of
 from vlm_serve.server.http.root_path import below_root
 from vlm_serve.server.http.tenants import read_tenant_keys
+from vlm_serve.system.log_output import start_logging
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlm_serve.options import normalise_all, refuse, section
+from vlm_serve.options.declared import normalise_all, refuse, section
 
 _replicas = section("replicas")
 

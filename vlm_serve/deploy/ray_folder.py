@@ -6,10 +6,10 @@ import os
 import stat
 from pathlib import Path
 
-from vlm_serve import child, temporary_folder
 from vlm_serve.errors import EngineError
-from vlm_serve.private_files import check_path, is_own
-from vlm_serve.temporary_folder import TemporaryFolder
+from vlm_serve.system import child, temporary_folder
+from vlm_serve.system.private_files import check_path, is_own
+from vlm_serve.system.temporary_folder import TemporaryFolder
 
 PREFIX = "vlm-serve-ray-"
 _SOCKET_BYTES = 107

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message
 
-from vlm_serve.child import end_with
-from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.channel import Address, Channels
 from vlm_serve.deploy.loopback import bind_replica
 from vlm_serve.deploy.outbox import BEGUN, Outboxes
-from vlm_serve.log_output import FORMAT
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.body import receiver
+from vlm_serve.system.child import end_with
+from vlm_serve.system.log_output import FORMAT
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service

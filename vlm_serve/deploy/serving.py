@@ -9,9 +9,9 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRouterConfig
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.replica import EngineReplica, ReplicaSetup
+from vlm_serve.options.config import EngineConfig
 
 CHANNELS = 64
 """Calls that a replica takes in addition to requests: one for each gateway's channel."""

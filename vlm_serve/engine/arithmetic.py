@@ -14,7 +14,6 @@ from itertools import takewhile
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.invariance import Promise, check_options, promise
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import tuning
@@ -23,6 +22,7 @@ from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.kernels.triton_faults import forms_at, triton_version
 from vlm_serve.kernels.tuning_check import check_table
 from vlm_serve.models.quantization.scheme import QuantScheme
+from vlm_serve.options.config import EngineConfig
 
 DTYPES = {
     "float32": torch.float32,

@@ -11,7 +11,6 @@ import torch
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.engine.adapters.options import serves_adapters
 from vlm_serve.engine.adapters.start import make_adapters
 from vlm_serve.engine.arithmetic import decide
@@ -62,6 +61,7 @@ from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
 from vlm_serve.models.files import check_no_revision, check_no_tower
 from vlm_serve.models.weight_sizes import weight_bytes
+from vlm_serve.options.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_processors import processor_fingerprint

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.decode_graphs import padded_sizes
 from vlm_serve.engine.prefill_graphs import SEQUENCES, decode_sizes, token_sizes
 from vlm_serve.engine.verify_graphs import verify_sizes
+from vlm_serve.options.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.memory import MemoryPlan
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec
 from vlm_serve.models.changes import Changes
+from vlm_serve.options.config import EngineConfig
 
 CARDS_FACTOR = 4
 """The largest YaRN factor that the model cards of Qwen3, Qwen3-VL, Qwen3-Next and Qwen3.5 name."""

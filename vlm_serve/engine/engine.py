@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import ListedNode, NodeInfo, TreePage, describe
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.counts import AdapterCounts
 from vlm_serve.engine.adapters.store import ServedAdapter
 from vlm_serve.engine.affinity_map import AffinityMap
@@ -40,6 +39,7 @@ from vlm_serve.engine.validation import (
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import Grammar
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.affinity import AffinityDigest, AffinityKey
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt

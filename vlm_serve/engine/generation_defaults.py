@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec
 from vlm_serve.models.config import read_json
+from vlm_serve.options.config import EngineConfig
 
 GENERATION = "generation_config.json"
 

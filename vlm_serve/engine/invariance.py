@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
+from vlm_serve.options.config import EngineConfig
 
 Reach = Literal["answers", "prompts", "none"]
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.options import changed_experts, serves_adapters
 from vlm_serve.engine.arithmetic import Arithmetic, Types, with_checked_kernels
 from vlm_serve.engine.tower_graphs import patch_sizes
@@ -25,6 +24,7 @@ from vlm_serve.models import Model
 from vlm_serve.models.adapters import uniform
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.options.config import EngineConfig
 
 if TYPE_CHECKING:
     from vlm_serve.kernels.triton_check import Faults

@@ -28,8 +28,8 @@ from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.engine.validation import check_request
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
-from vlm_serve.host_threads import release_worker_threads
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.system.host_threads import release_worker_threads
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.engine.update_slots import UpdateSlots
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec
 from vlm_serve.models.cache_layout import CacheLayout
-from vlm_serve.options import format_size
-from vlm_serve.process_limits import free_address_space
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import format_size
+from vlm_serve.system.process_limits import free_address_space
 
 EMBEDDING_CACHE_BYTES = 256 << 20
 LOGPROB_CACHE_BYTES = 64 << 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.store import AdapterStore
 from vlm_serve.engine.arithmetic import Arithmetic
 from vlm_serve.engine.executor import Executor
@@ -16,6 +15,7 @@ from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.tier_loading import Tiers
 from vlm_serve.models import ModelSpec
 from vlm_serve.models.weight_sizes import WeightBytes
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.prepare import Preprocessor
 
 

@@ -19,8 +19,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from vlm_serve.cache.tiers.entry import Origin
 from vlm_serve.cache.tiers.shared_format import Keyring
 from vlm_serve.cache.tiers.sharing import WritableStore
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError
+from vlm_serve.options.config import EngineConfig
 
 MIN_KEY_BYTES = 32
 DEFAULT_PORT = 6379

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.options import serves_adapters, slot_bytes
 from vlm_serve.engine.adapters.table import SlotSizes, idle_adapter, most_bytes
 from vlm_serve.engine.allocations import peak_of
@@ -35,6 +34,7 @@ from vlm_serve.models import Model, ModelSpec
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.unread import unread_model
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.processors import image_config
 
 REPORTED_LOGITS_BYTES = 256 << 20

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.options import serves_adapters
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.arithmetic import Backend
@@ -25,6 +24,7 @@ from vlm_serve.kernels.native_library import build_own, digests, foreseen
 from vlm_serve.models import Model
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.program import UnsupportedError
+from vlm_serve.options.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.cache.tiers.up import Fetch, TierFetcher, TierReading
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.embedding_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers, Found
 from vlm_serve.engine.memory import check_host_cache
 from vlm_serve.engine.shared_store import SharedAddress
 from vlm_serve.errors import ConfigError, EngineClosedError
+from vlm_serve.options.config import EngineConfig
 
 SHUTDOWN_SECONDS = 20.0
 """Time limit for saving the device's cache when the engine ends."""

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.graph_device import GraphDevice, Step, largest_first
 from vlm_serve.engine.step_tables import HostRing, StepTables
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.segment_attention import ROWS, segment_tiles
 from vlm_serve.models import Model, ModelSpec
+from vlm_serve.options.config import EngineConfig
 
 PATCHES = (256, 512, 1024, 2048, 4096)
 """Patches of the captured runs. Longer runs keep a GPU busy without graphs."""

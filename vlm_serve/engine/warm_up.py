@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.table import idle_adapter
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.kernels.dispatch import launching_on
@@ -26,6 +25,7 @@ from vlm_serve.kernels.state_copy import copy_rows
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
+from vlm_serve.options.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 

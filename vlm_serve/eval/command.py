@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vlm_serve import child
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS, THROUGH
 from vlm_serve.eval.comparing import Comparison
@@ -21,7 +19,9 @@ from vlm_serve.eval.report import Subject, check_output, make_report, status_of,
 from vlm_serve.eval.sides import opener_of, run_sides
 from vlm_serve.eval.video import VideoBenchmarkOptions, video_parts
 from vlm_serve.eval.video_data import read_videos
-from vlm_serve.options import format_size, options_of
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import format_size, options_of
+from vlm_serve.system import child
 
 
 def evaluate(

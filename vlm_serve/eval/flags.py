@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS, PARTS, THROUGH
-from vlm_serve.flags import add_options, positive
-from vlm_serve.options import options_of
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import options_of
+from vlm_serve.options.flags import add_options, positive
 from vlm_serve.server.config import SPLITTING
 
 Adder = Callable[[argparse.ArgumentParser], None]

@@ -12,13 +12,13 @@ from lmms_eval.api.instance import GenerationResult, TokenCounts
 from lmms_eval.api.model import lmms
 from lmms_eval.protocol import ChatMessages
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.config_file import DEMO_MODEL, read_config_file
+from vlm_serve.commands.config_file import DEMO_MODEL, read_config_file
 from vlm_serve.errors import VlmServeError
 from vlm_serve.eval.lmms_samples import FAILED
 from vlm_serve.eval.replies import Reply, completion_of, tokens_of
-from vlm_serve.options import options_of
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import options_of
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")

@@ -26,7 +26,7 @@ from vlm_serve.eval.replies import (
     tokens_of,
 )
 from vlm_serve.eval.truncating import fit, keep_ends
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 _NOTES = {

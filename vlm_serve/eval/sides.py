@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import EngineClosedError, VlmServeError
 from vlm_serve.eval.comparing import Comparison, compare
 from vlm_serve.eval.replies import AnswerRun, BenchmarkPart, Case, Reply, TokenCounts
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 Opener = Callable[[bool], AbstractContextManager[Pipeline]]
 """Opens a pipeline with prefix caching (True) or without (False)."""

@@ -18,7 +18,7 @@ from vlm_serve.eval.replies import (
     tokens_of,
 )
 from vlm_serve.eval.video_data import VideoItem, letters
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 _NOTE = (

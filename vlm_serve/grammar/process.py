@@ -12,9 +12,9 @@ import threading
 import time
 from typing import Any
 
-from vlm_serve import child, children
 from vlm_serve.errors import EngineClosedError, InvalidRequestError, OverloadedError, VlmServeError
 from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, send
+from vlm_serve.system import child, children
 
 START_SECONDS = 120.0
 GRACE_SECONDS = 10.0

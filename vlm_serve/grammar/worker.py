@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from vlm_serve.child import end_with
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.building import json_grammar, tag_grammar
 from vlm_serve.grammar.lengths import Lengths
@@ -30,6 +29,7 @@ from vlm_serve.grammar.library import Library
 from vlm_serve.grammar.schema import check_tag
 from vlm_serve.grammar.tags import OtherTagError
 from vlm_serve.kernels.host_memory import release_freed_memory
+from vlm_serve.system.child import end_with
 
 MEMORY_BYTES = 1 << 29
 """Memory limit of compiling, in addition to that of this process."""

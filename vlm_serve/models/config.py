@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.foreign_files import foreign
+from vlm_serve.system.foreign_files import foreign
 
 _DTYPES = {
     "float32": torch.float32,

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.files import SIDECAR, weight_files
-from vlm_serve.private_files import cache_path, make_private, open_private, secure_cache
+from vlm_serve.system.private_files import cache_path, make_private, open_private, secure_cache
 
 _DOMAIN = b"vlm-serve weights 1"
 _MEMORY_FILE = "fingerprints.json"

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.foreign_files import foreign
 from vlm_serve.models.files import weight_files
 from vlm_serve.models.gguf.folder import gguf_files, open_tensors
+from vlm_serve.system.foreign_files import foreign
 
 
 class TensorFile(Protocol):

@@ -22,7 +22,7 @@ from vlm_serve.models.quantization.loading import OnLoad, loading_format
 from vlm_serve.models.quantization.rules import plain_name
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.spec import ModelSpec
-from vlm_serve.options import format_size
+from vlm_serve.options.declared import format_size
 
 
 @dataclass(frozen=True, slots=True)

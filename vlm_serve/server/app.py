@@ -12,7 +12,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vlm_serve.own_version import own_version
 from vlm_serve.server import operators, status
 from vlm_serve.server.api import cache, cache_pins
 from vlm_serve.server.api.adapters.route import (
@@ -96,6 +95,7 @@ from vlm_serve.server.http.request_memory import Intake
 from vlm_serve.server.http.streaming import ClientGoneError
 from vlm_serve.server.service import Service
 from vlm_serve.server.status import ModelCard, ModelList
+from vlm_serve.system.version import __version__
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 Responses = dict[int | str, dict[str, Any]]
@@ -154,7 +154,7 @@ def routed(service: Service, **settings: Any) -> DescribedApp:
     """
     app = DescribedApp(
         title="vlm-serve",
-        version=own_version(),
+        version=__version__,
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,

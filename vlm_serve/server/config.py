@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from vlm_serve.options import normalise_all, options_of, refuse, section
+from vlm_serve.options.declared import normalise_all, options_of, refuse, section
 
 _server = section("server")
 _limits = section("limits")

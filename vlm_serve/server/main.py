@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.captured_rows import CapturedRows
 from vlm_serve.engine.drafting import max_drafts
 from vlm_serve.engine.drafts.start import why_off
@@ -21,9 +20,9 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES
 from vlm_serve.engine.ranks.start import slot_bytes
 from vlm_serve.engine.tower_graphs import patch_sizes
-from vlm_serve.log_output import start_logging
 from vlm_serve.models.weight_sizes import prompt_price
-from vlm_serve.options import format_size
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import format_size
 from vlm_serve.server.answers.pieces import form_of
 from vlm_serve.server.answers.reasoning import reasoning_form
 from vlm_serve.server.bounds import total
@@ -38,6 +37,7 @@ from vlm_serve.server.http.draining import (
 from vlm_serve.server.http.listening import close_listener, listen, tls_context, url_of
 from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.run import make_server, stop_with_engine
+from vlm_serve.system.log_output import start_logging
 
 _log = logging.getLogger(__name__)
 

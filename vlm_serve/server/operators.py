@@ -13,14 +13,14 @@ from pydantic import ConfigDict
 from starlette.responses import Response
 
 from vlm_serve.errors import FieldError, InvalidRequestError
-from vlm_serve.options import options_of
-from vlm_serve.own_version import own_version
+from vlm_serve.options.declared import options_of
 from vlm_serve.server.api.fields import RequestModel
 from vlm_serve.server.api.request_body import read_json
 from vlm_serve.server.http.browsers import refuse_foreign_scripts
 from vlm_serve.server.http.tenants import refuse_tenants
 from vlm_serve.server.service import Service
 from vlm_serve.server.status import health
+from vlm_serve.system.version import __version__
 
 _FLAGS = ("reset_running_requests", "reset_external")
 
@@ -65,7 +65,7 @@ async def server_info(service: Service, request: Request) -> Response:
     engine, name = service.engine.config, service.state.model_names[0]
     return JSONResponse(
         {
-            "version": own_version(),
+            "version": __version__,
             "model_path": name,
             "tokenizer_path": name,
             "served_model_name": name,

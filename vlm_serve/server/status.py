@@ -11,10 +11,10 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from vlm_serve.own_version import own_version
 from vlm_serve.server.api.listing import ends_of
 from vlm_serve.server.http.errors import is_anthropic
 from vlm_serve.server.service import Service
+from vlm_serve.system.version import __version__
 
 STATS_TIMEOUT_SECONDS = 1.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -137,7 +137,7 @@ async def load(service: Service, _: Request) -> Response:
 
 async def show_version(_: Service, __: Request) -> Response:
     """GET /version."""
-    return JSONResponse({"version": own_version()})
+    return JSONResponse({"version": __version__})
 
 
 async def metrics(service: Service, _: Request) -> Response:

@@ -25,7 +25,6 @@ from peft_folders import (
 from safetensors.torch import load_file
 from triton_case import engines_on_triton
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters import start
 from vlm_serve.engine.adapters.options import slot_bytes
 from vlm_serve.engine.memory import StepMemory
@@ -33,7 +32,8 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_change import Change, Up
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.models.parts import feed_forward
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 TINY = CheckpointSpec(

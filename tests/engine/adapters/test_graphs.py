@@ -19,7 +19,6 @@ from step_graphs import SPECS, HostFree, started
 from sweeps import quick
 from triton_case import kernels, row_by_row
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine import decode_graphs, verify_graphs
 from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
@@ -38,7 +37,8 @@ from vlm_serve.models.adapters import LowRank, changes_of
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.parts import feed_forward
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")

@@ -22,8 +22,8 @@ from peft_folders import (
 )
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 KINDS = ["dense", "vl", "vl moe", "next"]
 CASES = [(kind, seed) for kind in KINDS for seed in range(3)]

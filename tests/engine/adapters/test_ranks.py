@@ -11,8 +11,8 @@ from parity_cases import random_ids
 from peft_folders import random_adapter
 from rank_processes import on_ranks_of, rank_processes
 
-from vlm_serve.config import EngineConfig
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2)

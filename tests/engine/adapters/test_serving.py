@@ -17,13 +17,13 @@ from parity import greedy, inputs_of
 from parity_cases import photograph, random_ids, user
 from peft_folders import adapted, random_adapter
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.counts import MAX_NAMES, OTHERS, AdapterCounts
 from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.engine.adapters.store import MAX_ADAPTERS
 from vlm_serve.engine.outputs import Usage
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
-from vlm_serve.pipeline import Output, Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
 from vlm_serve.sampling_params import SamplingParams
 

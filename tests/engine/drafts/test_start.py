@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.drafts.start import why_off, with_drafts
+from vlm_serve.options.config import EngineConfig
 
 
 @pytest.mark.parametrize(

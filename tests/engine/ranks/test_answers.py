@@ -19,11 +19,11 @@ from parity_cases import CONVERSATIONS, conversations, random_ids, user
 from rank_processes import on_ranks_of, rank_processes
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
+from vlm_serve.commands.plan import make
 from vlm_serve.engine.ranks.process import RankProcesses
 from vlm_serve.models import read_spec
-from vlm_serve.pipeline import Pipeline
-from vlm_serve.plan_command import make
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 SPECS = {

@@ -22,11 +22,11 @@ from server_process import server_process
 from serving import wait_for
 
 from vlm_serve.cli import main
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.ranks.executor import ShardedExecutor
 from vlm_serve.engine.ranks.process import RankProcesses
 from vlm_serve.errors import ConfigError, EngineClosedError, EngineError
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 CONFIG = EngineConfig(block_size=16, cache_memory="16MiB", tensor_parallel_size=2, threads=1)
 PATIENCE = 60.0

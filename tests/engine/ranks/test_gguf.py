@@ -18,10 +18,10 @@ from parity_cases import conversations, random_ids
 from rank_processes import on_ranks_of, rank_processes
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
+from vlm_serve.commands.plan import make
 from vlm_serve.engine.ranks.process import RankProcesses
-from vlm_serve.pipeline import Pipeline
-from vlm_serve.plan_command import make
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 pytestmark = pytest.mark.usefixtures("compiler")
 TEXT: dict[str, Any] = WIDE | {"vision_depth": 0}

@@ -10,9 +10,9 @@ import pytest
 from other_user import mode, umask
 
 import vlm_serve
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.ranks.start import _rendezvous
 from vlm_serve.models import read_spec
+from vlm_serve.options.config import EngineConfig
 
 DEMO = Path(vlm_serve.__file__).parent / "demo" / "dense"
 

@@ -16,14 +16,14 @@ from make_checkpoint import make_checkpoint
 from peft_folders import linears, random_factors, write_adapter
 from safetensors.torch import load_file
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.adapters import read_adapter
 from vlm_serve.models.adapters.base_weights import check_base
 from vlm_serve.models.files import resolve_checkpoint
 from vlm_serve.models.registry import read_spec
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 
 TENSORS = dict[str, torch.Tensor]
 PREFIX = "base_model.model."

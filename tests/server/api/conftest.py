@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from serving import RunningServer, running
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 

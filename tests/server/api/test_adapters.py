@@ -15,10 +15,10 @@ from make_checkpoint import make_checkpoint
 from peft_folders import random_adapter
 from serving import RunningServer, chat_body, running
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.request_keys import keys_of
 from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import ConfigError
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from serving import RunningServer, chat_body, ok, running, wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 TEXT = "What would be found of this conversation if it came a second time?"

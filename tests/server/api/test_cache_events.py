@@ -18,8 +18,8 @@ from cache_reader import PATH, EventReader, reading, tree
 from hostile_files import data_url, image_of
 from serving import WAIT_SECONDS, RunningServer, chat_body, running, wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server import cache_feed
 from vlm_serve.server.cache_feed import MAX_SUBSCRIBERS
 from vlm_serve.server.config import ServerConfig

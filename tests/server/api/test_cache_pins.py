@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from serving import RunningServer, chat_body, ok, running
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 TEXT = "This text is long enough for two blocks, and it shall stay where it is for a while."

@@ -11,8 +11,8 @@ import pytest
 from serving import RunningServer, chat_body, running, wait_for
 from sweeps import quick
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 SCHEMA = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from serving import RunningServer, chat_body, running
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 CONFIG = EngineConfig(device="cpu", cache_memory="48MiB", max_model_len=1024, max_num_seqs=4)

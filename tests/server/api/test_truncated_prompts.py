@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from serving import RunningServer
 
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
 OPTIONS = {"temperature": 0, "max_tokens": 6, "return_token_ids": True}

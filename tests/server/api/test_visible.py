@@ -13,8 +13,8 @@ from make_checkpoint import make_checkpoint
 from peft_folders import random_adapter
 from serving import RunningServer, chat_body, ok, running, wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 TEXT = "This text is long enough for two blocks, and it shall stay where it is for a while."

@@ -19,8 +19,8 @@ from checkpoint_spec import CheckpointSpec
 from guesses import draft_freely
 from make_checkpoint import make_checkpoint
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.failover.attempt import ATTEMPT, TOKENS, Attempt, Delivery, merged, new_token
 
 OPTIONS: dict[str, Any] = {

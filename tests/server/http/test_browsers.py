@@ -9,7 +9,7 @@ from fake_engine import FakeEngine
 from serving import RunningServer, running
 
 from vlm_serve.errors import ConfigError
-from vlm_serve.options import options_of
+from vlm_serve.options.declared import options_of
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.browsers import for_browsers, host_name, is_loopback

@@ -14,10 +14,10 @@ import pytest
 from fake_engine import FakeEngine
 from serving import RunningServer, chat_body, check_chat, running, wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.deploy.checks import check
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.listening import close_listener, listen

@@ -17,8 +17,8 @@ from fake_engine import FakeEngine
 from hostile_files import data_url, image_of
 from serving import RunningServer, chat_body, connect, running, wait_for
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.json_body import count_json, parse_json

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.errors import ConfigError, InvalidRequestError
+from vlm_serve.options.config import EngineConfig
 
 if TYPE_CHECKING:
     import torch

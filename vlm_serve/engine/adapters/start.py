@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.options import (
     LoRA,
     changed_experts,
@@ -23,6 +22,7 @@ from vlm_serve.models import Model
 from vlm_serve.models.adapters import AdapterFile, read_adapter
 from vlm_serve.models.adapters.base_weights import check_base
 from vlm_serve.models.adapters.beside import check_beside
+from vlm_serve.options.config import EngineConfig
 
 
 def make_adapters(

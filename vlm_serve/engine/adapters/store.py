@@ -17,7 +17,7 @@ from vlm_serve.errors import (
     ModelNotFoundError,
 )
 from vlm_serve.models.adapters import Adapter, AdapterFile, Modules, place, read_adapter
-from vlm_serve.options import format_size
+from vlm_serve.options.declared import format_size
 from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
 
 MAX_ADAPTERS = 1000

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.adapters.options import changed_experts, factors_dtype, serves_adapters
 from vlm_serve.engine.graph_device import GraphDevice
 from vlm_serve.engine.step_tables import HostRing
@@ -17,6 +16,7 @@ from vlm_serve.kernels.linear.low_rank_fixed import FixedRows
 from vlm_serve.kernels.linear.low_rank_records import RECORD
 from vlm_serve.models.adapters import Modules, without_effect
 from vlm_serve.models.adapters.experts import kind_of
+from vlm_serve.options.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

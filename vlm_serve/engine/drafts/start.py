@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.drafts.base import Drafter
 from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.drafts.mtp import MtpDrafter
@@ -15,6 +14,7 @@ from vlm_serve.engine.drafts.suffix import SuffixDrafter
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec
+from vlm_serve.options.config import EngineConfig
 
 
 def with_drafts(config: EngineConfig, device: torch.device, *, compiled: bool) -> EngineConfig:

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vlm_serve import child, children
 from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError, Wire
 from vlm_serve.errors import EngineError
+from vlm_serve.system import child, children
 
 START_SECONDS = 300.0
 _END_SECONDS = 10.0

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.arithmetic import Arithmetic
 from vlm_serve.engine.ranks.process import START_SECONDS, RankProcesses
 from vlm_serve.engine.ranks.task import RankTask, Rendezvous
@@ -18,8 +17,9 @@ from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, ModelSpec, load_model
 from vlm_serve.models.changes import Changes
-from vlm_serve.options import format_size
-from vlm_serve.temporary_folder import TemporaryFolder
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import format_size
+from vlm_serve.system.temporary_folder import TemporaryFolder
 
 
 @dataclass(frozen=True, slots=True)

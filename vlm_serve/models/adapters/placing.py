@@ -19,7 +19,7 @@ from vlm_serve.models.adapters.low_rank import LowRank
 from vlm_serve.models.adapters.rows import Rows
 from vlm_serve.models.adapters.sharing import shared
 from vlm_serve.models.adapters.stacked import stacked_alike, stacked_change
-from vlm_serve.options import format_size
+from vlm_serve.options.declared import format_size
 from vlm_serve.preprocess.keys import tagged
 
 _DOMAIN = b"vlm-serve adapter 1"

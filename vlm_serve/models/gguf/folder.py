@@ -24,7 +24,7 @@ from vlm_serve.models.gguf.text_config import Tensors, architecture_of, text_con
 from vlm_serve.models.gguf.tokenizer import tokenizer_files
 from vlm_serve.models.gguf.vision_config import vision_config
 from vlm_serve.models.gguf.vision_names import vision_tensors
-from vlm_serve.temporary_folder import TemporaryFolder
+from vlm_serve.system.temporary_folder import TemporaryFolder
 
 POINTER = "gguf.json"
 _PREFIX = "vlm-serve-gguf-"

@@ -9,7 +9,7 @@ from batch_client import SIZE, Batcher
 from fake_engine import FakeEngine
 from serving import RunningServer, running, wait_for
 
-from vlm_serve.config import EngineConfig
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 

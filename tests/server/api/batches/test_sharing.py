@@ -11,7 +11,7 @@ from batch_client import CHAT, SIZE, Batcher, answered, line
 from fake_engine import FakeEngine
 from serving import RunningServer, running, wait_for
 
-from vlm_serve.config import EngineConfig
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.priority import BEHIND

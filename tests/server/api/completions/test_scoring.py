@@ -11,8 +11,8 @@ from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
 from serving import RunningServer, running
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 # What lm-eval's `local-completions` sends with each batch of token ids.

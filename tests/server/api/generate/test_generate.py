@@ -13,9 +13,9 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from serving import RunningServer, running
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import ContextLengthError
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
 PATH = "/inference/v1/generate"

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from serving import RunningServer, running
 from tool_texts import CITY_TOOL
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 

@@ -16,9 +16,9 @@ from families import SPECS
 from make_checkpoint import make_checkpoint
 from serving import RunningServer, ok, running
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine import pooling
-from vlm_serve.pipeline import Pipeline
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.server.config import ServerConfig
 
 PLAIN: dict[str, Any] = {"dtype": "float32", "block_size": 16, "cache_memory": "32MiB"}

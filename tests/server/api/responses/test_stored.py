@@ -13,8 +13,8 @@ from hostile_files import image_of
 from serving import RunningServer, running, wait_for
 from tool_texts import CALL, CITY_TOOL
 
-from vlm_serve.config import EngineConfig
 from vlm_serve.engine.engine import Engine
+from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.reading import items
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig

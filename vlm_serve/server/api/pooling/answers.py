@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.vectors import Vector, embedding_of, score_of
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import AnswerStream, Event
 from vlm_serve.server.api.pooling.bodies import (
@@ -24,7 +25,6 @@ from vlm_serve.server.api.pooling.bodies import (
 )
 from vlm_serve.server.api.pooling.request import EmbeddingsRequest, RerankRequest, content_of
 from vlm_serve.server.api.reports import add_usage, cache_report_body
-from vlm_serve.vectors import Vector, embedding_of, score_of
 
 
 @dataclass

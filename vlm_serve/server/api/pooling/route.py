@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from vlm_serve.engine.pooling import ONE_TOKEN
+from vlm_serve.engine.vectors import Vector
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.keys import KeyScope
 from vlm_serve.server.answers.generation import Task
@@ -38,7 +39,6 @@ from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.json_body import validate
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
 from vlm_serve.server.service import Service
-from vlm_serve.vectors import Vector
 
 B = TypeVar("B", bound=PoolingRequest)
 

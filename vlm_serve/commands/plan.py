@@ -1,0 +1,290 @@
+"""`vlm-serve plan`: computes from a config alone how much fits in the cache memory.
+
+docs/architecture.md#memory
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlm_serve.engine.adapters.start import planned_bytes
+from vlm_serve.engine.arithmetic import Arithmetic, decide
+from vlm_serve.engine.build import find_checkpoint, with_block_size
+from vlm_serve.engine.context import changes_of, longest_context
+from vlm_serve.engine.drafts.start import with_drafts, with_mtp
+from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
+from vlm_serve.engine.memory import (
+    EMBEDDING_CACHE_BYTES,
+    LOGPROB_CACHE_BYTES,
+    MemoryPlan,
+    StepMemory,
+    default_cache_memory,
+    embedding_bytes,
+    plan_memory,
+    split_by_interval,
+)
+from vlm_serve.engine.pooling import head_rows, without_drafts
+from vlm_serve.engine.ranks.start import slot_bytes
+from vlm_serve.engine.shared_store import read_address
+from vlm_serve.engine.step_memory import planned_step_memory
+from vlm_serve.engine.step_paths import find_backend, graphs_wanted
+from vlm_serve.models import ModelSpec, read_spec
+from vlm_serve.models.weight_sizes import WeightBytes, prompt_price, weight_bytes
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.options.declared import format_size
+
+TABLE_INTERVALS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_MIB = float(1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The result of starting with these options. All sizes are per rank, in bytes.
+
+    Attributes:
+        rows: capacity in tokens and snapshots per TABLE_INTERVALS; empty for models without state.
+        embedding_bytes: per vision token, with its features; 0 for text-only models.
+        max_model_len: longest prompt plus answer, in tokens.
+        steps: what steps take on a GPU beside weights and pools; None elsewhere, and with ranks.
+        adapter_bytes: of the adapters that options name, in host memory and laid out.
+    """
+
+    model: ModelSpec
+    config: EngineConfig
+    arithmetic: Arithmetic
+    weights: WeightBytes
+    memory: MemoryPlan
+    rows: tuple[dict[str, int], ...]
+    max_model_len: int
+    embedding_bytes: int
+    adapter_bytes: int
+    steps: StepMemory | None
+
+
+def run(model: str, config: EngineConfig, *, as_json: bool) -> None:
+    """Print the plan.
+
+    Raises:
+        CheckpointError: there is no readable config.
+        ConfigError: it cannot fit; names the option.
+    """
+    plan = make(model, config)
+    print(json.dumps(_as_json(plan)) if as_json else render(plan))
+
+
+def make(model: str, config: EngineConfig) -> Plan:
+    """Compute the plan without loading weights or compiling kernels. Raises as `run`."""
+    config = with_block_size(without_drafts(config), model)
+    ranks = config.tensor_parallel_size
+    named = Path(model).suffix == ".json"
+    path = (
+        Path(model)
+        if named
+        else find_checkpoint(
+            model, configs_only=True, revision=config.revision, tower=config.mmproj
+        )
+    )
+    spec = read_spec(path, changes_of(config))
+    mtp = with_mtp(config, spec)
+    layout = spec.cache_layout(ranks, mtp=mtp)
+    device = _device(config.device)
+    backend = find_backend(config, device, build=False)
+    config = with_drafts(config, device, compiled=backend.compiled)
+    arithmetic = decide(config, spec.dtype, backend, spec.quantization)
+    # The memory of an absent GPU is unknown: use this machine's instead.
+    here = device if torch.cuda.is_available() else torch.device("cpu")
+    cache_memory = config.cache_memory_bytes or default_cache_memory(here, ranks)
+    memory = plan_memory(layout, config, arithmetic.types, cache_memory)
+    steps = None
+    if device.type == "cuda" and ranks == 1:
+        graphs = graphs_wanted(config.cuda_graphs, device)
+        steps = planned_step_memory(spec, path, arithmetic.types, config, with_graphs=graphs)
+    return Plan(
+        model=spec,
+        config=config,
+        arithmetic=arithmetic,
+        weights=weight_bytes(
+            spec,
+            weights=arithmetic.types.weights,
+            compute=arithmetic.types.compute,
+            device=device,
+            compiled=backend.compiled,
+            tensor_parallel=ranks,
+            drafts=mtp,
+            bits=arithmetic.bits,
+            head_rows=head_rows(config),
+        ),
+        memory=memory,
+        rows=tuple(
+            _table_row(memory, interval) for interval in TABLE_INTERVALS if layout.has_state
+        ),
+        max_model_len=longest_context(config, spec, memory),
+        embedding_bytes=embedding_bytes(spec, arithmetic.types),
+        adapter_bytes=planned_bytes(config, compiled=backend.compiled),
+        steps=steps,
+    )
+
+
+def _device(name: str) -> torch.device:
+    """Return the device that it would run on; a named GPU may be another machine's."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _table_row(memory: MemoryPlan, interval: int) -> dict[str, int]:
+    blocks, snapshots = split_by_interval(
+        memory.cache_memory, memory.block_bytes, memory.snapshot_bytes, interval
+    )
+    return {
+        "interval": interval,
+        "tokens": blocks * memory.block_size,
+        "snapshots": snapshots,
+    }
+
+
+def _as_json(plan: Plan) -> dict[str, Any]:
+    memory, weights, arithmetic = plan.memory, plan.weights, plan.arithmetic
+    return {
+        "weights": {
+            "in_memory": weights.in_memory,
+            "projections": weights.projections,
+            "table": weights.table,
+            "table_in_file": weights.mapped,
+            "formats": dict(weights.formats),
+        },
+        "quantization": str(plan.model.quantization) if plan.model.quantization else None,
+        "types": arithmetic.types.names(),
+        "compute_reason": arithmetic.reason,
+        "numerics": arithmetic.numerics,
+        "max_model_len": plan.max_model_len,
+        "block_bytes": memory.block_bytes,
+        "snapshot_bytes": memory.snapshot_bytes,
+        "live_state_bytes": memory.live_state_bytes,
+        "draft_update_bytes": memory.num_updates * memory.update_bytes,
+        "embedding_bytes": plan.embedding_bytes,
+        "adapter_bytes": plan.adapter_bytes,
+        "step_bytes": asdict(plan.steps) if plan.steps else None,
+        "tokens": memory.tokens,
+        "snapshots": memory.num_snapshot_rows,
+        "granularity": memory.block_size,
+        "table": plan.rows,
+    }
+
+
+def render(plan: Plan) -> str:
+    """Format the plan as text."""
+    memory = plan.memory
+    facts = [
+        *_ranks(plan),
+        ("weights", str(plan.weights)),
+        *([("quantised", str(scheme))] if (scheme := plan.model.quantization) else []),
+        *plan.arithmetic.rows(),
+        (
+            "cache memory",
+            f"{memory.cache_memory / _MIB:.0f} MiB for blocks and snapshots; the rest is extra",
+        ),
+        *([("steps", f"{plan.steps}, extra")] if plan.steps else []),
+        *_drafts(plan),
+        *_tiers(plan.config),
+        ("tokens", str(memory.tokens)),
+        ("context", f"{plan.max_model_len} tokens"),
+        ("granularity", f"{memory.block_size} tokens, and exact media and turn boundaries"),
+    ]
+    lines = [
+        "bucket              count        bytes each          MiB",
+        *_buckets(plan),
+        "",
+        *(f"{name:<20} {text}" for name, text in facts),
+    ]
+    if plan.rows:
+        lines += ["", "interval (blocks)     tokens  snapshots"]
+    lines += [
+        f"{row['interval']:>17}{row['tokens']:>11}{row['snapshots']:>11}" for row in plan.rows
+    ]
+    return "\n".join(lines)
+
+
+def _buckets(plan: Plan) -> list[str]:
+    memory, model = plan.memory, plan.model
+    lines = [
+        _bucket("KV blocks", memory.num_blocks, memory.block_bytes),
+        _bucket("snapshots", memory.num_snapshot_rows, memory.snapshot_bytes),
+        _bucket("live state rows", memory.num_live_rows, memory.snapshot_bytes),
+    ]
+    if memory.num_updates:
+        what = "replay" if plan.config.speculative == "off" else "draft"
+        lines.append(_bucket(f"{what} updates", memory.num_updates, memory.update_bytes))
+    if "suffix" in plan.config.speculative:
+        lines.append(f"{'draft texts':<18}{'up to':>7}{'':>18}{_mib(ANSWER_BYTES)}")
+    if plan.embedding_bytes:
+        tokens = EMBEDDING_CACHE_BYTES // plan.embedding_bytes
+        lines.append(_bucket("vision embeddings", tokens, plan.embedding_bytes))
+    if model.routing is not None:
+        per_block = memory.block_size * model.expert_layers * model.routing.top_k
+        per_block *= 1 if model.routing.num_experts <= 256 else 2
+        lines.append(_bucket("expert rows", memory.num_blocks, per_block))
+    if plan.adapter_bytes:
+        count = len(plan.config.lora_modules)
+        lines.append(_bucket("adapters", count, plan.adapter_bytes // count))
+    lines.append(_bound("prompt logprobs", LOGPROB_CACHE_BYTES))
+    return lines
+
+
+def _ranks(plan: Plan) -> list[tuple[str, str]]:
+    """Describe the extra memory of several ranks, if there are several."""
+    config = plan.config
+    if config.tensor_parallel_size == 1:
+        return []
+    exchange = format_size(2 * slot_bytes(plan.model, config))
+    text = f"{config.tensor_parallel_size}; all sizes are per rank, plus up to {exchange} each"
+    return [("ranks", f"{text} for exchanges")]
+
+
+def _drafts(plan: Plan) -> list[tuple[str, str]]:
+    """Describe the cost of the model's MTP layer, if it drafts."""
+    if "mtp" not in plan.config.speculative:
+        return []
+    price = (
+        f"prompts cost {prompt_price(plan.model):.1%} more; its KV and states are included above"
+    )
+    return [("mtp", price)]
+
+
+def _tiers(config: EngineConfig) -> list[tuple[str, str]]:
+    """Describe the tiers below the cache memory, if any."""
+    host, disk = config.host_cache_memory, config.disk_cache_size
+    assert isinstance(host, int) and isinstance(disk, int)
+    found = [("host memory", f"{format_size(host)} below the cache memory")] if host else []
+    if config.disk_cache_path is not None:
+        found.append(("disk", f"{format_size(disk)} in {config.disk_cache_path}"))
+    address = read_address(config)
+    if address is not None:
+        found.append(("shared store", _shared(config, address.text, keyed=bool(address.secret))))
+    return found
+
+
+def _shared(config: EngineConfig, where: str, *, keyed: bool) -> str:
+    limit, bandwidth = config.shared_store_timeout, config.shared_store_write_bandwidth
+    assert isinstance(bandwidth, int)
+    return (
+        f"{where}, {'with' if keyed else 'without'} a key; {config.shared_store_write} written, "
+        f"{format_size(bandwidth)}/s at most; a request waits {limit:g} s at most"
+    )
+
+
+def _bucket(name: str, count: int, each: int) -> str:
+    return f"{name:<18}{count:>7}{each:>18}{_mib(count * each)}"
+
+
+def _bound(name: str, most: int) -> str:
+    return f"{name:<18}{'up to':>7}{'':>18}{_mib(most)}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:>13.1f}"

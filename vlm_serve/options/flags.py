@@ -1,0 +1,102 @@
+"""Command-line flags made from options, with errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from vlm_serve.errors import ConfigError
+from vlm_serve.options.declared import Option, did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser with errors of one line and a suggestion of the closest flag.
+
+    A command may have a default `take_late`: a function of the options and the unknown arguments,
+    which takes the ones it knows and returns the others.
+    """
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown and hasattr(options, "take_late"):
+            unknown = options.take_late(options, unknown)
+        if unknown:
+            self.error("; ".join(_problems(unknown, self._flags_of(options))))
+        return options
+
+    def _flags_of(self, options: argparse.Namespace) -> set[str]:
+        """Return the flags of the chosen command."""
+        flags: set[str] = set()
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    if parser.get_default("run") is options.run:
+                        flags |= parser._option_string_actions.keys()
+                    flags |= parser._flags_of(options)
+        return flags
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
+
+
+def _problems(unknown: Sequence[str], flags: set[str]) -> list[str]:
+    """Name the arguments without a place; a word behind an unknown flag is its value."""
+    named = [name for name in unknown if name.startswith("-")]
+    problems = [f"there is no {name}{did_you_mean(name, flags)}" for name in named]
+    before = ["", *unknown]
+    words = [
+        repr(word)
+        for earlier, word in zip(before, unknown, strict=False)
+        if not word.startswith("-") and not earlier.startswith("-")
+    ]
+    if words:
+        hint = "; put a text of several words into quotes" if len(words) > 1 else ""
+        problems.append(f"there is no place for {', '.join(words)}{hint}")
+    return problems
+
+
+def positive(text: str) -> int:
+    """Parse a flag's whole number above 0. Raises ArgumentTypeError for any other text."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    """Add one flag per option, in groups. Flags not given leave no attribute behind."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for item in options:
+        if item.group not in groups:
+            groups[item.group] = parser.add_argument_group(item.group)
+        text = f"{item.help} (default: {item.shown_default})".replace("%", "%%")
+        settings: dict[str, Any] = {
+            "dest": item.name,
+            "default": argparse.SUPPRESS,
+            "help": text,
+        }
+        if item.kind == "bool":
+            settings["action"] = argparse.BooleanOptionalAction
+        else:
+            settings["type"] = _reader(item)
+            settings["metavar"] = item.metavar or _metavar(item)
+        if item.kind == "list":
+            settings["action"] = "extend"  # A repeated flag appends.
+        groups[item.group].add_argument(*item.flags, **settings)
+
+
+def _metavar(item: Option) -> str:
+    if item.choices:
+        return "{" + ",".join(str(choice) for choice in item.choices) + "}"
+    names = {"int": "N", "float": "X", "text": "TEXT", "list": "A,B", "size": "SIZE"}
+    return names.get(item.kind, "JSON")
+
+
+def _reader(item: Option) -> Any:
+    def read(text: str) -> Any:
+        try:
+            return item.normalise(item.parse(text))
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(error.message) from None
+
+    return read

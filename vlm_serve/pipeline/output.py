@@ -1,0 +1,172 @@
+"""Answers in Python: what a finished request returns, and its text split as over HTTP."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass, field, replace
+
+from vlm_serve.cache.experts import Rows
+from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
+from vlm_serve.engine.plan import PromptLogprobs
+from vlm_serve.engine.request import NextTurn
+from vlm_serve.engine.thought import Thought
+from vlm_serve.engine.vectors import Vector
+from vlm_serve.errors import VlmServeError
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.answers.next_turn import ParsedTurn
+from vlm_serve.server.answers.output_parser import OutputParser
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of `n` answers to a prompt; fields as in `Output`."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[dict[int, float]] | None = None
+    stop_reason: int | str | None = None
+    routed_experts: Rows | None = field(default=None, compare=False)
+    routed_experts_gaps: tuple[tuple[int, int], ...] = ()
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A finished request.
+
+    Attributes:
+        text: the answer (of the first choice) without its thought; "" if the answer ended inside
+            the thought.
+        token_ids: generated token ids, those of the thought and an end-of-sequence token included.
+        prompt_token_ids: the prompt with its media placeholders expanded.
+        finish_reason: "stop", "length" or "abort".
+        logprobs: per generated token a dict token id -> log-probability; None if not requested.
+        usage: prompt_tokens, completion_tokens (of all choices), cached_tokens.
+        cache_report: what was reused, and why no more.
+        choices: all `n` choices, the first one included.
+        routed_experts: expert ids `[tokens, layers, top_k]` of prompt and answer, from
+            `routed_experts_prompt_start` up to the last token but one; None if not requested.
+            uint8 up to 256 experts, else uint16.
+        routed_experts_gaps: (first, last + 1) positions of cached tokens without recorded rows;
+            their rows are zero.
+        prompt_logprobs: of the prompt's tokens from `prompt_logprobs_start` on, except the first
+            token; None if not requested.
+        vector: of the prompt, from an engine that pools.
+        reasoning: the thought of the first choice; None if there is none. A message
+            `{"role": "assistant", "content": text, "reasoning": reasoning}` gives both back.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    cache_report: CacheReport
+    logprobs: list[dict[int, float]] | None = None
+    stop_reason: int | str | None = None
+    choices: list[Choice] = field(default_factory=list)
+    routed_experts: Rows | None = field(default=None, compare=False)
+    routed_experts_gaps: tuple[tuple[int, int], ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] | None = None
+    vector: Vector | None = field(default=None, compare=False)
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextForm:
+    """How the text of an answer is split; tool calls stay in it.
+
+    Attributes:
+        thought: how the answer may think; None: its text stays whole.
+        continued: the answer continues the prompt's last message.
+    """
+
+    thought: Thought | None = None
+    continued: bool = False
+
+    def parser(self) -> OutputParser:
+        """Return a new parser for one choice."""
+        opened = None if self.thought is None else self.thought.opened
+        return OutputParser(reasoning=opened, continued=self.continued)
+
+    def next_turn(self, prompt: Prompt) -> NextTurn | None:
+        """Return the next turn of a caller who sends text and reasoning back."""
+        if prompt.next_turn is None:
+            return None
+        return ParsedTurn("chat", prompt.next_turn, self.parser)
+
+
+def split_delta(delta: Delta, parser: OutputParser) -> Delta:
+    """Return the next delta of a choice with its thought in `reasoning`."""
+    pieces = parser.feed(delta.text)
+    if delta.finish_reason is not None:
+        pieces += parser.finish(cut=delta.finish_reason != "stop")
+    texts = {"content": "", "reasoning": ""}
+    for piece in pieces:
+        texts[piece.kind] += piece.text
+    return replace(delta, text=texts["content"], reasoning=texts["reasoning"])
+
+
+class Collector:
+    """Collects the deltas of one request into an Output."""
+
+    def __init__(self, prompt: Prompt, params: SamplingParams, form: TextForm) -> None:
+        self._prompt = prompt
+        self._params = params
+        self._form = form
+        self._parts: list[list[Delta]] = [[] for _ in range(params.n)]
+        self._unfinished = params.n
+        self._last: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+
+    def push(self, delta: Delta) -> None:
+        """Take a delta on the engine's thread.
+
+        Only the last one wakes the waiting thread: a wake-up per step would take time from steps.
+        """
+        self._parts[delta.index].append(delta)
+        self._unfinished -= delta.finish_reason is not None
+        if delta.error is not None or not self._unfinished:
+            self._last.put(delta)
+
+    def result(self) -> Output | VlmServeError:
+        """Wait for the request to end; return its error, if it has one."""
+        last = self._last.get()
+        if last.error is not None:
+            return last.error
+        choices = [self._choice(deltas) for deltas in self._parts]
+        first = choices[0]
+        assert last.cache_report is not None
+        return Output(
+            text=first.text,
+            token_ids=first.token_ids,
+            prompt_token_ids=list(self._prompt.token_ids),
+            finish_reason=first.finish_reason,
+            usage=last.usage,
+            cache_report=last.cache_report,
+            logprobs=first.logprobs,
+            stop_reason=first.stop_reason,
+            choices=choices,
+            routed_experts=first.routed_experts,
+            routed_experts_gaps=first.routed_experts_gaps,
+            prompt_logprobs=self._parts[0][0].prompt_logprobs,
+            vector=last.vector,
+            reasoning=first.reasoning,
+        )
+
+    def _choice(self, deltas: list[Delta]) -> Choice:
+        whole = replace(deltas[-1], text="".join(delta.text for delta in deltas))
+        last = split_delta(whole, self._form.parser())
+        assert last.finish_reason is not None
+        wants_logprobs = self._params.logprobs is not None
+        return Choice(
+            text=last.text,
+            token_ids=[token for delta in deltas for token in delta.token_ids],
+            finish_reason=last.finish_reason,
+            logprobs=[d for delta in deltas for d in delta.logprobs] if wants_logprobs else None,
+            stop_reason=last.stop_reason,
+            routed_experts=last.routed_experts,
+            routed_experts_gaps=last.routed_experts_gaps,
+            reasoning=last.reasoning or None,
+        )
