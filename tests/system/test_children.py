@@ -80,7 +80,7 @@ def test_a_child_is_killed_with_its_parent_and_not_with_the_thread_that_asked() 
     """Even if it is stopped."""
     program = (
         "import sys, threading, time\n"
-        "from vlm_serve import children, child\n"
+        "from vlm_serve.system import child, children\n"
         "def start():\n"
         "    started = children.start('vlm_serve.grammar.worker', stdin=-1, stdout=-1,\n"
         "                             env=child.environment())\n"
