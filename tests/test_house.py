@@ -91,6 +91,11 @@ def test_imports_go_through_the_package(path: Path) -> None:
         ),
         ("vlm_serve/server/answers", ("vlm_serve.server.api",)),
         (
+            "vlm_serve/server",
+            ("vlm_serve.batch", "vlm_serve.deploy", "vlm_serve.models", "vlm_serve.kernels"),
+        ),
+        ("vlm_serve/batch", ("vlm_serve.deploy", "vlm_serve.eval")),
+        (
             "vlm_serve/routing",
             ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache", "torch", "ray", "fastapi"),
         ),

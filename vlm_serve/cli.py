@@ -271,9 +271,10 @@ def _model(options: argparse.Namespace, file: Mapping[str, Any]) -> str:
 
 def run_serve(options: argparse.Namespace) -> int:
     configured = _model_and_configs(options)
+    from vlm_serve.batch.api.routes import BatchRoutes
     from vlm_serve.server.main import serve
 
-    return serve(*configured)
+    return serve(*configured, mounts=(BatchRoutes,))
 
 
 def run_deploy(options: argparse.Namespace) -> int:
