@@ -127,7 +127,6 @@ CONTENT_TYPES = {
 
 NAMING_CONTENT = {
     Path("vlm_serve/batch/video_qa.py"),  # It writes requests.
-    Path("vlm_serve/bench/questions.py"),  # It writes requests.
     Path("vlm_serve/server/api/messages/stream.py"),  # It writes answers.
     Path("vlm_serve/server/api/responses/new_turn.py"),  # It gives items ids by their types.
     Path("vlm_serve/server/api/responses/output_items.py"),  # It writes answers.
