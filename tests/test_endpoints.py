@@ -162,8 +162,9 @@ def test_the_key_and_the_address_must_be_right(server: RunningServer) -> None:
         (nobody, "secret", nobody),
         ("localhost:8000", "secret", "localhost:8000"),
     ):
-        with pytest.raises(endpoint.EndpointError, match=said):
-            measure([Side(url, key=key)], PLAN)
+        side = Side(url, key=key)
+        with side.client, pytest.raises(endpoint.EndpointError, match=said):
+            measure([side], PLAN)
 
 
 def test_options_without_an_effect_are_refused() -> None:

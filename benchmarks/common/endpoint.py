@@ -224,7 +224,7 @@ class Side:
             self._length = "max_completion_tokens"
             return True
         named = [name for name in OPTIONAL if name in body and name in str(error)]
-        self.without += named
+        self.without = [name for name in OPTIONAL if name in (*self.without, *named)]
         return bool(named)
 
 
