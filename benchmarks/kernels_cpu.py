@@ -34,10 +34,10 @@ import vlm_serve
 from vlm_serve.kernels.causal_conv import causal_conv_prefill
 from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.gated_delta import chunk_gated_delta
-from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
+from vlm_serve.system.host_memory import retain_freed_memory
 
 TOKENS, BLOCK = 4096, 64
 KEY_HEADS, VALUE_HEADS, DIM = 4, 8, 128

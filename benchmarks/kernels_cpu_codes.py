@@ -21,12 +21,12 @@ from common.kernels_before import timed
 from common.limits import Limits
 from common.machine import add_isa_argument, describe, run_as
 
-from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.float8 import PackedFloat8
 from vlm_serve.kernels.linear.integers import PackedIntegers
 from vlm_serve.kernels.linear.quantising import GROUPS, SCALES
+from vlm_serve.system.host_memory import retain_freed_memory
 
 TOUCHED = 192 << 20
 FEW = 8

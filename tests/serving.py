@@ -13,6 +13,8 @@ import httpx
 from waiting import WAIT_SECONDS as WAIT_SECONDS
 from waiting import wait_for as wait_for
 
+from vlm_serve.batch.api.routes import BatchRoutes
+from vlm_serve.batch.file_store import FileStore
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.draining import DrainingServer
 from vlm_serve.server.http.listening import listen, url_of
@@ -32,6 +34,13 @@ class RunningServer:
     @property
     def service(self) -> Service:
         return self.server.service
+
+    @property
+    def files(self) -> FileStore:
+        """The files of a server that keeps some."""
+        (routes,) = self.service.mounted
+        assert isinstance(routes, BatchRoutes)
+        return routes.served.store
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.client.post(path, json=body, **options)
@@ -86,7 +95,7 @@ def running(
     """Serves an engine, which is closed at the end."""
     config = config or ServerConfig(port=0)
     bound = listen(config)
-    server = make_server(engine, config, names)
+    server = make_server(engine, config, names, mounts=(BatchRoutes,))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     wait_for(lambda: server.started)

@@ -31,7 +31,7 @@ def flags_of(*arguments: str) -> dict[str, Any]:
     "command",
     [
         *("", "serve", "plan", "models", "doctor", "chat", "run-batch", "video-qa"),
-        *("eval", "eval longbench", "eval video", "eval lmms", "bench"),
+        *("eval", "eval longbench", "eval video", "eval lmms"),
     ],
 )
 def test_help_loads_nothing_heavy(command: str) -> None:

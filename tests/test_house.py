@@ -91,6 +91,11 @@ def test_imports_go_through_the_package(path: Path) -> None:
         ),
         ("vlm_serve/server/answers", ("vlm_serve.server.api",)),
         (
+            "vlm_serve/server",
+            ("vlm_serve.batch", "vlm_serve.deploy", "vlm_serve.models", "vlm_serve.kernels"),
+        ),
+        ("vlm_serve/batch", ("vlm_serve.deploy", "vlm_serve.eval")),
+        (
             "vlm_serve/routing",
             ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache", "torch", "ray", "fastapi"),
         ),
@@ -122,7 +127,6 @@ CONTENT_TYPES = {
 
 NAMING_CONTENT = {
     Path("vlm_serve/batch/video_qa.py"),  # It writes requests.
-    Path("vlm_serve/bench/questions.py"),  # It writes requests.
     Path("vlm_serve/server/api/messages/stream.py"),  # It writes answers.
     Path("vlm_serve/server/api/responses/new_turn.py"),  # It gives items ids by their types.
     Path("vlm_serve/server/api/responses/output_items.py"),  # It writes answers.

@@ -52,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; its result's `run` is the command's function."""
-    from vlm_serve.bench.flags import add_bench_command
     from vlm_serve.eval.flags import add_eval_commands
 
     parser = Parser(
@@ -105,7 +104,6 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_batch_commands(commands)
     add_eval_commands(commands, run_eval, _add_model)
-    add_bench_command(commands, run_bench, _add_model)
 
     chat = commands.add_parser("chat", help="answer one question and exit", allow_abbrev=False)
     chat.set_defaults(run=run_chat, take_late=_take_late_question)
@@ -271,9 +269,10 @@ def _model(options: argparse.Namespace, file: Mapping[str, Any]) -> str:
 
 def run_serve(options: argparse.Namespace) -> int:
     configured = _model_and_configs(options)
+    from vlm_serve.batch.api.routes import BatchRoutes
     from vlm_serve.server.main import serve
 
-    return serve(*configured)
+    return serve(*configured, mounts=(BatchRoutes,))
 
 
 def run_deploy(options: argparse.Namespace) -> int:
@@ -319,21 +318,6 @@ def run_eval(options: argparse.Namespace) -> int:
 
     splitting = collect(SPLITTING, vars(options), os.environ, file)
     return evaluate(options, _model(options, file), engine_config, **splitting)
-
-
-def run_bench(options: argparse.Namespace) -> int:
-    file = read_config_file(options.config)
-    check_environment(ALL_OPTIONS, os.environ)
-    given = vars(options)
-    if options.base_url is None:
-        engine = collect(options_of(EngineConfig), given, os.environ, file)
-        EngineConfig(**engine)
-    else:  # What the environment and the file say of engines is not about this one.
-        engine = collect(options_of(EngineConfig), given, {}, {})
-    from vlm_serve.bench.command import bench
-
-    named = options.model or options.model_flag
-    return bench(options, _model(options, file), named, engine)
 
 
 def run_plan(options: argparse.Namespace) -> int:

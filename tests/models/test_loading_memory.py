@@ -34,7 +34,7 @@ FORMATS = ("fp8", "awq", "mixed", "nvfp4-modelopt")
 CHILD = """
 import dataclasses, json, sys
 import torch
-from vlm_serve.kernels.host_memory import retain_freed_memory
+from vlm_serve.system.host_memory import retain_freed_memory
 from vlm_serve.kernels.native_library import load
 from vlm_serve.models import load_model, read_spec
 from vlm_serve.models.weight_sizes import weight_bytes

@@ -35,10 +35,6 @@ EXAMPLES: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ("eval", "lmms"): (
         ("vlm-serve eval lmms checkpoint/ --tasks mmmu_val --limit 50", "with lmms-eval"),
     ),
-    ("bench",): (
-        ("vlm-serve bench demo", "a server of its own, measured as a client sees it"),
-        ("vlm-serve bench --base-url http://127.0.0.1:8000", "one that runs"),
-    ),
     ("chat",): (
         ('vlm-serve chat --image photo.jpg "What is this?"', "one answer, then it ends"),
         ('vlm-serve chat --model checkpoint/ "Name three rivers."', "text alone"),

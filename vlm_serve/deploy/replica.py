@@ -61,6 +61,7 @@ class EngineReplica:
     """
 
     def __init__(self, setup: ReplicaSetup) -> None:
+        from vlm_serve.batch.api.routes import BatchRoutes
         from vlm_serve.engine.engine import Engine
         from vlm_serve.server.app import create_routes
         from vlm_serve.server.http.draining import SWITCH_SECONDS
@@ -79,7 +80,7 @@ class EngineReplica:
         host = LOOPBACK if setup.loopback else node_address()
         self._channels = Channels(self._outboxes, host)
         engine = Engine.from_checkpoint(setup.model, setup.engine)
-        self._service: Service = Service(engine, setup.server, setup.names)
+        self._service: Service = Service(engine, setup.server, setup.names, mounts=(BatchRoutes,))
         self._service.state.created = setup.created
         self._service.grammars.warm_up()
         self._app: ASGIApp = create_routes(self._service)

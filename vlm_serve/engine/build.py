@@ -55,7 +55,6 @@ from vlm_serve.engine.tier_loading import make_tiers
 from vlm_serve.engine.upload_tiers import UploadTiers
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.backends import choose
-from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.triton_support import keep_private
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
@@ -66,6 +65,7 @@ from vlm_serve.preprocess.keys import RootFields
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_processors import processor_fingerprint
 from vlm_serve.preprocess.prepare import Preprocessor
+from vlm_serve.system.host_memory import retain_freed_memory
 
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"

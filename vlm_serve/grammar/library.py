@@ -9,7 +9,7 @@ from typing import Any
 
 from vlm_serve.grammar.lark import OPTIONS
 from vlm_serve.grammar.lengths import TokenTexts
-from vlm_serve.kernels.host_memory import allocated_bytes
+from vlm_serve.system.host_memory import allocated_bytes
 
 MAX_LEXER_STATES = 50_000
 MAX_ITEMS = 20_000

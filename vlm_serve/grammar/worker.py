@@ -28,8 +28,8 @@ from vlm_serve.grammar.lengths import Lengths
 from vlm_serve.grammar.library import Library
 from vlm_serve.grammar.schema import check_tag
 from vlm_serve.grammar.tags import OtherTagError
-from vlm_serve.kernels.host_memory import release_freed_memory
 from vlm_serve.system.child import end_with
+from vlm_serve.system.host_memory import release_freed_memory
 
 MEMORY_BYTES = 1 << 29
 """Memory limit of compiling, in addition to that of this process."""

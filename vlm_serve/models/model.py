@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.checks import check_folds
 from vlm_serve.kernels.dispatch import compiled_kernels
-from vlm_serve.kernels.host_memory import release_freed_memory
 from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.norms.pending import Normed
@@ -33,6 +32,7 @@ from vlm_serve.models.registry import read_spec
 from vlm_serve.models.spec import FixedTower, ModelSpec
 from vlm_serve.models.vision import Grid
 from vlm_serve.models.weights import Weights
+from vlm_serve.system.host_memory import release_freed_memory
 
 _MOST_UINT8_EXPERTS = 256
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.kernels.host_memory import release_freed_memory
 from vlm_serve.kernels.linear import Linear, Part, Shard, load
 from vlm_serve.kernels.linear.base import shape as shape_of_parts
 from vlm_serve.kernels.linear.codes import Codes
@@ -26,6 +25,7 @@ from vlm_serve.models.quantization.loading import loading_format
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.shape_fields import mismatch
 from vlm_serve.models.tensor_files import TensorFile, open_files
+from vlm_serve.system.host_memory import release_freed_memory
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")
 _VISION_PREFIXES = ("model.visual.", "visual.", "model.", "")

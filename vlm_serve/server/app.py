@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlm_serve.server import operators, status
@@ -21,14 +20,6 @@ from vlm_serve.server.api.adapters.route import (
     load_lora_adapter,
     unload_lora_adapter,
 )
-from vlm_serve.server.api.batches.bodies import BatchBody, BatchRequest
-from vlm_serve.server.api.batches.route import (
-    BATCHES_PATH,
-    cancel_batch,
-    create_batch,
-    get_batch,
-    list_batches,
-)
 from vlm_serve.server.api.bodies import CacheReportBody, ErrorBody
 from vlm_serve.server.api.cache_events import cache_events
 from vlm_serve.server.api.chat.bodies import ChatCompletion
@@ -39,16 +30,6 @@ from vlm_serve.server.api.completions.bodies import Completion
 from vlm_serve.server.api.completions.request import CompletionRequest
 from vlm_serve.server.api.completions.route import completions
 from vlm_serve.server.api.fields import RequestModel
-from vlm_serve.server.api.files.bodies import FileBody, FileDeleted
-from vlm_serve.server.api.files.route import (
-    FILE_CONTENT,
-    FILES_PATH,
-    delete_file,
-    get_file,
-    get_file_content,
-    list_files,
-)
-from vlm_serve.server.api.files.upload import UPLOAD_CONTENT, create_file
 from vlm_serve.server.api.generate.bodies import Generated
 from vlm_serve.server.api.generate.request import GenerateRequest
 from vlm_serve.server.api.generate.route import generate
@@ -87,20 +68,16 @@ from vlm_serve.server.http.errors import (
     MODELS_PATH,
     error_for,
     on_http_exception,
-    public_error,
 )
 from vlm_serve.server.http.openapi import DescribedApp
-from vlm_serve.server.http.request_id import request_id_of
 from vlm_serve.server.http.request_memory import Intake
-from vlm_serve.server.http.streaming import ClientGoneError
+from vlm_serve.server.routes import Responses, add_route
 from vlm_serve.server.service import Service
 from vlm_serve.server.status import ModelCard, ModelList
 from vlm_serve.system.version import __version__
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
-Responses = dict[int | str, dict[str, Any]]
 
-CLIENT_CLOSED_REQUEST = 499
 EVENT_STREAM: dict[str, Any] = {
     "text/event-stream": {
         "schema": {  # one event
@@ -138,10 +115,10 @@ def create_routes(service: Service) -> ASGIApp:
         Resuming(_head_as_get(app), error_for),
         service.admission.memory,
         service.config.max_body_bytes,
-        streamed=(FILES_PATH,),
+        streamed=tuple(path for each in service.mounted for path in each.streamed),
     )
-    if service.batches is not None:
-        service.batches.app = routes
+    for each in service.mounted:
+        each.start(routes)
     return routes
 
 
@@ -166,7 +143,8 @@ def routed(service: Service, **settings: Any) -> DescribedApp:
     _add_gets(app, service)
     _add_for_operators(app, service)
     _add_stored_responses(app, service)
-    _add_files(app, service)
+    for each in service.mounted:
+        each.add_to(app)
     return app
 
 
@@ -182,55 +160,6 @@ def _head_as_get(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send)
 
     return answer
-
-
-def _route(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """Return the route of a handler; it turns every exception into an error response."""
-
-    async def route(request: Request) -> Response:
-        try:
-            return await handler(service, request)
-        except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)  # for logs only
-        except Exception as error:
-            return error_for(request.scope, public_error(error, request_id_of(request.scope)))
-
-    return route
-
-
-def _add(
-    app: DescribedApp,
-    service: Service,
-    path: str,
-    handler: Handler,
-    responses: Responses,
-    *,
-    method: str = "GET",
-    name: str | None = None,
-    described: dict[str, Any] | None = None,
-    **settings: Any,
-) -> None:
-    """Add a route.
-
-    Handlers read requests themselves, so FastAPI is told the path's parameters.
-
-    Args:
-        described: further fields of the route's OpenAPI operation.
-    """
-    parameters = [
-        {"name": each, "in": "path", "required": True, "schema": {"type": "string"}}
-        for each in compile_path(path)[2]
-    ]
-    app.add_api_route(
-        path,
-        _route(service, handler),
-        methods=[method],
-        name=name or handler.__name__,
-        response_model=None,
-        responses=responses,
-        openapi_extra={**({"parameters": parameters} if parameters else {}), **(described or {})},
-        **settings,
-    )
 
 
 def _add_posts(app: DescribedApp, service: Service) -> None:
@@ -261,7 +190,7 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         streams = {"content": EVENT_STREAM} if can_stream else {}
         error: type[Any] = MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
         errors: Responses = {"4XX": {"model": error}, "5XX": {"model": error}}
-        _add(
+        add_route(
             app,
             service,
             path,
@@ -281,41 +210,13 @@ def _add_stored_responses(app: DescribedApp, service: Service) -> None:
         ("GET", "/input_items", list_input_items, Page[dict[str, Any]]),
     ]
     for method, path, handler, answer in routes:
-        _add(
+        add_route(
             app,
             service,
             "/v1/responses/{response_id}" + path,
             handler,
             {200: {"model": answer}, "4XX": {"model": ErrorBody}},
             method=method,
-            operation_id=handler.__name__,
-        )
-
-
-def _add_files(app: DescribedApp, service: Service) -> None:
-    """Add routes for files and batches."""
-    described = {"requestBody": {"required": True, "content": UPLOAD_CONTENT}}
-    one_file, one_batch = FILES_PATH + "/{file_id}", BATCHES_PATH + "/{batch_id}"
-    routes: list[tuple[str, str, Handler, dict[str, Any], dict[str, Any]]] = [
-        ("POST", FILES_PATH, create_file, {"model": FileBody}, described),
-        ("GET", FILES_PATH, list_files, {"model": Page[FileBody]}, {}),
-        ("GET", one_file, get_file, {"model": FileBody}, {}),
-        ("DELETE", one_file, delete_file, {"model": FileDeleted}, {}),
-        ("GET", f"{one_file}/content", get_file_content, {"content": FILE_CONTENT}, {}),
-        ("POST", BATCHES_PATH, create_batch, {"model": BatchBody}, app.body_of(BatchRequest)),
-        ("GET", BATCHES_PATH, list_batches, {"model": Page[BatchBody]}, {}),
-        ("GET", one_batch, get_batch, {"model": BatchBody}, {}),
-        ("POST", f"{one_batch}/cancel", cancel_batch, {"model": BatchBody}, {}),
-    ]
-    for method, path, handler, answer, settings in routes:
-        _add(
-            app,
-            service,
-            path,
-            handler,
-            {200: answer, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
-            method=method,
-            described=settings,
             operation_id=handler.__name__,
         )
 
@@ -339,7 +240,7 @@ def _add_cache(app: DescribedApp, service: Service) -> None:
         ("DELETE", "pins/{key}", cache_pins.lift_pin, lifted),
     ]
     for method, path, handler, answer in routes:
-        _add(
+        add_route(
             app,
             service,
             f"/v1/cache/{path}",
@@ -363,7 +264,7 @@ def _add_gets(app: DescribedApp, service: Service) -> None:
         ("/metrics", status.metrics, {}, {"response_class": PlainTextResponse}),
     ]
     for path, handler, responses, settings in gets:
-        _add(app, service, path, handler, responses, **settings)
+        add_route(app, service, path, handler, responses, **settings)
 
 
 def _add_for_operators(app: DescribedApp, service: Service) -> None:
@@ -381,4 +282,4 @@ def _add_for_operators(app: DescribedApp, service: Service) -> None:
     ]
     for method, path, handler in routes:
         name = f"{method.lower()}_{path[1:]}"
-        _add(app, service, path, handler, errors, method=method, name=name)
+        add_route(app, service, path, handler, errors, method=method, name=name)

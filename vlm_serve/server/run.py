@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vlm_serve.errors import ConfigError
@@ -14,7 +14,7 @@ from vlm_serve.server.http.connections import Connections
 from vlm_serve.server.http.draining import DrainingServer, uvicorn_config
 from vlm_serve.server.http.root_path import below_root
 from vlm_serve.server.http.tenants import read_tenant_keys
-from vlm_serve.server.service import Service
+from vlm_serve.server.service import Mount, Service
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
@@ -39,6 +39,7 @@ def make_server(
     model_names: tuple[str, ...],
     on_listening: Callable[[], None] = lambda: None,
     on_second_signal: Callable[[], None] = lambda: None,
+    mounts: Sequence[Mount] = (),
 ) -> DrainingServer[Service]:
     """Return a server; start it with `run(sockets=[...])`.
 
@@ -48,11 +49,12 @@ def make_server(
         model_names: names under which requests may ask for the model; the first is canonical.
         on_listening: called when the server accepts connections.
         on_second_signal: called when a signal arrives while the server is stopping.
+        mounts: see `Service`.
 
     Raises:
         ConfigError: the file of tenants' keys is bad, or traces cannot be exported.
     """
-    service = Service(engine, config, model_names)
+    service = Service(engine, config, model_names, mounts)
     if config.otlp_traces_endpoint is not None:
         service.state.tracer = _tracer(config.otlp_traces_endpoint, model_names[0])
     connections = Connections(config)

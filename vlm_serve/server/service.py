@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vlm_serve.batch.batches import Batches
-from vlm_serve.batch.file_store import FileStore
-from vlm_serve.batch.run import Surroundings
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.request import NextTurn
 from vlm_serve.engine.thought import Thought
@@ -35,6 +32,7 @@ from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.idle_check import IdleCheck
 from vlm_serve.server.mailbox import Mailbox
 from vlm_serve.server.priority import effective_priority
+from vlm_serve.server.routes import MountedRoutes
 from vlm_serve.server.state import ServerState
 from vlm_serve.server.trimming import Trimmer
 from vlm_serve.server.workers import Workers
@@ -42,12 +40,12 @@ from vlm_serve.server.workers import Workers
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
 
-BATCH_SHARE = 0.75
-"""Largest part of the places and prompt tokens of a step's sequences that batches may take."""
-
 Preparation = Prompt | Rendering | Callable[[Stop], Prompt]
 """A prompt, a rendering whose media are still to be loaded, or work that loads media itself until
 it is stopped."""
+
+Mount = Callable[["Service"], MountedRoutes]
+"""Makes routes of a folder above the server."""
 
 
 class Service:
@@ -57,6 +55,7 @@ class Service:
         engine: the engine that answers; it is closed with the service.
         config: the server's options.
         model_names: names under which requests may ask for the model; the first is canonical.
+        mounts: make further routes of this service.
 
     Attributes:
         admission: limits on open requests.
@@ -66,10 +65,16 @@ class Service:
         idle_check: check of the cache's invariants.
         cache_feed: feed of the cache's changes.
         trimmer: returns freed memory to the system.
-        batches: files and batches of clients; None: there are none.
+        mounted: the routes of `mounts`.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig, model_names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        model_names: tuple[str, ...],
+        mounts: Sequence[Mount] = (),
+    ) -> None:
         self.engine = engine
         self.config = config
         self.trimmer = Trimmer()
@@ -82,26 +87,9 @@ class Service:
         if config.idle_check:
             self.admission.on_idle = self.idle_check.start
         self.cache_feed = CacheFeed(engine, self._cache_status)
-        self.batches = self._make_batches()
         self._mailbox: Mailbox | None = None
-
-    def _make_batches(self) -> Batches | None:
-        size = self.config.batch_store
-        assert not isinstance(size, str)
-        if size is None:
-            return None
-        admission, config = self.admission, self.config
-        around = Surroundings(
-            FileStore(size),
-            admission.memory,
-            self.workers.parse,
-            lambda: admission.open_tokens < BATCH_SHARE * config.max_queued_tokens,
-            max(1, int(BATCH_SHARE * self.engine.config.max_num_seqs)),
-            config.max_body_bytes,
-        )
-        batches = Batches(around)
-        self.requests.on_drain = batches.stop
-        return batches
+        self.mounted = tuple(mount(self) for mount in mounts)
+        self.requests.on_drain = self._stop_mounted
 
     @property
     def requests(self) -> OpenRequests:
@@ -198,6 +186,10 @@ class Service:
     def _cache_status(self, stats: dict[str, Any]) -> dict[str, Any]:
         return cache_status(self.engine.memory, self.state, self.requests.num_open, stats)
 
+    def _stop_mounted(self) -> None:
+        for each in self.mounted:
+            each.stop()
+
     def end_streams(self) -> None:
         """End the endless streams."""
         self.cache_feed.close()
@@ -221,8 +213,8 @@ class Service:
         self.cache_feed.close()
         self.engine.preprocessor.count_fetched(None)
         self.idle_check.close()
-        if self.batches is not None:
-            await self.batches.close()
+        for each in self.mounted:
+            await each.close()
         self.workers.shutdown()
         await asyncio.to_thread(self.engine.close)
         if self.state.tracer is not None:

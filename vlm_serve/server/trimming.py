@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 
-from vlm_serve.kernels.host_memory import release_freed_memory
+from vlm_serve.system.host_memory import release_freed_memory
 
 TRIM_BYTES = 16 << 20
 """Bytes that must have been freed since the last trim while requests come and go."""

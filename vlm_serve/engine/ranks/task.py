@@ -11,12 +11,12 @@ from vlm_serve.engine.arithmetic import Arithmetic, Types
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.memory import MemoryPlan
 from vlm_serve.engine.step_paths import compile_steps
-from vlm_serve.kernels.host_memory import retain_freed_memory
 from vlm_serve.kernels.ranks import GroupRanks, Ranks, SharedRanks
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, load_model
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.changes import Changes
+from vlm_serve.system.host_memory import retain_freed_memory
 
 
 @dataclass(frozen=True, slots=True)

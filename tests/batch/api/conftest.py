@@ -7,11 +7,17 @@ from collections.abc import Iterator
 import pytest
 from batch_client import SIZE, Batcher
 from fake_engine import FakeEngine
+from make_checkpoint import make_checkpoint
 from serving import RunningServer, running, wait_for
 
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(make_checkpoint(tmp_path_factory.mktemp("checkpoint")))
 
 
 @pytest.fixture

@@ -9,15 +9,14 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from vlm_serve.batch.api.batch_bodies import BatchRequest, batch_body
+from vlm_serve.batch.api.served import ServedBatches, owner_of_files
+from vlm_serve.batch.api.upload import UPLOAD_PURPOSE
 from vlm_serve.batch.record import Batch
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.reader import APIS
-from vlm_serve.server.api.batches.bodies import BatchRequest, batch_body
-from vlm_serve.server.api.files.route import batches_of, owner_of_files
-from vlm_serve.server.api.files.upload import UPLOAD_PURPOSE
 from vlm_serve.server.api.listing import page_of
 from vlm_serve.server.api.request_body import read_json
-from vlm_serve.server.service import Service
 
 BATCHES_PATH = "/v1/batches"
 ENDPOINTS = tuple(APIS)
@@ -28,7 +27,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"([1-9]\d{0,6})([smhd])", re.ASCII)
 
 
-async def create_batch(service: Service, request: Request) -> Response:
+async def create_batch(served: ServedBatches, request: Request) -> Response:
     """Begin a batch.
 
     Raises:
@@ -36,8 +35,8 @@ async def create_batch(service: Service, request: Request) -> Response:
         DrainingError: the server is shutting down.
         TooManyBatchesError: too many batches of this key have not ended.
     """
-    batches, owner = batches_of(service), owner_of_files(request)
-    body = await read_json(service, request, BatchRequest)
+    batches, owner = served.batches, owner_of_files(request)
+    body = await read_json(served.service, request, BatchRequest)
     if body.endpoint not in ENDPOINTS:
         raise InvalidRequestError(
             "endpoint must be one of " + ", ".join(ENDPOINTS), param="endpoint"
@@ -60,47 +59,47 @@ async def create_batch(service: Service, request: Request) -> Response:
         body.metadata,
         None if expiry is None else expiry.seconds,
     )
-    return _answer(service, batch)
+    return _answer(served, batch)
 
 
-async def list_batches(service: Service, request: Request) -> Response:
+async def list_batches(served: ServedBatches, request: Request) -> Response:
     """Return a page of the client's batches, the newest first.
 
     Raises:
         InvalidRequestError: a parameter is invalid, or there is no store.
     """
-    batches = batches_of(service).batches(owner_of_files(request))
-    body_of = partial(batch_body, model=service.state.model_names[0])
+    batches = served.batches.batches(owner_of_files(request))
+    body_of = partial(batch_body, model=served.service.state.model_names[0])
     query = request.query_params
     return page_of(batches, query, body_of, default=DEFAULT_LISTED, most=MAX_LISTED)
 
 
-async def get_batch(service: Service, request: Request) -> Response:
+async def get_batch(served: ServedBatches, request: Request) -> Response:
     """Describe a batch.
 
     Raises:
         InvalidRequestError: there is no such batch, or no store.
     """
-    return _answer(service, _batch(service, request))
+    return _answer(served, _batch(served, request))
 
 
-async def cancel_batch(service: Service, request: Request) -> Response:
+async def cancel_batch(served: ServedBatches, request: Request) -> Response:
     """Cancel a batch.
 
     Raises:
         InvalidRequestError: it has ended, there is no such batch, or no store.
     """
-    batch = _batch(service, request)
-    batches_of(service).cancel(batch)
-    return _answer(service, batch)
+    batch = _batch(served, request)
+    served.batches.cancel(batch)
+    return _answer(served, batch)
 
 
-def _batch(service: Service, request: Request) -> Batch:
-    return batches_of(service).find(owner_of_files(request), request.path_params["batch_id"])
+def _batch(served: ServedBatches, request: Request) -> Batch:
+    return served.batches.find(owner_of_files(request), request.path_params["batch_id"])
 
 
-def _answer(service: Service, batch: Batch) -> Response:
-    return JSONResponse(batch_body(batch, service.state.model_names[0]).model_dump())
+def _answer(served: ServedBatches, batch: Batch) -> Response:
+    return JSONResponse(batch_body(batch, served.service.state.model_names[0]).model_dump())
 
 
 def _seconds(window: str) -> int:

@@ -11,15 +11,12 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vlm_serve.batch.batches import Batches
+from vlm_serve.batch.api.file_bodies import FileDeleted, file_body
+from vlm_serve.batch.api.served import ServedBatches, owner_of_files
 from vlm_serve.batch.file_store import StoredFile
 from vlm_serve.batch.settled import in_thread
-from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.api.files.bodies import FileDeleted, file_body
 from vlm_serve.server.api.listing import page_of
 from vlm_serve.server.http.streaming import sent_until_disconnected
-from vlm_serve.server.http.tenants import Owner, owner_of
-from vlm_serve.server.service import Service
 
 FILES_PATH = "/v1/files"
 MAX_LISTED = 10_000
@@ -29,75 +26,50 @@ FILE_CONTENT: dict[str, Any] = {
 _PIECE_BYTES = 1 << 18
 
 
-class NoBatchStoreError(InvalidRequestError):
-    """The server keeps no files: HTTP 404."""
-
-    status = 404
+def _file(served: ServedBatches, request: Request) -> StoredFile:
+    return served.store.find(owner_of_files(request), request.path_params["file_id"], "file_id")
 
 
-def batches_of(service: Service) -> Batches:
-    """Return the server's files and batches.
-
-    Raises:
-        NoBatchStoreError: it has none.
-    """
-    if service.batches is None:
-        raise NoBatchStoreError(
-            "files and batches need a server that runs with --batch-store", code="no_batch_store"
-        )
-    return service.batches
-
-
-def owner_of_files(request: Request) -> Owner:
-    """Return the owner of the files and batches of a request: its API key."""
-    return owner_of(request.scope, None)
-
-
-def _file(service: Service, request: Request) -> StoredFile:
-    store = batches_of(service).store
-    return store.find(owner_of_files(request), request.path_params["file_id"], "file_id")
-
-
-async def list_files(service: Service, request: Request) -> Response:
+async def list_files(served: ServedBatches, request: Request) -> Response:
     """Return a page of the client's files.
 
     Raises:
         InvalidRequestError: a parameter is invalid, or there is no store.
     """
     query = request.query_params
-    files = batches_of(service).store.files(owner_of_files(request))
+    files = served.store.files(owner_of_files(request))
     if "purpose" in query:
         files = [file for file in files if file.purpose == query["purpose"]]
     return page_of(files, query, file_body, default=MAX_LISTED, most=MAX_LISTED)
 
 
-async def get_file(service: Service, request: Request) -> Response:
+async def get_file(served: ServedBatches, request: Request) -> Response:
     """Describe a file.
 
     Raises:
         InvalidRequestError: there is no such file, or no store.
     """
-    return JSONResponse(file_body(_file(service, request)).model_dump())
+    return JSONResponse(file_body(_file(served, request)).model_dump())
 
 
-async def delete_file(service: Service, request: Request) -> Response:
+async def delete_file(served: ServedBatches, request: Request) -> Response:
     """Delete a file.
 
     Raises:
         InvalidRequestError: a batch needs it, there is no such file, or no store.
     """
-    file = _file(service, request)
-    batches_of(service).store.delete(file)
+    file = _file(served, request)
+    served.store.delete(file)
     return JSONResponse(FileDeleted(id=file.id).model_dump())
 
 
-async def get_file_content(service: Service, request: Request) -> Response:
+async def get_file_content(served: ServedBatches, request: Request) -> Response:
     """Return the bytes of a file. They stay readable if it is deleted meanwhile.
 
     Raises:
         InvalidRequestError: there is no such file, or no store.
     """
-    return _Content(_file(service, request))
+    return _Content(_file(served, request))
 
 
 class _Content(Response):

@@ -19,7 +19,6 @@ from vlm_serve.batch import file_store
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.tenants import Owner
-from vlm_serve.server.service import Service
 
 if TYPE_CHECKING:
     import openai
@@ -57,7 +56,7 @@ def server(_server: RunningServer) -> Iterator[RunningServer]:
     for file in _server.client.get("/v1/files").json()["data"]:
         assert _server.client.delete(f"/v1/files/{file['id']}").status_code == 200
     wait_for(lambda: held(_server) == 0)
-    assert list(folder_of(_server.service).iterdir()) == []
+    assert list(folder_of(_server).iterdir()) == []
     assert _server.service.admission.memory.held == 0
 
 
@@ -67,14 +66,12 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def folder_of(service: Service) -> Path:
-    assert service.batches is not None
-    return Path(service.batches.store._folder.path)
+def folder_of(server: RunningServer) -> Path:
+    return Path(server.files._folder.path)
 
 
 def held(server: RunningServer) -> int:
-    assert server.service.batches is not None
-    return server.service.batches.store.num_bytes(Owner(b"", ""))
+    return server.files.num_bytes(Owner(b"", ""))
 
 
 def upload(server: RunningServer, content: bytes = CONTENT, **fields: Any) -> httpx.Response:
@@ -119,7 +116,7 @@ def test_files_expire(
         expires_after={"anchor": "created_at", "seconds": 3600},
     )
     assert file.expires_at == file.created_at + 3600
-    monkeypatch.setattr("vlm_serve.server.api.files.upload.LEAST_SECONDS", 1)
+    monkeypatch.setattr("vlm_serve.batch.api.upload.LEAST_SECONDS", 1)
     form = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "1"}
     soon = upload(server, data=form).json()["id"]
     assert server.client.get(f"/v1/files/{soon}").status_code == 200
@@ -154,7 +151,7 @@ def test_lists_have_pages(client: openai.OpenAI, server: RunningServer) -> None:
 def test_names_of_files_are_labels(server: RunningServer, given: str, shown: str) -> None:
     file = upload(server, name=given).json()
     assert file["filename"] == shown
-    assert [path.name for path in folder_of(server.service).iterdir()] == [file["id"]]
+    assert [path.name for path in folder_of(server).iterdir()] == [file["id"]]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +206,7 @@ def test_bad_forms_leave_nothing(server: RunningServer, body: bytes, said: str) 
     answer = server.client.post("/v1/files", content=body, headers=FORM)
     assert answer.status_code == 400 and said in message_of(answer), answer.text
     wait_for(lambda: held(server) == 0)
-    assert list(folder_of(server.service).iterdir()) == []
+    assert list(folder_of(server).iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "text/plain", None])
@@ -305,7 +302,7 @@ def test_a_client_that_leaves_leaves_nothing(server: RunningServer) -> None:
         connection.sendall(head.encode() + PURPOSE + FILE.removesuffix(b"\r\n") + b"y" * 600_000)
         wait_for(lambda: held(server) > 0)
     wait_for(lambda: held(server) == 0)
-    assert list(folder_of(server.service).iterdir()) == []
+    assert list(folder_of(server).iterdir()) == []
 
 
 def test_a_disk_that_is_full_is_an_error_of_the_api(
@@ -335,8 +332,7 @@ def test_a_half_written_piece_is_taken_back(server: RunningServer) -> None:
             written: int = self.file.write(data[:3])
             return written
 
-    assert server.service.batches is not None
-    draft = server.service.batches.store.draft(Owner(b"other", ""))
+    draft = server.files.draft(Owner(b"other", ""))
     draft._file.write(b"whole\n")
     real = draft._file
     draft._file = Full(real)  # type: ignore[assignment]
@@ -363,8 +359,8 @@ def test_allowed_origins_may_upload(tokenizer: Tokenizer) -> None:
         assert upload(server, headers={"origin": "https://evil.example"}).status_code == 403
 
 
-def test_without_the_option_there_are_no_files(fake: RunningServer) -> None:
-    for method, path in (
+def test_without_the_option_there_are_no_files(tokenizer: Tokenizer) -> None:
+    paths = (
         ("GET", "files"),
         ("POST", "files"),
         ("GET", "files/file-0"),
@@ -374,9 +370,11 @@ def test_without_the_option_there_are_no_files(fake: RunningServer) -> None:
         ("POST", "batches"),
         ("GET", "batches/batch_0"),
         ("POST", "batches/batch_0/cancel"),
-    ):
-        answer = fake.client.request(method, f"/v1/{path}")
-        assert answer.status_code == 404 and "--batch-store" in message_of(answer)
+    )
+    with running(FakeEngine(tokenizer)) as server:
+        for method, path in paths:
+            answer = server.client.request(method, f"/v1/{path}")
+            assert answer.status_code == 404 and "--batch-store" in message_of(answer)
 
 
 def test_a_key_sees_only_its_own_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -400,7 +398,7 @@ def test_a_key_sees_only_its_own_files(tokenizer: Tokenizer, tmp_path: Path) -> 
                         with pytest.raises(openai.NotFoundError):
                             call(other)
                 client.files.delete(file)
-        folder = folder_of(server.service)
+        folder = folder_of(server)
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
 

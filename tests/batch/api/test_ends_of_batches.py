@@ -107,8 +107,7 @@ def test_a_server_that_stops_ends_its_batches_at_once(tokenizer: Tokenizer) -> N
         slow(server)
         batch, waiting = stalled(server, client), client.start(line("a"))
         file = client.upload(line("b"))
-        assert server.service.batches is not None
-        folder = Path(server.service.batches.store._folder.path)
+        folder = Path(server.files._folder.path)
         assert len(list(folder.iterdir())) >= 3
         server.service.admission.requests.num_open += 1  # something else keeps the server up
         start = time.monotonic()

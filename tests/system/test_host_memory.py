@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import resource, sys, threading
 import torch
-from vlm_serve.kernels.host_memory import retain_freed_memory
+from vlm_serve.system.host_memory import retain_freed_memory
 
 def touch(sizes):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -47,7 +47,7 @@ def test_large_tensors_of_a_thread_reuse_memory() -> None:
 RELEASE = """
 import re
 import torch
-from vlm_serve.kernels.host_memory import release_freed_memory, retain_freed_memory
+from vlm_serve.system.host_memory import release_freed_memory, retain_freed_memory
 
 def resident():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
@@ -78,7 +78,7 @@ def test_what_is_free_between_tensors_can_be_given_back() -> None:
 
 ADVISED = """
 import torch
-from vlm_serve.kernels.host_memory import release_freed_memory, retain_freed_memory
+from vlm_serve.system.host_memory import release_freed_memory, retain_freed_memory
 
 def advised(tensor):
     '''Whether the kernel was advised to back where it ends by large pages.'''

@@ -1,13 +1,16 @@
-"""`vlm-serve bench` against real servers, and before one that is stricter and says less."""
+"""`benchmarks/endpoints.py` against real servers, and before one that is stricter and says less."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -15,17 +18,14 @@ from make_checkpoint import make_checkpoint
 from ports import free_port
 from serving import RunningServer, running
 
-from vlm_serve.bench import questions
-from vlm_serve.bench.endpoint import Endpoint
-from vlm_serve.bench.measuring import ROWS, Plan, Side, measure, ratio
-from vlm_serve.bench.own_server import as_flags
-from vlm_serve.bench.table import report, table
-from vlm_serve.cli import build_parser, collect, main
+from benchmarks.common import endpoint
+from benchmarks.common.endpoint import ROWS, Plan, Side, measure, ratio
+from vlm_serve.cli import main
 from vlm_serve.engine.engine import Engine
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.options.declared import options_of
 from vlm_serve.server.config import ServerConfig
 
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "endpoints.py"
 SHORT = ("--rounds", "2", "--prompt-tokens", "300", "--answer-tokens", "8")
 PLAN = Plan(prompt_tokens=300, answer_tokens=8, rounds=2, seconds=60, seed=1)
 
@@ -89,10 +89,18 @@ def stricter(server: RunningServer, **refused: int) -> Iterator[str]:
         endpoint.server_close()
 
 
-def test_a_server_is_started_measured_and_ended(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = ("--cache-memory", "32MiB", "--threads", "1")
-    assert main(["bench", "demo", *SHORT, *engine, "--rounds", "1", "--json"]) == 0
-    said = json.loads(capfd.readouterr().out)
+def measured(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script."""
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_a_server_is_started_measured_and_ended() -> None:
+    flags = ("--cache-memory", "32MiB", "--threads", "1")
+    done = measured("demo", *SHORT, *flags, "--rounds", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
     (side,) = said["endpoints"]
     assert side["model"] == "demo" and not side["refused"] and not side["fields_left_out"]
     samples = {row: side["samples"][row][0] for row in ROWS}
@@ -111,13 +119,12 @@ def test_a_server_is_started_measured_and_ended(capfd: pytest.CaptureFixture[str
 
 
 def test_two_endpoints_are_compared_and_what_one_does_not_say_is_named(
-    server: RunningServer, capsys: pytest.CaptureFixture[str]
+    server: RunningServer,
 ) -> None:
     refused = {"ignore_eos": 400, "stream_options": 422, "image_url": 500}
     with stricter(server, **refused) as peer:
-        asked = ["bench", "--base-url", server.url, "--api-key", "secret", *SHORT]
-        assert main([*asked, "--peer", f"{peer}/v1/", "--peer-api-key", "secret"]) == 0
-    said = capsys.readouterr().out
+        asked = ("--base-url", server.url, "--api-key", "secret", *SHORT)
+        said = measured(*asked, "--peer", f"{peer}/v1/", "--peer-api-key", "secret").stdout
     assert f"test-model at {server.url} " in said and f"test-model at {peer} " in said
     rows = {line[:18].rstrip(): line for line in said.split("\n\n")[0].splitlines()}
     assert "tok/s" in rows["prefill"] and " to " in rows["prefill"]
@@ -134,12 +141,10 @@ def test_two_endpoints_are_compared_and_what_one_does_not_say_is_named(
 
 
 def test_ratios_are_those_of_the_rounds(server: RunningServer) -> None:
-    sides = [Side(Endpoint(server.url, None, "secret")) for _ in range(2)]
-    try:
-        words = measure(sides, PLAN)
-    finally:
-        for side in sides:
-            side.endpoint.close()
+    sides = [Side(server.url, key="secret") for _ in range(2)]
+    measure(sides, PLAN)
+    for side in sides:
+        side.client.close()
     for row in ROWS:
         pairs = zip(*(side.samples[row] for side in sides), strict=True)
         found = sorted(theirs.cost / ours.cost for ours, theirs in pairs)
@@ -148,62 +153,34 @@ def test_ratios_are_those_of_the_rounds(server: RunningServer) -> None:
         assert [measured.low, measured.high] == found and len(found) == 2
     for side in sides:  # Nothing of the other side's prompts is found, though it is one server.
         assert all(each is not None and not each.cached for each in side.samples["prefill"])
-    assert json.loads(json.dumps(report(sides, PLAN, words)))["plan"]["words"] == words
-    assert "ratio" in table(sides)
-    for row in ROWS:
-        del sides[0].samples[row][1:]
-    assert "one round, measured by a client" in table(sides[:1])
 
 
-def test_the_key_and_the_address_must_be_right(
-    server: RunningServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "--base-url", server.url, "--api-key", "wrong", *SHORT]) == 1
-    assert "HTTP 401" in capsys.readouterr().err
+def test_the_key_and_the_address_must_be_right(server: RunningServer) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
-    assert main(["bench", "--base-url", nobody, *SHORT]) == 1
-    assert nobody in capsys.readouterr().err
-    assert main(["bench", "--base-url", "localhost:8000", *SHORT]) == 2
+    for url, key, said in (
+        (server.url, "wrong", "HTTP 401"),
+        (nobody, "secret", nobody),
+        ("localhost:8000", "secret", "localhost:8000"),
+    ):
+        side = Side(url, key=key)
+        with side.client, pytest.raises(endpoint.EndpointError, match=said):
+            measure([side], PLAN)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--base-url", "http://a", "--threads", "2"], "threads has no effect"),
-        (["--api-key", "a"], "api_key goes with --base-url"),
-        (["--peer-model", "a"], "peer_model goes with --peer"),
-        (["--answer-tokens", "1"], "answer_tokens must be at least 2"),
-    ],
-)
-def test_options_without_an_effect_are_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments]) == 2
-    assert said in capsys.readouterr().err
+def test_options_without_an_effect_are_refused() -> None:
+    done = measured("--base-url", "http://a", "--threads", "2")
+    assert done.returncode == 2 and "--threads has no effect" in done.stderr
 
 
-def test_options_of_the_engine_reach_the_server_as_they_were_given() -> None:
-    options = options_of(EngineConfig)
-    values: dict[str, Any] = {}
-    for item in options:
-        if item.choices:
-            values[item.name] = item.choices[-1]
-        elif item.kind == "object":
-            values[item.name] = {"a": [1, "b c"]}
-        elif item.kind == "bool":
-            values[item.name] = not item.default
-        elif item.kind in ("text", "list"):
-            values[item.name] = item.normalise("-a,b" if item.kind == "list" else "-a b")
-        else:
-            values[item.name] = item.normalise(max(1, int(item.low or 1)))
-    flags = vars(build_parser().parse_args(["serve", *as_flags(options, values)]))
-    read = collect(options, flags, {}, {})
-    assert {item.name: item.normalise(read[item.name]) for item in options} == values
+def test_the_product_has_no_such_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "demo"])
+    assert ended.value.code == 2 and "'bench'" in capsys.readouterr().err
 
 
 def test_prompts_share_a_length_but_no_beginning() -> None:
-    one, other = questions.text(100, 1, 2), questions.text(100, 1, 3)
+    one, other = endpoint.text(100, 1, 2), endpoint.text(100, 1, 3)
     assert len(one.split()) == len(other.split()) == 100
     assert one.split()[16:] == other.split()[16:] and one[:20] != other[:20]
-    assert questions.picture(2) != questions.picture(3)
-    assert questions.picture(2) == questions.picture(2)
+    assert endpoint.picture(2) != endpoint.picture(3)
+    assert endpoint.picture(2) == endpoint.picture(2)

@@ -11,15 +11,14 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from vlm_serve.batch.api.file_bodies import file_body
+from vlm_serve.batch.api.served import ServedBatches, owner_of_files
 from vlm_serve.batch.file_store import Draft, FileStore
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.api.files.bodies import file_body
-from vlm_serve.server.api.files.route import batches_of, owner_of_files
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.errors import DrainingError, MediaTypeError
 from vlm_serve.server.http.multipart import FormReader, Part, boundary_of
 from vlm_serve.server.http.tenants import Owner, PermissionDeniedError
-from vlm_serve.server.service import Service
 
 UPLOAD_PURPOSE = "batch"
 MAX_FILENAME = 255
@@ -46,7 +45,7 @@ _WRITE_BYTES = 1 << 18
 _HIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-async def create_file(service: Service, request: Request) -> Response:
+async def create_file(served: ServedBatches, request: Request) -> Response:
     """Store a file.
 
     Raises:
@@ -55,9 +54,9 @@ async def create_file(service: Service, request: Request) -> Response:
         PermissionDeniedError: the page of another website sent it.
         StorageError: the file system refuses it.
     """
-    store, owner = batches_of(service).store, owner_of_files(request)
-    _check_origin(request, service.config)
-    if service.requests.draining:
+    store, owner = served.store, owner_of_files(request)
+    _check_origin(request, served.service.config)
+    if served.service.requests.draining:
         raise DrainingError("the server is shutting down", code="shutting_down")
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:

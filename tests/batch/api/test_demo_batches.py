@@ -14,7 +14,7 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 
-EXAMPLE = Path(__file__).parents[4] / "examples" / "batch" / "pictures.jsonl"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "batch" / "pictures.jsonl"
 CHAT = "/v1/chat/completions"
 
 

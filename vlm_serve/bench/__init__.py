@@ -1,1 +1,0 @@
-"""`vlm-serve bench`: what an endpoint's user waits for, beside a peer if there is one."""

@@ -1,0 +1,112 @@
+"""Describes an engine: rows of the table that a server prints at startup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from vlm_serve.engine.captured_rows import CapturedRows
+from vlm_serve.engine.drafting import max_drafts
+from vlm_serve.engine.drafts.start import why_off
+from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
+from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES
+from vlm_serve.engine.ranks.start import slot_bytes
+from vlm_serve.engine.tower_graphs import patch_sizes
+from vlm_serve.models.weight_sizes import prompt_price
+from vlm_serve.options.declared import format_size
+
+
+def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
+    """Yield names and texts: context, arithmetic, memory, drafts and limits."""
+    options, memory = engine.config, engine.memory
+    yield "context", f"{engine.max_model_len} tokens"
+    yield "device", options.device
+    if options.tensor_parallel_size > 1:
+        yield "ranks", _ranks(engine)
+    yield "weights", str(engine.weights)
+    if engine.spec.quantization is not None:
+        yield "quantised", str(engine.spec.quantization)
+    yield from engine.arithmetic.rows()
+    if options.device == "cpu":
+        made = "torch and compiled" if options.compiled_kernels else "torch"
+        yield "kernels", f"{made}, {options.threads} threads"
+    else:
+        yield "kernels", "Triton"
+        yield "decode", _decode(engine)
+    yield "cache memory", format_size(memory.cache_memory)
+    yield (
+        "  KV blocks",
+        f"{memory.num_blocks} of {format_size(memory.block_bytes)} ({options.kv_cache_dtype}): "
+        f"{memory.tokens} tokens",
+    )
+    yield (
+        "  snapshots",
+        f"{memory.num_snapshot_rows} of {format_size(memory.snapshot_bytes)} "
+        f"({options.state_dtype})",
+    )
+    yield "live states", f"{memory.num_live_rows}, {format_size(memory.live_state_bytes)} on top"
+    if engine.step_memory is not None:
+        yield "steps", f"{format_size(engine.step_memory.total)} on top: {engine.step_memory}"
+    yield "logprobs", f"of prompts, up to {format_size(LOGPROB_CACHE_BYTES)} on top"
+    if engine.adapters.all():
+        compiled = bool(options.compiled_kernels)
+        yield "adapters", engine.adapters.described(options.max_loras, compiled=compiled)
+    yield "drafts", _drafts(engine)
+    yield "sequences", str(options.max_num_seqs)
+    yield "step", f"at most {options.max_num_batched_tokens} tokens"
+    if options.enable_prefix_caching:
+        yield "granularity", f"{options.block_size} tokens; exactly at the ends of media and turns"
+    else:
+        yield "granularity", "prefix caching is off"
+
+
+def _ranks(engine: Engine) -> str:
+    """Describe the ranks and their exchange buffers."""
+    options = engine.config
+    text = f"{options.tensor_parallel_size}, each with what follows"
+    if not options.compiled_kernels:
+        return text
+    exchange = 2 * slot_bytes(engine.spec, options)
+    return f"{text}; up to {format_size(exchange)} more for what it tells the others"
+
+
+def _drafts(engine: Engine) -> str:
+    """Describe speculative decoding."""
+    options, memory = engine.config, engine.memory
+    if options.speculative == "off":
+        device, ranks = torch.device(options.device), options.tensor_parallel_size
+        why = why_off(device, ranks, compiled=bool(options.compiled_kernels))
+        return f"off; {why}" if why else "off"
+    updates = format_size(memory.num_updates * memory.update_bytes)
+    most = options.speculative_tokens
+    alone = max_drafts(most, 1, options.max_num_seqs)
+    text = (
+        f"{options.speculative}, at most {most} a sequence"
+        f"{f', {alone} while few run' if alone > most else ''}; "
+        f"{updates} for what they change"
+    )
+    if "suffix" in options.speculative:
+        text += f", up to {format_size(ANSWER_BYTES)} for earlier answers"
+    text += " on top"
+    if "mtp" in options.speculative:
+        text += f"; prompts cost {prompt_price(engine.spec):.1%} more"
+    return text
+
+
+def _decode(engine: Engine) -> str:
+    """Describe the CUDA graphs of steps and pictures."""
+    options, memory = engine.config, engine.memory
+    if not options.cuda_graphs:
+        return "without CUDA graphs"
+    most = CapturedRows.of(options)
+    text = f"CUDA graphs for up to {most.sequences} sequences"
+    if most.drafts:
+        text += f" ({most.drafts} with drafts)"
+    text += f" and {most.prompt} prompt tokens"
+    if patches := patch_sizes(engine.spec, options):
+        text += f", pictures of up to {patches[-1]} patches"
+    if memory.snapshot_bytes:
+        text += f", a scratch state of {format_size(memory.snapshot_bytes)} on top"
+    return text

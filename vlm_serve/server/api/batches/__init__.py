@@ -1,1 +1,0 @@
-"""Batches of requests: /v1/batches."""

@@ -1,1 +1,0 @@
-"""Files of clients: /v1/files."""
