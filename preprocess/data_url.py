@@ -25,17 +25,19 @@ for _value, _characters in enumerate((*"0123456789", "aA", "bB", "cC", "dD", "eE
         _DIGITS[ord(_character)] = _value
 
 
-def read_data_url(url: str, max_bytes: int, stop: Stop | None = None) -> bytes:
+def read_data_url(
+    url: str, max_bytes: int, param: str | None = None, stop: Stop | None = None
+) -> bytes:
     """Decode the bytes of a data: URL.
 
     Base64 may use either alphabet, contain line breaks, be percent-encoded and lack its padding.
 
     Raises InvalidRequestError for a malformed URL, MediaError for more than `max_bytes`.
     """
-    too_large = MediaError(f"the medium is over {max_bytes} bytes")
+    too_large = MediaError(f"the medium is over {max_bytes} bytes", param=param)
     header, comma, body = url.partition(",")
     if not comma:
-        raise InvalidRequestError("the data: URL has no comma")
+        raise InvalidRequestError("the data: URL has no comma", param=param)
     is_base64 = header.lower().rstrip().endswith(";base64")
     if len(body) - 2 * body.count("%") > (2 * max_bytes + 1024 if is_base64 else max_bytes):
         raise too_large
@@ -51,7 +53,7 @@ def read_data_url(url: str, max_bytes: int, stop: Stop | None = None) -> bytes:
             if size > max_bytes:
                 raise too_large
     except (binascii.Error, UnicodeEncodeError):
-        raise InvalidRequestError(f"the data: URL is not valid {kind}") from None
+        raise InvalidRequestError(f"the data: URL is not valid {kind}", param=param) from None
     return b"".join(found)
 
 

@@ -94,7 +94,7 @@ def fetch(
     stop = stop or Stop()
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
-        return read_data_url(url, max_bytes, stop)
+        return read_data_url(url, max_bytes, stop=stop)
     if len(url) > _MAX_URL:
         raise InvalidRequestError(f"the URL is over {_MAX_URL} characters")
     if scheme in ("http", "https"):

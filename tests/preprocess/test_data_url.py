@@ -63,7 +63,8 @@ def test_all_forms_give_the_bytes(url: str, piece: int, monkeypatch: pytest.Monk
 def test_malformed_urls(url: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_url, "_PIECE", piece)
     with pytest.raises(InvalidRequestError) as caught:
-        read_data_url(url, 1000)
+        read_data_url(url, 1000, "where")
+    assert caught.value.param == "where"
     assert not isinstance(caught.value, MediaError)
 
 
