@@ -35,11 +35,11 @@ def read(decoders: Decoders, file: Mutated) -> str:
     try:
         data = file.data
         if file.modality == "document":
-            data = PdfPage(data, decoders.pages(LIMITS, data, "file") - 1).packed
+            data = PdfPage(data, decoders.pages(LIMITS, data) - 1).packed
         if file.modality != "video":
-            with decoders.image(data, LIMITS, "file", Stop()) as pixels:
+            with decoders.image(data, LIMITS, Stop()) as pixels:
                 return "read" if pixels.size else "empty"
-        with decoders.video(file.data, None, LIMITS, "file", Stop()) as video:
+        with decoders.video(file.data, None, LIMITS, Stop()) as video:
             frames = list(video.frames([0, len(video.times) - 1]))
             return "read in part" if video.cut_short else "read" if len(frames) == 2 else "empty"
     except MediaError as error:

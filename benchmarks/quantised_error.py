@@ -27,7 +27,7 @@ from vlm_serve.kernels.linear.integers import PackedIntegers
 from vlm_serve.kernels.linear.quantising import quantise
 from vlm_serve.models import read_spec
 from vlm_serve.models.model import Decoder
-from vlm_serve.models.quantization.loading import loading_format
+from vlm_serve.models.quantization.base import loading_format
 from vlm_serve.models.weights import Weights
 
 ROWS, LARGE = 64, 4

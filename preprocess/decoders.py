@@ -90,9 +90,7 @@ class Decoders:
             return [process.pid for process in self._all if process.pid and process.alive]
 
     @contextlib.contextmanager
-    def image(
-        self, data: bytes, limits: MediaLimits, param: str | None, stop: Stop
-    ) -> Iterator[Pixels]:
+    def image(self, data: bytes, limits: MediaLimits, stop: Stop) -> Iterator[Pixels]:
         """Yield the pixels of an encoded image, as `media_image.decode_image` returns them.
 
         The block counts as part of the decoding: the slot stays occupied until it ends.
@@ -100,19 +98,19 @@ class Decoders:
         Raises MediaError, StoppedError; VlmServeError if no process can be started.
         """
         if len(data) > limits.max_image_bytes:
-            raise MediaError(f"the image is over {limits.max_image_bytes} bytes", param=param)
+            raise MediaError(f"the image is over {limits.max_image_bytes} bytes")
         may_be_light = len(data) <= LIGHT_FILE_BYTES and not is_page(data)
         for heavy in (False, True) if may_be_light else (True,):
-            with self._process(heavy, len(data), param, stop) as process:
+            with self._process(heavy, len(data), stop) as process:
                 with stop.timed("decode"):
                     pixels = _decoded(process, data, limits, heavy)
                 if pixels is not None:
                     yield pixels
                     return
 
-    def pages(self, limits: MediaLimits, data: bytes, param: str | None = None) -> int:
+    def pages(self, limits: MediaLimits, data: bytes) -> int:
         """Return the number of pages of a PDF document. Raises as `image` does."""
-        with self._process(True, len(data), param, Stop()) as process:
+        with self._process(True, len(data), Stop()) as process:
             with share(data) as shared:
                 process.ask(_task("document", data, limits), shared.descriptor)
             try:
@@ -127,7 +125,6 @@ class Decoders:
         data: bytes,
         fps: float | None,
         limits: MediaLimits,
-        param: str | None,
         stop: Stop,
     ) -> Iterator[DecodedVideo]:
         """Yield an encoded video, as `media_video.EncodedVideo` reads it; valid inside the block.
@@ -135,8 +132,8 @@ class Decoders:
         Raises as `image` does.
         """
         if len(data) > limits.max_video_bytes:
-            raise MediaError(f"the video is over {limits.max_video_bytes} bytes", param=param)
-        with self._process(True, len(data), param, stop) as process:
+            raise MediaError(f"the video is over {limits.max_video_bytes} bytes")
+        with self._process(True, len(data), stop) as process:
             with share(data) as shared:
                 process.ask(_task("video", data, limits) | {"fps": fps}, shared.descriptor)
             video = DecodedVideo(process, limits)
@@ -146,9 +143,7 @@ class Decoders:
                 video.end()
 
     @contextlib.contextmanager
-    def _process(
-        self, heavy: bool, num_bytes: int, param: str | None, stop: Stop
-    ) -> Iterator[DecodeProcess]:
+    def _process(self, heavy: bool, num_bytes: int, stop: Stop) -> Iterator[DecodeProcess]:
         """Yield a process for one task.
 
         However a task ends, the next one gets a working process.
@@ -163,16 +158,13 @@ class Decoders:
                         yield process
                 finally:
                     sound = not (heavy or process.awaiting or stop.is_set or self._closed)
-            except MediaError as error:
-                error.param = error.param or param
-                raise
             except GoneError:
                 sound = False
                 stop.check()
                 if self._closed:
                     raise EngineClosedError("the engine is closed") from None
                 raise MediaError(
-                    "the medium is damaged or takes too much memory to decode", param=param
+                    "the medium is damaged or takes too much memory to decode"
                 ) from None
             finally:
                 self._put_back(process) if sound else self._drop(process)

@@ -12,14 +12,15 @@ from blake3 import blake3
 
 from vlm_serve.errors import MediaError, UnsupportedFieldError
 from vlm_serve.preprocess.data_url import read_data_url
+from vlm_serve.preprocess.media_sources import naming
 from vlm_serve.preprocess.pdf_pages import MAX_PAGES, PdfPage, renderer
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 
 _KNOWN = 1024
 _COUNT_BYTES = 16
 
-CountPages = Callable[[bytes, str], int]
-"""Returns the number of pages of a document; the second argument names its place in errors."""
+CountPages = Callable[[bytes], int]
+"""Returns the number of pages of a document."""
 
 
 class Documents:
@@ -79,23 +80,22 @@ class Documents:
                 param=param,
                 code="unsupported_field",
             )
-        data = read_data_url("".join(medium.texts), self._max_bytes, param)
-        number = self._number(data, param)
-        if number > MAX_PAGES:
-            raise MediaError(
-                f"a document may have at most {MAX_PAGES} pages, not {number}", param=param
-            )
+        with naming(param):
+            data = read_data_url("".join(medium.texts), self._max_bytes)
+            number = self._number(data)
+            if number > MAX_PAGES:
+                raise MediaError(f"a document may have at most {MAX_PAGES} pages, not {number}")
         for index in range(number):
             source = PdfPage(data, index)
             yield replace(medium, source=source, head="", document=False, url_only=False)
 
-    def _number(self, data: bytes, param: str) -> int:
+    def _number(self, data: bytes) -> int:
         key = blake3(data).digest(_COUNT_BYTES)
         with self._lock:
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-        number = self._count(data, param)
+        number = self._count(data)
         with self._lock:
             self._known[key] = number
             while len(self._known) > _KNOWN:

@@ -78,7 +78,6 @@ def fetch(
     *,
     max_bytes: int,
     limits: MediaLimits,
-    param: str | None = None,
     stop: Stop | None = None,
     hold: Hold | None = None,
 ) -> bytes:
@@ -95,53 +94,52 @@ def fetch(
     stop = stop or Stop()
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
-        return read_data_url(url, max_bytes, param, stop)
+        return read_data_url(url, max_bytes, stop=stop)
     if len(url) > _MAX_URL:
-        raise InvalidRequestError(f"the URL is over {_MAX_URL} characters", param=param)
+        raise InvalidRequestError(f"the URL is over {_MAX_URL} characters")
     if scheme in ("http", "https"):
-        return _fetch_http(url, max_bytes, limits, param, stop, hold)
+        return _fetch_http(url, max_bytes, limits, stop, hold)
     if scheme == "file":
-        return _read_file_url(url, max_bytes, limits.allowed_local_media_path, param)
-    raise InvalidRequestError("media must be a data:, http(s):// or file:// URL", param=param)
+        return _read_file_url(url, max_bytes, limits.allowed_local_media_path)
+    raise InvalidRequestError("media must be a data:, http(s):// or file:// URL")
 
 
-def _too_large(max_bytes: int, param: str | None) -> MediaError:
-    return MediaError(f"the medium is over {max_bytes} bytes", param=param)
+def _too_large(max_bytes: int) -> MediaError:
+    return MediaError(f"the medium is over {max_bytes} bytes")
 
 
 def _fetch_http(
     url: str,
     max_bytes: int,
     limits: MediaLimits,
-    param: str | None,
     stop: Stop,
     hold: Hold | None,
 ) -> bytes:
     deadline = Deadline(time.monotonic() + limits.max_fetch_seconds)
     for _ in range(limits.max_redirects + 1):
-        target = parse_target(url, limits, param)
+        target = parse_target(url, limits)
         try:
-            with request(target, limits, deadline, param, stop) as response:
+            with request(target, limits, deadline, stop) as response:
                 if response.status not in _REDIRECTS:
-                    body = _read_response(response, max_bytes, deadline, param, hold)
+                    body = _read_response(response, max_bytes, deadline, hold)
                     stop.check()
                     return body
                 location = response.getheader("Location") or ""
         except (http.client.HTTPException, OSError):
             stop.check()
             reason = "took too long" if deadline.passed else "failed"
-            raise MediaFetchError(f"fetching the URL {reason}", param=param) from None
-        url = _next_url(url, location, param)
-    raise MediaFetchError(f"more than {limits.max_redirects} redirects", param=param)
+            raise MediaFetchError(f"fetching the URL {reason}") from None
+        url = _next_url(url, location)
+    raise MediaFetchError(f"more than {limits.max_redirects} redirects")
 
 
-def _next_url(url: str, location: str, param: str | None) -> str:
+def _next_url(url: str, location: str) -> str:
     try:
         joined = urllib.parse.urljoin(url, location)
     except ValueError:
         joined = ""
     if not location or len(joined) > _MAX_URL:
-        raise MediaFetchError("the server redirected to an invalid URL", param=param)
+        raise MediaFetchError("the server redirected to an invalid URL")
     return joined
 
 
@@ -149,16 +147,15 @@ def _read_response(
     response: http.client.HTTPResponse,
     max_bytes: int,
     deadline: Deadline,
-    param: str | None,
     hold: Hold | None,
 ) -> bytes:
     if response.status != 200:
-        raise MediaFetchError(f"the server answered with status {response.status}", param=param)
+        raise MediaFetchError(f"the server answered with status {response.status}")
     if response.getheader("Content-Encoding", "identity").lower() not in ("identity", ""):
-        raise MediaFetchError("the server answered in a compressed encoding", param=param)
+        raise MediaFetchError("the server answered in a compressed encoding")
     response_bytes = response.length
     if response_bytes is not None and response_bytes > max_bytes:
-        raise _too_large(max_bytes, param)
+        raise _too_large(max_bytes)
     pieces, size, held = [], 0, 0
     while True:
         if hold is not None and size + _CHUNK > held and held != response_bytes:
@@ -171,41 +168,41 @@ def _read_response(
         pieces.append(piece)
         size += len(piece)
         if size > max_bytes:
-            raise _too_large(max_bytes, param)
+            raise _too_large(max_bytes)
         if deadline.passed:
             break
     if deadline.passed:
-        raise MediaFetchError("fetching the URL took too long", param=param)
+        raise MediaFetchError("fetching the URL took too long")
     if response.length:
-        raise MediaFetchError("the server's answer was cut short", param=param)
+        raise MediaFetchError("the server's answer was cut short")
     return b"".join(pieces)
 
 
-def _read_file_url(url: str, max_bytes: int, root: Path | None, param: str | None) -> bytes:
+def _read_file_url(url: str, max_bytes: int, root: Path | None) -> bytes:
     if root is None:
-        raise InvalidRequestError("file:// URLs are not enabled on this server", param=param)
+        raise InvalidRequestError("file:// URLs are not enabled on this server")
     try:
         parts = urllib.parse.urlsplit(url)
         path = Path(urllib.parse.unquote(parts.path, errors="strict"))
     except ValueError:
-        raise InvalidRequestError("the file:// URL is malformed", param=param) from None
+        raise InvalidRequestError("the file:// URL is malformed") from None
     if parts.netloc not in ("", "localhost") or not path.is_absolute():
-        raise InvalidRequestError("a file:// URL must name an absolute path", param=param)
+        raise InvalidRequestError("a file:// URL must name an absolute path")
     # One message for all cases: clients must not learn which files exist outside of the folder.
-    refused = MediaFetchError("there is no such file below the allowed folder", param=param)
+    refused = MediaFetchError("there is no such file below the allowed folder")
     try:
         allowed = root.resolve(strict=True)
         real = path.resolve(strict=True)
         if not real.is_relative_to(allowed):
             raise refused
-        return read_file(real, max_bytes, below=allowed, param=param)
+        return read_file(real, max_bytes, below=allowed)
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, MediaError):
             raise
         raise refused from None
 
 
-def read_file(path: Path, max_bytes: int, *, below: Path | None = None, param: str | None) -> bytes:
+def read_file(path: Path, max_bytes: int, *, below: Path | None = None) -> bytes:
     """Return the bytes of a regular file.
 
     Args:
@@ -224,10 +221,10 @@ def read_file(path: Path, max_bytes: int, *, below: Path | None = None, param: s
         if below is not None and not _opened_path(descriptor, path).is_relative_to(below):
             raise OSError("moved away")
         if status.st_size > max_bytes:
-            raise _too_large(max_bytes, param)
+            raise _too_large(max_bytes)
         data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
-            raise _too_large(max_bytes, param)
+            raise _too_large(max_bytes)
         return data
 
 

@@ -57,7 +57,7 @@ class ListedVideo:
         param: str,
     ) -> None:
         self._decode, self._param, self.fps = decode, param, fps
-        check_video(count, count / fps, (0, 0), limits, param)
+        check_video(count, count / fps, (0, 0), limits)
         self.times = FrameTimes.even(count, fps).seconds
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
@@ -87,12 +87,11 @@ def frame_sources(source: Any) -> Sequence[str | bytes | Path] | None:
     return None
 
 
-def check_frame_count(sources: Sequence[Any], param: str) -> None:
+def check_frame_count(sources: Sequence[Any]) -> None:
     """Raise MediaError for more files than a video may have."""
     if len(sources) > MAX_FRAME_FILES:
         raise MediaError(
-            f"a video may have at most {MAX_FRAME_FILES} frames as pictures, not {len(sources)}",
-            param=param,
+            f"a video may have at most {MAX_FRAME_FILES} frames as pictures, not {len(sources)}"
         )
 
 

@@ -59,13 +59,13 @@ class Target:
         return host if self.port == (443 if self.secure else 80) else f"{host}:{self.port}"
 
 
-def parse_target(url: str, limits: MediaLimits, param: str | None = None) -> Target:
+def parse_target(url: str, limits: MediaLimits) -> Target:
     """Parse an http(s) URL.
 
     Raises InvalidRequestError if it is malformed, carries credentials or names a host that is not
     allowed.
     """
-    malformed = InvalidRequestError("the URL is malformed", param=param)
+    malformed = InvalidRequestError("the URL is malformed")
     try:
         # The URL is sent unchanged, except that the fragment is dropped and non-ASCII is quoted.
         url = urllib.parse.quote(url.partition("#")[0], safe="!$%&'()*+,-./:;=?@[]_~")
@@ -75,15 +75,15 @@ def parse_target(url: str, limits: MediaLimits, param: str | None = None) -> Tar
     except (ValueError, UnicodeError):
         raise malformed from None
     if parts.scheme not in ("http", "https"):
-        raise InvalidRequestError("only http and https are fetched", param=param)
+        raise InvalidRequestError("only http and https are fetched")
     if not _PRINTABLE.fullmatch(host) or any(character in host for character in "%/\\@?#"):
         raise malformed
     if "@" in parts.netloc:
-        raise InvalidRequestError("the URL must not carry credentials", param=param)
+        raise InvalidRequestError("the URL must not carry credentials")
     if limits.allowed_media_domains and host.rstrip(".") not in {
         domain.lower() for domain in limits.allowed_media_domains
     }:
-        raise InvalidRequestError("the URL's host is not on the list of allowed hosts", param=param)
+        raise InvalidRequestError("the URL's host is not on the list of allowed hosts")
     secure = parts.scheme == "https"
     path = (parts.path or "/") + ("?" + parts.query if parts.query else "")
     return Target(host, port or (443 if secure else 80), path, secure)
@@ -109,17 +109,15 @@ def _resolve(target: Target, deadline: Deadline, stop: Stop) -> list[tuple[int, 
         raise TimeoutError from None
 
 
-def _connect(
-    target: Target, limits: MediaLimits, deadline: Deadline, param: str | None, stop: Stop
-) -> socket.socket:
+def _connect(target: Target, limits: MediaLimits, deadline: Deadline, stop: Stop) -> socket.socket:
     addresses = _resolve(target, deadline, stop)
     stop.check()
     if not addresses:
-        raise MediaFetchError("the URL's host cannot be resolved", param=param)
+        raise MediaFetchError("the URL's host cannot be resolved")
     if not limits.allow_private_networks:
         for _, (address, _) in addresses:
             if not is_public(ipaddress.ip_address(address.partition("%")[0])):
-                raise MediaFetchError("the URL's host is not on the public network", param=param)
+                raise MediaFetchError("the URL's host is not on the public network")
     failure: OSError = OSError("no address")
     for _, address_and_port in addresses:
         stop.check()
@@ -137,7 +135,6 @@ def request(
     target: Target,
     limits: MediaLimits,
     deadline: Deadline,
-    param: str | None = None,
     stop: Stop | None = None,
 ) -> Iterator[http.client.HTTPResponse]:
     """Send a GET and yield the response, its body still unread.
@@ -146,7 +143,7 @@ def request(
     fails, the deadline passes or the stop is set, at any point.
     """
     stop = stop or Stop()
-    sock = _connect(target, limits, deadline, param, stop)
+    sock = _connect(target, limits, deadline, stop)
 
     def cut_off() -> None:
         with contextlib.suppress(OSError):

@@ -61,20 +61,14 @@ class MediaLimits:
         assert 0 < self.max_image_pixels <= _PILLOW_ERROR_PIXELS
 
 
-def check_deadline(deadline: float, limits: MediaLimits, param: str | None) -> None:
+def check_deadline(deadline: float, limits: MediaLimits) -> None:
     """Raise MediaError once a video's decoding is behind its deadline, in monotonic seconds."""
     if time.monotonic() > deadline:
-        raise MediaError(
-            f"decoding takes longer than {limits.max_decode_seconds:g} seconds", param=param
-        )
+        raise MediaError(f"decoding takes longer than {limits.max_decode_seconds:g} seconds")
 
 
 def check_video(
-    num_frames: int,
-    seconds: float | None,
-    size: tuple[int, ...],
-    limits: MediaLimits,
-    param: str | None,
+    num_frames: int, seconds: float | None, size: tuple[int, ...], limits: MediaLimits
 ) -> None:
     """Check a video's frames, length and pixels. Raises MediaError if one exceeds its limit.
 
@@ -83,8 +77,8 @@ def check_video(
         size: (height, width).
     """
     if num_frames > limits.max_video_frames:
-        raise MediaError(f"the video is over {limits.max_video_frames} frames", param=param)
+        raise MediaError(f"the video is over {limits.max_video_frames} frames")
     if seconds is not None and seconds > limits.max_video_seconds:
-        raise MediaError(f"the video is over {limits.max_video_seconds:g} seconds", param=param)
+        raise MediaError(f"the video is over {limits.max_video_seconds:g} seconds")
     if size[0] * size[1] > limits.max_video_pixels:
-        raise MediaError(f"the video is over {limits.max_video_pixels} pixels", param=param)
+        raise MediaError(f"the video is over {limits.max_video_pixels} pixels")

@@ -34,7 +34,6 @@ class AnimatedPicture:
         data: the file.
         fps: replaces the file's durations.
         limits: limits on bytes, frames, pixels, length and decoding time.
-        param: the request field to name in errors.
 
     Raises MediaError for a still or damaged picture, and beyond a limit.
     """
@@ -42,30 +41,24 @@ class AnimatedPicture:
     cut_short, sound = False, True
     num_decoded = 0
 
-    def __init__(
-        self,
-        data: bytes | memoryview,
-        fps: float | None,
-        limits: MediaLimits,
-        param: str | None = None,
-    ) -> None:
-        self._limits, self._param = limits, param
+    def __init__(self, data: bytes | memoryview, fps: float | None, limits: MediaLimits) -> None:
+        self._limits = limits
         self._deadline = time.monotonic() + limits.max_decode_seconds
         try:
             self._image = PIL.Image.open(io.BytesIO(bytes(data)), formats=_FORMATS)
             size = self._image.height, self._image.width
             total = int(getattr(self._image, "n_frames", 1))
-            check_video(total, None, size, limits, param)
+            check_video(total, None, size, limits)
             if total < 2:
                 kind = self._image.format
-                raise MediaError(f"a still {kind} picture; send it as an image", param=param)
+                raise MediaError(f"a still {kind} picture; send it as an image")
             found = self._find_times(total, fps)
         except MediaError:
             raise
         except Exception:  # Pillow's plugins raise errors of any kind on broken data
             raise self._damaged() from None
         self.times, self.fps, self.steady = found.seconds, found.fps, found.steady
-        check_video(total, self.times[-1] + 1 / self.fps, size, limits, param)
+        check_video(total, self.times[-1] + 1 / self.fps, size, limits)
 
     def _find_times(self, total: int, fps: float | None) -> FrameTimes:
         if fps is not None:
@@ -79,12 +72,12 @@ class AnimatedPicture:
         return measure(shown, total, _MILLISECOND, 0.0)
 
     def _seek(self, index: int) -> None:
-        check_deadline(self._deadline, self._limits, self._param)
+        check_deadline(self._deadline, self._limits)
         self._image.seek(index)
         self._image.load()
 
     def _damaged(self) -> MediaError:
-        return MediaError("the animated picture is damaged", param=self._param)
+        return MediaError("the animated picture is damaged")
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """See `Video.frames`. Raises MediaError if the file proves to be damaged."""
@@ -92,7 +85,7 @@ class AnimatedPicture:
         for index in indices:
             try:
                 self._seek(index)
-                pixels = image_to_rgb(self._image, self._limits, self._param)
+                pixels = image_to_rgb(self._image, self._limits)
             except MediaError:
                 raise
             except Exception:  # as above

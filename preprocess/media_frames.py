@@ -46,30 +46,26 @@ class ArrayVideo:
             3]` arrays of one size.
         fps: frames per second; None: 24, as transformers assumes.
         limits: limits on frames, pixels and length.
-        param: the request field to name in errors.
 
     Raises MediaError if the frames are of another form, there are none, or a limit is exceeded.
     """
 
-    def __init__(
-        self, frames: Any, fps: float | None, limits: MediaLimits, param: str | None = None
-    ) -> None:
+    def __init__(self, frames: Any, fps: float | None, limits: MediaLimits) -> None:
         if isinstance(frames, torch.Tensor):
             frames = frames.detach().cpu().numpy()
         if not isinstance(frames, np.ndarray):
-            frames = _stack(frames, limits, param)
+            frames = _stack(frames, limits)
         if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
             raise MediaError(
                 "video frames must be uint8 [frames, height, width, 3], not "
-                f"{frames.dtype} {list(frames.shape)}",
-                param=param,
+                f"{frames.dtype} {list(frames.shape)}"
             )
         if frames.size == 0:
-            raise MediaError("the video has no frames", param=param)
+            raise MediaError("the video has no frames")
         self._frames = frames
         self.fps = DEFAULT_FPS if fps is None else fps
         self.steady, self.cut_short, self.sound = True, False, True
-        check_video(len(frames), len(frames) / self.fps, frames.shape[1:3], limits, param)
+        check_video(len(frames), len(frames) / self.fps, frames.shape[1:3], limits)
         self.times = FrameTimes.even(len(frames), self.fps).seconds
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
@@ -78,17 +74,17 @@ class ArrayVideo:
             yield np.array(self._frames[index], order="C")
 
 
-def _stack(frames: Any, limits: MediaLimits, param: str | None) -> Any:
+def _stack(frames: Any, limits: MediaLimits) -> Any:
     if not isinstance(frames, list | tuple) or not frames:
-        raise MediaError("a video must be a file, frames or a list of images", param=param)
+        raise MediaError("a video must be a file, frames or a list of images")
     if len(frames) > limits.max_video_frames:
-        raise MediaError(f"the video is over {limits.max_video_frames} frames", param=param)
+        raise MediaError(f"the video is over {limits.max_video_frames} frames")
     arrays = [
-        image_to_rgb(frame, limits, param) if isinstance(frame, PIL.Image.Image) else frame
+        image_to_rgb(frame, limits) if isinstance(frame, PIL.Image.Image) else frame
         for frame in frames
     ]
     if any(not isinstance(array, np.ndarray) for array in arrays):
-        raise MediaError("the frames of a video must be images or arrays", param=param)
+        raise MediaError("the frames of a video must be images or arrays")
     if any(array.shape != arrays[0].shape for array in arrays):
-        raise MediaError("the frames of a video must be of one size", param=param)
+        raise MediaError("the frames of a video must be of one size")
     return np.stack(arrays)

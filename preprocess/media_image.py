@@ -71,28 +71,27 @@ class OpenedImage:
     twin: PIL.Image.Image | None = None
 
 
-def decode_image(data: bytes, limits: MediaLimits, param: str | None = None) -> Pixels:
+def decode_image(data: bytes, limits: MediaLimits) -> Pixels:
     """Decode an encoded image (the first frame of an animated one).
 
     Args:
         data: the file's bytes; formats are those in `FORMATS`, and pages (`PdfPage.packed`).
         limits: limits on bytes, pixels, passes and memory; all are checked before decoding.
-        param: the request field to name in errors.
 
     Returns:
         uint8 `[height, width, 3]`.
 
     Raises MediaError unless it is such an image, complete and within the limits.
     """
-    return decode_opened(open_image(data, limits, param), limits, param)
+    return decode_opened(open_image(data, limits), limits)
 
 
-def open_image(data: bytes, limits: MediaLimits, param: str | None = None) -> OpenedImage:
+def open_image(data: bytes, limits: MediaLimits) -> OpenedImage:
     """Read and check an image's header. Arguments and errors as for `decode_image`."""
     if not data:
-        raise MediaError("the image is empty", param=param)
+        raise MediaError("the image is empty")
     if len(data) > limits.max_image_bytes:
-        raise MediaError(f"the image is over {limits.max_image_bytes} bytes", param=param)
+        raise MediaError(f"the image is over {limits.max_image_bytes} bytes")
     if is_page(data):
         image = render_page(data, limits)
         return OpenedImage(image, None, image.width * image.height)
@@ -103,38 +102,36 @@ def open_image(data: bytes, limits: MediaLimits, param: str | None = None) -> Op
             twin = PIL.Image.open(io.BytesIO(other), formats=FORMATS)
         image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
     except PIL.UnidentifiedImageError:
-        raise _unsupported(data, param) from None
+        raise _unsupported(data) from None
     except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
-        raise _too_many_pixels(limits, param) from None
+        raise _too_many_pixels(limits) from None
     except MemoryError:
-        raise _too_much_memory(limits, param) from None
+        raise _too_much_memory(limits) from None
     except Exception:  # Pillow's plugins raise errors of any kind on a broken header
-        raise MediaError("the image is damaged", param=param) from None
-    _check_size(image, limits, param)
+        raise MediaError("the image is damaged") from None
+    _check_size(image, limits)
     scans = count_scans(data, limits.max_image_scans)
     if scans > limits.max_image_scans:
-        raise MediaError(f"the image has over {limits.max_image_scans} scans", param=param)
+        raise MediaError(f"the image has over {limits.max_image_scans} scans")
     low = _normalise_transparency(image, data)
     pixels = image.width * image.height
     held = _MODE_BYTES.get(image.mode, 4) * (2 if low or twin else 1) + 3
     if scans > 1:  # the decoder keeps all coefficients between scans
         held += 2 * len(image.getbands())
     if pixels * held > limits.max_decode_bytes:
-        raise _too_much_memory(limits, param)
+        raise _too_much_memory(limits)
     return OpenedImage(image, low, pixels * max(scans, 1), twin)
 
 
-def decode_opened(
-    opened: OpenedImage, limits: MediaLimits, param: str | None = None, new: NewPixels = _empty
-) -> Pixels:
+def decode_opened(opened: OpenedImage, limits: MediaLimits, new: NewPixels = _empty) -> Pixels:
     """Decode an opened image into an array from `new`, and close the image."""
     with opened.image as image:
         if opened.twin is not None:
-            _check_complete(image, opened.twin, limits, param)
-        return _decode(image, opened.low, limits, param, new)
+            _check_complete(image, opened.twin, limits)
+        return _decode(image, opened.low, limits, new)
 
 
-def image_to_rgb(image: PIL.Image.Image, limits: MediaLimits, param: str | None = None) -> Pixels:
+def image_to_rgb(image: PIL.Image.Image, limits: MediaLimits) -> Pixels:
     """Convert a PIL image of any mode, which stays unchanged.
 
     Returns:
@@ -142,63 +139,60 @@ def image_to_rgb(image: PIL.Image.Image, limits: MediaLimits, param: str | None 
 
     Raises MediaError if it is over the pixel limit, of an unsupported mode, or cannot be loaded.
     """
-    _check_size(image, limits, param)
+    _check_size(image, limits)
     with _load_lock:
-        _load(image, limits, param)
-    return _decode(image, None, limits, param, _empty)
+        _load(image, limits)
+    return _decode(image, None, limits, _empty)
 
 
-def _check_size(image: PIL.Image.Image, limits: MediaLimits, param: str | None) -> None:
+def _check_size(image: PIL.Image.Image, limits: MediaLimits) -> None:
     if image.width * image.height > limits.max_image_pixels:
-        raise _too_many_pixels(limits, param)
+        raise _too_many_pixels(limits)
     if image.width == 0 or image.height == 0:
-        raise MediaError("the image has no pixels", param=param)
+        raise MediaError("the image has no pixels")
 
 
-def _load(image: PIL.Image.Image, limits: MediaLimits, param: str | None) -> None:
+def _load(image: PIL.Image.Image, limits: MediaLimits) -> None:
     try:
         image.load()
     except MemoryError:
-        raise _too_much_memory(limits, param) from None
+        raise _too_much_memory(limits) from None
     except Exception:  # Pillow's plugins raise errors of any kind on broken data
-        raise MediaError("the image is truncated or damaged", param=param) from None
+        raise MediaError("the image is truncated or damaged") from None
 
 
-def _check_complete(
-    image: PIL.Image.Image, twin: PIL.Image.Image, limits: MediaLimits, param: str | None
-) -> None:
+def _check_complete(image: PIL.Image.Image, twin: PIL.Image.Image, limits: MediaLimits) -> None:
     """Raise MediaError if a JPEG file without its end marker lacks blocks, too."""
     for each in (image, twin):
-        _load(each, limits, param)
+        _load(each, limits)
     with twin:
         if not np.array_equal(np.asarray(image), np.asarray(twin)):
-            raise MediaError("the image is truncated or damaged", param=param)
+            raise MediaError("the image is truncated or damaged")
 
 
 _ELSEWHERE = {PDF: "a part of the type file takes it"}
 
 
-def _unsupported(data: bytes, param: str | None) -> MediaError:
+def _unsupported(data: bytes) -> MediaError:
     kind = file_kind(data)
     known = f"not an image of a supported format ({', '.join(FORMATS)})"
     found = f": it is {kind}" if kind else ""
     remedies = dict.fromkeys(VIDEO_KINDS, "send it as a video") | REMEDIES | _ELSEWHERE
     remedy = f"; {remedies[kind]}" if kind in remedies else ""
-    return MediaError(known + found + remedy, param=param)
+    return MediaError(known + found + remedy)
 
 
 def _decode(
     image: PIL.Image.Image,
     low: PIL.Image.Image | None,
     limits: MediaLimits,
-    param: str | None,
     new: NewPixels,
 ) -> Pixels:
-    _load(image, limits, param)
+    _load(image, limits)
     if low is not None:
-        _load(low, limits, param)
+        _load(low, limits)
     if image.mode == "F":
-        raise MediaError("floating-point images are not supported", param=param)
+        raise MediaError("floating-point images are not supported")
     try:
         orientation = _orientation(image)
         transposed = orientation in _TRANSPOSED
@@ -210,9 +204,9 @@ def _decode(
             view[box[1] : box[3]] = _to_rgb(image.crop(box), low and low.crop(box))
         return pixels
     except MemoryError:
-        raise _too_much_memory(limits, param) from None
+        raise _too_much_memory(limits) from None
     except Exception:  # as in `_load`
-        raise MediaError("the image is truncated or damaged", param=param) from None
+        raise MediaError("the image is truncated or damaged") from None
 
 
 def _strips(size: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
@@ -222,13 +216,13 @@ def _strips(size: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
         yield 0, top, width, min(top + rows, height)
 
 
-def _too_many_pixels(limits: MediaLimits, param: str | None) -> MediaError:
-    return MediaError(f"the image is over {limits.max_image_pixels} pixels", param=param)
+def _too_many_pixels(limits: MediaLimits) -> MediaError:
+    return MediaError(f"the image is over {limits.max_image_pixels} pixels")
 
 
-def _too_much_memory(limits: MediaLimits, param: str | None) -> MediaMemoryError:
+def _too_much_memory(limits: MediaLimits) -> MediaMemoryError:
     most = limits.max_decode_bytes >> 20
-    return MediaMemoryError(f"the image takes over {most} MiB to decode", param=param)
+    return MediaMemoryError(f"the image takes over {most} MiB to decode")
 
 
 def _unchanged(pixels: Any) -> Any:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -36,7 +35,7 @@ from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
 from vlm_serve.preprocess.media_options import options_key
 from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
-from vlm_serve.preprocess.media_sources import digest_of, is_data_url, read_source
+from vlm_serve.preprocess.media_sources import digest_of, is_data_url, naming, read_source
 from vlm_serve.preprocess.processors import fingerprint
 from vlm_serve.preprocess.raw_index import RawIndex, raw_digest, raw_key
 from vlm_serve.preprocess.reading.conversation import MediaPart
@@ -289,7 +288,8 @@ class MediaLoader:
         known = None
         if upload.part.modality == "video" and isinstance(source, bytes):
             known = self._known(upload, source, stop, held, recall=recall, wanted=wanted)
-        done = self._run(upload, source, known, stop)
+        with naming(upload.part.param):
+            done = self._run(upload, source, known, stop)
         self._count("decoded" if done.kept is None or done.kept else "frames")
         return done
 
@@ -309,8 +309,8 @@ class MediaLoader:
         recall: bool,
         wanted: Collection[int] | None,
     ) -> KnownVideo:
-        part, fps = upload.part, upload.options.fps
-        opened = partial(self._decoders.video, source, fps, self._limits, part.param, stop)
+        fps = upload.options.fps
+        opened = partial(self._decoders.video, source, fps, self._limits, stop)
         digest = upload.digest or raw_digest(source)
         key = upload_key(upload.key_of(digest, options=_ALL_FRAMES), self._path)
         index = self._raw_index.frames
@@ -321,30 +321,31 @@ class MediaLoader:
         part, options, processor = upload.part, upload.options, upload.processor
         if known is not None:
             with known as video, stop.timed("resize"):
-                return processor.process(video, options, part.param)
+                return processor.process(video, options)
         if isinstance(source, bytes):
-            decoded = self._decoders.image(source, self._limits, part.param, stop)
+            decoded = self._decoders.image(source, self._limits, stop)
             with decoded as pixels, stop.timed("resize"):
-                return processor.process(pixels, options, part.param)
+                return processor.process(pixels, options)
         if isinstance(source, FrameFiles):
-            video_of_files = self._frames(part, source, options, stop)
-            return processor.process(video_of_files, options, part.param)
+            return processor.process(self._frames(part, source, options, stop), options)
         with self._converting:
-            return processor.process(self._convert(part, source, options), options, part.param)
+            return processor.process(self._convert(part, source, options), options)
 
     def _frames(self, part: MediaPart, source: FrameFiles, options: Any, stop: Stop) -> ListedVideo:
         images = list(places(part, source.files))
 
-        def decode(index: int) -> AbstractContextManager[Pixels]:
-            file, param = source.files[index], images[index].param
-            return self._decoders.image(file, self._limits, param, stop)
+        @contextlib.contextmanager
+        def decode(index: int) -> Iterator[Pixels]:
+            decoded = self._decoders.image(source.files[index], self._limits, stop)
+            with naming(images[index].param), decoded as pixels:
+                yield pixels
 
         return ListedVideo(decode, len(source.files), options.fps, self._limits, part.param)
 
     def _convert(self, part: MediaPart, source: Any, options: Any) -> Any:
         if part.modality == "image":
-            return _image_pixels(source, self._limits, part.param)
-        return ArrayVideo(source, options.fps, self._limits, part.param)
+            return _image_pixels(source, self._limits)
+        return ArrayVideo(source, options.fps, self._limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,12 +369,12 @@ class _Upload:
     digest: bytes | None = None
 
 
-def _image_pixels(source: Any, limits: MediaLimits, param: str) -> Pixels:
+def _image_pixels(source: Any, limits: MediaLimits) -> Pixels:
     if isinstance(source, np.ndarray):
         try:
             source = PIL.Image.fromarray(source)
         except (TypeError, ValueError):
-            raise MediaError("the array is not a valid image", param=param) from None
+            raise MediaError("the array is not a valid image") from None
     if isinstance(source, PIL.Image.Image):
-        return image_to_rgb(source, limits, param)
-    raise MediaError("an image must be a PIL image, an array, bytes, a path or a URL", param=param)
+        return image_to_rgb(source, limits)
+    raise MediaError("an image must be a PIL image, an array, bytes, a path or a URL")

@@ -120,9 +120,7 @@ def channels_first(pixels: Pixels) -> torch.Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def process_image(
-    pixels: Pixels, options: ImageOptions, config: PixelConfig, param: str | None = None
-) -> Processed:
+def process_image(pixels: Pixels, options: ImageOptions, config: PixelConfig) -> Processed:
     """Process one image.
 
     Args:
@@ -135,18 +133,15 @@ def process_image(
         factor=config.factor,
         min_pixels=options.min_pixels,
         max_pixels=options.max_pixels,
-        param=param,
     )
-    resized = _resized(pixels, size, config, param)
+    resized = _resized(pixels, size, config)
     grid = (1, *config.grid(*resized.shape[-2:]))
     digest = content_hash("image", resized, grid)
     record = MediaRecord("image", grid, (digest,), (), config.merge_size)
     return Processed(record, resized[None])
 
 
-def process_video(
-    video: Video, options: VideoOptions, config: VideoConfig, param: str | None = None
-) -> Processed:
+def process_video(video: Video, options: VideoOptions, config: VideoConfig) -> Processed:
     """Process one video; frames are resized as they are decoded, so few are held at full size.
 
     Of a `KnownVideo`, only frames are decoded that are not known, see `sample`.
@@ -156,18 +151,16 @@ def process_video(
     """
     if options.sampling == "fps_grid":
         assert options.sample_fps is not None
-        indices: Sequence[int] = grid_frames(
-            video.times, options.sample_fps, options.max_frames, param
-        )
+        indices: Sequence[int] = grid_frames(video.times, options.sample_fps, options.max_frames)
         times = [index / options.sample_fps for index in range(len(indices))]
     else:
-        indices = _uniform(len(video.times), video.fps, options, config, param)
+        indices = _uniform(len(video.times), video.fps, options, config)
         times = shown_times(video, indices)
     patch_size = config.temporal_patch_size
 
     def lay_out(height: int, width: int) -> FrameLayout:
-        size = _frame_size(height, width, len(indices), options, config, param)
-        return FrameLayout(size if config.do_resize else (height, width), config, param)
+        size = _frame_size(height, width, len(indices), options, config)
+        return FrameLayout(size if config.do_resize else (height, width), config)
 
     found = sample(video, indices, patch_size, lay_out)
     grid = (len(found.hashes), *config.grid(*found.layout.size))
@@ -190,12 +183,10 @@ class FrameLayout:
 
     Attributes:
         size: (height, width) of every frame after the resize.
-        param: the request field to name in errors.
     """
 
     size: tuple[int, int]
     config: VideoConfig
-    param: str | None
 
     @property
     def key(self) -> str:
@@ -210,7 +201,7 @@ class FrameLayout:
     def pictures(self, frame: Pixels) -> tuple[torch.Tensor, ...]:
         """See `Layout`. Raises MediaError if the processor does not resize, and a side does not fit
         its patches."""
-        return (_resized(frame, self.size, self.config, self.param),)
+        return (_resized(frame, self.size, self.config),)
 
     def hashes(self, pictures: tuple[torch.Tensor, ...]) -> tuple[bytes, ...]:
         """See `Layout`."""
@@ -235,26 +226,18 @@ def shown_times(video: Video, indices: Sequence[int]) -> list[float]:
     return [video.times[index] for index in indices]
 
 
-def grid_frames(
-    times: Sequence[float], sample_fps: float, max_frames: int, param: str | None
-) -> Sequence[int]:
+def grid_frames(times: Sequence[float], sample_fps: float, max_frames: int) -> Sequence[int]:
     """See `grid_indices`. Raises MediaError for more frames than are allowed."""
     indices = grid_indices(times, sample_fps, max_frames)
     if len(indices) > max_frames:
         raise MediaError(
-            f"the video has over {max_frames} frames at {sample_fps:g} a second; lower sample_fps",
-            param=param,
+            f"the video has over {max_frames} frames at {sample_fps:g} a second; lower sample_fps"
         )
     return indices
 
 
 def counted_indices(
-    total: int,
-    fps: float,
-    wanted: int,
-    sample_fps: float | None,
-    max_frames: int,
-    param: str | None,
+    total: int, fps: float, wanted: int, sample_fps: float | None, max_frames: int
 ) -> Sequence[int]:
     """Return `wanted` evenly spaced frames, -1 for all, but no more than `sample_fps` gives.
 
@@ -266,18 +249,15 @@ def counted_indices(
     if count > max_frames:
         raise MediaError(
             f"{count} frames of the video are over the limit of {max_frames}; set num_frames or a "
-            "lower fps",
-            param=param,
+            "lower fps"
         )
     return spread_indices(total, count)
 
 
-def _uniform(
-    total: int, fps: float, options: VideoOptions, config: VideoConfig, param: str | None
-) -> Sequence[int]:
+def _uniform(total: int, fps: float, options: VideoOptions, config: VideoConfig) -> Sequence[int]:
     if options.num_frames is not None:
         return counted_indices(
-            total, fps, options.num_frames, options.sample_fps, options.max_frames, param
+            total, fps, options.num_frames, options.sample_fps, options.max_frames
         )
     if not config.do_sample_frames:
         return range(min(total, options.max_frames))
@@ -294,12 +274,7 @@ def _uniform(
 
 
 def _frame_size(
-    height: int,
-    width: int,
-    num_frames: int,
-    options: VideoOptions,
-    config: VideoConfig,
-    param: str | None,
+    height: int, width: int, num_frames: int, options: VideoOptions, config: VideoConfig
 ) -> tuple[int, int]:
     if options.sampling == "fps_grid":
         size = image_size(
@@ -308,13 +283,11 @@ def _frame_size(
             factor=config.factor,
             min_pixels=config.factor**2,
             max_pixels=options.max_frame_pixels,
-            param=param,
         )
         if num_frames * size[0] * size[1] > options.max_pixels:
             raise MediaError(
                 f"{num_frames} frames of {size[1]}x{size[0]} pixels exceed a video's budget of "
-                f"{options.max_pixels} pixels; lower sample_fps or max_frame_pixels",
-                param=param,
+                f"{options.max_pixels} pixels; lower sample_fps or max_frame_pixels"
             )
         return size
     max_pixels = options.max_pixels
@@ -333,18 +306,15 @@ def _frame_size(
         temporal_factor=config.temporal_patch_size,
         min_pixels=options.min_pixels,
         max_pixels=max_pixels,
-        param=param,
     )
 
 
-def _resized(
-    picture: Pixels, size: tuple[int, int], config: PixelConfig, param: str | None
-) -> torch.Tensor:
+def _resized(picture: Pixels, size: tuple[int, int], config: PixelConfig) -> torch.Tensor:
     if config.do_resize:
         return resize(channels_first(picture), size, config)
     kept = channels_first(picture).contiguous()
     if kept.shape[-2] % config.factor or kept.shape[-1] % config.factor:
-        raise MediaError(f"sides must be multiples of {config.factor} pixels", param=param)
+        raise MediaError(f"sides must be multiples of {config.factor} pixels")
     return kept
 
 

@@ -38,15 +38,15 @@ class Processor:
 
     config: PictureConfig
     read_options: Callable[[MediaPart, Any], Any]
-    run: Callable[[Any, Any, Any, str | None], Processed]
+    run: Callable[[Any, Any, Any], Processed]
 
     def options(self, part: MediaPart) -> Any:
         """See `read_options`."""
         return self.read_options(part, self.config)
 
-    def process(self, decoded: Any, options: Any, param: str | None) -> Processed:
+    def process(self, decoded: Any, options: Any) -> Processed:
         """See `run`."""
-        return self.run(decoded, options, self.config, param)
+        return self.run(decoded, options, self.config)
 
 
 def missing_files(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,20 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 def read_source(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None = None) -> Any:
     """Return the bytes of a file, `FrameFiles`, or what a Python caller gave.
 
-    Raises MediaFetchError, MediaError or InvalidRequestError; OverloadedError if `hold` refuses;
-    StoppedError.
+    Raises MediaFetchError, MediaError or InvalidRequestError, which name the part; OverloadedError
+    if `hold` refuses; StoppedError.
     """
+    with naming(part.param):
+        return _read(part, limits, stop, hold)
+
+
+def _read(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None) -> Any:
     source = part.source
     is_image = part.modality == "image"
     max_bytes = limits.max_image_bytes if is_image else limits.max_video_bytes
     frames = frame_sources(source) if not is_image else None
     if frames is not None:
-        check_frame_count(frames, part.param)
+        check_frame_count(frames)
         read = (read_source(each, limits, stop, hold) for each in places(part, frames))
         return FrameFiles(tuple(read))
     if isinstance(source, PdfPage):
@@ -39,22 +46,30 @@ def read_source(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | N
     if isinstance(source, bytes | bytearray | memoryview):
         return bytes(source)
     if isinstance(source, str) and (part.url_only or _SCHEME.match(source)):
-        return fetch(
-            source, max_bytes=max_bytes, limits=limits, param=part.param, stop=stop, hold=hold
-        )
+        return fetch(source, max_bytes=max_bytes, limits=limits, stop=stop, hold=hold)
     if isinstance(source, str | Path):
         try:
-            return read_file(Path(source), max_bytes, param=part.param)
+            return read_file(Path(source), max_bytes)
         except (OSError, ValueError) as error:
             if isinstance(error, InvalidRequestError):
                 raise
             # No message holds a path; the name of the file tells several media apart.
             why = getattr(error, "strerror", None) or "no such path"
             said = f"the file {Path(source).name!r} cannot be read: {why}"
-            raise MediaFetchError(said, param=part.param) from None
+            raise MediaFetchError(said) from None
     if part.url_only:
-        raise InvalidRequestError(f"{part.param} must be a URL", param=part.param)
+        raise InvalidRequestError(f"{part.param} must be a URL")
     return source
+
+
+@contextlib.contextmanager
+def naming(param: str) -> Iterator[None]:
+    """Name a request's field in the block's errors that name none."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = error.param or param
+        raise
 
 
 def is_remote(part: MediaPart) -> bool:

@@ -59,7 +59,6 @@ class EncodedVideo:
         data: bytes of an MP4/MOV, Matroska/WebM, AVI, MPEG, FLV or ASF/WMV file.
         fps: replaces the file's own average rate and determines the frame times.
         limits: limits on bytes, frames, pixels, length and decoding time.
-        param: the request field to name in errors.
 
     Attributes:
         fps, times, steady, cut_short, sound: see `Video`.
@@ -68,30 +67,24 @@ class EncodedVideo:
     Raises MediaError if the bytes are not such a video or a limit is exceeded.
     """
 
-    def __init__(
-        self,
-        data: bytes | memoryview,
-        fps: float | None,
-        limits: MediaLimits,
-        param: str | None = None,
-    ) -> None:
+    def __init__(self, data: bytes | memoryview, fps: float | None, limits: MediaLimits) -> None:
         if not data:
-            raise MediaError("the video is empty", param=param)
+            raise MediaError("the video is empty")
         if len(data) > limits.max_video_bytes:
-            raise MediaError(f"the video is over {limits.max_video_bytes} bytes", param=param)
-        self._data, self._limits, self._param = readable_part(memoryview(data)), limits, param
+            raise MediaError(f"the video is over {limits.max_video_bytes} bytes")
+        self._data, self._limits = readable_part(memoryview(data)), limits
         self.cut_short = len(self._data) < len(data)
         self.sound, self.num_decoded = True, 0
         self._converter = VideoReformatter()
         self._deadline = time.monotonic() + limits.max_decode_seconds
         if lacks_index(self._data):
-            raise MediaError(self._why_unread(), param=param)
+            raise MediaError(self._why_unread())
         try:
             self._index_packets(fps)
         except _ERRORS as error:
             if isinstance(error, MediaError):
                 raise
-            raise MediaError(self._why_unread(), param=param) from None
+            raise MediaError(self._why_unread()) from None
 
     def _why_unread(self) -> str:
         kind = file_kind(self._data)
@@ -109,17 +102,17 @@ class EncodedVideo:
         stream = container.streams.best("video")
         if stream is None:
             container.close()
-            raise MediaError("the file has no video stream", param=self._param)
+            raise MediaError("the file has no video stream")
         if stream.codec_context is None:
             container.close()
-            raise MediaError("the video's codec is not supported", param=self._param)
+            raise MediaError("the video's codec is not supported")
         return container, stream
 
     def _index_packets(self, fps: float | None) -> None:
         container, stream = self._open()
         with container:
             size = stream.codec_context.height, stream.codec_context.width
-            check_video(stream.frames, None, size, self._limits, self._param)
+            check_video(stream.frames, None, size, self._limits)
             packets, keys, whole = self._read_packets(container, stream, size)
             leaps = container.format.name in _LEAPING
             self._time_base: Fraction = stream.time_base or Fraction(1, 1)
@@ -136,7 +129,7 @@ class EncodedVideo:
             self.sound = self.sound and self._by_time and not self.cut_short
             steady_length = len(self.times) / self.fps
             seconds = steady_length if self.steady else self.times[-1] + 1 / self.fps
-            check_video(len(self.times), seconds, size, self._limits, self._param)
+            check_video(len(self.times), seconds, size, self._limits)
 
     def _read_packets(
         self, container: Any, stream: Any, size: tuple[int, int]
@@ -158,7 +151,7 @@ class EncodedVideo:
                 shown += not packet.is_discard
                 complete = complete if packet.is_corrupt else len(packets)
                 self.sound = self.sound and not packet.is_corrupt
-                check_video(shown, None, size, self._limits, self._param)
+                check_video(shown, None, size, self._limits)
         except _ERRORS as error:
             if isinstance(error, MediaError):
                 raise
@@ -171,7 +164,7 @@ class EncodedVideo:
     ) -> FrameTimes:
         shown = [pts for pts, packet in zip(self._pts, packets, strict=True) if packet.shown]
         if not shown:
-            raise MediaError("the video has no frames", param=self._param)
+            raise MediaError("the video has no frames")
         self._shown = sorted(pts for pts in shown if pts is not None)
         # Without distinct times, frames can only be counted in the decoder's output.
         self._by_time = len(self._shown) == len(shown) and strictly_ascending(self._shown)
@@ -181,7 +174,7 @@ class EncodedVideo:
         return measure(times, len(shown), self._time_base if known else None, rate)
 
     def _check_time(self) -> None:
-        check_deadline(self._deadline, self._limits, self._param)
+        check_deadline(self._deadline, self._limits)
 
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """See `Video.frames`. Raises MediaError if the file proves to be damaged."""
@@ -197,9 +190,9 @@ class EncodedVideo:
         except (av.FFmpegError, ValueError, EOFError, OSError) as error:
             if isinstance(error, MediaError):
                 raise
-            raise MediaError("the video is damaged", param=self._param) from None
+            raise MediaError("the video is damaged") from None
         if done < len(indices):
-            raise MediaError("the video is truncated or damaged", param=self._param)
+            raise MediaError("the video is truncated or damaged")
 
     def _decode_by_count(self, wanted: list[int]) -> Iterator[tuple[int, Pixels]]:
         container, stream = self._open()
@@ -306,7 +299,7 @@ class EncodedVideo:
 
     def _to_rgb(self, frame: Any) -> Pixels:
         converter = self._converter
-        return upright(frame, self._aspect, self._limits, self._param, converter=converter)
+        return upright(frame, self._aspect, self._limits, converter=converter)
 
 
 def _frames_of(context: Any, packet: Any, *, drain: bool) -> Iterator[Any]:

@@ -16,29 +16,21 @@ from vlm_serve.errors import MediaError
 MAX_ASPECT_RATIO = 200
 
 
-def check_ratio(height: float, width: float, param: str | None) -> None:
+def check_ratio(height: float, width: float) -> None:
     """Check the aspect ratio. Raises MediaError if one side is over 200 times the other."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
-        raise MediaError(
-            f"the aspect ratio must be at most {MAX_ASPECT_RATIO}, it is {ratio:.1f}", param=param
-        )
+        raise MediaError(f"the aspect ratio must be at most {MAX_ASPECT_RATIO}, it is {ratio:.1f}")
 
 
 def image_size(
-    height: int,
-    width: int,
-    *,
-    factor: int,
-    min_pixels: int,
-    max_pixels: int,
-    param: str | None = None,
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
     """Return (height, width) after the resize: multiples of `factor`, the area within bounds.
 
     Raises MediaError if one side is over 200 times the other.
     """
-    check_ratio(height, width, param)
+    check_ratio(height, width)
     return _fit(height, width, 1, 1, factor, min_pixels, max_pixels)
 
 
@@ -51,7 +43,6 @@ def video_size(
     temporal_factor: int,
     min_pixels: int,
     max_pixels: int,
-    param: str | None = None,
 ) -> tuple[int, int]:
     """Return (height, width) of every frame; the bounds are on the area of all frames together.
 
@@ -62,7 +53,7 @@ def video_size(
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    check_ratio(height, width, param)
+    check_ratio(height, width)
     rounded = round(num_frames / temporal_factor) * temporal_factor
     return _fit(height, width, num_frames, rounded, factor, min_pixels, max_pixels)
 

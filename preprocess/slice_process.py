@@ -33,9 +33,7 @@ from vlm_serve.preprocess.slice_options import SliceOptions, SliceVideoOptions
 from vlm_serve.preprocess.slice_sizes import second_indices, slice_grid, slice_size, whole_size
 
 
-def process_sliced_image(
-    pixels: Pixels, options: SliceOptions, config: SliceConfig, param: str | None = None
-) -> Processed:
+def process_sliced_image(pixels: Pixels, options: SliceOptions, config: SliceConfig) -> Processed:
     """Process one image.
 
     Args:
@@ -44,13 +42,13 @@ def process_sliced_image(
     Raises MediaError if one side is over 200 times the other.
     """
     height, width, _ = pixels.shape
-    layout = _lay_out("image", height, width, options, config, param)
+    layout = _lay_out("image", height, width, options, config)
     pictures = layout.pictures(pixels)
     return _processed(layout, layout.hashes(pictures), [pictures])
 
 
 def process_sliced_video(
-    video: Video, options: SliceVideoOptions, config: SliceVideoConfig, param: str | None = None
+    video: Video, options: SliceVideoOptions, config: SliceVideoConfig
 ) -> Processed:
     """Process one video; frames are resized as they are decoded, so few are held at full size.
 
@@ -62,17 +60,17 @@ def process_sliced_video(
     total, fps, most = len(video.times), video.fps, options.max_frames
     if options.sampling == "fps_grid":
         assert options.sample_fps is not None
-        indices: Sequence[int] = grid_frames(video.times, options.sample_fps, most, param)
+        indices: Sequence[int] = grid_frames(video.times, options.sample_fps, most)
     elif options.num_frames is not None:
         count, sample_fps = options.num_frames, options.sample_fps
-        indices = counted_indices(total, fps, count, sample_fps, most, param)
+        indices = counted_indices(total, fps, count, sample_fps, most)
     elif options.sample_fps is not None:
         indices = second_indices(total, fps, sample_fps=options.sample_fps, max_frames=most)
     else:
-        indices = counted_indices(total, fps, -1, None, most, param)
+        indices = counted_indices(total, fps, -1, None, most)
 
     def lay_out(height: int, width: int) -> SliceLayout:
-        return _lay_out("video", height, width, options, config, param)
+        return _lay_out("video", height, width, options, config)
 
     found = sample(video, indices, 1, lay_out)
     done = _processed(found.layout, found.hashes, found.pictures)
@@ -126,14 +124,9 @@ class SliceLayout:
 
 
 def _lay_out(
-    modality: Modality,
-    height: int,
-    width: int,
-    options: SliceOptions,
-    config: SliceConfig,
-    param: str | None,
+    modality: Modality, height: int, width: int, options: SliceOptions, config: SliceConfig
 ) -> SliceLayout:
-    check_ratio(height, width, param)
+    check_ratio(height, width)
     cut, each, factor = None, (0, 0), config.patch_size * options.merge_size
     if options.max_slices > 1:
         cut = slice_grid(height, width, max_slices=options.max_slices, side=config.side)

@@ -25,7 +25,6 @@ def upright(
     frame: Any,
     aspect: Fraction | None,
     limits: MediaLimits,
-    param: str | None = None,
     *,
     converter: VideoReformatter,
 ) -> Pixels:
@@ -47,7 +46,7 @@ def upright(
     """
     width = shown_width(frame, aspect)
     if max(width, frame.width) * frame.height > limits.max_video_pixels:
-        raise MediaError(f"the video is over {limits.max_video_pixels} pixels", param=param)
+        raise MediaError(f"the video is over {limits.max_video_pixels} pixels")
     alpha = _has_alpha(frame)
     pixels: Any = converter.reformat(frame, format="rgba" if alpha else "rgb24").to_ndarray()
     if alpha:

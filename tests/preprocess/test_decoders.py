@@ -30,6 +30,7 @@ from vlm_serve.preprocess.decoders import HEAVY_NICENESS, LIGHT_FILE_BYTES, MOST
 from vlm_serve.preprocess.jpeg_scans import count_scans
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_image import decode_image
+from vlm_serve.preprocess.media_sources import naming
 from vlm_serve.preprocess.media_video import EncodedVideo
 from vlm_serve.preprocess.stopping import Stop, StoppedError
 
@@ -63,7 +64,7 @@ def large() -> bytes:
 def pixels_of(
     decoders: Decoders, data: bytes, limits: MediaLimits = LIMITS, stop: Stop | None = None
 ) -> Any:
-    with decoders.image(data, limits, "where", stop or Stop()) as pixels:
+    with naming("where"), decoders.image(data, limits, stop or Stop()) as pixels:
         return pixels.copy()
 
 
@@ -94,15 +95,15 @@ def test_videos_are_as_they_are_decoded_here(decoders: Decoders, videos: Path) -
     expected = EncodedVideo(data, None, LIMITS)
     indices = [0, 3, 3, 90, 249]
     for wanted in (indices, indices[:1]):
-        with decoders.video(data, None, LIMITS, None, Stop()) as video:
+        with decoders.video(data, None, LIMITS, Stop()) as video:
             assert (video.fps, video.times) == (expected.fps, expected.times)
             found = list(video.frames(wanted))
         assert all(
             np.array_equal(*each) for each in zip(found, expected.frames(wanted), strict=True)
         )
-    with decoders.video(data, None, LIMITS, None, Stop()) as video:
+    with decoders.video(data, None, LIMITS, Stop()) as video:
         next(iter(video.frames(indices)))
-    with decoders.video(data, None, LIMITS, None, Stop()):
+    with decoders.video(data, None, LIMITS, Stop()):
         pass
     assert decoders.pids == [], "whatever was left unread"
 
@@ -110,7 +111,7 @@ def test_videos_are_as_they_are_decoded_here(decoders: Decoders, videos: Path) -
 def test_frames_are_decoded_ahead_of_their_consumer(decoders: Decoders, videos: Path) -> None:
     """Those that wait are there, whatever becomes of the decoder."""
     data = (videos / "carphone_pristine.mp4").read_bytes()
-    with decoders.video(data, None, LIMITS, None, Stop()) as video:
+    with decoders.video(data, None, LIMITS, Stop()) as video:
         indices = range(0, 80, 4)
         expected = list(EncodedVideo(data, None, LIMITS).frames(indices))
         frames = video.frames(indices)
@@ -138,7 +139,7 @@ def test_large_frames_do_not_pile_up(
     data = (videos / "carphone_pristine.mp4").read_bytes()
     (frame,) = EncodedVideo(data, None, LIMITS).frames([0])
     monkeypatch.setattr("vlm_serve.preprocess.decoders._AHEAD_BYTES", 3 * frame.nbytes)
-    with decoders.video(data, None, LIMITS, None, Stop()) as video:
+    with decoders.video(data, None, LIMITS, Stop()) as video:
         asked = [video._asked for _ in video.frames(range(9))]
     assert asked == [0, 2, 2, 2, 2, 2, 2, 1, 0]
 
@@ -152,10 +153,10 @@ def test_what_a_worker_refuses_costs_no_process(decoders: Decoders) -> None:
         assert caught.value.param == "where"
     with (
         pytest.raises(MediaError, match="not a video"),
-        decoders.video(b"no video", None, LIMITS, "where", Stop()),
+        decoders.video(b"no video", None, LIMITS, Stop()),
     ):
         pass
-    with pytest.raises(ZeroDivisionError), decoders.image(small(), LIMITS, None, Stop()):
+    with pytest.raises(ZeroDivisionError), decoders.image(small(), LIMITS, Stop()):
         1 / 0  # noqa: B018
     assert decoders.pids == before
 
@@ -212,7 +213,7 @@ def test_a_video_is_refused_at_its_deadline(decoders: Decoders, videos: Path) ->
     limits = replace(LIMITS, max_decode_seconds=1e-4)
     with (
         pytest.raises(MediaError, match="longer than 0.0001 seconds"),
-        decoders.video(data, None, limits, None, Stop()),
+        decoders.video(data, None, limits, Stop()),
     ):
         pass
 
@@ -222,7 +223,7 @@ def test_a_decode_ends_with_its_client(decoders: Decoders, videos: Path) -> None
     data = (videos / "bikes.mp4").read_bytes()
     with (
         pytest.raises(StoppedError),
-        decoders.video(data, None, LIMITS, None, stop) as video,
+        decoders.video(data, None, LIMITS, stop) as video,
     ):
         frames = iter(video.frames(range(250)))
         next(frames)
@@ -245,7 +246,7 @@ def test_waiting_for_a_process_ends_with_the_client(decoders: Decoders) -> None:
 
     with contextlib.ExitStack() as busy:
         for _ in range(2):
-            busy.enter_context(decoders.image(small(), LIMITS, None, Stop()))
+            busy.enter_context(decoders.image(small(), LIMITS, Stop()))
         thread = threading.Thread(target=wait)
         thread.start()
         assert not ended.wait(0.1)
@@ -262,7 +263,7 @@ def test_heavy_images_hold_up_no_light_one(decoders: Decoders) -> None:
         pixels_of(decoders, data)
         order.append(name)
 
-    with decoders.image(large(), LIMITS, None, Stop()):
+    with decoders.image(large(), LIMITS, Stop()):
         waiting = [threading.Thread(target=decode, args=("heavy", large())) for _ in range(2)]
         for thread in waiting:
             thread.start()
@@ -288,7 +289,7 @@ def test_what_is_heavy_is_known_before_it_is_decoded(decoders: Decoders) -> None
         (encode(Image.new("L", (2048, 2048)), "PNG"), False),
         (encode(Image.new("L", (2049, 2048)), "PNG"), True),
     ):
-        with decoders.image(data, LIMITS, None, Stop()):
+        with decoders.image(data, LIMITS, Stop()):
             assert (decoders.heavy.busy, decoders.light.busy) == (heavy, not heavy)
             niceness = {os.getpriority(os.PRIO_PROCESS, pid) for pid in decoders.pids}
         own = os.getpriority(os.PRIO_PROCESS, 0)
@@ -302,7 +303,7 @@ def test_a_light_image_that_takes_much_memory_is_heavy(
     data = encode(Image.new("RGBA", (2000, 2000), (1, 2, 3, 4)), "PNG")
     for most, heavy in ((16 << 20, True), (256 << 20, False)):
         monkeypatch.setattr("vlm_serve.preprocess.decoders.LIGHT_DECODE_BYTES", most)
-        with decoders.image(data, LIMITS, None, Stop()) as pixels:
+        with decoders.image(data, LIMITS, Stop()) as pixels:
             assert (pixels == decode_image(data, LIMITS)).all()
             assert decoders.heavy.busy == heavy
 
@@ -382,7 +383,7 @@ data = open(sys.argv[1], "rb").read()
 
 def decode():
     while True:
-        with decoders.image(data, MediaLimits(), None, Stop()):
+        with decoders.image(data, MediaLimits(), Stop()):
             pass
 
 threading.Thread(target=decode, daemon=True).start()

@@ -188,14 +188,14 @@ def test_large_and_tiny_pages_are_scaled() -> None:
 def test_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     asked_for = []
 
-    def count(data: bytes, param: str) -> int:
+    def count(data: bytes) -> int:
         asked_for.append(data)
         return 1
 
     monkeypatch.setattr(documents, "_KNOWN", 2)
     found = Documents(count, 1 << 20)
     for name in (b"a", b"b", b"a", b"c", b"a", b"b"):
-        found._number(name, "x")
+        found._number(name)
     assert asked_for == [b"a", b"b", b"c", b"b"]
 
 

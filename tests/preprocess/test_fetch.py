@@ -19,6 +19,7 @@ from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.preprocess import http_get
 from vlm_serve.preprocess.fetch import fetch
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_sources import naming
 
 LIMITS = MediaLimits(max_fetch_seconds=10.0)
 LOCAL = replace(LIMITS, allow_private_networks=True)
@@ -26,7 +27,8 @@ BODY = bytes(range(256)) * 20
 
 
 def get(url: str, limits: MediaLimits = LIMITS, max_bytes: int = 10_000) -> bytes:
-    return fetch(url, max_bytes=max_bytes, limits=limits, param="where")
+    with naming("where"):
+        return fetch(url, max_bytes=max_bytes, limits=limits)
 
 
 Handler = Callable[[http.server.BaseHTTPRequestHandler], None]

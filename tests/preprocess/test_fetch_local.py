@@ -12,13 +12,15 @@ import pytest
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.preprocess.fetch import fetch
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_sources import naming
 
 LIMITS = MediaLimits()
 BODY = bytes(range(256)) * 20
 
 
 def get(url: str, limits: MediaLimits = LIMITS, max_bytes: int = 10_000) -> bytes:
-    return fetch(url, max_bytes=max_bytes, limits=limits, param="where")
+    with naming("where"):
+        return fetch(url, max_bytes=max_bytes, limits=limits)
 
 
 @pytest.mark.parametrize(

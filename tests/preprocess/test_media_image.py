@@ -274,9 +274,8 @@ def broken_files() -> dict[str, bytes]:
 @pytest.mark.parametrize("name", broken_files())
 def test_broken_and_unsupported_files_are_media_errors(name: str) -> None:
     with pytest.raises(MediaError) as caught:
-        decode_image(broken_files()[name], LIMITS, "messages[0].content[1].image_url.url")
+        decode_image(broken_files()[name], LIMITS)
     assert caught.value.status == 400
-    assert caught.value.param == "messages[0].content[1].image_url.url"
 
 
 @pytest.mark.parametrize("size", [(13_000, 13_000), (60_000, 60_000), (8193, 8192)])

@@ -73,7 +73,7 @@ def test_a_fetch_closes_its_socket_when_the_client_leaves(sent: bytes) -> None:
     stop = Stop()
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
-        fetching = start(lambda: fetch(url, max_bytes=10_000, limits=LIMITS, param=None, stop=stop))
+        fetching = start(lambda: fetch(url, max_bytes=10_000, limits=LIMITS, stop=stop))
         peer, _ = server.accept()
         with peer:
             peer.settimeout(10)

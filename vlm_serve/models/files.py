@@ -9,9 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
-from vlm_serve.models.gguf.files import NO_TOWER, find_files, sole_model
+from vlm_serve.models.gguf.files import (
+    NO_TOWER,
+    choose,
+    choose_tower,
+    find_files,
+    sole_model,
+)
 from vlm_serve.models.gguf.folder import POINTER, folder_of, gguf_files
-from vlm_serve.models.gguf.hub import choose, choose_tower
 from vlm_serve.system.foreign_files import foreign, is_gguf
 
 _log = logging.getLogger(__name__)

@@ -43,7 +43,6 @@ class Model:
     Attributes:
         spec: the architecture.
         fingerprint: 32 bytes that identify the content of the checkpoint.
-        weight_dtype: of its projections in memory.
         dtype: of activations and of everything else.
         device: of its weights and computation.
         compiled: whether compiled CPU code multiplies.
@@ -67,7 +66,6 @@ class Model:
     ) -> None:
         self.spec = spec
         self.fingerprint = identity
-        self.weight_dtype = weights.dtype
         self.dtype = weights.compute_dtype
         self.device = weights.device
         self.compiled = weights.compiled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,10 +10,10 @@ import torch
 
 from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
+from vlm_serve.kernels.segment_attention import segment_attention
 from vlm_serve.models.compiled_tower import CompiledTower
 from vlm_serve.models.parts.base import Loader
 from vlm_serve.models.program import UnsupportedError
-from vlm_serve.models.vision_fixed import Attend, FixedTower
 from vlm_serve.models.vision_grid import (
     GridMemory,
     axial_frequencies,
@@ -31,6 +31,9 @@ from vlm_serve.models.vision_parts import (
 
 Grid = tuple[int, int, int]
 """(1, h, w): one temporal patch, in patches."""
+Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of every picture to itself: queries and keys `[n, 2, heads, d]`, values `[n, heads, d]`
+to `[n, heads, d]`."""
 
 
 @dataclass(frozen=True)
@@ -173,15 +176,8 @@ class VisionTower:
 
     def fixed(self, most: int) -> FixedTower:
         """Implement `Tower.fixed`."""
-        config = self._config
-        return FixedTower(
-            self.prepared,
-            self.run,
-            torch.zeros(most, config.patch_dim, dtype=self._dtype, device=self._device),
-            hidden=config.hidden_size,
-            heads=config.heads,
-            area=config.merge_size**2,
-        )
+        patches = torch.zeros(most, self._config.patch_dim, dtype=self._dtype, device=self._device)
+        return FixedTower(self, self._config, patches)
 
     def prepared(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a grid's position embeddings `[n, hidden]`, and its turns: float32 `[2, n,
@@ -259,6 +255,47 @@ class VisionTower:
         places = block_order(height, width, self._config.merge_size)
         angles = torch.cat([axis.float()[:, None] * self._inv_freq for axis in places], dim=1)
         return torch.stack([angles.cos(), angles.sin()]).to(self._device)
+
+
+class FixedTower:
+    """A tower over inputs at fixed addresses, for captured runs. Its attention reads the bounds of
+    pictures from a table on the device.
+
+    Args:
+        tower: embeds patches.
+        config: its sizes.
+        patches: `[most, patch_dim]`, written by `fill`.
+
+    Attributes:
+        area, heads, head_dim: see `FixedTower` of models/spec.py.
+    """
+
+    def __init__(self, tower: VisionTower, config: VisionSpec, patches: torch.Tensor) -> None:
+        self._tower, self._patches = tower, patches
+        self.area, self.heads = config.merge_size**2, config.heads
+        self.head_dim = config.hidden_size // config.heads
+        most = len(patches)
+        self._positions = patches.new_zeros(most, config.hidden_size)
+        self._turns = patches.new_zeros(2, most, self.head_dim // 2, dtype=torch.float32)
+
+    @torch.inference_mode()
+    def fill(self, patches: torch.Tensor, grids: Sequence[tuple[int, int, int]]) -> None:
+        """Implement `FixedTower.fill` of models/spec.py."""
+        self._patches[: len(patches)].copy_(patches)
+        begin = 0
+        for _, height, width in grids:
+            own = slice(begin, begin + height * width)
+            self._positions[own], self._turns[:, own] = self._tower.prepared(height, width)
+            begin = own.stop
+
+    def run(self, size: int, tiles: torch.Tensor) -> torch.Tensor:
+        """Implement `FixedTower.run` of models/spec.py."""
+
+        def attend(qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return segment_attention(qk[:, 0], qk[:, 1], v, tiles, scale=self.head_dim**-0.5)
+
+        turns = self._turns[:, :size]
+        return self._tower.run(self._patches[:size], self._positions[:size], turns, attend)
 
 
 class _Reader(Reader):

@@ -11,7 +11,8 @@ import torch
 Value = TypeVar("Value")
 
 REMEMBERED_PATCHES = 32768
-"""Patches of all grids whose values are kept. A patch takes some kilobytes of a device's memory."""
+"""Patches of all grids whose values are kept; a grid of more is computed each time. A patch takes
+some kilobytes of a device's memory."""
 
 
 class GridMemory(Generic[Value]):
@@ -20,11 +21,10 @@ class GridMemory(Generic[Value]):
     Args:
         compute: returns the value of a grid: of its height, its width and its merge if there are
             several.
-        most: patches of all grids that are kept. A grid of more is computed each time.
     """
 
-    def __init__(self, compute: Callable[..., Value], most: int = REMEMBERED_PATCHES) -> None:
-        self._compute, self._most = compute, most
+    def __init__(self, compute: Callable[..., Value]) -> None:
+        self._compute = compute
         self._known: OrderedDict[tuple[int, ...], Value] = OrderedDict()
         self._patches = 0
 
@@ -34,10 +34,10 @@ class GridMemory(Generic[Value]):
             self._known.move_to_end(grid)
             return self._known[grid]
         value, patches = self._compute(*grid), grid[0] * grid[1]
-        if patches <= self._most:
+        if patches <= REMEMBERED_PATCHES:
             self._known[grid] = value
             self._patches += patches
-        while self._patches > self._most:
+        while self._patches > REMEMBERED_PATCHES:
             (height, width, *_), _ = self._known.popitem(last=False)
             self._patches -= height * width
         return value

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_serve.options.config_conflicts import BLOCK_SIZES, conflicts_of
+from vlm_serve.options.config_checks import BLOCK_SIZES, conflicts_of, read_media_limits
 from vlm_serve.options.declared import normalise_all, refuse, section
-from vlm_serve.options.media_limits import read_media_limits
 
 DEMO_BLOCK_SIZE = 16
 DEFAULT_BLOCK_SIZE = 64

@@ -47,8 +47,12 @@ _UNITS = {
     "tib": 1 << 40,
 }
 _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-zA-Z]*)\s*", re.ASCII)
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
+_SWITCHES = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+_WANTED = {"int": "a number", "float": "a number", "bool": "true or false", "list": "a list"}
+"""What a text must be, by kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,47 +104,24 @@ class Option:
         return format_size(self.default) if self.kind == "size" else str(self.default)
 
     def parse(self, text: str) -> Any:
-        """Parse a flag or environment variable. Raises ConfigError that names the option."""
+        """Parse a flag or environment variable; a list may be JSON, as in vLLM. Raises ConfigError
+        that names the option."""
         try:
             if self.kind == "int":
                 return int(text)
             if self.kind == "float":
                 return float(text)
-        except ValueError:
-            raise ConfigError(
-                f"{self.name} must be a number, got {text!r}", param=self.name
-            ) from None
-        if self.kind == "bool":
-            return self._parse_bool(text)
-        if self.kind == "object":
-            return self._parse_object(text)
-        if self.kind == "list" and text.lstrip().startswith("["):
-            return self._parse_json(text)
+            if self.kind == "bool":
+                return _SWITCHES[text.strip().lower()]
+            if self.kind == "object":
+                return json.loads(text)
+            if self.kind == "list" and text.lstrip().startswith("["):
+                return tuple(json.loads(text))
+        except (ValueError, KeyError, RecursionError):
+            raise self._bad(text, _WANTED.get(self.kind, "a JSON object")) from None
         if self.kind == "list":
             return tuple(part.strip() for part in text.split(",") if part.strip())
         return text
-
-    def _parse_json(self, text: str) -> tuple[str, ...]:
-        """Parse a JSON list, the form of vLLM."""
-        try:
-            items = json.loads(text)
-        except ValueError:
-            raise ConfigError(
-                f"{self.name} must be a list, got {text!r}", param=self.name
-            ) from None
-        return tuple(items)
-
-    def _parse_object(self, text: str) -> Any:
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            raise self._bad(text, "a JSON object") from None
-
-    def _parse_bool(self, text: str) -> bool:
-        word = text.strip().lower()
-        if word not in _TRUE | _FALSE:
-            raise ConfigError(f"{self.name} must be true or false, got {text!r}", param=self.name)
-        return word in _TRUE
 
     def normalise(self, value: Any) -> Any:
         """Return the value in the field's own type: sizes become bytes, lists become tuples.

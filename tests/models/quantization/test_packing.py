@@ -16,11 +16,9 @@ from memory_checkpoint import MemoryCheckpoint
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part, Shard
 from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
-from vlm_serve.models.quantization.awq import Awq
 from vlm_serve.models.quantization.base import Format, Names, pieces
 from vlm_serve.models.quantization.float8 import Float8
-from vlm_serve.models.quantization.gptq import Gptq
-from vlm_serve.models.quantization.packed import Packed
+from vlm_serve.models.quantization.integers import Awq, Gptq, Packed
 
 ROWS, DEPTH, GROUP = 96, 256, 64
 Tensors = dict[str, torch.Tensor]

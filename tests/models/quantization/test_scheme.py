@@ -11,12 +11,10 @@ from quantised_configs import AWQ, CHANNEL, FP8, GPTQ, INT4, LAYER, PACKED, sche
 from quantised_weights import FORMATS, quantization_config
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.quantization.awq import Awq
 from vlm_serve.models.quantization.base import Format
 from vlm_serve.models.quantization.float4 import Mxfp4, Nvfp4
 from vlm_serve.models.quantization.float8 import Float8
-from vlm_serve.models.quantization.gptq import Gptq
-from vlm_serve.models.quantization.packed import Packed
+from vlm_serve.models.quantization.integers import Awq, Gptq, Packed
 from vlm_serve.models.quantization.scheme import QuantScheme
 
 MIXED: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""Finds the files of a model: the parts of a split one, and the vision tower beside it."""
+"""Finds the files of a model in a folder or among those of a hub id: the parts of a split one, and
+the vision tower beside it."""
 
 from __future__ import annotations
 
@@ -6,16 +7,17 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 
 from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
 from vlm_serve.models.gguf.metadata import Metadata
 from vlm_serve.models.gguf.reader import GgufFile
 from vlm_serve.models.gguf.text_config import architecture_of
-from vlm_serve.models.gguf.vision_config import projector_of
+from vlm_serve.models.gguf.vision import projector_of
 
 SUFFIX = ".gguf"
 NO_TOWER = "none"
+_DEFAULT_KIND = "Q4_K_M"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _PREFERRED = ("bf16", "f16", "f32", "q8_0")
 _log = logging.getLogger(__name__)
@@ -34,12 +36,12 @@ class ModelFiles:
         return self.parts if self.tower is None else (*self.parts, self.tower)
 
 
-def _is_gguf(path: Path) -> bool:
+def _is_gguf(path: PurePath) -> bool:
     """Return True for a file with the name of a GGUF file."""
     return path.suffix.lower() == SUFFIX
 
 
-def is_tower(path: Path) -> bool:
+def is_tower(path: PurePath) -> bool:
     """Return True for a file with the name of a vision tower."""
     return _is_gguf(path) and "mmproj" in path.name.lower()
 
@@ -140,7 +142,7 @@ def _beside(model: Path) -> Path | None:
     if not chosen:
         _log.warning("no mmproj beside %s is known to be its own: name it by --mmproj", model.name)
         return None
-    found = min(chosen, key=_rank)
+    found = min(chosen, key=lambda each: (_rank(each), each.name.lower()))
     _log.info("the vision tower of %s is %s, which lies beside it", model.name, found.name)
     return found
 
@@ -153,7 +155,50 @@ def _basename(metadata: Metadata) -> str:
     return metadata.text("general.basename", "").lower()
 
 
-def _rank(tower: Path) -> tuple[int, str]:
+def _rank(tower: PurePath) -> int:
+    """Return the place of a tower's type among the preferred ones."""
     name = tower.name.lower()
-    place = next((i for i, each in enumerate(_PREFERRED) if each in name), len(_PREFERRED))
-    return place, name
+    return next((i for i, each in enumerate(_PREFERRED) if each in name), len(_PREFERRED))
+
+
+def choose(name: str, files: Sequence[str], kind: str | None) -> list[str]:
+    """Return the parts of the model to take, in order.
+
+    Args:
+        name: hub id, for messages.
+        files: all its files.
+        kind: the end of a file's or folder's name, such as Q4_K_M; None: that, or the only one.
+
+    Raises:
+        ModelNotFoundError: there is no such model; names those that there are.
+    """
+    models: dict[str, list[str]] = {}
+    for file in sorted(files):
+        path = PurePosixPath(file)
+        if _is_gguf(path) and not is_tower(path):
+            part = _PART.fullmatch(file)
+            stem = part[1] if part else file[: -len(path.suffix)]
+            models.setdefault(stem, []).append(file)
+    if not models:
+        raise ModelNotFoundError(f"{name!r} has neither safetensors nor GGUF files")
+    if kind is None and len(models) == 1:
+        return next(iter(models.values()))
+    found = [stem for stem in models if _named(stem, kind or _DEFAULT_KIND)]
+    if not found:
+        known = ", ".join(PurePosixPath(stem).name for stem in models)
+        raise ModelNotFoundError(
+            f"{name!r} has no GGUF file of type {kind or _DEFAULT_KIND}; it has {known}"
+        )
+    return models[min(found, key=len)]
+
+
+def choose_tower(files: Sequence[str]) -> list[str]:
+    """Return the vision tower to take, as a list of one or none."""
+    towers = [each for each in map(PurePosixPath, sorted(files)) if is_tower(each)]
+    return [str(min(towers, key=_rank))] if towers else []
+
+
+def _named(stem: str, kind: str) -> bool:
+    pattern = re.compile(rf"(^|[-._/]){re.escape(kind)}$", re.IGNORECASE)
+    path = PurePosixPath(stem)
+    return bool(pattern.search(path.name) or pattern.search(str(path.parent)))

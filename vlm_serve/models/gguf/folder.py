@@ -14,16 +14,13 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.gguf.files import ModelFiles, check_parts
-from vlm_serve.models.gguf.made import Made
 from vlm_serve.models.gguf.metadata import Metadata
 from vlm_serve.models.gguf.names import TextNames
-from vlm_serve.models.gguf.processors import processors
 from vlm_serve.models.gguf.reader import GgufFile
-from vlm_serve.models.gguf.tensors import GgufTensors, types_of
+from vlm_serve.models.gguf.tensors import GgufTensors, Made, types_of
 from vlm_serve.models.gguf.text_config import Tensors, architecture_of, text_config
 from vlm_serve.models.gguf.tokenizer import tokenizer_files
-from vlm_serve.models.gguf.vision_config import vision_config
-from vlm_serve.models.gguf.vision_names import vision_tensors
+from vlm_serve.models.gguf.vision import processors, vision_config, vision_tensors
 from vlm_serve.system.temporary_folder import TemporaryFolder
 
 POINTER = "gguf.json"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.gguf.cursor import Value
+from vlm_serve.models.gguf.reader import Value
 
 
 class Metadata:

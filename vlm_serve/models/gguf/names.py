@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.gguf.made import Change, Indices, Made, block_rows, grouped, span
+from vlm_serve.models.gguf.tensors import Change, Indices, Made
 from vlm_serve.models.gguf.text_config import Architecture, Tensors
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
@@ -138,7 +140,7 @@ class TextNames:
         own = rows // len(kinds)
         for expert in range(count):
             for place, kind in enumerate(kinds):
-                chosen = span(place * own, own) if len(kinds) > 1 else None
+                chosen = _span(place * own, own) if len(kinds) > 1 else None
                 yield (
                     f"{layer}mlp.experts.{expert}.{kind}.weight",
                     Made(name, (own, depth), index=expert, rows=chosen),
@@ -159,7 +161,7 @@ class TextNames:
         self._check(name, shape, 0, sum(widths))
         first = 0
         for kind, width in zip("qkv", widths, strict=True):
-            made = Made(name, (width, *shape[1:]), rows=span(first, width))
+            made = Made(name, (width, *shape[1:]), rows=_span(first, width))
             yield f"{layer}self_attn.{kind}_proj.{end}", made
             first += width
 
@@ -192,7 +194,7 @@ class TextNames:
         self._check(name, shape, axis, size)
         order: Indices | None = None
         if self._kind.tiled and values != keys:
-            order = grouped(keys, values // keys, width, first)
+            order = _grouped(keys, values // keys, width, first)
         rows, columns = (order, None) if axis == 0 else (None, order)
         own = (shape[0], 1, *shape[1:]) if base == "ssm_conv1d" else shape
         change: Change = "decay" if base == "ssm_a" else ""
@@ -214,7 +216,7 @@ class TextNames:
         self._check(name, shape, 0, keys * sum(widths))
         for target, kinds in parts.items():
             rows = keys * sum(widths[kind] for kind in kinds)
-            order = block_rows(keys, widths, kinds)
+            order = _block_rows(keys, widths, kinds)
             yield f"{place}{target}.weight", Made(name, (rows, *shape[1:]), rows=order)
 
     def _check(self, name: str, shape: tuple[int, ...], axis: int, size: int) -> None:
@@ -228,3 +230,45 @@ class TextNames:
         return CheckpointError(
             f"{self._file} has a tensor {name}, which its architecture does not have"
         )
+
+
+def _grouped(key_heads: int, per_key: int, size: int, first: int = 0) -> Indices:
+    """Return the rows of value heads in the order of their key heads.
+
+    Files hold the first value head of every key head, then the second of every one, and so on.
+
+    Args:
+        key_heads: their number.
+        per_key: value heads of each.
+        size: rows of a value head.
+        first: rows before them, which stay in place.
+    """
+
+    def indices() -> torch.Tensor:
+        whole = torch.arange(key_heads * per_key * size).view(per_key, key_heads, size)
+        moved = first + whole.transpose(0, 1).reshape(-1)
+        return torch.cat([torch.arange(first), moved])
+
+    return indices
+
+
+def _block_rows(groups: int, widths: tuple[int, ...], wanted: tuple[int, ...]) -> Indices:
+    """Return some rows of every group, all of the first kind before those of the next.
+
+    Args:
+        groups: their number.
+        widths: rows of each kind within a group.
+        wanted: the kinds to take.
+    """
+
+    def indices() -> torch.Tensor:
+        whole = torch.arange(groups * sum(widths)).view(groups, -1)
+        kinds = torch.split_with_sizes(whole, widths, 1)
+        return torch.cat([kinds[each].reshape(-1) for each in wanted])
+
+    return indices
+
+
+def _span(first: int, count: int) -> Indices:
+    """Return consecutive rows."""
+    return lambda: torch.arange(first, first + count)

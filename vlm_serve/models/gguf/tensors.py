@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.gguf.block_types import BlockType
 from vlm_serve.models.gguf.blocks import decode
-from vlm_serve.models.gguf.made import Made
 from vlm_serve.models.gguf.reader import GgufFile
 
 _AT_ONCE = 1 << 22
 """Values of blocks that become numbers at a time."""
+
+Indices = Callable[[], torch.Tensor]
+Change = Literal["", "less one", "decay", "frames"]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor, and how it follows from one in a file.
+
+    Attributes:
+        source: name in the file.
+        shape: in the checkpoint.
+        index: in the file's first dimension, of a tensor that stacks experts.
+        rows, columns: returns those to take, in their order; None: all.
+        change: of the numbers. "less one": the file adds 1 to centred norms. "decay": it holds the
+            negated exponential. "frames": `second` is the kernel of the second frame.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    index: int | None = None
+    rows: Indices | None = None
+    columns: Indices | None = None
+    change: Change = ""
+    second: str = ""
 
 
 def blocks_of(weight: str, kind: BlockType) -> str:

@@ -13,7 +13,9 @@ import torch
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part, Shard
 from vlm_serve.kernels.linear.base import CHUNK_BYTES
-from vlm_serve.kernels.linear.codes import Codes, IntegerCodes
+from vlm_serve.kernels.linear.codes import Codes
+from vlm_serve.kernels.linear.quantising import group_of as quantised_group
+from vlm_serve.kernels.linear.quantising import num_bytes
 from vlm_serve.models.shape_fields import mismatch
 
 PIECE_BYTES = CHUNK_BYTES // 4
@@ -121,6 +123,36 @@ class Format(ABC):
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class OnLoad:
+    """Codes made at load time: bits, and the number of k per scale."""
+
+    bits: int
+    group: int
+
+    @property
+    def label(self) -> str:
+        """Name in tables."""
+        return f"int{self.bits}"
+
+    def nbytes(self, columns: int, depth: int) -> int:
+        """Return the bytes of `[N, K]` in memory; K may be a shard of a row's."""
+        return num_bytes(columns, depth, self.bits, math.gcd(self.group, depth))
+
+
+def loading_format(bits: int, part: Part, depth: int) -> OnLoad | None:
+    """Return a part's format with `--quantization`; None: it stays as it is.
+
+    Args:
+        bits: requested bits, 4, 6 or 8.
+        part: with its minimum of bits.
+        depth: of the rows that are loaded.
+    """
+    bits = max(bits, part.least_bits)
+    group = quantised_group(bits, depth) if bits <= 8 else None
+    return None if group is None else OnLoad(bits, group)
+
+
 def pieces(opened: Opened, part: Part, shard: Shard | None) -> Iterator[Codes]:
     """Yield the codes of a part's rows, at most `piece_bytes` at a time."""
     columns = range(part.sizes[1])
@@ -134,39 +166,15 @@ def pieces(opened: Opened, part: Part, shard: Shard | None) -> Iterator[Codes]:
             yield opened.piece(range(start, min(start + step, rows.stop)), columns, unit)
 
 
-class OpenedIntegers(Opened):
-    """Codes with scales, and perhaps zero points, per row and group of k.
+def whole_weight(part: Part) -> Names:
+    """Return the names of a part's weight.
 
-    Args:
-        scales: `[N, K / group]`.
-        zeros: uint8 `[N, K / group]` or None.
-        bits, group: as in IntegerCodes.
+    Raises:
+        CheckpointError: it is one of several in one tensor, which the format does not support.
     """
-
-    def __init__(
-        self, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group: int
-    ) -> None:
-        if zeros is not None and bool((zeros == 1 << (bits - 1)).all()):
-            zeros = None
-        self._scales, self._zeros, self._bits, self._group = scales, zeros, bits, group
-
-    @abstractmethod
-    def unpacked(self, rows: range, columns: range) -> torch.Tensor:
-        """Return uint8 `[n, k]` codes."""
-
-    def piece(self, rows: range, columns: range, unit: int) -> IntegerCodes:
-        group = math.gcd(self._group, columns.start, len(columns))
-        chosen = torch.arange(columns.start, columns.stop, group) // self._group
-        part = slice(rows.start, rows.stop)
-        zeros = None if self._zeros is None else self._zeros[part][:, chosen]
-        codes, scales = self.unpacked(rows, columns), self._scales[part][:, chosen]
-        return IntegerCodes(codes, scales, zeros, self._bits, group)
-
-
-def integer_bytes(columns: int, depth: int, bits: int, group: int, *, zeros: bool) -> int:
-    """Return the bytes of integer codes with two-byte scales; a group of -1 is a whole row."""
-    groups = 1 if group == -1 else -(-depth // group)
-    return columns * (-(-depth * bits // 8) + groups * (3 if zeros else 2))
+    if part.index is not None or part.transposed:
+        raise CheckpointError(f"{part.name} holds several experts, which must lie apart")
+    return Names(part.name)
 
 
 def group_of(group: int, part: Part, tensor: str) -> int:
@@ -181,20 +189,6 @@ def group_of(group: int, part: Part, tensor: str) -> int:
     if depth % group:
         raise CheckpointError(f"groups of {group} do not fit the {depth} columns of {tensor}")
     return group
-
-
-def check_order(tensors: Tensors, name: str, depth: int, group: int, option: str) -> None:
-    """Check that the group of each column, where a checkpoint stores it, is the plain one.
-
-    Raises:
-        CheckpointError: columns are ordered by activation, by the quantiser's `option`.
-    """
-    if name not in tensors:
-        return
-    if not torch.equal(shaped(tensors, name, (depth,)).long(), torch.arange(depth) // group):
-        raise CheckpointError(
-            f"{name} orders columns by activation ({option}), which is not supported"
-        )
 
 
 def integers(
@@ -236,16 +230,3 @@ def shaped(tensors: Tensors, name: str, *shapes: tuple[int, ...]) -> torch.Tenso
     if found not in shapes:
         raise CheckpointError(mismatch(name, found, *shapes))
     return tensors.stored(name)
-
-
-def halves(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return uint8 `[..., n * 8 / bits]` codes of a dense tensor of bytes `[..., n]`, low bits
-    first."""
-    if bits == 8:
-        return packed
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-
-
-def words(packed: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of int32 words, `[..., 4 n]`, low ones first."""
-    return packed.contiguous().view(torch.uint8)

@@ -8,7 +8,7 @@ from vlm_serve.models.quantization.base import GROUPS, Format
 from vlm_serve.models.quantization.fields import PLAIN, Fields
 from vlm_serve.models.quantization.float4 import Float4, Mxfp4, Nvfp4
 from vlm_serve.models.quantization.float8 import MXFP8_BLOCK, Float8
-from vlm_serve.models.quantization.packed import Packed
+from vlm_serve.models.quantization.integers import Packed
 from vlm_serve.models.quantization.rules import Rule, expression, rule
 
 _ANY = "Linear"

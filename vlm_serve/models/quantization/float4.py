@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part
-from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.models.quantization.base import (
     Format,
     Names,
@@ -24,9 +24,9 @@ from vlm_serve.models.quantization.base import (
     group_of,
     integers,
     shaped,
+    whole_weight,
 )
-from vlm_serve.models.quantization.gptq import whole_weight
-from vlm_serve.models.quantization.packed import OpenedPacked
+from vlm_serve.models.quantization.integers import OpenedIntegers, codes_of_rows
 
 _E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _HALF = 0.5
@@ -45,13 +45,15 @@ class Float4(Format):
     def mark(self, names: Names) -> str:
         return names.of_weight("packed")
 
-    def open(self, tensors: Tensors, part: Part) -> OpenedFloat4:
+    def open(self, tensors: Tensors, part: Part) -> OpenedIntegers:
         names, (rows, depth) = whole_weight(part), part.sizes
         mark = self.mark(names)
         group = group_of(self.group, part, mark)
         packed = integers(tensors, mark, (rows, depth // 2), torch.uint8)
         factors, factor = self._scales(tensors, names, (rows, depth // group))
-        return OpenedFloat4(packed, factors, factor * _HALF, group)
+        return OpenedIntegers(
+            partial(codes_of_rows, packed, 4), factors, None, 4, group, factor * _HALF
+        )
 
     def nbytes(self, columns: int, depth: int) -> int:
         """Return the bytes in memory, with a factor per row, so that rows of several tensors can be
@@ -123,17 +125,3 @@ class Mxfp4(Float4):
         if bool((exponents == 0xFF).any()):
             raise CheckpointError(f"{name} holds scales that are NaN or infinite")
         return exponents.view(_E8M0), 1.0
-
-
-class OpenedFloat4(OpenedPacked):
-    """Bytes of consecutive k, row after row; `factor` multiplies all scales."""
-
-    def __init__(
-        self, packed: torch.Tensor, factors: torch.Tensor, factor: float, group: int
-    ) -> None:
-        super().__init__(packed, factors, None, 4, group)
-        self._factor = factor
-
-    def piece(self, rows: range, columns: range, unit: int) -> IntegerCodes:
-        factors = torch.full((len(rows),), self._factor)
-        return replace(super().piece(rows, columns, unit), factors=factors, float4=True)

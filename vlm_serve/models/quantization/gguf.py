@@ -19,8 +19,14 @@ from vlm_serve.kernels.linear.codes import IntegerCodes, Outer
 from vlm_serve.models.gguf.block_types import BY_NAME, BlockType
 from vlm_serve.models.gguf.blocks import Decoded, decode
 from vlm_serve.models.gguf.tensors import blocks_of, columns_of
-from vlm_serve.models.quantization.base import PIECE_BYTES, Format, Names, Opened, Tensors
-from vlm_serve.models.quantization.gptq import whole_weight
+from vlm_serve.models.quantization.base import (
+    PIECE_BYTES,
+    Format,
+    Names,
+    Opened,
+    Tensors,
+    whole_weight,
+)
 from vlm_serve.models.quantization.rules import Rule, plain_name
 from vlm_serve.models.shape_fields import mismatch
 

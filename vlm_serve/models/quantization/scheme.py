@@ -5,23 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.patterns import patterns_of_one_file
 from vlm_serve.models.quantization.activations import described, of_auto_round, of_keys
-from vlm_serve.models.quantization.auto_round import auto_round_rules
-from vlm_serve.models.quantization.awq import Awq
 from vlm_serve.models.quantization.base import GROUPS, Format, Names, Tensors
 from vlm_serve.models.quantization.compressed import groups_of
 from vlm_serve.models.quantization.fields import PLAIN, Fields
 from vlm_serve.models.quantization.float8 import Float8
 from vlm_serve.models.quantization.gguf import type_rules
-from vlm_serve.models.quantization.gptq import Gptq
+from vlm_serve.models.quantization.integers import Awq, Gptq
 from vlm_serve.models.quantization.modelopt import modelopt_rules
 from vlm_serve.models.quantization.rules import Rule, expression, rule
 
+_PLAIN_BITS = 16
+"""From this width on a module of auto-round is dense."""
+_PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _PLACES = ("quantization_config", "compression_config", "quantization")
 _USUALLY_DENSE = re.compile(
     r"(.*\.)?(visual|embed_tokens|lm_head|conv1d|gate|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
@@ -210,9 +210,43 @@ def _awq_format(fields: Fields) -> Awq:
 
 
 def _auto_round(fields: Fields) -> QuantScheme:
-    readers = partial(_gptq_format, offset=1), _awq_format
-    rules, default, wanted = auto_round_rules(fields, *readers)
-    return QuantScheme("auto-round", described(wanted), rules, default)
+    """Return the scheme of auto-round: the tensors are those of GPTQ or AWQ, and `extra_config`
+    names the modules that differ."""
+    # Files of before 2025 have the packing in `backend`, which later names a kernel.
+    backend = str(fields.get("backend") or "auto").replace("autoround", "auto_round")
+    packing = str(fields.get("packing_format") or (_PACKINGS[0] if ":" not in backend else backend))
+    tensors = packing.removeprefix("auto_round:").removeprefix("auto_").partition(":")[0]
+    if tensors not in ("gptq", "awq"):
+        raise CheckpointError(
+            f"packing_format {packing!r} in {fields.place} is not supported, only "
+            f"{' and '.join(map(repr, _PACKINGS))}: export the model in one of these"
+        )
+
+    def read(own: Fields) -> Format:
+        return _gptq_format(own, offset=1) if tensors == "gptq" else _awq_format(own)
+
+    rules, wanted = [], of_auto_round(fields)
+    for name, content in fields.section("extra_config").items():
+        own = fields.changed(content, f"{name!r} of extra_config in {fields.place}")
+        format_ = None if _is_dense(own) else read(own)
+        wanted += of_auto_round(own)
+        own.finish("auto-round")
+        plain = rule([name], format_)
+        # Names that are expressions match from anywhere in a module's name.
+        rules.append(plain if plain.names else Rule(format_, expressions=(expression(name),)))
+    default = read(fields)
+    fields.finish("auto-round")
+    return QuantScheme("auto-round", described(wanted), tuple(rules), default)
+
+
+def _is_dense(fields: Fields) -> bool:
+    """Return True if a module has no codes; their fields then mean nothing."""
+    bits = fields.get("bits")
+    dense = isinstance(bits, int) and bits >= _PLAIN_BITS
+    if dense:
+        for name in ("data_type", "group_size", "sym", "super_bits", "super_group_size"):
+            fields.get(name)
+    return dense
 
 
 def _compressed(fields: Fields) -> QuantScheme:

@@ -1,8 +1,11 @@
-"""Options of the engine that do not go together."""
+"""Checks of the engine's options beyond those of each value: conflicts, and limits of media."""
 
 from __future__ import annotations
 
+import re
+
 BLOCK_SIZES = (16, 32, 64, 128)
+_LIMIT = re.compile(r"(image|video)\s*=\s*(\d{1,6})", re.ASCII)
 
 
 def conflicts_of(
@@ -27,3 +30,21 @@ def conflicts_of(
             f"{block_size}, got {prefix_cache_decode_state_interval}"
         )
     return problems
+
+
+def read_media_limits(text: str) -> dict[str, int] | None:
+    """Return the most media of a prompt by modality; None if the text is malformed.
+
+    Args:
+        text: such as `image=4,video=1`, or the JSON object that vLLM takes.
+    """
+    limits: dict[str, int] = {}
+    text = text.strip()
+    if text.startswith("{"):
+        text = text.strip("{}").replace('"', "").replace(":", "=")
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        found = _LIMIT.fullmatch(part)
+        if found is None or found[1] in limits:
+            return None
+        limits[found[1]] = int(found[2])
+    return limits

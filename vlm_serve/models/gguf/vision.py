@@ -1,0 +1,189 @@
+"""A vision tower from an mmproj file: its part of a config.json, the settings of media processors,
+and the names that its tensors have in a checkpoint.
+
+An mmproj file has few settings of processors: the others are those that are published with every
+Qwen3-VL and Qwen3.5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from vlm_serve.errors import CheckpointError
+from vlm_serve.models.gguf.metadata import Metadata
+from vlm_serve.models.gguf.tensors import Made
+from vlm_serve.models.gguf.text_config import Tensors
+
+PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
+"""The kernels of both frames of a temporal patch."""
+_MERGE_SIZE = 2
+_IMAGE_PIXELS = 65536, 16777216
+_VIDEO_PIXELS = 4096, 25165824
+_MEAN = _STD = [0.5, 0.5, 0.5]
+_BLOCK = re.compile(r"v\.(blk|deepstack)\.(\d{1,6})\.(\w+)\.(weight|bias)")
+_WHOLE = {
+    "v.patch_embd.bias": "patch_embed.proj.bias",
+    "v.position_embd.weight": "pos_embed.weight",
+    "v.post_ln.weight": "merger.norm.weight",
+    "v.post_ln.bias": "merger.norm.bias",
+    "mm.0.weight": "merger.linear_fc1.weight",
+    "mm.0.bias": "merger.linear_fc1.bias",
+    "mm.2.weight": "merger.linear_fc2.weight",
+    "mm.2.bias": "merger.linear_fc2.bias",
+}
+_LAYER = {
+    "attn_qkv": "attn.qkv",
+    "attn_out": "attn.proj",
+    "ln1": "norm1",
+    "ln2": "norm2",
+    "ffn_up": "mlp.linear_fc1",
+    "ffn_down": "mlp.linear_fc2",
+}
+_FEATURES = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
+
+
+def projector_of(metadata: Metadata) -> str:
+    """Return the kind of a vision tower, "" for a file that is none."""
+    if metadata.text("general.architecture", "") != "clip":
+        return ""
+    own = "clip.vision.projector_type"
+    return metadata.text(own if own in metadata else "clip.projector_type", "")
+
+
+def vision_config(metadata: Metadata, tensors: Tensors, kind: str) -> dict[str, Any]:
+    """Return the fields of a vision tower.
+
+    Args:
+        kind: the whole model's `model_type`.
+
+    Raises:
+        CheckpointError: it is a tower of another kind, or a key is missing or unsupported.
+    """
+    projector = projector_of(metadata)
+    if projector != "qwen3vl_merger":
+        what = (
+            f"the vision tower of another kind, {projector!r}" if projector else "no vision tower"
+        )
+        raise CheckpointError(f"{metadata.name} is {what}; only 'qwen3vl_merger' is supported")
+    own = metadata.own("clip.vision.")
+    metadata.expect("clip.use_silu", False)
+    for name in (*PATCHES, "v.position_embd.weight"):
+        if name not in tensors:
+            raise CheckpointError(f"{metadata.name} has no tensor {name}")
+    kernel = tensors[PATCHES[0]].shape
+    if len(kernel) != 4:
+        raise CheckpointError(f"{PATCHES[0]} in {metadata.name} has the shape {list(kernel)}")
+    depth = own.size("block_count")
+    return {
+        "model_type": f"{kind}_vision",
+        "depth": depth,
+        "hidden_size": own.size("embedding_length"),
+        "intermediate_size": own.size("feed_forward_length"),
+        "num_heads": own.size("attention.head_count"),
+        "in_channels": kernel[1],
+        "patch_size": own.size("patch_size"),
+        "spatial_merge_size": own.size("spatial_merge_size", _MERGE_SIZE),
+        "temporal_patch_size": len(PATCHES),
+        "out_hidden_size": own.size("projection_dim"),
+        "num_position_embeddings": tensors["v.position_embd.weight"].shape[0],
+        "hidden_act": "gelu_pytorch_tanh",
+        "deepstack_visual_indexes": deepstack(metadata, depth),
+    }
+
+
+def deepstack(metadata: Metadata, depth: int) -> list[int]:
+    """Return the layers with features for the decoder."""
+    flags = metadata.numbers("clip.vision.is_deepstack_layers") or []
+    if len(flags) > depth:
+        raise CheckpointError(
+            f"clip.vision.is_deepstack_layers in {metadata.name} has {len(flags)} values for "
+            f"{depth} layers"
+        )
+    return [index for index, flag in enumerate(flags) if flag]
+
+
+def processors(metadata: Metadata, vision: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the contents of the processors' files by their names.
+
+    Args:
+        metadata: of the mmproj file.
+        vision: its `vision_config`.
+    """
+    own = metadata.own("clip.vision.")
+    shared = {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "image_mean": _channels(own, "image_mean", _MEAN),
+        "image_std": _channels(own, "image_std", _STD),
+        "patch_size": vision["patch_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+    }
+    low, high = _IMAGE_PIXELS
+    images = own.size("image_min_pixels", low), own.size("image_max_pixels", high)
+    return {
+        "preprocessor_config.json": shared | {"size": _bounds(images)},
+        "video_preprocessor_config.json": shared | {"size": _bounds(_VIDEO_PIXELS)},
+    }
+
+
+def _bounds(pixels: tuple[int, int]) -> dict[str, int]:
+    return {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
+
+
+def _channels(own: Metadata, key: str, default: list[float]) -> list[float]:
+    found = own.numbers(key)
+    if found is None:
+        return default
+    numbers = [float(f"{each:.7g}") for each in found if isinstance(each, float)]
+    if len(numbers) != len(default) or not all(0 <= each < 1e6 for each in numbers):
+        raise CheckpointError(f"clip.vision.{key} in {own.name} must be three numbers")
+    return numbers
+
+
+def vision_tensors(
+    tensors: Tensors, features: Sequence[int], prefix: str, file: str
+) -> dict[str, Made]:
+    """Return every tensor by its name.
+
+    Args:
+        features: layers with features for the decoder.
+        prefix: of names in the checkpoint.
+        file: name of the file, for messages.
+
+    Raises:
+        CheckpointError: a tensor that such a tower does not have.
+    """
+    found: dict[str, Made] = {}
+    for name, entry in tensors.items():
+        if name in PATCHES:
+            continue
+        target = _WHOLE.get(name) or _of_layer(name, features)
+        if target is None:
+            raise CheckpointError(f"{file} has a tensor {name}, which such towers do not have")
+        found[prefix + target] = Made(name, entry.shape)
+    first, second = (tensors[each].shape for each in PATCHES)
+    if first != second:
+        raise CheckpointError(f"{PATCHES[1]} in {file} has the shape {list(second)}")
+    shape = (first[0], first[1], len(PATCHES), *first[2:])
+    found[f"{prefix}patch_embed.proj.weight"] = Made(
+        PATCHES[0], shape, change="frames", second=PATCHES[1]
+    )
+    return found
+
+
+def _of_layer(name: str, features: Sequence[int]) -> str | None:
+    match = _BLOCK.fullmatch(name)
+    if match is None:
+        return None
+    kind, index, base, end = match[1], int(match[2]), match[3], match[4]
+    if kind == "blk":
+        return f"blocks.{index}.{_LAYER[base]}.{end}" if base in _LAYER else None
+    if base not in _FEATURES or index not in features:
+        return None
+    return f"deepstack_merger_list.{features.index(index)}.{_FEATURES[base]}.{end}"
