@@ -210,6 +210,8 @@ class TagReader(CallReader):
                 self._text_follows()
         elif self._ending is not None and found.kind in ("value", "end_value", "end_call"):
             return Reading(self._behind)  # no value is open that the tag could end or follow
+        elif self._ending is not None and found.kind != "end_block":
+            return self._whole(self._ending.end, self._ending)
         self._next_line = False
         self._second, self._fresh = shape == "block" and blank, fresh
         self._grow(found.text)
@@ -249,8 +251,6 @@ class TagReader(CallReader):
 
     def _no_step(self, found: Found) -> Reading | None:
         if self._value is None:
-            if self._ending is not None:
-                return self._whole(self._ending.end, self._ending)
             return Reading(self._behind)
         if found.kind == "end_thought":
             best = self._best(self._ending)
@@ -300,19 +300,14 @@ class TagReader(CallReader):
             self._earlier = self._best(self._ending)
         self._ending = _Ending(found.start, found.end, regular, self._state)
 
-    def _next_block(self, found: Found) -> Reading | None:
+    def _next_block(self, found: Found) -> None:
         """Read a block's start: another call, or text if no call follows."""
-        if self._value is None and self._ending is not None:
-            return self._whole(self._ending.end, self._ending)
         if self._state == "value":
             self._text_follows()
-        return None
 
     def _next_call(self, found: Found) -> Reading | None:
         """Read the start of another call."""
         ending, self._ending = self._ending, None
-        if self._value is None and ending is not None:
-            return self._whole(ending.end, ending)
         known = found.name in self._tools
         if known and (self._second or self._fresh) and not (ending or self._earlier):
             return self._whole_or_none(self._unclosed)
