@@ -101,6 +101,7 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 Responses = dict[int | str, dict[str, Any]]
 
 CLIENT_CLOSED_REQUEST = 499
+ERRORS: Responses = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 EVENT_STREAM: dict[str, Any] = {
     "text/event-stream": {
         "schema": {  # one event
@@ -313,7 +314,7 @@ def _add_files(app: DescribedApp, service: Service) -> None:
             service,
             path,
             handler,
-            {200: answer, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+            {200: answer, **ERRORS},
             method=method,
             described=settings,
             operation_id=handler.__name__,
@@ -344,7 +345,7 @@ def _add_cache(app: DescribedApp, service: Service) -> None:
             service,
             f"/v1/cache/{path}",
             handler,
-            {200: answer, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+            {200: answer, **ERRORS},
             method=method,
             name="cache_" + path.split("/")[0] if method == "GET" else handler.__name__,
         )
@@ -368,7 +369,6 @@ def _add_gets(app: DescribedApp, service: Service) -> None:
 
 def _add_for_operators(app: DescribedApp, service: Service) -> None:
     """Add routes that vLLM and SGLang have."""
-    errors: Responses = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
     routes: list[tuple[str, str, Handler]] = [
         ("GET", "/ping", operators.ping),
         ("POST", "/ping", operators.ping),
@@ -381,4 +381,4 @@ def _add_for_operators(app: DescribedApp, service: Service) -> None:
     ]
     for method, path, handler in routes:
         name = f"{method.lower()}_{path[1:]}"
-        _add(app, service, path, handler, errors, method=method, name=name)
+        _add(app, service, path, handler, ERRORS, method=method, name=name)
