@@ -176,6 +176,7 @@ class FakeEngine:
         priority: int = 0,
         affinity: Sequence[bytes] = (),
         thought: Thought | None = None,
+        **_: object,
     ) -> str:
         if not self.alive:
             raise EngineClosedError("the engine is closed")

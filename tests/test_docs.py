@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from sampling_table import sampling_table
+
 from vlm_serve.commands.plan import make as make_plan
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.options.config import EngineConfig
@@ -22,7 +24,6 @@ from vlm_serve.server.api.generate.request import (
 )
 from vlm_serve.server.api.messages.request import MESSAGES_REFUSED, MessagesRequest
 from vlm_serve.server.api.responses.request import RESPONSES_REFUSED, ResponsesRequest
-from vlm_serve.server.api.sampling import sampling_table
 from vlm_serve.server.api.tokenization import DetokenizeRequest, TokenizeRequest
 from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED
 from vlm_serve.server.config import ServerConfig

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vlm_serve.commands.completion import add_completion, script
+from vlm_serve.commands.completion import add_completion, complete_if_asked, script
 from vlm_serve.commands.config_file import ALL_OPTIONS, DEMO_MODEL, read_config_file
 from vlm_serve.commands.help_examples import add_examples
 from vlm_serve.commands.long_parts import say_what_takes_long
@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success, 1: failure, 2: invalid options, 3: some requests of a batch or an evaluation failed,
     4: answers of an evaluation differ.
     """
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    complete_if_asked(parser)
+    options = parser.parse_args(arguments)
     try:
         if options.run in (run_serve, run_deploy, run_batch, run_video_qa, run_eval, run_chat):
             check_process_limits()
@@ -343,7 +345,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def run_completion(options: argparse.Namespace) -> int:
-    print(script(options.shell, build_parser()), end="")
+    print(script(options.shell), end="")
     return 0
 
 

@@ -11,9 +11,11 @@ from vlm_serve.options.declared import did_you_mean
 from vlm_serve.sampling_params import SamplingParams
 
 _T = TypeVar("_T")
-Raise = Literal["raise"]
 OnError = Literal["raise", "return"]
 Params = SamplingParams | Iterable[SamplingParams] | None
+Results = list[_T | Any]
+"""Results of many prompts. With errors="return" exceptions are among them; the type says Any for
+those, so that a caller whose errors raise has nothing to check."""
 _SAMPLING = frozenset(each.name for each in fields(SamplingParams))
 
 
@@ -83,7 +85,7 @@ def check_on_error(errors: OnError) -> None:
         )
 
 
-def settled(results: Sequence[Any], errors: OnError) -> list[Any]:
+def settled(results: Sequence[_T | Exception], errors: OnError) -> Results[_T]:
     """Return the results of all prompts, with the exceptions among them.
 
     Raises FailedItemsError if there are exceptions and they are to be raised.

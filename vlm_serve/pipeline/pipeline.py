@@ -19,7 +19,7 @@ from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.many import (
     OnError,
     Params,
-    Raise,
+    Results,
     attempted,
     check_names,
     check_on_error,
@@ -152,14 +152,6 @@ class Pipeline:
         """
         return returned(*self._chats([messages], params, options))
 
-    @overload
-    def chat_many(
-        self, conversations: Chats, params: Params = ..., *, errors: Raise = ..., **options: Any
-    ) -> list[Output]: ...
-    @overload
-    def chat_many(
-        self, conversations: Chats, params: Params = ..., *, errors: OnError, **options: Any
-    ) -> list[Output | Exception]: ...
     def chat_many(
         self,
         conversations: Chats,
@@ -167,7 +159,7 @@ class Pipeline:
         *,
         errors: OnError = "raise",
         **options: Any,
-    ) -> Sequence[Output | Exception]:
+    ) -> Results[Output]:
         """Answer many conversations with continuous batching; results keep their order.
 
         Args:
@@ -189,24 +181,6 @@ class Pipeline:
         prepare = self.engine.preprocessor.prepare
         return self.engine.probe(prepare(messages, **returned(*self._options(prepare, options))))
 
-    @overload
-    def embed(
-        self,
-        contents: Iterable[Content],
-        instruction: str | None = None,
-        *,
-        errors: Raise = "raise",
-        **options: Any,
-    ) -> list[Vector]: ...
-    @overload
-    def embed(
-        self,
-        contents: Iterable[Content],
-        instruction: str | None = None,
-        *,
-        errors: OnError,
-        **options: Any,
-    ) -> list[Vector | Exception]: ...
     def embed(
         self,
         contents: Iterable[Content],
@@ -214,7 +188,7 @@ class Pipeline:
         *,
         errors: OnError = "raise",
         **options: Any,
-    ) -> Sequence[Vector | Exception]:
+    ) -> Results[Vector]:
         """Return the embeddings of texts or lists of parts, each of length 1. The pipeline needs
         the option `task="embed"`.
 
@@ -228,26 +202,6 @@ class Pipeline:
         form = partial(embedding_messages, instruction=instruction)
         return settled(self._vectors(contents, form, embedding_of, options), errors)
 
-    @overload
-    def rerank(
-        self,
-        query: Content,
-        documents: Iterable[Content],
-        instruction: str | None = None,
-        *,
-        errors: Raise = "raise",
-        **options: Any,
-    ) -> list[float]: ...
-    @overload
-    def rerank(
-        self,
-        query: Content,
-        documents: Iterable[Content],
-        instruction: str | None = None,
-        *,
-        errors: OnError,
-        **options: Any,
-    ) -> list[float | Exception]: ...
     def rerank(
         self,
         query: Content,
@@ -256,7 +210,7 @@ class Pipeline:
         *,
         errors: OnError = "raise",
         **options: Any,
-    ) -> Sequence[float | Exception]:
+    ) -> Results[float]:
         """Return the probability that each document meets a query. The pipeline needs the option
         `task="rerank"`; arguments are as for `embed`."""
         check_on_error(errors)
@@ -287,14 +241,6 @@ class Pipeline:
         prepare = self.engine.preprocessor.prepare_tokens
         return returned(*self._answers(prepare, [token_ids], params, options))
 
-    @overload
-    def generate_many(
-        self, prompts: TokenLists, params: Params = ..., *, errors: Raise = ..., **options: Any
-    ) -> list[Output]: ...
-    @overload
-    def generate_many(
-        self, prompts: TokenLists, params: Params = ..., *, errors: OnError, **options: Any
-    ) -> list[Output | Exception]: ...
     def generate_many(
         self,
         prompts: TokenLists,
@@ -302,7 +248,7 @@ class Pipeline:
         *,
         errors: OnError = "raise",
         **options: Any,
-    ) -> Sequence[Output | Exception]:
+    ) -> Results[Output]:
         """Run `generate` for many prompts at once; results keep their order. `errors` is as for
         `chat_many`."""
         check_on_error(errors)
@@ -324,19 +270,15 @@ class Pipeline:
     def __call__(self, inputs: ShortForm, params: SamplingParams | None = None) -> Output: ...
     @overload
     def __call__(
-        self, inputs: ShortForms, params: Params = None, *, errors: Raise = "raise"
-    ) -> list[Output]: ...
-    @overload
-    def __call__(
-        self, inputs: ShortForms, params: Params = None, *, errors: OnError
-    ) -> list[Output | Exception]: ...
+        self, inputs: ShortForms, params: Params = None, *, errors: OnError = "raise"
+    ) -> Results[Output]: ...
     def __call__(
         self,
         inputs: ShortForm | ShortForms,
         params: Params = None,
         *,
         errors: OnError = "raise",
-    ) -> Output | Sequence[Output | Exception]:
+    ) -> Output | Results[Output]:
         """Answer the short form: a text, (text, media) or (text, [media, ...]), or a list of them.
 
         Media (PIL images, uint8 frames `[T, H, W, 3]`, paths, URLs, bytes) come before the text.

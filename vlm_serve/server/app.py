@@ -78,6 +78,7 @@ from vlm_serve.system.version import __version__
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
+ERRORS: Responses = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 EVENT_STREAM: dict[str, Any] = {
     "text/event-stream": {
         "schema": {  # one event
@@ -245,7 +246,7 @@ def _add_cache(app: DescribedApp, service: Service) -> None:
             service,
             f"/v1/cache/{path}",
             handler,
-            {200: answer, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+            {200: answer, **ERRORS},
             method=method,
             name="cache_" + path.split("/")[0] if method == "GET" else handler.__name__,
         )
@@ -269,7 +270,6 @@ def _add_gets(app: DescribedApp, service: Service) -> None:
 
 def _add_for_operators(app: DescribedApp, service: Service) -> None:
     """Add routes that vLLM and SGLang have."""
-    errors: Responses = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
     routes: list[tuple[str, str, Handler]] = [
         ("GET", "/ping", operators.ping),
         ("POST", "/ping", operators.ping),
@@ -282,4 +282,4 @@ def _add_for_operators(app: DescribedApp, service: Service) -> None:
     ]
     for method, path, handler in routes:
         name = f"{method.lower()}_{path[1:]}"
-        add_route(app, service, path, handler, errors, method=method, name=name)
+        add_route(app, service, path, handler, ERRORS, method=method, name=name)

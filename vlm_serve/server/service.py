@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.request import NextTurn
-from vlm_serve.engine.thought import Thought
-from vlm_serve.engine.validation import check_logprobs
-from vlm_serve.grammar.state import Grammar
-from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
-from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.admission import AdmissionControl
 from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.cache_status import cache_status
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.failover.attempt_part import AttemptPart
 from vlm_serve.server.grammar_queue import GrammarQueue
 from vlm_serve.server.http.fetched_memory import FetchedMemory
 from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.idle_check import IdleCheck
 from vlm_serve.server.mailbox import Mailbox
-from vlm_serve.server.priority import effective_priority
 from vlm_serve.server.routes import MountedRoutes
 from vlm_serve.server.state import ServerState
 from vlm_serve.server.trimming import Trimmer
@@ -108,43 +98,6 @@ class Service:
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         return self._mailbox
-
-    def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        on_delta: Callable[[Delta], None],
-        priority: int,
-        grammar: Grammar | None = None,
-        affinity: tuple[AffinityKey, ...] = (),
-        part: AttemptPart | None = None,
-        thought: Thought | None = None,
-        *,
-        pooled: bool = False,
-        next_turn: NextTurn | None = None,
-    ) -> str:
-        """Submit a prompt to the engine and return the engine's id for it.
-
-        Raises:
-            VlmServeError: see `Engine.submit`.
-        """
-        check_logprobs(params, self.engine.config.max_logprobs)
-        if not self.engine.num_running + self.engine.num_waiting:
-            self.state.busy_since = time.monotonic()
-        options: dict[str, Any] = {"priority": effective_priority(priority), "affinity": affinity}
-        if grammar is not None:
-            options["grammar"] = grammar
-        if thought is not None:
-            options["thought"] = thought
-        if pooled:
-            options["pooled"] = True
-        if next_turn is not None:
-            options["next_turn"] = next_turn
-        if part is not None:
-            params = part.seeded(params)
-            # Missing expert rows would be a gap on one replica and none on another.
-            options |= {"forced": part.forced, "complete_experts": True}
-        return self.engine.submit(prompt, params, on_delta, **options)
 
     async def prepare(self, work: Callable[[], Preparation], stop: Stop | None = None) -> Prompt:
         """Make a prompt on a preparation thread.

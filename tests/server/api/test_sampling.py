@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from sampling_table import sampling_table
 
 from vlm_serve.errors import FieldError
 from vlm_serve.sampling_params import SamplingParams, option
@@ -14,7 +15,6 @@ from vlm_serve.server.api.sampling import (
     options_elsewhere,
     sampling_names,
     sampling_of,
-    sampling_table,
     with_sampling,
 )
 

@@ -1,30 +1,21 @@
 """The engine that reads a tool call of any form, however the text is cut into chunks.
 
-It finds the marks of a `CallForm` and runs their steps. A subclass per syntax has the actions.
+It finds the marks of a form. A subclass per syntax says what they do.
 """
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vlm_serve.server.answers.call_forms import ENFORCED, FORMS, Mark
-from vlm_serve.server.answers.pieces import (
-    THINK_END,
-    Call,
-    Piece,
-    Reading,
-    ToolForm,
-    Tools,
-)
+import regex
+
+from vlm_serve.server.answers.pieces import THINK_END, Call, Piece, Reading, Tools
 
 HELD = 64
 """Length from which an open text is told as it comes. Until then a call may still become text."""
-
-_THINK_END = Mark("/think", THINK_END)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +23,7 @@ class Found:
     """A mark in the text, from `start` to `end`.
 
     Attributes:
-        name: the name in it, without quotation marks; "": it has none.
+        name: the name in it, without quotation marks, if its kind has one.
     """
 
     kind: str
@@ -58,7 +49,6 @@ class CallReader(ABC):
 
     def __init__(
         self,
-        form: ToolForm,
         tools: Tools,
         *,
         thought: bool = False,
@@ -66,8 +56,7 @@ class CallReader(ABC):
         single: bool = False,
         enforced: bool = False,
     ) -> None:
-        self._marks_of, self._tools, self._enforced = form, tools, enforced
-        self._form = (ENFORCED if enforced else FORMS)[form]
+        self._tools, self._enforced = tools, enforced
         self._thought, self._streamed, self._single = thought, streamed, single
         self._state = "start"
         self._parts: list[str] = []
@@ -89,10 +78,8 @@ class CallReader(ABC):
         text, at = self._tail + text, 0
         while True:
             state = self._state
-            marks = _marks(self._marks_of, state, self._thought, self._enforced)
-            found = marks.whole.search(text, at)
-            stop = marks.partial_start(text, at) if found is None else found.start()
-            for plain in _split(text[at:stop]):
+            found = _pattern(self._marks, self._thought).search(text, at, partial=True)
+            for plain in _split(text[at : found.start()]):
                 at += len(plain)
                 self._size += len(plain)
                 reading = self._text(plain)
@@ -102,11 +89,13 @@ class CallReader(ABC):
                     break
             if self._state != state:
                 continue
-            if found is None:
-                self._tail = text[stop:]
+            if found.partial:
+                self._tail = text[found.start() :]
                 return None
-            at = found.end()
-            reading = self._mark(marks.found(found, self._size))
+            at, start = found.end(), self._size
+            self._size += len(found.group())
+            name = found.group(found.lastgroup).strip().strip("\"'")
+            reading = self._mark(Found(found.lastgroup, name, found.group(), start, self._size))
             if reading is not None:
                 return reading
 
@@ -127,26 +116,18 @@ class CallReader(ABC):
         """Return the argument text told so far; None: nothing was told of the call."""
         return "".join(self._told[call]) if call < len(self._told) else None
 
-    def _mark(self, found: Found) -> Reading | None:
-        """Read a mark; return the result if it is certain."""
-        self._size = found.end
-        step = self._form.steps[self._state].get(found.kind)
-        if step is None:
-            return self._no_step(found)
-        self._state = step[0]
-        reading: Reading | None = getattr(self, f"_{step[1]}")(found)
-        return reading
+    @property
+    @abstractmethod
+    def _marks(self) -> str:
+        """Pattern of the marks in this state; the name of a mark's group is its kind."""
 
     @abstractmethod
     def _text(self, plain: str) -> Reading | None:
         """Read text between marks; return the result if it is certain."""
 
     @abstractmethod
-    def _no_step(self, found: Found) -> Reading | None:
-        """Read a mark without step in this state."""
-
-    def _no_action(self, found: Found) -> None:  # noqa: B027
-        """Only change the state."""
+    def _mark(self, found: Found) -> Reading | None:
+        """Read a mark; return the result if it is certain."""
 
     def _tell(self, call: int, name: str, text: str) -> None:
         """Tell the next argument text of a call."""
@@ -168,6 +149,11 @@ class CallReader(ABC):
         return Reading(size, checked)
 
 
+@lru_cache
+def _pattern(marks: str, thought: bool) -> regex.Pattern[str]:
+    return regex.compile(marks + f"|(?P<end_thought>{THINK_END})" * thought)
+
+
 def _split(text: str) -> list[str]:
     """Split text behind its first character that is no white space.
 
@@ -175,51 +161,3 @@ def _split(text: str) -> list[str]:
     """
     size = len(text) - len(text.lstrip()) + 1
     return [part for part in (text[:size], text[size:]) if part]
-
-
-class _Marks:
-    """The marks of one state, as patterns."""
-
-    def __init__(self, marks: Sequence[Mark]) -> None:
-        self._marks = marks
-        self.whole = re.compile("|".join(map(_whole, range(len(marks)), marks)))
-        partial = "|".join(start for mark in marks for start in _starts(mark))
-        self._partial = re.compile(rf"(?:{partial})\Z" if partial else r"(?!)")
-        self._longest = max(len(mark.begin + mark.end) + mark.longest for mark in marks)
-
-    def partial_start(self, text: str, at: int) -> int:
-        """Return where a mark begins that the text does not complete, or the text's end."""
-        found = self._partial.search(text, max(at, len(text) - self._longest))
-        return len(text) if found is None else found.start()
-
-    def found(self, match: re.Match[str], start: int) -> Found:
-        """Return the mark of a match of `whole`, at its place in the block."""
-        assert match.lastgroup is not None
-        mark, text = self._marks[int(match.lastgroup[1:])], match.group()
-        name = text[len(mark.begin) : len(text) - len(mark.end)].strip().strip("\"'")
-        return Found(mark.kind, name, text, start, start + len(text))
-
-
-@lru_cache
-def _marks(form: ToolForm, state: str, thought: bool, enforced: bool) -> _Marks:
-    found = (ENFORCED if enforced else FORMS)[form]
-    marks = found.marks_in.get(state, found.marks)
-    return _Marks((*marks, _THINK_END) if thought else marks)
-
-
-def _whole(index: int, mark: Mark) -> str:
-    """Return the pattern of a mark, as a group."""
-    name = f"(?:{mark.inner}){{1,{mark.longest}}}" if mark.inner else ""
-    return f"(?P<m{index}>{re.escape(mark.begin)}{name}{re.escape(mark.end)})"
-
-
-def _starts(mark: Mark) -> list[str]:
-    """Return patterns of the proper prefixes of a mark."""
-    begin = re.escape(mark.begin)
-    starts = [re.escape(mark.begin[:size]) for size in range(1, len(mark.begin))]
-    if mark.inner:
-        name = f"(?:{mark.inner}){{0,{mark.longest if mark.end else 0}}}"
-        starts += [
-            f"{begin}{name}{re.escape(mark.end[:size])}" for size in range(len(mark.end) or 1)
-        ]
-    return starts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlm_serve.server.answers.call_forms import FORMS
 from vlm_serve.server.answers.call_reader import CallReader
 from vlm_serve.server.answers.json_calls import JsonReader
-from vlm_serve.server.answers.pieces import ToolForm, Tools
+from vlm_serve.server.answers.pieces import TOOL_START, ToolForm, Tools
 from vlm_serve.server.answers.tag_calls import TagReader
 
 _NESTED_READINGS = 8
@@ -27,7 +27,7 @@ class ReaderMaker:
     ) -> None:
         self._form, self._tools, self._single = form, tools, single
         self._enforced = enforced
-        self.openings = FORMS[form].openings
+        self.openings = FORMS[form].openings if form in FORMS else (TOOL_START,)
         self._nested: list[TagReader] = []
 
     def reader(self, *, thought: bool, streamed: bool) -> CallReader:
@@ -40,8 +40,8 @@ class ReaderMaker:
         enforced = self._enforced and not thought
         options = {"thought": thought, "streamed": streamed, "single": self._single}
         options["enforced"] = enforced
-        if FORMS[self._form].syntax == "json":
-            return JsonReader(self._form, self._tools, **options)
+        if self._form not in FORMS:
+            return JsonReader(self._tools, **options)
         # Text with a quoted call may be read twice. This bounds the time of an answer.
         nested = sum(reader.nested for reader in self._nested)
         nesting = nested < _NESTED_READINGS

@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.engine.request import NextTurn
 from vlm_serve.engine.thought import Thought
+from vlm_serve.engine.validation import check_logprobs
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityKey
@@ -30,6 +32,7 @@ from vlm_serve.server.failover.attempt_part import AttemptPart
 from vlm_serve.server.finished_request import FinishedRequest
 from vlm_serve.server.http.errors import RequestTimeoutError, renamed_params
 from vlm_serve.server.http.request_memory import current_share
+from vlm_serve.server.priority import effective_priority
 from vlm_serve.server.service import Preparation, Service
 
 TOKEN_BYTES = 128
@@ -84,10 +87,8 @@ class Task:
 class Generation:
     """A prompt submitted to the engine.
 
-    Args:
-        patient: deltas are delivered late; token times are the times at which they were made.
-
     Attributes:
+        patient: deltas are delivered late; token times are the times at which they were made.
         stages: seconds of the preparation by stage.
         submitted_time: monotonic time at which the engine got the prompt.
         usage, cache_report: as of the last delta.
@@ -123,7 +124,7 @@ class Generation:
             self.part = AttemptPart(task.attempt, task.number, task.params)
         self.first_token_time: float | None = None
         self._state = service.state
-        self._patient = patient
+        self.patient = patient
         self._token_times: dict[int, float] = {}
 
     async def deltas(self) -> AsyncIterator[Delta]:
@@ -149,7 +150,7 @@ class Generation:
             self._report(delta)
             if delta.token_ids and not (self.part is not None and self.part.replayed):
                 self._state.num_generated_tokens += len(delta.token_ids)
-                now = delta.time if self._patient else time.monotonic()
+                now = delta.time if self.patient else time.monotonic()
                 self._observe_token(delta.index, now)
             yield delta
 
@@ -235,20 +236,9 @@ async def answering(
         task = _within_context(task, service.engine.max_model_len - len(prompt))
         generation = Generation(service, task, prompt, stop.seconds, patient=patient)
         generation.clamped = task.params is not given
-        mailbox, queue = service.mailbox, generation.queue
+        queue = generation.queue
         with renamed_params(task.names):
-            engine_id = service.submit(
-                prompt,
-                task.params,
-                lambda delta: mailbox.post(queue, delta, patient=patient),
-                task.priority,
-                grammar,
-                task.affinity,
-                generation.part,
-                thought_of(task, prompt),
-                pooled=task.pooled,
-                next_turn=None if task.next_turn is None else task.next_turn(task, prompt),
-            )
+            engine_id = _submit(service, generation, grammar)
         admission.open_tokens += len(prompt)
         timer = None
         if deadline is not None:
@@ -263,6 +253,31 @@ async def answering(
                 timer.cancel()
             admission.open_tokens -= len(prompt)
             service.state.record_finished(generation.finished())
+
+
+def _submit(service: Service, generation: Generation, grammar: Grammar | None) -> str:
+    """Submit a prompt to the engine and return the engine's id for it."""
+    engine, task, prompt = service.engine, generation.task, generation.prompt
+    params, options = task.params, dict[str, Any]()
+    check_logprobs(params, engine.config.max_logprobs)
+    if not engine.num_running + engine.num_waiting:
+        service.state.busy_since = time.monotonic()
+    if generation.part is not None:
+        params = generation.part.seeded(params)
+        # Missing expert rows would be a gap on one replica and none on another.
+        options = {"forced": generation.part.forced, "complete_experts": True}
+    return engine.submit(
+        prompt,
+        params,
+        partial(service.mailbox.post, generation.queue, patient=generation.patient),
+        priority=effective_priority(task.priority),
+        grammar=grammar,
+        affinity=task.affinity,
+        thought=thought_of(task, prompt),
+        pooled=task.pooled,
+        next_turn=None if task.next_turn is None else task.next_turn(task, prompt),
+        **options,
+    )
 
 
 def _within_context(task: Task, room: int) -> Task:

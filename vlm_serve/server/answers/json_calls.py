@@ -16,11 +16,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vlm_serve.preprocess.reading.values import begins_json
+from vlm_serve.server.answers.call_forms import BLOCK_MARKS
 from vlm_serve.server.answers.call_reader import HELD, CallReader, Found
 from vlm_serve.server.answers.json_text import DECODABLE, decodable
-from vlm_serve.server.answers.pieces import TOOL_START, Call, Reading, ToolForm, Tools
+from vlm_serve.server.answers.pieces import TOOL_START, Call, Reading, Tools
 from vlm_serve.server.answers.tool_values import as_json, strict_json
 
+_OUTSIDE = BLOCK_MARKS + r'|(?P<sign>[{}\[\]),"])'
+_IN_STRING = r'(?P<sign>"|\\[\s\S])'
 _NOT_JSON = re.compile(r"[^\s\d:,.+\-eEtrufalsn]")
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', re.DOTALL)
 _ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
@@ -37,11 +40,12 @@ class JsonReader(CallReader):
     brackets are closed, and up to a string in its arguments that becomes long.
     """
 
-    def __init__(self, form: ToolForm, tools: Tools, **options: bool) -> None:
-        super().__init__(form, tools, **options)
+    def __init__(self, tools: Tools, **options: bool) -> None:
+        super().__init__(tools, **options)
         self._value: list[str] = []  # the open value so far
         self._value_size = self._depth = 0
         self._name = ""  # of the open call, once it has been told
+        self._in_string = False
         self._string_start = 0
         self._string: str | None = None  # text of the open string to tell; None: it is not told
         self._string_tried = False
@@ -67,8 +71,12 @@ class JsonReader(CallReader):
             return self._reading(size if found == "begun" else self._behind_calls, self._calls)
         return Reading(size, begun=found == "begun")
 
+    @property
+    def _marks(self) -> str:
+        return _IN_STRING if self._in_string else _OUTSIDE
+
     def _text(self, plain: str) -> Reading | None:
-        if self._state == "text":
+        if self._in_string:
             self._keep(plain)
             self._grow(plain)
         elif self._depth:
@@ -81,10 +89,41 @@ class JsonReader(CallReader):
             return self._refuse()
         return None
 
-    def _no_step(self, found: Found) -> Reading | None:
-        if found.kind == "/think":
+    def _mark(self, found: Found) -> Reading | None:
+        if found.kind == "end_thought":
             return self._reading(found.start, [] if self._depth else self._calls)
-        return self._refuse()
+        if self._depth and found.kind != "sign":
+            return self._close_early(found)
+        if not self._depth:
+            return self._between(found)
+        self._keep(found.text)
+        if self._in_string:
+            self._go_on(found.text)
+        elif found.text == '"':
+            self._in_string, self._string_start = True, self._value_size
+            self._string, self._string_tried = None, not self._streamed or self._depth != 2
+        elif found.text in "{[":
+            self._depth += 1
+        elif found.text in "}]":
+            self._depth -= 1
+            return None if self._depth else self._parse("".join(self._value))
+        return self._refuse() if found.text == ")" else None
+
+    def _between(self, found: Found) -> Reading | None:
+        """Read a mark outside of values."""
+        if not found.start or found.text == "[":  # the block's start, or that of a list of calls
+            return None
+        if found.text == "{":
+            if self._single and self._calls:
+                return self._reading(self._behind_calls, self._calls)
+            self._value, self._value_size, self._depth, self._string_start = [], 0, 1, 0
+            self._keep(found.text)
+            return None
+        if not self._calls or found.text == '"':
+            return self._refuse()
+        if found.kind == "sign":
+            return None
+        return self._reading(found.start if found.kind == "block" else found.end, self._calls)
 
     def _refuse(self) -> Reading:
         """Return the result for a block that cannot be read: text, but for what has been told."""
@@ -102,42 +141,9 @@ class JsonReader(CallReader):
         self._value.append(text)
         self._value_size += len(text)
 
-    def _open(self, found: Found) -> Reading | None:
-        if found.text == "[":  # a list of calls
-            self._state = "between"
-            return None
-        if self._single and self._calls:
-            return self._reading(self._behind_calls, self._calls)
-        self._value, self._value_size, self._depth = [], 0, 0
-        self._string_start = 0
-        self._deepen(found)
-        return None
-
-    def _separate(self, found: Found) -> Reading | None:
-        return None if self._calls else self._refuse()
-
-    def _end_before(self, found: Found) -> Reading:
-        return self._reading(found.start, self._calls) if self._calls else self._refuse()
-
-    def _end_behind(self, found: Found) -> Reading:
-        return self._reading(found.end, self._calls) if self._calls else self._refuse()
-
-    def _separator(self, found: Found) -> Reading | None:
-        self._keep(found.text)
-        return self._refuse() if found.text == ")" else None
-
-    def _deepen(self, found: Found) -> None:
-        self._keep(found.text)
-        self._depth += 1
-
-    def _close(self, found: Found) -> Reading | None:
-        self._keep(found.text)
-        self._depth -= 1
-        return None if self._depth else self._parse("".join(self._value))
-
     def _parse(self, text: str) -> Reading | None:
         """Parse a finished value; return the result if it is no call."""
-        self._state, self._depth = "between", 0
+        self._depth = 0
         try:
             value = strict_json(text, lenient=True, bounded=self._enforced)
             self._calls.append(call_of(value, self._tools))
@@ -147,35 +153,30 @@ class JsonReader(CallReader):
         return None
 
     def _close_early(self, found: Found) -> Reading | None:
-        """Read the block's end inside an object."""
+        """Read the block's end, or another one's start, inside an object."""
         self._size = found.start
         reading = self._close_missing()
         if reading is not None:
             return reading
         self._size = found.end
-        return self._end_behind(found) if found.kind == "/block" else self._end_before(found)
+        return self._between(found)
 
     def _close_missing(self) -> Reading | None:
         """Parse an object without its last bracket; return the result if that is no call."""
         text = "".join(self._value)
-        if self._depth != 1 or self._state == "text" or not text.rstrip().endswith("}"):
+        if self._depth != 1 or self._in_string or not text.rstrip().endswith("}"):
             return self._refuse()
         return self._parse(text + "}")
 
-    def _begin_text(self, found: Found) -> None:
-        self._keep(found.text)
-        self._string_start = self._value_size
-        self._string, self._string_tried = None, not self._streamed or self._depth != 2
-
-    def _end_text(self, found: Found) -> None:
-        self._keep(found.text)
+    def _go_on(self, sign: str) -> None:
+        """Read an escape or the end of the open string."""
+        if sign != '"':
+            self._grow(sign)
+            return
+        self._in_string = False
         if self._string is not None and DECODABLE.fullmatch(self._string):
             rest = json.loads(f'"{self._string}"', strict=False)
             self._tell(len(self._calls), self._name, as_json(rest)[1:])
-
-    def _escape(self, found: Found) -> None:
-        self._keep(found.text)
-        self._grow(found.text)
 
     def _grow(self, text: str) -> None:
         """Add text to the open string, and tell it if it is long."""

@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vlm_serve.server.answers.call_forms import ENFORCED, FORMS
 from vlm_serve.server.answers.call_reader import CallReader, Found
-from vlm_serve.server.answers.pieces import Call, Reading, ToolForm, Tools
+from vlm_serve.server.answers.pieces import TOOL_START, Call, Reading, ToolForm, Tools
 from vlm_serve.server.answers.tag_arguments import Arguments, Given
 
 
@@ -75,13 +76,15 @@ class TagReader(CallReader):
         ends_before_text: bool = True,
         **options: bool,
     ) -> None:
-        super().__init__(form, tools, **options)
+        super().__init__(tools, **options)
+        self._form_name = form
+        self._form = (ENFORCED if self._enforced else FORMS)[form]
         self._nesting, self._ends_before_text = nesting, ends_before_text
         self._blank = True  # only white space since the last tag
         self._next_line = False  # a line break in that white space
         self._fresh_line = False  # the next tag is the first one of its line
         self._behind = 0  # end of the last tag
-        self._bare, self._name = True, ""
+        self._name = ""
         self._schema: Mapping[str, Any] = {}
         self._arguments = Arguments({}, self._form.framing)
         self._value: _Value | None = None
@@ -109,7 +112,7 @@ class TagReader(CallReader):
             return self._whole(rest if ending.end == self._behind else ending.end, ending)
         if not cut and self.nested and self._nesting:
             reader = TagReader(
-                self._marks_of,
+                self._form_name,
                 self._tools,
                 nesting=False,
                 ends_before_text=False,
@@ -120,7 +123,8 @@ class TagReader(CallReader):
                 return self._reading(reading.size, reading.calls)
             if not self._told:
                 return reading
-        if not self._told and (not cut or self._thought or self._bare):
+        bare = not self.text.startswith(TOOL_START)
+        if not self._told and (not cut or self._thought or bare):
             return Reading(size)
         if not self._name:
             return Reading(size, begun=True)
@@ -138,6 +142,10 @@ class TagReader(CallReader):
         if best is None and self._ending is not None and self._has_required(self._ending):
             return self._ending
         return best or self._unclosed
+
+    @property
+    def _marks(self) -> str:
+        return self._form.marks_in.get(self._state, self._form.marks)
 
     def _text(self, plain: str) -> Reading | None:
         if self._blank:
@@ -191,20 +199,33 @@ class TagReader(CallReader):
         blank, self._blank = self._blank, True
         if self._value is not None:
             self._value.inline = self._value.inline is not False
-            opens = shape.endswith("call") and blank and fresh and found.kind in ("value", "/call")
+            opens = (
+                shape.endswith("call") and blank and fresh and found.kind in ("value", "end_call")
+            )
             if self._inner or (opens and self._nesting):
                 self._size = self._behind = found.end
                 self._mark_inner(found, shape if opens else "", blank)
                 return None
             if shape == "block" and not (blank and found.kind == "call"):
                 self._text_follows()
-        elif self._ending is not None and found.kind in ("value", "/value", "/call"):
+        elif self._ending is not None and found.kind in ("value", "end_value", "end_call"):
             return Reading(self._behind)  # no value is open that the tag could end or follow
+        elif self._ending is not None and found.kind != "end_block":
+            return self._whole(self._ending.end, self._ending)
         self._next_line = False
         self._second, self._fresh = shape == "block" and blank, fresh
         self._grow(found.text)
-        reading = super()._mark(found)
+        reading = self._step(found)
         self._behind = found.end
+        return reading
+
+    def _step(self, found: Found) -> Reading | None:
+        """Do what the form says of a mark in this state."""
+        step = self._form.steps[self._state].get(found.kind)
+        if step is None:
+            return self._no_step(found)
+        self._state, action, *told = step
+        reading: Reading | None = getattr(self, f"_{action}")(found, *told)
         return reading
 
     def _shape_with(self, found: Found) -> str:
@@ -220,27 +241,25 @@ class TagReader(CallReader):
             self.nested = True
             self._inner.append(opening.startswith("block"))
         closed, self._inner_closed = self._inner_closed and blank, False
-        if found.kind == "/call":
+        if found.kind == "end_call":
             if self._inner[-1]:
                 self._inner_closed = True
             else:
                 self._inner.pop()
-        elif found.kind == "/block" and closed:
+        elif found.kind == "end_block" and closed:
             self._inner.pop()
 
     def _no_step(self, found: Found) -> Reading | None:
         if self._value is None:
-            if self._ending is not None:
-                return self._whole(self._ending.end, self._ending)
             return Reading(self._behind)
-        if found.kind == "/think":
+        if found.kind == "end_thought":
             best = self._best(self._ending)
             return Reading(found.start) if best is None else self._whole(best.end, best)
         self._ending = None if self._state == "closed" else self._ending
         return self._text_follows()
 
-    def _open(self, found: Found) -> None:
-        self._bare = False
+    def _go_on(self, found: Found) -> None:
+        """Only change the state."""
 
     def _begin_call(self, found: Found) -> Reading | None:
         if found.name not in self._tools:
@@ -264,10 +283,10 @@ class TagReader(CallReader):
     def _end_without_values(self, found: Found) -> Reading | None:
         if self._schema.get("required"):
             return Reading(self._behind)
-        return self._extend(found)
+        return self._extend(found, True)
 
-    def _extend(self, found: Found, *, regular: bool = True) -> Reading | None:
-        """Extend the ending by a closing tag."""
+    def _extend(self, found: Found, regular: bool) -> Reading | None:
+        """Extend the ending by a closing tag; it is not regular if another one is missing."""
         ending = self._ending or _Ending(0, 0, True, "")
         regular = regular and ending.regular
         self._ending = replace(ending, end=found.end, regular=regular, state=self._state)
@@ -275,31 +294,20 @@ class TagReader(CallReader):
             return self._whole(found.end, self._ending)
         return None
 
-    def _forgotten(self, found: Found) -> Reading | None:
-        return self._extend(found, regular=False)
-
-    def _close(self, found: Found, *, regular: bool = True) -> None:
-        """End the value at a closing tag."""
+    def _close(self, found: Found, regular: bool) -> None:
+        """End the value at a closing tag; see `_extend`."""
         if self._ending is not None and self._ending.state == "done":
             self._earlier = self._best(self._ending)
         self._ending = _Ending(found.start, found.end, regular, self._state)
 
-    def _close_forgotten(self, found: Found) -> None:
-        self._close(found, regular=False)
-
-    def _next_block(self, found: Found) -> Reading | None:
+    def _next_block(self, found: Found) -> None:
         """Read a block's start: another call, or text if no call follows."""
-        if self._value is None and self._ending is not None:
-            return self._whole(self._ending.end, self._ending)
         if self._state == "value":
             self._text_follows()
-        return None
 
     def _next_call(self, found: Found) -> Reading | None:
         """Read the start of another call."""
         ending, self._ending = self._ending, None
-        if self._value is None and ending is not None:
-            return self._whole(ending.end, ending)
         known = found.name in self._tools
         if known and (self._second or self._fresh) and not (ending or self._earlier):
             return self._whole_or_none(self._unclosed)

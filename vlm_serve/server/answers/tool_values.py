@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from vlm_serve.grammar.kinds import Kinds, kind_of
+from vlm_serve.grammar.kinds import Kinds, allowed, kind_of
 from vlm_serve.preprocess.reading.values import begins_json
 
 _SPACE = (" ", "\n", "\r", "\t")
@@ -188,8 +188,8 @@ def _json_value(text: str, leaf: Mapping[str, Any]) -> list[Any]:
             return []
     if kinds and (isinstance(value, str) or not _is_of(value, kinds)):
         return []
-    allowed = _allowed(leaf)
-    return [value] if allowed is None or any(_same(value, each) for each in allowed) else []
+    values = allowed(leaf)
+    return [value] if values is None or any(_same(value, each) for each in values) else []
 
 
 _LITERAL = re.compile(
@@ -224,11 +224,11 @@ def _json_escape(found: re.Match[str]) -> str:
 
 def _text_value(text: str, leaf: Mapping[str, Any]) -> list[str]:
     """Return [text] if it satisfies the schema, else []."""
-    kinds, allowed = _kinds(leaf), _allowed(leaf)
+    kinds, values = _kinds(leaf), allowed(leaf)
     if kinds and "string" not in kinds:
         return []
-    if allowed is not None:
-        return [text] if text in allowed else []
+    if values is not None:
+        return [text] if text in values else []
     shortest, longest = leaf.get("minLength"), leaf.get("maxLength")
     if isinstance(shortest, int) and len(text) < shortest:
         return []
@@ -247,13 +247,6 @@ def _edges_fit(text: str, leaf: Mapping[str, Any]) -> bool:
         return "format" not in leaf or text == text.strip()
     first, last = _BLANK_FIRST.match(pattern), _BLANK_LAST.search(pattern)
     return text.startswith(_SPACE) == bool(first) and text.endswith(_SPACE) == bool(last)
-
-
-def _allowed(leaf: Mapping[str, Any]) -> list[Any] | None:
-    if "const" in leaf:
-        return [leaf["const"]]
-    values = leaf.get("enum")
-    return values if isinstance(values, list) else None
 
 
 def _is_of(value: Any, kinds: tuple[str, ...]) -> bool:

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
+from starlette.types import Scope
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.errors import VlmServeError
+from vlm_serve.preprocess.keys import KeyScope
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation, Task, answering
+from vlm_serve.server.api.fields import AnswerRequest
+from vlm_serve.server.api.request_body import read_prompt
+from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.failover.covering import Coverage, CoveredResponse
 from vlm_serve.server.http.errors import envelope, public_error
+from vlm_serve.server.http.request_id import request_id_of, trace_context_of
 from vlm_serve.server.http.streaming import Chunks, stream_response, until_disconnected
-from vlm_serve.server.service import Service
+from vlm_serve.server.http.tenants import share_of
+from vlm_serve.server.service import Preparation, Service
 
+B = TypeVar("B", bound=AnswerRequest)
 Event = dict[str, Any]
 
 
@@ -72,6 +84,69 @@ class ResponseSpec:
     stream: bool
     headers: Mapping[str, str]
     named: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request as it came in.
+
+    Attributes:
+        scope: its ASGI scope.
+        arrival: monotonic time in seconds.
+    """
+
+    service: Service
+    scope: Scope
+    arrival: float
+
+    @property
+    def created(self) -> int:
+        """Unix time in seconds for the answer."""
+        return created_of(self.scope)
+
+    def key_scope(self, body: AnswerRequest) -> KeyScope:
+        """Return whose prompts the request's are."""
+        return self.service.state.key_scope(self.scope, body)
+
+    def task(
+        self,
+        body: AnswerRequest,
+        prepare: Callable[[], Preparation],
+        params: SamplingParams,
+        **others: Any,
+    ) -> Task:
+        """Return the task of one prompt; `others` are further fields of it."""
+        return Task(
+            prepare,
+            params,
+            body.request_id or request_id_of(self.scope),
+            self.arrival,
+            body.priority or 0,
+            trace=trace_context_of(self.scope),
+            attempt=attempt_of(self.scope),
+            share=share_of(self.scope),
+            **others,
+        )
+
+
+async def answer_prompt(
+    service: Service,
+    request: Request,
+    api: str,
+    model: type[B],
+    spec_of: Callable[[Incoming, B, Conversation], ResponseSpec],
+    *reading: Any,
+) -> Response:
+    """Read a request's body and respond to it; it raises as `read_prompt` and `respond` do.
+
+    Args:
+        api, model: see `read_prompt`.
+        spec_of: returns how to respond to a body and the conversation in it.
+        reading: further arguments of `read_prompt`.
+    """
+    incoming = Incoming(service, request.scope, time.monotonic())
+    spec = await read_prompt(service, request, api, model, partial(spec_of, incoming), *reading)
+    return await respond(service, request, spec)
 
 
 async def respond(service: Service, request: Request, spec: ResponseSpec) -> Response:

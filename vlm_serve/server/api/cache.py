@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from vlm_serve.cache.listing import ListedNode
-from vlm_serve.errors import InvalidRequestError, VlmServeError
+from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
@@ -24,6 +24,7 @@ from vlm_serve.server.api.reports import cache_report_body
 from vlm_serve.server.api.request_body import read_json, read_prompt
 from vlm_serve.server.api.unknown_fields import ignored_header
 from vlm_serve.server.api.visible import visible_roots
+from vlm_serve.server.http.errors import NotFoundError
 from vlm_serve.server.http.tenants import is_tenant, refuse_tenants
 from vlm_serve.server.service import Preparation, Service
 
@@ -32,13 +33,6 @@ _NUMBER_DIGITS = 12
 """Hexadecimal digits of a tenant's block numbers, which every JSON reader holds exactly."""
 
 NodeKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-class NodeNotFoundError(VlmServeError):
-    """The cache has no node with this key, or the client may not see it: HTTP 404."""
-
-    status = 404
-    type = "invalid_request_error"
 
 
 class CachePrompt(PromptOrMessages):
@@ -172,7 +166,7 @@ async def node(service: Service, request: Request) -> Response:
     """Return the details of one node: GET /v1/cache/nodes/{key}.
 
     Raises:
-        NodeNotFoundError: the client may see no node with this key.
+        NotFoundError: the client may see no node with this key.
     """
     refuse_unknown(request.query_params, ())
     entry = find_node(service, request, request.path_params["key"])
@@ -197,14 +191,14 @@ def find_node(service: Service, request: Request, key: str) -> ListedNode:
     """Return the node with a hexadecimal key.
 
     Raises:
-        NodeNotFoundError: there is none, or the client may not see it.
+        NotFoundError: there is none, or the client may not see it.
     """
     try:
         entry = service.engine.mirror.find(bytes.fromhex(key))
     except ValueError:
         entry = None
     if entry is None or entry.root not in visible_roots(service, request):
-        raise NodeNotFoundError(
+        raise NotFoundError(
             "the cache has no node with that key", param="key", code="node_not_found"
         )
     return entry

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from vlm_serve.cache.listing import ListedNode
 from vlm_serve.cache.reasons import key_at
 from vlm_serve.engine.validation import check_page
-from vlm_serve.errors import InvalidRequestError, VlmServeError
+from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.api.cache import (
     CachePrompt,
@@ -28,16 +28,10 @@ from vlm_serve.server.api.cache import (
 )
 from vlm_serve.server.api.request_body import read_value
 from vlm_serve.server.api.visible import pin_owner
+from vlm_serve.server.http.errors import NotFoundError
 from vlm_serve.server.http.json_body import validate
 from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Preparation, Service
-
-
-class PinNotFoundError(VlmServeError):
-    """There is no pin with this key, or the client may not see it: HTTP 404."""
-
-    status = 404
-    type = "invalid_request_error"
 
 
 class PinRequest(CachePrompt):
@@ -78,7 +72,7 @@ async def pin(service: Service, request: Request) -> Response:
     """Pin a prompt's KV and state, or those of a node and its ancestors: POST /v1/cache/pin.
 
     Raises:
-        NodeNotFoundError: the client may see no node with this key.
+        NotFoundError: the client may see no node with this key.
         VlmServeError: the request is invalid, or the server does not admit it.
     """
     body, target, headers = await read_value(service, request, partial(_target, service, request))
@@ -116,7 +110,7 @@ async def lift_pin(service: Service, request: Request) -> Response:
     """Lift one pin: DELETE /v1/cache/pins/{key}. What it held may be evicted from now on.
 
     Raises:
-        PinNotFoundError: the client may see no such pin.
+        NotFoundError: the client may see no such pin.
     """
     refuse_unknown(request.query_params, ())
     try:
@@ -125,7 +119,7 @@ async def lift_pin(service: Service, request: Request) -> Response:
         key = b""
     lifted = await _lift(service, request, key)
     if not lifted:
-        raise PinNotFoundError("there is no pin with that key", param="key", code="pin_not_found")
+        raise NotFoundError("there is no pin with that key", param="key", code="pin_not_found")
     return JSONResponse(PinsLifted(lifted=lifted).model_dump())
 
 

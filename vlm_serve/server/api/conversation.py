@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from starlette.types import Scope
-
 from vlm_serve.engine.request import NextTurn
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.keys import KeyScope
@@ -30,14 +28,12 @@ from vlm_serve.server.answers.generation import (
 from vlm_serve.server.answers.next_turn import ParsedTurn
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm, form_of
+from vlm_serve.server.api.answer import Incoming
 from vlm_serve.server.api.fields import AnswerRequest
 from vlm_serve.server.api.request_affinity import affinity_of
 from vlm_serve.server.api.structured import ToolChoice, with_tools
 from vlm_serve.server.api.truncation import prepare_truncated
-from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.errors import renamed_params
-from vlm_serve.server.http.request_id import request_id_of, trace_context_of
-from vlm_serve.server.http.tenants import share_of
 from vlm_serve.server.service import Preparation, Service
 
 SCHEMES = ("data:", "http://", "https://", "file://")
@@ -227,14 +223,15 @@ class ConversationTask:
 
 
 def conversation_task(
-    service: Service, scope: Scope, body: AnswerRequest, parsed: ParsedRequest, arrival: float
+    incoming: Incoming, body: AnswerRequest, parsed: ParsedRequest
 ) -> ConversationTask:
     """Return how to answer a request.
 
     Raises:
         VlmServeError: the server refuses the request before any work is done.
     """
-    choice, params = _enforceable(service, parsed.choice), parsed.params
+    service, params = incoming.service, parsed.params
+    choice = _enforceable(service, parsed.choice)
     keeps_end = params.include_stop_str_in_output and not params.skip_special_tokens
     if choice.mode != "none" and keeps_end:
         raise InvalidRequestError(
@@ -246,33 +243,28 @@ def conversation_task(
     plain = params.structured_outputs
     form = with_tools(plain, choice, schemas, parsed.form_field, _tool_form(service))
     form_field = parsed.form_field if form is plain else "tools"
-    own = service.state.key_scope(scope, body)
+    own = incoming.key_scope(body)
     forms = AnswerForms(
         None if choice.mode == "none" else {name: schemas[name] or {} for name in choice.names},
         _tool_form(service),
         choice.parallel,
     )
     return ConversationTask(
-        task=Task(
-            prepare=partial(parsed.prepare, service, own),
-            params=dataclasses.replace(params, structured_outputs=form),
-            request_id=body.request_id or request_id_of(scope),
-            arrival=arrival,
-            priority=body.priority or 0,
+        task=incoming.task(
+            body,
+            partial(parsed.prepare, service, own),
+            dataclasses.replace(params, structured_outputs=form),
             reasoning=reasoning_parser_of(service),
             calls=choice.mode != "none" and form is None,
             continued=parsed.conversation.continue_final_message,
             clamped=parsed.clamped,
-            trace=trace_context_of(scope),
             names={**parsed.names, "structured_outputs": form_field},
-            affinity=affinity_of(scope),
-            attempt=attempt_of(scope),
+            affinity=affinity_of(incoming.scope),
             next_turn=forms.next_turn,
-            share=share_of(scope),
         ),
         model=service.state.resolve_model(body.model),
         forms=forms,
-        created=created_of(scope),
+        created=incoming.created,
     )
 
 

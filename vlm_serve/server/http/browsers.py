@@ -11,24 +11,10 @@ import ipaddress
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vlm_serve.errors import VlmServeError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.errors import error_for
 from vlm_serve.server.http.request_id import request_id_of
-
-
-class HostNotAllowedError(VlmServeError):
-    """The request's Host is not one of this server's names: HTTP 403."""
-
-    status = 403
-    type = "permission_error"
-
-
-class ForeignOriginError(VlmServeError):
-    """A script of another site has sent the request: HTTP 403."""
-
-    status = 403
-    type = "permission_error"
+from vlm_serve.server.http.tenants import PermissionDeniedError
 
 
 def refuse_foreign_scripts(scope: Scope, config: ServerConfig) -> None:
@@ -38,14 +24,14 @@ def refuse_foreign_scripts(scope: Scope, config: ServerConfig) -> None:
     asking for permission.
 
     Raises:
-        ForeignOriginError: the request's origin is neither this server nor an allowed one.
+        PermissionDeniedError: the request's origin is neither this server nor an allowed one.
     """
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     origin = headers.get(b"origin")
     if origin is None or {"*", origin} & {*config.allowed_origins}:
         return
     if origin.partition("://")[2] != headers.get(b"host"):
-        raise ForeignOriginError(
+        raise PermissionDeniedError(
             "scripts of that origin may not do that; --allowed-origins names those that may",
             code="origin_not_allowed",
         )
@@ -105,7 +91,7 @@ class HostCheck:
         if scope["type"] != "http" or self._all or self._is_ours(scope):
             await self._app(scope, receive, send)
             return
-        refusal = HostNotAllowedError(
+        refusal = PermissionDeniedError(
             "this server does not answer for that Host; --allowed-hosts names further ones",
             code="host_not_allowed",
         )

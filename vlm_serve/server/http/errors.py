@@ -37,6 +37,12 @@ class AuthenticationError(VlmServeError):
     type = "authentication_error"
 
 
+class NotFoundError(InvalidRequestError):
+    """There is no such thing, or the client may not see it: HTTP 404."""
+
+    status = 404
+
+
 class BodyTooLargeError(InvalidRequestError):
     """The request body is over the server's limit: HTTP 413."""
 

@@ -5,21 +5,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Protocol
 
-from vlm_serve.server.http.connection import OpenConnection
-
-
-class HandshakePool(Protocol):
-    """The open connections of a server, as a handshake sees them."""
-
-    def admit(self, connection: OpenConnection) -> None:
-        """Add a new connection, or abort it."""
-        ...
-
-    def forget(self, connection: OpenConnection) -> None:
-        """Remove a lost connection."""
-        ...
+from vlm_serve.server.http.connection import ConnectionPool
 
 
 class Handshake(asyncio.Protocol):
@@ -39,7 +26,7 @@ class Handshake(asyncio.Protocol):
 
     def __init__(
         self,
-        connections: HandshakePool,
+        connections: ConnectionPool,
         make: Callable[[], asyncio.Protocol],
         context: ssl.SSLContext,
         seconds: float,

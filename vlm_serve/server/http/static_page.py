@@ -64,19 +64,19 @@ SAFETY_HEADERS = {
 
 
 class StaticPage:
-    """ASGI layer with the page's files; it passes on all other requests.
+    """ASGI layer with the page's files below `/`, and the index at `/` too; it passes on all
+    other requests.
 
     Args:
         app: the application behind it.
-        folder: its files are served below `/`, the index at `/` too.
 
     Attributes:
         paths: raw paths of the files.
     """
 
-    def __init__(self, app: ASGIApp, folder: Path = PAGE_FOLDER) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._files = _read(folder)
+        self._files = _read(PAGE_FOLDER)
         self.paths = frozenset(self._files)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

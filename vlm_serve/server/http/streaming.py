@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -45,8 +45,12 @@ async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
     Raises:
         ClientGoneError: the client has disconnected.
     """
+    return await _until_gone(work, request.receive)
+
+
+async def _until_gone(work: Awaitable[_T], receive: Receive) -> _T:
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(disconnected(request.receive))
+    watching = asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -109,15 +113,8 @@ STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 async def sent_until_disconnected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
     """Send a response until it ends or the client disconnects; raise what ends the sending."""
-    sending = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(disconnected(receive))
-    try:
-        await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if sending.done():
-            sending.result()
-    finally:
-        await cancelled(watching)
-        await cancelled(sending)
+    with suppress(ClientGoneError):
+        await _until_gone(work, receive)
 
 
 class EventStream(Response):

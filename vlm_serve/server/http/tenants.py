@@ -31,7 +31,7 @@ class Owner:
 
 
 class PermissionDeniedError(VlmServeError):
-    """The API key is valid but does not permit this: HTTP 403."""
+    """Such a client may not do this, whatever its request says: HTTP 403."""
 
     status = 403
     type = "permission_error"

@@ -11,17 +11,17 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
-from starlette.types import Scope
 
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.api.answer import Incoming
 from vlm_serve.server.api.bodies import Optional
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
-from vlm_serve.server.api.conversation import ConversationTask, conversation_task
+from vlm_serve.server.api.chat.route import chat_task
+from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.generate.request import TokenSampling
 from vlm_serve.server.api.request_body import read_prompt
-from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.service import Service
 
@@ -57,7 +57,7 @@ async def render_chat(service: Service, request: Request) -> Response:
     Raises:
         VlmServeError: the request is invalid, or the server does not admit it.
     """
-    make = partial(_chat, service, request.scope, time.monotonic())
+    make = partial(_chat, Incoming(service, request.scope, time.monotonic()))
     body, chat, headers = await read_prompt(service, request, "chat", ChatCompletionRequest, make)
     with service.admission.admitted(), renamed_params(chat.task.names):
         prompt = await service.prepare(chat.task.prepare)
@@ -66,16 +66,9 @@ async def render_chat(service: Service, request: Request) -> Response:
 
 
 def _chat(
-    service: Service,
-    scope: Scope,
-    arrival: float,
-    body: ChatCompletionRequest,
-    conversation: Conversation,
+    incoming: Incoming, body: ChatCompletionRequest, conversation: Conversation
 ) -> tuple[ChatCompletionRequest, ConversationTask, dict[str, str]]:
-    ignored = ignored_fields(body.model_extra or {})
-    parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
-    chat = conversation_task(service, scope, body, parsed, arrival)
-    return body, chat, ignored_header(ignored + parsed.conversation.ignored)
+    return body, *chat_task(incoming, body, conversation)
 
 
 def _rendered(

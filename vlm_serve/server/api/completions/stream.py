@@ -31,13 +31,13 @@ class CompletionStream(AnswerStream):
         tokenizer: Tokenizer,
         generations: Sequence[Generation],
         *,
-        response_id: str,
         model: str,
         created: int,
     ) -> None:
         self._body = body
         self._generations = generations
-        self._id, self._model, self._created = response_id, model, created
+        self._id = f"cmpl-{generations[0].task.request_id}"
+        self._model, self._created = model, created
         self._choices = [
             [
                 CompletionChoiceState(tokenizer, body, number * count + index, generation.prompt)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
 
 from fastapi import Request
 from starlette.responses import Response
-from starlette.types import Scope
 
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.server.answers.generation import Generation, Task
-from vlm_serve.server.api.answer import ResponseSpec, respond
+from vlm_serve.server.answers.generation import Generation
+from vlm_serve.server.api.answer import Incoming, ResponseSpec, answer_prompt
 from vlm_serve.server.api.generate.request import (
     GENERATE_REFUSED,
     SAMPLING_UNIMPLEMENTED,
@@ -21,48 +19,34 @@ from vlm_serve.server.api.generate.request import (
 from vlm_serve.server.api.generate.stream import GenerateStream
 from vlm_serve.server.api.prompts import prepare_tokens
 from vlm_serve.server.api.request_affinity import affinity_of
-from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.http.errors import renamed_params
-from vlm_serve.server.http.request_id import request_id_of, trace_context_of
-from vlm_serve.server.http.tenants import share_of
 from vlm_serve.server.service import Service
 
 
 async def generate(service: Service, request: Request) -> Response:
     """Continue a prompt of token ids. It raises as `respond` does."""
-    make_spec = partial(_spec, service, request.scope, time.monotonic())
-    return await respond(
-        service,
-        request,
-        await read_prompt(service, request, "generate", GenerateRequest, make_spec),
-    )
+    return await answer_prompt(service, request, "generate", GenerateRequest, _spec)
 
 
-def _spec(
-    service: Service, scope: Scope, arrival: float, body: GenerateRequest, _: Conversation
-) -> ResponseSpec:
-    headers = ignored_header(_ignored(body))
-    own = service.state.key_scope(scope, body)
-    model, created = service.state.resolve_model(body.model), created_of(scope)
+def _spec(incoming: Incoming, body: GenerateRequest, _: Conversation) -> ResponseSpec:
+    headers, service = ignored_header(_ignored(body)), incoming.service
+    own = incoming.key_scope(body)
+    model = service.state.resolve_model(body.model)
 
     def stream_of(generations: Sequence[Generation]) -> GenerateStream:
-        return GenerateStream(body, service.tokenizer, generations[0], model=model, created=created)
+        return GenerateStream(
+            body, service.tokenizer, generations[0], model=model, created=incoming.created
+        )
 
     params = body.params()
     kept = params.kept_prompt_tokens(service.engine.max_model_len)
-    task = Task(
+    task = incoming.task(
+        body,
         partial(prepare_tokens, service, body.token_ids, own, kept),
         params,
-        body.request_id or request_id_of(scope),
-        arrival,
-        body.priority or 0,
-        trace=trace_context_of(scope),
         names=body.names,
-        affinity=affinity_of(scope),
-        attempt=attempt_of(scope),
-        share=share_of(scope),
+        affinity=affinity_of(incoming.scope),
     )
     return ResponseSpec([task], stream_of, bool(body.stream), headers)
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from functools import partial
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
-from starlette.types import Scope
 
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.answer import ResponseSpec, respond
+from vlm_serve.server.api.answer import Incoming, ResponseSpec, answer_prompt
 from vlm_serve.server.api.conversation import (
     ParsedRequest,
     conversation_task,
@@ -68,23 +65,12 @@ def _parsed(
 
 async def create_message(service: Service, request: Request) -> Response:
     """Answer a conversation. It raises as `respond` does."""
-    make_spec = partial(_spec, service, request.scope, time.monotonic())
-    return await respond(
-        service,
-        request,
-        await read_prompt(service, request, "messages", MessagesRequest, make_spec),
-    )
+    return await answer_prompt(service, request, "messages", MessagesRequest, _spec)
 
 
-def _spec(
-    service: Service,
-    scope: Scope,
-    arrival: float,
-    body: MessagesRequest,
-    conversation: Conversation,
-) -> ResponseSpec:
-    headers, parsed = _parsed(service, body, conversation)
-    chat = conversation_task(service, scope, body, parsed, arrival)
+def _spec(incoming: Incoming, body: MessagesRequest, conversation: Conversation) -> ResponseSpec:
+    headers, parsed = _parsed(incoming.service, body, conversation)
+    chat = conversation_task(incoming, body, parsed)
 
     def stream_of(generations: Sequence[Generation]) -> MessageStream:
         return MessageStream(body, chat, generations[0])

@@ -11,6 +11,7 @@ from starlette.types import Scope
 from vlm_serve.errors import FieldError, InvalidRequestError, UnsupportedFieldError
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.failover.attempt import Attempt, attempt_of, new_token
+from vlm_serve.server.http.errors import NotFoundError
 from vlm_serve.server.http.tenants import Owner, owner_of
 from vlm_serve.server.response_store import (
     ResponseStore,
@@ -28,12 +29,6 @@ _ID_PREFIXES = {
     "function_call_output": "fco_",
     "reasoning": "rs_",
 }
-
-
-class ResponseNotFoundError(InvalidRequestError):
-    """No such response is stored for this key and salt: HTTP 404."""
-
-    status = 404
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ def new_turn(service: Service, scope: Scope, body: ResponsesRequest) -> NewTurn:
 
     Raises:
         UnsupportedFieldError: it continues a response, but the server stores none.
-        ResponseNotFoundError: it continues an unknown response.
+        NotFoundError: it continues an unknown response.
         InvalidRequestError: it must be stored, but its conversation is too large, or it has an
             infinite number.
     """
@@ -130,11 +125,11 @@ def find_response(
     """Return a stored response.
 
     Raises:
-        ResponseNotFoundError: there is none, or it belongs to another owner.
+        NotFoundError: there is none, or it belongs to another owner.
     """
     turn = None if responses is None else responses.find(owner, response_id)
     if turn is None:
-        raise ResponseNotFoundError(
+        raise NotFoundError(
             f"there is no response {response_id[:128]!r}", param=param, code="response_not_found"
         )
     return turn

@@ -9,8 +9,8 @@ from starlette.types import Scope
 
 from vlm_serve.errors import UnsupportedFieldError
 from vlm_serve.preprocess.reading.items import is_reference
-from vlm_serve.server.api.responses.new_turn import ResponseNotFoundError
 from vlm_serve.server.api.responses.request import ResponsesRequest
+from vlm_serve.server.http.errors import NotFoundError
 from vlm_serve.server.http.tenants import owner_of
 from vlm_serve.server.service import Service
 
@@ -22,7 +22,7 @@ def with_references(
 
     Raises:
         UnsupportedFieldError: there are references, but the server stores no responses.
-        ResponseNotFoundError: the owner has no stored item of that id.
+        NotFoundError: the owner has no stored item of that id.
     """
     if isinstance(body.input, str):
         return value
@@ -40,7 +40,7 @@ def with_references(
     found = responses.find_items(owner_of(scope, body.cache_salt), named.keys())
     for item_id, at in named.items():
         if item_id not in found:
-            raise ResponseNotFoundError(
+            raise NotFoundError(
                 f"input[{at}]: there is no stored item {item_id[:128]!r}",
                 param=f"input[{at}]",
                 code="item_not_found",

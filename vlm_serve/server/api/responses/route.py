@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
-from starlette.types import Scope
 
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_past
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.answer import ResponseSpec, respond
+from vlm_serve.server.api.answer import Incoming, ResponseSpec, answer_prompt
 from vlm_serve.server.api.conversation import (
     ParsedRequest,
     conversation_task,
@@ -57,10 +55,8 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
         parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
         return ignored_header(ignored + parsed.conversation.ignored), parsed, owner.salt
 
-    known = partial(with_references, service, request.scope)
-    past_bytes = partial(bytes_of_past, service, request.scope)
     headers, parsed, salt = await read_prompt(
-        service, request, "responses", ResponsesRequest, parse, known, past_bytes
+        service, request, "responses", ResponsesRequest, parse, *_past(service, request)
     )
     answer = InputTokens(input_tokens=await count_tokens(service, parsed, salt))
     return JSONResponse(answer.model_dump(), headers=headers)
@@ -68,32 +64,27 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
 
 async def create_response(service: Service, request: Request) -> Response:
     """Answer a conversation. It raises as `respond` does."""
-    make_spec = partial(_spec, service, request.scope, time.monotonic())
-    known = partial(with_references, service, request.scope)
-    past_bytes = partial(bytes_of_past, service, request.scope)
-    return await respond(
-        service,
-        request,
-        await read_prompt(
-            service, request, "responses", ResponsesRequest, make_spec, known, past_bytes
-        ),
+    past = _past(service, request)
+    return await answer_prompt(service, request, "responses", ResponsesRequest, _spec, *past)
+
+
+def _past(service: Service, request: Request) -> tuple[partial[Any], partial[int]]:
+    """Return what `read_prompt` adds of stored responses to a body, and how it counts them."""
+    return (
+        partial(with_references, service, request.scope),
+        partial(bytes_of_past, service, request.scope),
     )
 
 
-def _spec(
-    service: Service,
-    scope: Scope,
-    arrival: float,
-    body: ResponsesRequest,
-    conversation: Conversation,
-) -> ResponseSpec:
+def _spec(incoming: Incoming, body: ResponsesRequest, conversation: Conversation) -> ResponseSpec:
+    service = incoming.service
     ignored = ["store"] if body.store and service.state.responses is None else []
     ignored += ignored_fields(body.model_extra or {}, RESPONSES_UNIMPLEMENTED)
-    turn = new_turn(service, scope, body)
+    turn = new_turn(service, incoming.scope, body)
     read_past(turn.past, conversation)
     parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
     ignored += parsed.conversation.ignored
-    chat = conversation_task(service, scope, body, parsed, arrival)
+    chat = conversation_task(incoming, body, parsed)
 
     def stream_of(generations: Sequence[Generation]) -> ResponseStream:
         return ResponseStream(body, chat, service.tokenizer, generations[0], turn)

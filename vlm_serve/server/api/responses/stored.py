@@ -33,7 +33,7 @@ async def get_response(service: Service, request: Request) -> Response:
     """Return a stored response's body.
 
     Raises:
-        ResponseNotFoundError: no such response is stored for this owner.
+        NotFoundError: no such response is stored for this owner.
     """
     if request.query_params.get("stream", "false") != "false":
         raise unsupported("stream", request.query_params["stream"])
@@ -44,7 +44,7 @@ async def delete_response(service: Service, request: Request) -> Response:
     """Delete a stored response. Later responses in its conversation keep its items.
 
     Raises:
-        ResponseNotFoundError: no such response is stored for this owner.
+        NotFoundError: no such response is stored for this owner.
     """
     _turn(service, request)
     assert service.state.responses is not None
@@ -57,7 +57,7 @@ async def list_input_items(service: Service, request: Request) -> Response:
     """Return a page of the items from which a response was made.
 
     Raises:
-        ResponseNotFoundError: no such response is stored for this owner.
+        NotFoundError: no such response is stored for this owner.
         InvalidRequestError: `after`, `order` or `limit` is invalid.
     """
     turn, query = _turn(service, request), request.query_params
