@@ -1,11 +1,10 @@
 """Compare the CPU ops with what they replace, in pairs within one run.
 
     python benchmarks/kernels_cpu.py [--threads 2] [--rounds 9] [--only gated-delta,attention,...]
-        [--torch] [--before FOLDER] [--isa avx2]
+        [--before FOLDER] [--isa avx2]
 
-`--torch` leaves our side to torch too, as on a machine without a C++ compiler. `--before` runs the
-same cases in a child on another checkout (before / ours is due at 0.9 or more). `--only products`
-measures the products alone, `--only decode` a decode step beside its products.
+`--before` runs the same cases in a child on another checkout (before / ours is due at 0.9 or more).
+`--only products` measures the products alone, `--only decode` a decode step beside its products.
 
 Sizes are those of the 49M-parameter benchmark checkpoint: hidden 512, GDN with 4 key and 8 value
 heads of 128, attention with 8 query and 2 key heads of 128 (of 256 for a single query, whose keys
@@ -222,7 +221,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default=",".join([*CASES, "products", "decode"]))
-    parser.add_argument("--torch", action="store_true")
     parser.add_argument("--before", type=Path, help="checkout of a commit to compare with")
     add_isa_argument(parser)
     return parser.parse_args()
@@ -237,7 +235,7 @@ def main() -> None:
     retained = retain_freed_memory()  # For both sides, or page faults would be compared.
     chosen = arguments.only.split(",")
     if is_child():
-        with compiled_kernels(not arguments.torch):
+        with compiled_kernels():
             serve(ours(chosen))
         return
     imported = Path(vlm_serve.__file__)
@@ -245,11 +243,10 @@ def main() -> None:
     before = None if arguments.before is None else Before(arguments.before.resolve(), ROOT)
     print(describe(arguments.threads))
     print(f"torch {torch.__version__}, memory retained: {retained}")
-    print(f"our kernels: {'torch' if arguments.torch else 'compiled'}", flush=True)
     if before is not None:
         print(f"before: commit {commit(arguments.before)}", flush=True)
     try:
-        with compiled_kernels(not arguments.torch):
+        with compiled_kernels():
             if any(name in CASES for name in chosen):
                 run(chosen, arguments.rounds, before)
             if "products" in chosen:
@@ -258,7 +255,7 @@ def main() -> None:
         if before is not None:
             before.close()
     if "decode" in chosen:
-        decode(3 * arguments.rounds, compiled=not arguments.torch)
+        decode(3 * arguments.rounds)
 
 
 def ours(chosen: Sequence[str]) -> Iterator[dict[str, Callable[[], object]]]:
@@ -269,7 +266,7 @@ def ours(chosen: Sequence[str]) -> Iterator[dict[str, Callable[[], object]]]:
         yield from (case.ours() for case in products())
 
 
-def decode(rounds: int, *, compiled: bool) -> None:
+def decode(rounds: int) -> None:
     """Prints the table of decode steps."""
     # Its model is driven in ways that earlier commits do not know, which need not measure it.
     from common.kernels_cpu_step import DecodeStep
@@ -278,7 +275,7 @@ def decode(rounds: int, *, compiled: bool) -> None:
     with checkpoint(None) as path:
         for dtype in DTYPES:
             for batch, context in ((1, 128), (8, 128), (8, 1024)):
-                step = DecodeStep(path, dtype, batch, context, compiled)
+                step = DecodeStep(path, dtype, batch, context)
                 print(step.row(rounds), flush=True)
 
 

@@ -1,8 +1,8 @@
 """Choice of backend: the only place where an op's implementation is picked.
 
-An op's folder holds its implementations side by side: `torch_cpu`, and where they exist `compiled`
-and `triton`, all with the same signature. Its `__init__` declares them as an `Op`. The public
-functions there check their arguments and call that op.
+An op's folder holds its implementations side by side: `reference`, which is plain torch, and where
+they exist `compiled` and `triton`, all with the same signature. Its `__init__` declares them as an
+`Op`. The public functions there check their arguments and call that op.
 """
 
 from __future__ import annotations
@@ -163,6 +163,17 @@ def compiled_kernels(wanted: bool = True) -> Iterator[None]:
         _compiled.reset(token)
 
 
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Run the plain implementations for CPU tensors inside the block, of ops within ops too."""
+    with compiled_kernels(False):
+        token = _triton_everywhere.set(False)
+        try:
+            yield
+        finally:
+            _triton_everywhere.reset(token)
+
+
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Direct launches inside the block to this device; a thread uses the first GPU otherwise."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -172,7 +183,7 @@ def describe(device: torch.device) -> str:
     """Return a line for the start-up log: the path that ops take on a device, and why."""
     if device.type == "cpu":
         reason = "" if torch.cuda.is_available() else " (no GPU found)"
-        return f"kernels: torch CPU path, {torch.get_num_threads()} threads{reason}"
+        return f"kernels: plain torch on the CPU, {torch.get_num_threads()} threads{reason}"
     if importlib.util.find_spec("triton") is None:
         return f"kernels: none for {device} (Triton is not installed)"
     return f"kernels: Triton on {device}"

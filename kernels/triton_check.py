@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.dispatch import Op, plain_torch
 
 TOLERANCES = {torch.float32: 2e-3, torch.float8_e4m3fn: 0.15}
 """Largest difference by type, relative to the largest value of the host's result."""
@@ -169,7 +169,8 @@ class _Checked:
     def _expected(self, name: str, arguments: Any) -> tuple[Any] | None:
         """Return torch's results; None if the host cannot compute with these arguments."""
         try:
-            return (self._op.torch(*arguments[0], **arguments[1]),)
+            with plain_torch():
+                return (self._op.torch(*arguments[0], **arguments[1]),)
         except Exception as error:
             _log.warning("%s was not checked: %s", name, error)
             return None

@@ -38,7 +38,6 @@ from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.engine.warm_up import warm_up
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.kv_write import copy_kv_rows
-from vlm_serve.kernels.linear import torch_dense
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.state_copy import copy_rows
 from vlm_serve.kernels.triton_support import Launch, Target, record_launches
@@ -318,7 +317,6 @@ def main() -> None:
     torch.set_num_threads(1)
     with (
         patch.object(feed_forward, "stacked_experts", lambda device: True),
-        patch.object(torch_dense, "_packable_dtypes", lambda: ()),
         patch.object(cache_layout, "_room", as_on_a_gpu),
     ):
         config = replace(CONFIG, **given.options)

@@ -98,14 +98,15 @@ def table(head: str, rows: list[tuple[str, ...]]) -> str:
 def op_row(module: str, name: str) -> tuple[str, str, str, str]:
     """Return an op's cells: compiled on a CPU, torch on a CPU, on a GPU, kernels launched."""
     op = ops(module)[name]
-    compiled = "-"
+    compiled, torch = "-", _target(op.torch)
     if op.compiled is not None:
         symbols = native_symbols(reachable(*op.compiled.split(":")))
         compiled = ", ".join(f"`{each}` (`{defined_at(each)}`)" for each in symbols)
-        compiled = compiled or "its ops, one by one"
+    if op.torch.endswith("by_ops"):
+        compiled = torch = "its ops, one by one"
     gpu = "torch, as on a CPU" if op.triton is None else _target(op.triton)
     kernels = "-" if op.triton is None else ", ".join(launched(op.triton))
-    return compiled, _target(op.torch), gpu, kernels
+    return compiled, torch, gpu, kernels
 
 
 def _target(target: str) -> str:

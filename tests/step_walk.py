@@ -171,7 +171,7 @@ def ops(module: str) -> dict[str, Op]:
 
 
 def _implementation(module: str, node: ast.AST) -> str:
-    """Return "module:function" of `torch_cpu.rms_norm` or of a name."""
+    """Return "module:function" of `reference.rms_norm` or of a name."""
     text = ast.unparse(node)
     owner, _, name = text.rpartition(".")
     return f"{imports(module)[owner]}{name}" if owner else f"{module}:{text}"

@@ -15,7 +15,7 @@ from common.engine_peers import Completions, LlamaCpp, find_llama, find_vllm, ll
 from common.engine_server import Server, Unavailable
 from common.machine import ROOT
 
-OURS, BEFORE, PLAIN = "vlm-serve", "vlm-serve before", "vlm-serve, no compiled kernels"
+OURS, BEFORE = "vlm-serve", "vlm-serve before"
 TRANSFORMERS, VLLM, LLAMA = "transformers", "vLLM", "llama.cpp"
 
 T = TypeVar("T")
@@ -83,7 +83,6 @@ class Peers:
                 if name == OURS:
                     raise
                 print(f"photographs: {name} skipped: {error}", flush=True)
-        sides[PLAIN] = stack.enter_context(self._serve(ROOT, "--no-compiled-kernels"))
         if self._vllm is not None:
             sides[VLLM] = self._vllm.server
         started = self._enter_llama(stack, tower=True)

@@ -22,8 +22,8 @@ from candidates.prepare import prepare_chunks  # noqa: E402
 from candidates.scan import scan  # noqa: E402
 from triton_case import prefill_case  # noqa: E402
 
-from vlm_serve.kernels.causal_conv import torch_cpu as conv_cpu  # noqa: E402
-from vlm_serve.kernels.gated_delta import chunk_triton, torch_cpu  # noqa: E402
+from vlm_serve.kernels.causal_conv import reference as conv_reference  # noqa: E402
+from vlm_serve.kernels.gated_delta import chunk_triton, reference  # noqa: E402
 from vlm_serve.kernels.gated_delta import triton as serving  # noqa: E402
 from vlm_serve.kernels.gated_delta.tokens import Tokens  # noqa: E402
 from vlm_serve.kernels.metadata import PrefillMeta  # noqa: E402
@@ -117,7 +117,7 @@ def check_delta(call: Call, case: Case, dtype: torch.dtype) -> tuple[float, bool
     tokens = inputs(meta.num_tokens, heads, dtype)
     state = 0.1 * torch.randn(rows, heads[1], heads[2], heads[2])
     after = state.clone()
-    expected = torch_cpu.chunk_gated_delta(tokens, after, fresh(meta))
+    expected = reference.gated_delta(tokens, after, fresh(meta))
     placed, worst, outs = Tokens(*(x.to(DEVICE) for x in tokens)), 0.0, []
     for _ in range(RUNS):
         own = state.to(DEVICE, copy=True)
@@ -134,7 +134,7 @@ def check_convolution(span: int, case: Case, dtype: torch.dtype) -> tuple[float,
     x, weight, tails = x.to(dtype), weight.to(dtype), torch.randn(rows, channels, 3).to(dtype)
     placed = [part.to(DEVICE) for part in (x, weight, tails)]
     outs = [convolve(*placed, fresh(meta), span) for _ in range(RUNS)]
-    expected = conv_cpu.causal_conv_prefill(x, weight, tails, fresh(meta))
+    expected = conv_reference.causal_conv(x, weight, tails, fresh(meta))
     return difference(outs[0], expected), all(torch.equal(outs[0], out) for out in outs)
 
 

@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from kernel_oracles import (
+    attention_reference,
+    causal_conv_reference,
+    gated_delta_reference,
+    rms_norm_reference,
+    routed_experts_reference,
+)
 
 from common import gpu_few_codes, gpu_few_rows
 from common.gpu_shapes import QWEN_27B, QWEN_35B_A3B, Shapes
 from common.gpu_work import Work
 from vlm_serve.kernels.causal_conv import causal_conv_prefill
-from vlm_serve.kernels.causal_conv.reference import causal_conv_reference
 from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
-from vlm_serve.kernels.gated_delta.reference import gated_delta_reference
 from vlm_serve.kernels.kv_write import write_kv
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.moe import routed_experts
-from vlm_serve.kernels.moe.reference import routed_experts_reference
 from vlm_serve.kernels.norms import rms_norm
-from vlm_serve.kernels.norms.reference import rms_norm_reference
 from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
-from vlm_serve.kernels.paged_attention.reference import attention_reference
 from vlm_serve.kernels.state_copy import copy_rows
 
 if TYPE_CHECKING:

@@ -21,20 +21,15 @@ class DecodeStep:
 
     Args:
         checkpoint: a dense one.
-        compiled: by compiled kernels, else by torch.
     """
 
-    def __init__(
-        self, checkpoint: Path, dtype: torch.dtype, batch: int, context: int, compiled: bool
-    ) -> None:
-        self._compiled = compiled
-        self._model = load_model(checkpoint, dtype, "cpu", compiled=compiled)
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, batch: int, context: int) -> None:
+        self._model = load_model(checkpoint, dtype, "cpu", compiled=True)
         blocks = batch * -(-context // BLOCK)
         self._driver = Driver(self._model, block_size=BLOCK, num_blocks=blocks, num_rows=batch)
         for pool in self._driver.caches.tensors.values():
             pool.zero_()
-        if compiled:
-            self._model.compile_steps(self._driver.caches)
+        self._model.compile_steps(self._driver.caches)
         decoder = self._model._decoder
         parts = [part for layer in decoder.layers for part in (layer.mixer, layer.feed_forward)]
         values = [getattr(part, name) for part in parts for name in part.__slots__]
@@ -51,7 +46,7 @@ class DecodeStep:
 
     def gemms(self) -> None:
         """The same projections on the same number of rows, and nothing else."""
-        with compiled_kernels(self._compiled):
+        with compiled_kernels():
             for weight in self._projections:
                 weight(torch.zeros(self._batch, weight.depth, dtype=self._model.dtype))
 

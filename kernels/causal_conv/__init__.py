@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from vlm_serve.kernels.causal_conv import compiled, torch_cpu
+from vlm_serve.kernels.causal_conv import compiled, reference
 from vlm_serve.kernels.checks import (
     FLOAT_DTYPES,
     KernelArgumentError,
@@ -26,12 +26,12 @@ from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 
 _TRITON = "vlm_serve.kernels.causal_conv.triton"
 _prefill = Op(
-    torch_cpu.causal_conv_prefill,
+    reference.causal_conv,
     compiled=compiled.causal_conv,
     triton=f"{_TRITON}:causal_conv_prefill",
 )
 _decode = Op(
-    torch_cpu.causal_conv_decode,
+    reference.causal_conv,
     compiled=compiled.causal_conv,
     triton=f"{_TRITON}:causal_conv_decode",
 )

@@ -1,14 +1,31 @@
-"""Reference causal depthwise convolution, the oracle of tests."""
+"""Causal depthwise convolution by torch, sequence by sequence."""
 
 from __future__ import annotations
 
 import torch
 
+from vlm_serve.kernels.elementwise.reference import times_sigmoid
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
+from vlm_serve.kernels.plain import sequences, widened
 
-def causal_conv_reference(
+
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta | DecodeMeta
+) -> torch.Tensor:
+    """Convolve prefill and decode alike: a decode token is a slice of one."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    for begin, end, source, kept in sequences(meta):
+        tail = None if source < 0 else tails[source]
+        out[begin:end], seen = convolve(x[begin:end], weight, tail)
+        for token, row in kept:
+            tails[row] = seen[token - begin :][: tails.shape[2]].T
+    return out
+
+
+def convolve(
     x: torch.Tensor, weight: torch.Tensor, tail: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve one sequence, token by token, in float64; the oracle of tests.
+    """Convolve one sequence.
 
     Args:
         x: `[n, C]`.
@@ -16,17 +33,13 @@ def causal_conv_reference(
         tail: `[C, K - 1]` or None for zeros.
 
     Returns:
-        (output `[n, C]` float64, the tails after 0, 1, ... n tokens, `[n + 1, C, K - 1]` in x's
-        dtype).
+        (output `[n, C]`, all inputs `[K - 1 + n, C]`: those of the tail first).
     """
-    channels, width = weight.shape
-    window = x.new_zeros(channels, width - 1) if tail is None else tail
-    outputs, tails = [], [window]
-    for token in x:
-        seen = torch.cat([window, token[:, None]], dim=1)
-        total = (seen.double() * weight.double()).sum(1)
-        outputs.append(total * torch.sigmoid(total))
-        window = seen[:, 1:]
-        tails.append(window)
-    empty = x.new_zeros(0, channels, dtype=torch.float64)
-    return torch.stack(outputs) if outputs else empty, torch.stack(tails)
+    count, taps = len(x), weight.shape[1]
+    before = x.new_zeros(taps - 1, x.shape[1]) if tail is None else tail.T
+    seen = torch.cat([before, x])
+    wide, factors = widened(seen), widened(weight)
+    total = wide[:count] * factors[:, 0]
+    for tap in range(1, taps):
+        total = total + wide[tap : tap + count] * factors[:, tap]
+    return times_sigmoid(total, total).to(x.dtype), seen

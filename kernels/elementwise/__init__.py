@@ -1,4 +1,4 @@
-"""Sigmoid and SiLU with bits that depend on the element alone.
+"""Activations with bits that depend on the element alone.
 
 torch computes the last elements of each thread's share of a tensor on a scalar path. It differs
 from the vector path in the last bit, so an element's bits depend on the size of its batch and on
@@ -8,16 +8,19 @@ the number of threads. `exp`, `log1p` and exact operations have no such path (me
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.elementwise import compiled, torch_cpu
+from vlm_serve.kernels.elementwise import compiled, reference
 
 _TRITON = "vlm_serve.kernels.elementwise.triton"
 _times_sigmoid = Op(
-    torch_cpu.times_sigmoid, compiled=compiled.times_sigmoid, triton=f"{_TRITON}:times_sigmoid"
+    reference.times_sigmoid, compiled=compiled.times_sigmoid, triton=f"{_TRITON}:times_sigmoid"
 )
-_silu_times = Op(torch_cpu.silu_times, compiled=compiled.silu_times, triton=f"{_TRITON}:silu_times")
+_silu_times = Op(reference.silu_times, compiled=compiled.silu_times, triton=f"{_TRITON}:silu_times")
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -39,3 +42,24 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
     """Compute `log(1 + exp(x))` without overflow, float32."""
     x = x.float()
     return torch.abs(x).neg_().exp_().log1p_().add_(x.clamp(min=0))
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Compute `x * Phi(x)`, in the dtype of x."""
+    wide = x.float()
+    return (wide * 0.5 * (1.0 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """Compute the approximation of `gelu` by a hyperbolic tangent, in the dtype of x."""
+    wide = x.float()
+    inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+    return (wide * 0.5 * (1.0 + torch.tanh(inner))).to(x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+}
+"""By the name that a product takes."""

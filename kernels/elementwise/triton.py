@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlm_serve.kernels.elementwise import torch_cpu
+from vlm_serve.kernels.elementwise import reference
 from vlm_serve.kernels.triton_support import launch
 
 _BLOCK = 1024
@@ -48,13 +48,13 @@ def _product_kernel(
 def times_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     alike = x.dim() == 2 and _dense(x) and _dense(gate) and gate.shape[0] == x.shape[0]
     if not alike or gate.shape[1] not in (1, x.shape[1]):
-        return torch_cpu.times_sigmoid(x, gate)
+        return reference.times_sigmoid(x, gate)
     return _product(x, gate, silu=False)
 
 
 def silu_times(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 2 or not (_dense(x) and _dense(gate)):
-        return torch_cpu.silu_times(gate, x)
+        return reference.silu_times(gate, x)
     return _product(x, gate, silu=True)
 
 

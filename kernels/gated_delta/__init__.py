@@ -23,27 +23,27 @@ from vlm_serve.kernels.checks import (
     check_verify_meta,
 )
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.gated_delta import compiled, torch_cpu, torch_drafts
+from vlm_serve.kernels.gated_delta import compiled, reference
 from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
 
 _TRITON = "vlm_serve.kernels.gated_delta.triton"
 _chunk = Op(
-    torch_cpu.chunk_gated_delta,
+    reference.gated_delta,
     compiled=compiled.gated_delta,
     triton=f"{_TRITON}:chunk_gated_delta",
     others={"fla": "vlm_serve.kernels.gated_delta.fla:chunk_gated_delta"},
 )
 _recurrent = Op(
-    torch_cpu.recurrent_gated_delta,
+    reference.gated_delta,
     compiled=compiled.gated_delta,
     triton=f"{_TRITON}:recurrent_gated_delta",
 )
 _DRAFTS_TRITON = "vlm_serve.kernels.gated_delta.drafts_triton"
-_verify = Op(torch_drafts.verify_gated_delta, triton=f"{_DRAFTS_TRITON}:verify_gated_delta")
-_fold = Op(torch_drafts.fold_gated_delta, triton=f"{_DRAFTS_TRITON}:fold_gated_delta")
+_verify = Op(reference.verify_gated_delta, triton=f"{_DRAFTS_TRITON}:verify_gated_delta")
+_fold = Op(reference.fold_gated_delta, triton=f"{_DRAFTS_TRITON}:fold_gated_delta")
 _gates = Op(
-    torch_cpu.gates,
+    reference.gates,
     compiled=compiled.gates,
     triton="vlm_serve.kernels.gated_delta.gates_triton:gates",
 )

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from vlm_serve.kernels import causal_conv, gated_delta, norms
-from vlm_serve.kernels.causal_conv import torch_cpu as convolutions
 from vlm_serve.kernels.checks import (
     FLOAT_DTYPES,
     KernelArgumentError,
@@ -15,10 +14,7 @@ from vlm_serve.kernels.checks import (
     check_tensor,
 )
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.gated_delta import torch_cpu
-from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import DecodeMeta
-from vlm_serve.kernels.norms import torch_cpu as torch_norms
 
 
 class Mixing(NamedTuple):
@@ -56,19 +52,6 @@ class Mixing(NamedTuple):
         return q.view(rows, -1, key_dim), k.view(rows, -1, key_dim), v.view(rows, heads, dim)
 
 
-def _by_torch(
-    wide: torch.Tensor, mixing: Mixing, meta: DecodeMeta, *, deterministic: bool
-) -> torch.Tensor:
-    mixed, z, raw = mixing.split(wide)
-    beta, decay = torch_cpu.gates(
-        raw, mixing.neg_decay, mixing.dt_bias, deterministic=deterministic
-    )
-    mixed = convolutions.causal_conv_decode(mixed, mixing.conv, mixing.tails, meta)
-    tokens = Tokens(*mixing.heads(mixed), decay, beta)
-    core = torch_cpu.recurrent_gated_delta(tokens, mixing.state, meta)
-    return torch_norms.gated_rms_norm(core, z, mixing.norm, mixing.eps).flatten(1)
-
-
 def _by_ops(
     wide: torch.Tensor, mixing: Mixing, meta: DecodeMeta, *, deterministic: bool
 ) -> torch.Tensor:
@@ -83,9 +66,7 @@ def _by_ops(
     return norms.gated_rms_norm(core, z, mixing.norm, mixing.eps).flatten(1)
 
 
-_mix = Op(
-    _by_torch, compiled=_by_ops, triton="vlm_serve.kernels.gated_delta.decoding_triton:mix_decode"
-)
+_mix = Op(_by_ops, triton="vlm_serve.kernels.gated_delta.decoding_triton:mix_decode")
 
 
 def mix_decode(

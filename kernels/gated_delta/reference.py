@@ -1,40 +1,99 @@
-"""Reference gated delta rule, the oracle of tests."""
+"""Gated delta rule by torch, token by token: in prefill, decoding and verification alike."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
 import torch
 
+from vlm_serve.kernels.elementwise import softplus
+from vlm_serve.kernels.elementwise.reference import times_sigmoid
+from vlm_serve.kernels.gated_delta.tokens import Tokens
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
+from vlm_serve.kernels.plain import sequences, widened
 
-def gated_delta_reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one sequence, token by token and head by head, in float64; the oracle of tests.
+EPS = 1e-6
+Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-    Args:
-        q, k, v, g, beta: as in `chunk_gated_delta`, n tokens.
-        state: `[Hv, Dk, Dv]` or None for zeros.
 
-    Returns:
-        (output `[n, Hv, Dv]`, states after 1 ... n tokens `[n, Hv, Dk, Dv]`), float64.
+def gated_delta(
+    tokens: Tokens, state: torch.Tensor, meta: PrefillMeta | DecodeMeta
+) -> torch.Tensor:
+    """Step through prefill and decode alike: a decode token is a slice of one."""
+    out = torch.empty(tokens.v.shape, dtype=tokens.v.dtype)
+    for begin, end, source, kept in sequences(meta):
+        current = torch.zeros_like(state[0]) if source < 0 else state[source]
+        own = Tokens(*(each[begin:end] for each in tokens))
+        steps = steps_of(own, current)
+        for place in range(begin, end + 1):
+            for row in (row for token, row in kept if token == place):
+                state[row] = current
+            if place < end:
+                result, _, current = next(steps)
+                out[place] = result[:, 0]
+    return out
+
+
+def steps_of(tokens: Tokens, state: torch.Tensor) -> Iterator[Step]:
+    """Step through one sequence from a state `[Hv, Dk, Dv]`, in whose dtype states are kept.
+
+    Yields:
+        (output `[Hv, 1, Dv]`, change `[Hv, 1, Dv]`, state after the token).
     """
-    q, k, v, g, beta = (tensor.double() for tensor in (q, k, v, g, beta))
-    tokens, heads, width = v.shape
-    q = q / (q.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() * q.shape[-1] ** -0.5
-    k = k / (k.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
-    out = v.new_zeros(tokens, heads, width)
-    states = v.new_zeros(tokens, heads, k.shape[-1], width)
-    for head in range(heads):
-        shared = head * k.shape[1] // heads
-        current = v.new_zeros(k.shape[-1], width) if state is None else state[head].double()
-        for t in range(tokens):
-            current = g[t, head].exp() * current
-            change = beta[t, head] * (v[t, head] - k[t, shared] @ current)
-            current = current + torch.outer(k[t, shared], change)
-            out[t, head] = q[t, shared] @ current
-            states[t, head] = current
-    return out, states
+    shared = tokens.v.shape[1] // tokens.k.shape[1]
+    q, k = (unit(each).repeat_interleave(shared, 1) for each in tokens[:2])
+    inputs = (q * tokens.q.shape[2] ** -0.5, k, widened(tokens.v))
+    heads = (widened(tokens.g).exp()[..., None], widened(tokens.beta)[..., None])
+    for query, key, value, decay, strength in zip(
+        *(each.unsqueeze(2) for each in (*inputs, *heads)), strict=True
+    ):
+        before = widened(state) * decay
+        change = strength * (value - torch.bmm(key, before))
+        after = torch.baddbmm(before, key.mT, change)
+        state = after.to(state.dtype)
+        yield torch.bmm(query, after), change, state
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Return keys or queries `[N, Hk, Dk]` at unit length."""
+    wide = widened(x)
+    return wide * (wide.square().sum(-1, keepdim=True) + EPS).rsqrt()
+
+
+def verify_gated_delta(
+    tokens: Tokens, state: torch.Tensor, updates: Updates, meta: VerifyMeta
+) -> torch.Tensor:
+    fold_gated_delta(state, updates, meta.folds)
+    out = torch.empty(tokens.v.shape, dtype=tokens.v.dtype)
+    slices = zip(meta.rows, meta.updates, pairwise(meta.cu_seqlens), strict=True)
+    for row, first, (begin, end) in slices:
+        own = Tokens(*(each[begin:end] for each in tokens))
+        updates.keys[first : first + end - begin] = unit(own.k)
+        updates.decays[first : first + end - begin] = own.g.exp()
+        for place, (result, change, _) in enumerate(steps_of(own, state[row])):
+            out[begin + place], updates.changes[first + place] = result[:, 0], change[:, 0]
+    return out
+
+
+def fold_gated_delta(
+    state: torch.Tensor, updates: Updates, folds: Sequence[tuple[int, int, int]]
+) -> None:
+    shared = state.shape[1] // updates.keys.shape[1]
+    for row, first, count in folds:
+        for entry in range(first, first + count):
+            keys = updates.keys[entry].repeat_interleave(shared, 0)[:, :, None]
+            before = state[row].float() * updates.decays[entry][:, None, None]
+            state[row] = torch.baddbmm(before, keys, updates.changes[entry][:, None])
+
+
+def gates(
+    raw: torch.Tensor,
+    neg_decay: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide, heads = raw.float(), neg_decay.shape[0]
+    b, a = wide[:, :heads], wide[:, heads:] + dt_bias
+    return times_sigmoid(torch.ones_like(b), b), neg_decay * softplus(a)

@@ -34,6 +34,23 @@ def dequantise(
     return wide.to(dtype)
 
 
+def pick(
+    pages: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    blocks: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Copy some blocks from their stored form to `[n, block_size, Hkv, D]` in `dtype`."""
+    if scale is not None and zero is not None:
+        codes, scale, zero = (each.index_select(0, blocks) for each in (pages, scale, zero))
+        return dequantise(codes, scale, zero, dtype)
+    if pages.dtype == torch.float8_e4m3fn:
+        codes = pages.view(torch.uint8).index_select(0, blocks)
+        return codes.view(pages.dtype).to(dtype)
+    return pages.index_select(0, blocks).to(dtype)
+
+
 def to_float8(x: torch.Tensor) -> torch.Tensor:
     """Convert to float8_e4m3fn with saturation; the plain cast turns values past 448 into NaN."""
     return x.float().clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)

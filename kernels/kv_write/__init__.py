@@ -13,12 +13,12 @@ from vlm_serve.kernels.checks import (
     check_tensor,
 )
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.kv_write import torch_cpu
+from vlm_serve.kernels.kv_write import reference
 from vlm_serve.kernels.metadata import KVLayer
 
 _TRITON = "vlm_serve.kernels.kv_write.triton"
-_write = Op(torch_cpu.write_kv, triton=f"{_TRITON}:write_kv")
-_copy = Op(torch_cpu.copy_kv_rows, triton=f"{_TRITON}:copy_kv_rows")
+_write = Op(reference.write_kv, triton=f"{_TRITON}:write_kv")
+_copy = Op(reference.copy_kv_rows, triton=f"{_TRITON}:copy_kv_rows")
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, kv: KVLayer, slots: torch.Tensor) -> None:

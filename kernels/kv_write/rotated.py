@@ -9,9 +9,7 @@ import torch
 from vlm_serve.kernels import kv_write, rope
 from vlm_serve.kernels.checks import FLOAT_DTYPES, check_kv_layer, check_tensor
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.kv_write import torch_cpu
 from vlm_serve.kernels.metadata import KVLayer
-from vlm_serve.kernels.rope import torch_cpu as torch_rope
 
 
 class Rotation(NamedTuple):
@@ -22,19 +20,6 @@ class Rotation(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
     eps: float
-
-
-def _by_torch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rotation: Rotation,
-    kv: KVLayer,
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    q, k = torch_rope.qk_norm_rope(q, k, *rotation)
-    torch_cpu.write_kv(k, v, kv, slots)
-    return q
 
 
 def _by_ops(
@@ -51,11 +36,7 @@ def _by_ops(
     return q
 
 
-_rotate = Op(
-    _by_torch,
-    compiled=_by_ops,
-    triton="vlm_serve.kernels.kv_write.rotated_triton:rotate_and_write",
-)
+_rotate = Op(_by_ops, triton="vlm_serve.kernels.kv_write.rotated_triton:rotate_and_write")
 
 
 def rotate_and_write(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vlm_serve.kernels.elementwise import silu_times
+from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.dense import PackedDense
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
@@ -24,7 +24,6 @@ from vlm_serve.kernels.linear.low_rank_change import Change, StackedChange, Up, 
 from vlm_serve.kernels.linear.low_rank_records import ExpertSites, Groups, Reduced
 from vlm_serve.kernels.linear.low_rank_rows import GroupedRows, by_kernels
 from vlm_serve.kernels.linear.packed import PANEL
-from vlm_serve.kernels.linear.torch_quantised import ACTIVATIONS
 from vlm_serve.kernels.native_layout import struct
 
 _Part, _Change = struct("LowRankPart"), struct("LowRankChange")

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.elementwise import ACTIVATIONS
 from vlm_serve.kernels.linear import low_rank_host
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.low_rank_records import Groups, Reduced, Site
-from vlm_serve.kernels.linear.torch_quantised import ACTIVATIONS
 
 
 class Sums(NamedTuple):

@@ -11,7 +11,7 @@ import ctypes
 import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.elementwise import compiled, torch_cpu
+from vlm_serve.kernels.elementwise import compiled, reference
 from vlm_serve.kernels.linear.base import Activation, Epilogue, Linear
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call
@@ -72,7 +72,7 @@ class Packed(Linear):
     def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         gate, other = self(x), up(x)
         out = compiled.silu_times(gate, other)
-        return torch_cpu.silu_times(gate, other) if out is None else out
+        return reference.silu_times(gate, other) if out is None else out
 
     def record(self) -> ctypes.Structure:
         return self._record

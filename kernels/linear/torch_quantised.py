@@ -1,42 +1,24 @@
 """Quantised weights kept as codes, multiplied by Triton on GPUs and by torch on CPUs.
 
-The codes stay unexpanded in memory. GPUs multiply by them in `codes_triton.py`. On a CPU, where
-there are no compiled kernels, a call expands a chunk of rows at a time to float32. It multiplies in
-float32, whatever the dtype of the activations, so only sums are rounded.
+GPUs multiply by the codes in `codes_triton.py`. On a CPU without compiled kernels, every call
+expands them to float32 and multiplies in it, whatever the dtype of the activations.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.elementwise import silu, silu_times
-from vlm_serve.kernels.linear.base import CHUNK_BYTES, Activation, ChangedRows, Epilogue, Linear
+from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
+from vlm_serve.kernels.linear.base import ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
-from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, MIN_ROWS, with_rows
+from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, in_tiles, with_rows
 from vlm_serve.kernels.norms.pending import Normed
-
-
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    return x * 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return x * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
-
-
-# Unlike torch's own, these give bits that depend on the element alone.
-ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": silu,
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-}
 
 
 class TorchQuantised(Linear):
@@ -137,19 +119,13 @@ def _expanded(
     deterministic: bool,
 ) -> torch.Tensor:
     """Multiply x `[T, K]` by the expanded weight and add the bias, in the dtype `out`."""
-    (rows, depth), columns = x.shape, weight.codes.shape[0]
-    wide = x.float()
-    if deterministic and rows % MIN_ROWS:
-        wide = with_rows(wide, -(-rows // MIN_ROWS) * MIN_ROWS)
-    # At least as many columns as a call pads to: a chunk of one would take the GEMV path.
-    step = max(MIN_COLUMNS, CHUNK_BYTES // (4 * max(1, depth)))
-    parts = []
-    for first in range(0, columns, step):
-        plain = weight.plain(slice(first, first + step))
-        count = plain.shape[0]
-        plain = plain if count > 1 else with_rows(plain, MIN_COLUMNS)
-        parts.append(F.linear(wide, plain)[:rows, :count])
-    result = torch.cat(parts, 1)
+    wide, plain = x.float(), weight.plain(slice(None))
+    columns = len(plain)
+    if deterministic:
+        plain = plain if columns > 1 else with_rows(plain, MIN_COLUMNS)
+        result = in_tiles(wide, lambda rows, _: F.linear(rows, plain))[:, :columns]
+    else:
+        result = F.linear(wide, plain)
     return (result if bias is None else result + bias).to(out)
 
 

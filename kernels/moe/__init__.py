@@ -15,14 +15,15 @@ from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.base import ChangedRows
 from vlm_serve.kernels.linear.stored_codes import Stored
-from vlm_serve.kernels.moe import torch_cpu
+from vlm_serve.kernels.moe import reference
 from vlm_serve.kernels.moe.beside import Beside
-from vlm_serve.kernels.moe.changes import changed_experts
 
 _TRITON = "vlm_serve.kernels.moe.triton"
-_route = Op(torch_cpu.route, triton=f"{_TRITON}:route")
-_experts = Op(torch_cpu.routed_experts, triton=f"{_TRITON}:routed_experts")
-_changed = Op(changed_experts, triton="vlm_serve.kernels.moe.changed_triton:changed_experts")
+_route = Op(reference.route, triton=f"{_TRITON}:route")
+_experts = Op(reference.routed_experts, triton=f"{_TRITON}:routed_experts")
+_changed = Op(
+    reference.changed_experts, triton="vlm_serve.kernels.moe.changed_triton:changed_experts"
+)
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +92,7 @@ def routed_experts(
     if beside is not None:
         _check_beside(x, beside)
     if changes is not None and not isinstance(gate_up, torch.Tensor | Stored):
-        return torch_cpu.routed_experts(
+        return reference.routed_experts(
             x,
             weights,
             ids,

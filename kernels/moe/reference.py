@@ -1,22 +1,141 @@
-"""Reference routed experts, the oracle of tests."""
+"""Router and routed experts by torch, expert by expert."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from vlm_serve.kernels.elementwise.reference import silu_times, times_sigmoid
+from vlm_serve.kernels.linear import Linear, low_rank_host
+from vlm_serve.kernels.linear.base import ChangedRows
+from vlm_serve.kernels.linear.low_rank_change import StackedChange
+from vlm_serve.kernels.linear.low_rank_records import ExpertSites, Site
+from vlm_serve.kernels.linear.stored_codes import Stored
+from vlm_serve.kernels.moe.beside import Beside
+from vlm_serve.kernels.plain import widened
 
-def routed_experts_reference(
+Weight = torch.Tensor | Stored | Sequence[Linear]
+Expert = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Rows `[n, H]`, their numbers in the step and an expert: what it makes of them, `[n, H]`."""
+
+
+def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, ids = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype), ids
+
+
+def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    deterministic: bool,
+    beside: Beside | None = None,
+    changes: ChangedRows | None = None,
 ) -> torch.Tensor:
-    """Compute `routed_experts` token by token and expert by expert, in float64."""
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for token in range(x.shape[0]):
-        for weight, expert in zip(weights[token].tolist(), ids[token].tolist(), strict=True):
-            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
-            out[token] += weight * (down[expert].double() @ (F.silu(gate) * up))
-    return out
+    if isinstance(gate_up, torch.Tensor | Stored):
+        assert not isinstance(down, Sequence), "both stacked or both apart"
+        return _sum(x, weights, ids, _stacked(gate_up, down, None), beside)
+    assert isinstance(down, Sequence), "both stacked or both apart"
+
+    def expert(rows: torch.Tensor, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        own = None if changes is None else changes.kept(tokens)
+        gate, up = gate_up[2 * index], gate_up[2 * index + 1]
+        hidden = gate.gated(up, rows, deterministic=deterministic, changes=own)
+        return down[index](hidden, deterministic=deterministic, changes=own)
+
+    return _sum(x, weights, ids, expert, beside)
+
+
+def changed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor | Stored,
+    down: torch.Tensor | Stored,
+    sites: ExpertSites,
+    *,
+    deterministic: bool,
+    beside: Beside | None = None,
+) -> torch.Tensor:
+    """Compute as `routed_experts`, with changes before the activation and before the weights."""
+    return _sum(x, weights, ids, _stacked(gate_up, down, sites), beside)
+
+
+def with_beside(out: torch.Tensor, beside: Beside) -> torch.Tensor:
+    """Return the sum with its addend."""
+    if beside.shared is not None and beside.gate is not None:
+        out = out + times_sigmoid(beside.shared, beside.gate)
+    return beside.residual + out
+
+
+def _sum(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    expert: Expert,
+    beside: Beside | None,
+) -> torch.Tensor:
+    """Add each expert's results, in ascending order: it depends on a token's own experts alone."""
+    total = torch.zeros_like(widened(x))
+    for index in sorted(set(ids.flatten().tolist())):
+        tokens, places = (ids == index).nonzero(as_tuple=True)
+        part = expert(x[tokens], tokens, index) * widened(weights[tokens, places])[:, None]
+        total.index_add_(0, tokens, part)
+    out = total.to(x.dtype)
+    return out if beside is None else with_beside(out, beside)
+
+
+def _stacked(
+    gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored, sites: ExpertSites | None
+) -> Expert:
+    """Return experts whose weights lie in one piece, with the changes of tokens' adapters."""
+    gate_up_of, down_of = ([], []) if sites is None else map(_changes, (sites.gate_up, sites.down))
+
+    def expert(rows: torch.Tensor, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        width, inner = rows.shape[1], down.depth if isinstance(down, Stored) else down.shape[2]
+        wide = F.linear(widened(rows), _plain(gate_up, index, 2 * inner))
+        gate, up = _added(wide, rows, tokens, index, gate_up_of).chunk(2, dim=-1)
+        hidden = silu_times(gate, up).to(rows.dtype)
+        wide = F.linear(widened(hidden), _plain(down, index, width))
+        return _added(wide, hidden, tokens, index, down_of)
+
+    return expert
+
+
+Changes = list[tuple[StackedChange, torch.Tensor]]
+"""Each adapter's change, and `[T]`, whether a token has the adapter."""
+
+
+def _changes(site: Site) -> Changes:
+    found: Changes = []
+    for change, rows in low_rank_host.groups(site):
+        assert isinstance(change, StackedChange), "of one projection"
+        mine = torch.zeros(len(site.groups.adapters), dtype=torch.bool, device=rows.device)
+        mine[rows] = True
+        found.append((change.to(rows.device), mine))
+    return found
+
+
+def _plain(weight: torch.Tensor | Stored, expert: int, rows: int) -> torch.Tensor:
+    """Return an expert's weight as it is multiplied by."""
+    if isinstance(weight, Stored):
+        return weight.plain(slice(expert * rows, (expert + 1) * rows))
+    return widened(weight[expert])
+
+
+def _added(
+    wide: torch.Tensor, x: torch.Tensor, tokens: torch.Tensor, expert: int, changes: Changes
+) -> torch.Tensor:
+    """Add the changes by adapters of an expert's tokens, in place."""
+    for change, mine in changes:
+        own = change.of_expert(expert)
+        if own is not None:
+            rows = mine[tokens]
+            wide[rows] += own.of(x[rows], wide.shape[1])
+    return wide

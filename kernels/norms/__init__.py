@@ -10,16 +10,16 @@ import torch
 
 from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.norms import compiled, torch_cpu
+from vlm_serve.kernels.norms import compiled, reference
 
 _TRITON = "vlm_serve.kernels.norms.triton"
 _rms_norm = Op(
-    torch_cpu.rms_norm,
+    reference.rms_norm,
     compiled=compiled.rms_norm,
     triton=f"{_TRITON}:rms_norm",
 )
 _gated_rms_norm = Op(
-    torch_cpu.gated_rms_norm,
+    reference.gated_rms_norm,
     compiled=compiled.gated_rms_norm,
     triton=f"{_TRITON}:gated_rms_norm",
 )

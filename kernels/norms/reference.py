@@ -1,20 +1,30 @@
-"""Reference RMS norms, the oracles of tests."""
+"""RMS norms by torch."""
 
 from __future__ import annotations
 
 import torch
 
-
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `rms_norm` in float64 and return float64."""
-    wide = x.double()
-    return wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (1 + weight.double())
+from vlm_serve.kernels.elementwise.reference import silu_times
+from vlm_serve.kernels.plain import widened
 
 
-def gated_rms_norm_reference(
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return centred(x, weight, eps).to(x.dtype)
+
+
+def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Compute `gated_rms_norm` in float64 and return float64."""
-    wide, gate = x.double(), gate.double()
-    normed = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()
-    return normed * weight.double() * gate / (1 + (-gate).exp())
+    normed = _unit(x, eps) * weight
+    return silu_times(gate, normed).to(x.dtype)
+
+
+def centred(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute `rms_norm` without rounding to the dtype of x."""
+    normed = _unit(x, eps)
+    return normed * (1 + weight.to(normed.dtype))
+
+
+def _unit(x: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = widened(x)
+    return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()

@@ -22,38 +22,21 @@ from vlm_serve.kernels.checks import (
     check_tensor,
 )
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.elementwise import torch_cpu as elementwise_cpu
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
-from vlm_serve.kernels.paged_attention import compiled, torch_cpu
+from vlm_serve.kernels.paged_attention import compiled, reference
 
 _TABLES = ("kv_lens", "block_tables")
 _TRITON = "vlm_serve.kernels.paged_attention.triton"
 _prefill = Op(
-    torch_cpu.attention_prefill,
+    reference.attention,
     compiled=compiled.attention,
     triton=f"{_TRITON}:attention_prefill",
 )
 _decode = Op(
-    torch_cpu.attention_decode,
+    reference.attention,
     compiled=compiled.attention,
     triton=f"{_TRITON}:attention_decode",
 )
-
-
-def _gated_by_torch(
-    q: torch.Tensor,
-    kv: KVLayer,
-    meta: DecodeMeta,
-    *,
-    scale: float,
-    deterministic: bool,
-    gate: torch.Tensor,
-    first_key: int = 0,
-) -> torch.Tensor:
-    out = torch_cpu.attention_decode(
-        q, kv, meta, scale=scale, deterministic=deterministic, first_key=first_key
-    )
-    return elementwise_cpu.times_sigmoid(out.flatten(1), gate).view(out.shape)
 
 
 def _gated_by_ops(
@@ -73,7 +56,7 @@ def _gated_by_ops(
     return elementwise.times_sigmoid(out.flatten(1), gate).view(out.shape)
 
 
-_gated = Op(_gated_by_torch, compiled=_gated_by_ops, triton=f"{_TRITON}:attention_decode")
+_gated = Op(_gated_by_ops, triton=f"{_TRITON}:attention_decode")
 
 
 def attention_prefill(

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import torch
 
+from vlm_serve.kernels.kv_quant import pick
 from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
-from vlm_serve.kernels.paged_attention.torch_cpu import pick
 
 _STEP = 64
 

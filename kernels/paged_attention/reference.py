@@ -1,49 +1,56 @@
-"""Reference attention over paged keys and values, the oracle of tests."""
+"""Attention over paged keys and values by torch, query by query."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
-from vlm_serve.kernels.kv_quant import dequantise
-from vlm_serve.kernels.metadata import KVLayer
+from vlm_serve.kernels.kv_quant import pick
+from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
+from vlm_serve.kernels.plain import widened
 
 
-def attention_reference(
-    q: torch.Tensor, kv: KVLayer, table: Sequence[int], start: int, scale: float
+def attention(
+    q: torch.Tensor,
+    kv: KVLayer,
+    meta: PrefillMeta | DecodeMeta,
+    *,
+    scale: float,
+    deterministic: bool,
+    first_key: int = 0,
 ) -> torch.Tensor:
-    """Attend in one sequence, query by query and head by head, in float64; the oracle of tests.
-
-    Args:
-        q: `[n, Hq, D]`, the queries at positions start, start + 1, ...
-        kv: the layer's pages.
-        table: block ids of the sequence.
-        start: absolute position of the first query.
-        scale: factor on the scores.
-
-    Returns:
-        `[n, Hq, D]` float64.
-    """
-    size, shared = kv.k.shape[1], q.shape[1] // kv.k.shape[2]
-    places = [(table[p // size], p % size) for p in range(start + q.shape[0])]
-    keys = torch.stack([_stored(kv.k, kv.k_scale, kv.k_zero, place) for place in places])
-    values = torch.stack([_stored(kv.v, kv.v_scale, kv.v_zero, place) for place in places])
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    for i in range(q.shape[0]):
-        for head in range(q.shape[1]):
-            visible = slice(0, start + i + 1)
-            scores = keys[visible, head // shared] @ q[i, head].double() * scale
-            out[i, head] = torch.softmax(scores, 0) @ values[visible, head // shared]
+    """Attend in prefill and decode alike: a decode token is a slice of one."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    offsets = range(len(meta) + 1) if isinstance(meta, DecodeMeta) else meta.cu_seqlens
+    slices = zip(pairwise(offsets), meta.kv_lens, meta.block_tables, strict=True)
+    for (begin, end), length, table in slices:
+        blocks = torch.tensor(list(table[: -(-length // kv.k.shape[1])]), dtype=torch.int64)
+        keys, values = (
+            pick(*stored, blocks, torch.float32).flatten(0, 1)[first_key:length]
+            for stored in ((kv.k, kv.k_scale, kv.k_zero), (kv.v, kv.v_scale, kv.v_zero))
+        )
+        out[begin:end] = attend(q[begin:end], keys, values, scale)
     return out
 
 
-def _stored(
-    pages: torch.Tensor,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    place: tuple[int, int],
-) -> torch.Tensor:
-    if scale is None or zero is None:
-        return pages[place].double()
-    return dequantise(pages[place], scale[place], zero[place], torch.float64)
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attend from the last n tokens of a sequence.
+
+    Args:
+        q: `[n, Hq, D]`.
+        keys, values: `[length, Hkv, D]`; the last query sees all of them.
+        scale: factor on the scores.
+
+    Returns:
+        `[n, Hq, D]` in the dtype of q.
+    """
+    out = torch.empty_like(q)
+    heads = keys.shape[1], q.shape[1] // keys.shape[1]
+    grouped = (widened(q) * scale).reshape(len(q), *heads, q.shape[2])
+    keys, values = keys.permute(1, 2, 0), values.transpose(0, 1)
+    for place, query in enumerate(grouped):
+        seen = keys.shape[2] - len(q) + 1 + place
+        weights = torch.softmax(query @ keys[..., :seen], -1)
+        out[place] = (weights @ values[:, :seen]).flatten(0, 1)
+    return out

@@ -14,11 +14,11 @@ import torch
 
 from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.rope import compiled, torch_cpu
+from vlm_serve.kernels.rope import compiled, reference
 
-_cos_sin = Op(torch_cpu.mrope_cos_sin, compiled=compiled.mrope_cos_sin)
+_cos_sin = Op(reference.mrope_cos_sin, compiled=compiled.mrope_cos_sin)
 _norm_rope = Op(
-    torch_cpu.qk_norm_rope,
+    reference.qk_norm_rope,
     compiled=compiled.qk_norm_rope,
     triton="vlm_serve.kernels.rope.triton:qk_norm_rope",
 )

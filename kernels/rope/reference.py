@@ -1,20 +1,45 @@
-"""Reference query/key norm and partial rotation, the oracle of tests."""
+"""Query/key norm and partial rotation by torch; `mrope_cos_sin` is for every device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from vlm_serve.kernels.norms.reference import centred
 
-def qk_norm_rope_reference(
+
+def mrope_cos_sin(
+    positions: torch.Tensor, inv_freq: torch.Tensor, sections: Sequence[int], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions[0].float().unsqueeze(1) * inv_freq
+    for axis in (1, 2):
+        which = slice(axis, 3 * sections[axis], 3)
+        angles[:, which] = positions[axis].float().unsqueeze(1) * inv_freq[which]
+    if scale == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return norm_rope(q, q_weight, cos, sin, eps), norm_rope(k, k_weight, cos, sin, eps)
+
+
+def norm_rope(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Normalise and rotate one of q and k, `[T, H, D]`, pair by pair in float64."""
-    wide = x.double()
-    wide = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (1 + weight.double())
-    out = wide.clone()
-    half = cos.shape[1]
-    for i in range(half):
-        c, s = cos[:, None, i].double(), sin[:, None, i].double()
-        out[..., i] = wide[..., i] * c - wide[..., i + half] * s
-        out[..., i + half] = wide[..., i + half] * c + wide[..., i] * s
-    return out
+    """Normalise x `[T, H, D]` and rotate the first dims of each head in halves, by angles of `[T,
+    1, rot / 2]`."""
+    half, normed = cos.shape[-1], centred(x, weight, eps)
+    first, second = normed[..., :half], normed[..., half : 2 * half]
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat([*turned, normed[..., 2 * half :]], -1).to(x.dtype)

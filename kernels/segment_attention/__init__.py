@@ -10,13 +10,13 @@ import torch
 
 from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.segment_attention import torch_cpu
+from vlm_serve.kernels.segment_attention import reference
 from vlm_serve.kernels.segment_attention.tiles import ROWS, segment_tiles
 
 __all__ = ["ROWS", "segment_attention", "segment_tiles"]
 
 _attend = Op(
-    torch_cpu.segment_attention,
+    reference.segment_attention,
     triton="vlm_serve.kernels.segment_attention.triton:segment_attention",
 )
 

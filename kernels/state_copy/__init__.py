@@ -8,9 +8,9 @@ import torch
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import Op
-from vlm_serve.kernels.state_copy import torch_cpu
+from vlm_serve.kernels.state_copy import reference
 
-_copy_runs = Op(torch_cpu.copy_runs, triton="vlm_serve.kernels.state_copy.triton:copy_runs")
+_copy_runs = Op(reference.copy_runs, triton="vlm_serve.kernels.state_copy.triton:copy_runs")
 
 
 def copy_rows(

@@ -1,4 +1,4 @@
-"""Reference row copies, the oracle of tests."""
+"""Row copies by torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from collections.abc import Sequence
 import torch
 
 
-def copy_rows_reference(
-    tensor: torch.Tensor, src_rows: Sequence[int], dst_rows: Sequence[int]
-) -> torch.Tensor:
-    """Copy rows of one tensor into a new one."""
-    result = tensor.clone()
-    for src, dst in zip(src_rows, dst_rows, strict=True):
-        result[dst] = tensor[src]
-    return result
+def copy_runs(tensors: Sequence[torch.Tensor], runs: Sequence[tuple[int, int, int]]) -> None:
+    """Copy (source row, destination row, number of rows) runs in every tensor."""
+    for tensor in tensors:
+        for src, dst, count in runs:
+            tensor[dst : dst + count].copy_(tensor[src : src + count])

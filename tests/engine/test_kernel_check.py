@@ -22,7 +22,7 @@ from vlm_serve.kernels import gated_delta, norms, triton_check
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.gated_delta import decoding
 from vlm_serve.kernels.kv_write import rotated
-from vlm_serve.kernels.linear import low_rank_triton, torch_dense
+from vlm_serve.kernels.linear import low_rank_triton
 from vlm_serve.kernels.triton_faults import faults_at
 from vlm_serve.models import load_model, read_spec
 from vlm_serve.models.parts import feed_forward
@@ -43,7 +43,6 @@ def check(folder: Path, spec: CheckpointSpec, config: EngineConfig = CONFIG) -> 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: True)
-    monkeypatch.setattr(torch_dense, "_packable_dtypes", lambda: ())
     monkeypatch.setattr(kernel_check, "LENGTHS", (30, 9))
 
 

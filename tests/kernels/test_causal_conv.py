@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 from kernel_case import modeling, poisoned_layer, randn, same
+from kernel_oracles import causal_conv_reference
 from triton_case import assert_near, prefill_case
 
 from vlm_serve.kernels.causal_conv import causal_conv_decode, causal_conv_prefill
-from vlm_serve.kernels.causal_conv.reference import causal_conv_reference
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_oracles import causal_conv_reference
 from sweeps import quick
 from triton_case import TOLERANCE, assert_near, kernels, poison, prefill_case, randn
 
@@ -16,7 +17,6 @@ from vlm_serve.kernels.causal_conv import (
     causal_conv_prefill,
     causal_conv_verify,
 )
-from vlm_serve.kernels.causal_conv.reference import causal_conv_reference
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_oracles import rms_norm_reference
 from quantised_codes import dequantised, float4, float8, integers, rooted, widened
 from sweeps import quick
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn
@@ -17,7 +18,6 @@ from vlm_serve.kernels.linear.few_codes_triton import few_codes, tile_of
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.norms.pending import Normed
-from vlm_serve.kernels.norms.reference import rms_norm_reference
 from vlm_serve.kernels.triton_support import Target, record_launches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

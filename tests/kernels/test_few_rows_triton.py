@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_oracles import rms_norm_reference
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.linear import few_rows_triton, torch_dense
+from vlm_serve.kernels.linear import few_rows_triton
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows, serves
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.norms.pending import Normed
-from vlm_serve.kernels.norms.reference import rms_norm_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -105,17 +105,9 @@ def test_what_it_does_not_take() -> None:
             few_rows(x[:1], weight, Around(randn(32), 1e-6))
 
 
-@pytest.fixture
-def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights stay as they are, as on a GPU."""
-    monkeypatch.setattr(torch_dense, "_packable_dtypes", lambda: ())
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [2, MOST_ROWS + 1])
-def test_projections_compute_the_same_by_either_way(
-    dtype: torch.dtype, rows: int, plain_weights: None
-) -> None:
+def test_projections_compute_the_same_by_either_way(dtype: torch.dtype, rows: int) -> None:
     x, weight = inputs(rows, 64, 96, dtype)
     linear = TorchDense(weight, None)
     norm, residual = randn(96, dtype=dtype, seed=5), randn(rows, 64, dtype=dtype, seed=6)
@@ -140,7 +132,7 @@ def test_projections_compute_the_same_by_either_way(
     assert results[3].dtype == torch.float32
 
 
-def test_deterministic_products_keep_their_tiles(plain_weights: None) -> None:
+def test_deterministic_products_keep_their_tiles() -> None:
     x, weight = inputs(MOST_ROWS, 64, 96, torch.bfloat16)
     linear = TorchDense(weight, None)
     norm = randn(96, seed=5)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_oracles import gated_delta_reference
 from triton_case import assert_near, kernels, prefill_case, randn
 
 from vlm_serve.engine.arithmetic import Backend, decide
@@ -23,7 +24,6 @@ from vlm_serve.kernels.backends import LIBRARIES, choose, named
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.gated_delta import chunk_gated_delta, fla
-from vlm_serve.kernels.gated_delta.reference import gated_delta_reference
 from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.options.config import EngineConfig

@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
+from kernel_oracles import gated_delta_reference
 from sweeps import quick
 from triton_case import assert_near, heads_of, kernels, prefill_case, randn
 from triton_pools import state_pool
 
 from vlm_serve.kernels.gated_delta import chunk_gated_delta, recurrent_gated_delta
-from vlm_serve.kernels.gated_delta.reference import gated_delta_reference
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from kernel_oracles import rms_norm_reference
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_row
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.linear import low_rank, torch_dense
+from vlm_serve.kernels.linear import low_rank
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
@@ -22,7 +23,6 @@ from vlm_serve.kernels.linear.low_rank_rows import Sums, _extended, _reduced
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.norms.pending import Normed
-from vlm_serve.kernels.norms.reference import rms_norm_reference
 
 COLUMNS, K = 96, 80
 OWNERS = (0, 1, -1, 2, 1, 0)
@@ -30,9 +30,8 @@ OWNERS = (0, 1, -1, 2, 1, 0)
 
 
 @pytest.fixture(autouse=True)
-def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Weights stay as they are, and products keep rows apart."""
-    monkeypatch.setattr(torch_dense, "_packable_dtypes", lambda: ())
+def as_on_gpu() -> Iterator[None]:
+    """Products keep rows apart."""
     with kernels(), row_by_row():
         yield
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernel_case import modeling, randn
+from kernel_oracles import routed_experts_reference
 from triton_case import assert_near
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe.reference import routed_experts_reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}

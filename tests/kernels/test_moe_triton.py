@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_oracles import routed_experts_reference
 from quantised_codes import dequantised, float8, integers, rooted
 from recorded_ops import RecordedOps
 from sweeps import quick
@@ -17,7 +18,6 @@ from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.stored_codes import stored
 from vlm_serve.kernels.moe import route, routed_experts
 from vlm_serve.kernels.moe.align_triton import align
-from vlm_serve.kernels.moe.reference import routed_experts_reference
 from vlm_serve.kernels.triton_support import Target, record_launches
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

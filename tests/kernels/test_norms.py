@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from kernel_case import EPS, modeling, randn
+from kernel_oracles import gated_rms_norm_reference, rms_norm_reference
 from triton_case import assert_near
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
-from vlm_serve.kernels.norms.reference import gated_rms_norm_reference, rms_norm_reference
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 

@@ -1,26 +1,17 @@
-"""Norms on the CPU path: blocks of rows, their seams, and bits that no neighbour changes."""
+"""Norms on the CPU paths: values, and bits that no neighbour changes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from kernel_oracles import gated_rms_norm_reference, qk_norm_rope_reference, rms_norm_reference
 
 from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
-from vlm_serve.kernels.norms import torch_cpu as norms_cpu
-from vlm_serve.kernels.norms.reference import gated_rms_norm_reference, rms_norm_reference
 from vlm_serve.kernels.rope import qk_norm_rope
-from vlm_serve.kernels.rope import torch_cpu as rope_cpu
-from vlm_serve.kernels.rope.reference import qk_norm_rope_reference
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms_cpu, "BLOCK", 300)
-    monkeypatch.setattr(rope_cpu, "BLOCK", 300)
 
 
 def near(got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_oracles import gated_rms_norm_reference, rms_norm_reference
 from triton_case import TOLERANCE, assert_near, heads_of, kernels, randn
 
 from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
-from vlm_serve.kernels.norms.reference import gated_rms_norm_reference, rms_norm_reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_oracles import attention_reference
 from sweeps import quick
 from triton_case import TOLERANCE, assert_near, kernels, on_cpu, randn, row_by_row
 from triton_pools import FORMS, filled
@@ -15,7 +16,6 @@ from triton_pools import FORMS, filled
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
 from vlm_serve.kernels.paged_attention import decode_triton as paged_decode_triton
-from vlm_serve.kernels.paged_attention.reference import attention_reference
 
 
 def reference(

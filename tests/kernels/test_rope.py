@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kernel_case import EPS, modeling, randn
+from kernel_oracles import qk_norm_rope_reference
 from triton_case import assert_near
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.rope import mrope_cos_sin, qk_norm_rope
-from vlm_serve.kernels.rope.reference import qk_norm_rope_reference
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_oracles import qk_norm_rope_reference
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn
 
 from vlm_serve.kernels.rope import mrope_cos_sin, qk_norm_rope
-from vlm_serve.kernels.rope.reference import qk_norm_rope_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 from kernel_case import randn
+from kernel_oracles import copy_rows_reference
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.state_copy import coalesce, copy_rows
-from vlm_serve.kernels.state_copy.reference import copy_rows_reference
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_oracles import copy_rows_reference
 from triton_case import DEVICE, kernels
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.state_copy import copy_rows
-from vlm_serve.kernels.state_copy.reference import copy_rows_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from quantised_codes import dequantised, float4, float8, integers, randn, rooted, widened
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.linear import base, torch_quantised
 from vlm_serve.kernels.linear.codes import Codes, IntegerCodes
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 
@@ -36,15 +35,6 @@ def linear(codes: Codes, bias: torch.Tensor | None = None) -> TorchQuantised:
     return TorchQuantised.of([codes], columns, depth, bias)
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "chunks"])
-def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With chunks of all rows, or of 16."""
-    if request.param:
-        monkeypatch.setattr(torch_quantised, "CHUNK_BYTES", 1)
-        assert base.CHUNK_BYTES > 1
-
-
-@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("codes", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_product_with_dequantised_weights(codes: Codes, dtype: torch.dtype) -> None:
@@ -132,7 +122,6 @@ def _torch_keeps_bits() -> bool:
     return torch.equal(F.linear(x, weight)[:16], F.linear(x[:16], weight))
 
 
-@pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("codes", [*CASES[2:], integers(272, 2304, 8, 128)])
 def test_deterministic_rows(codes: Codes) -> None:
     if not _torch_keeps_bits():

@@ -21,6 +21,7 @@ from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.models import load_model
 from vlm_serve.models.program import UnsupportedError
 from vlm_serve.options.config import EngineConfig
+from vlm_serve.preprocess.keys import RootFields
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -120,6 +121,16 @@ def test_the_engine_compiles_unless_told_otherwise(
     narrow = {"dtype": "bfloat16", "compute_dtype": "bfloat16"}
     assert built(**narrow, kv_cache_dtype="float16") == (True, False)
     assert "steps are not compiled as a whole: KV pages in torch.float16" in caplog.text
+
+
+@pytest.mark.parametrize("key_dim", [32, 24])
+def test_the_numerics_name_what_plain_torch_computes(tmp_path: Path, key_dim: int) -> None:
+    """A width that is no multiple of a vector's is left to it."""
+    path = str(make_checkpoint(tmp_path, replace(SPECS["dense"], gdn_key_dim=key_dim)))
+    parts, plain = build(path, config()), key_dim % 16 != 0
+    assert parts.arithmetic.numerics.endswith(", plain torch sums 1") is plain
+    root = parts.preprocessor._root_key
+    assert isinstance(root, RootFields) and root.numerics == parts.arithmetic.numerics
 
 
 def test_an_engine_without_a_compiler(

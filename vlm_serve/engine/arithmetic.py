@@ -36,10 +36,14 @@ NUMERICS_VERSION = 7
 """Raised whenever a kernel's arithmetic changes; results of older code are then not reused."""
 TRITON_SUMS = 3
 """Raised whenever the arithmetic of the Triton kernels changes, and that of no others."""
+PLAIN_SUMS = 1
+"""Raised whenever the arithmetic of the plain torch implementations changes, and that of no others;
+see `kernels/plain.py`."""
 
 _FLOAT32, _BFLOAT16 = torch.float32, torch.bfloat16
 _PAIRS = "products of bfloat16 pairs (AVX512-BF16)"
 _TILES = "products of bfloat16 tiles (AMX)"
+_PLAIN = f"plain torch sums {PLAIN_SUMS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +265,8 @@ def _numerics(compute: torch.dtype, backend: Backend, config: EngineConfig) -> s
         parts += [f"triton {triton_version()} sums {TRITON_SUMS}", *_unusual_forms(backend.device)]
         ranks, library = config.tensor_parallel_size, config.gpu_kernels
         parts += filter(None, [named(library, ranks=ranks, deterministic=config.deterministic)])
+    else:
+        parts.append(_PLAIN)
     parts.append(f"{_torch(backend)} {_capability(backend.device)}")
     if config.tensor_parallel_size > 1:
         parts.append(f"{config.tensor_parallel_size} ranks, float32 sums in their order")
@@ -313,6 +319,12 @@ def _unusual_forms(device: torch.device) -> list[str]:
     tiles = tuning.digest(architecture)
     check_table(architecture)
     return [*forms_at(architecture, triton_version()), *([f"tiles {tiles}"] if tiles else [])]
+
+
+def with_plain_ops(arithmetic: Arithmetic) -> Arithmetic:
+    """Return an arithmetic of compiled kernels whose steps run op by op: plain torch computes the
+    ops, or the sizes of this model, that they do not."""
+    return replace(arithmetic, numerics=f"{arithmetic.numerics}, {_PLAIN}")
 
 
 def with_checked_kernels(arithmetic: Arithmetic, digest: str) -> Arithmetic:

@@ -13,7 +13,7 @@ from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.adapters.options import serves_adapters
 from vlm_serve.engine.adapters.start import make_adapters
-from vlm_serve.engine.arithmetic import decide
+from vlm_serve.engine.arithmetic import decide, with_plain_ops
 from vlm_serve.engine.context import changes_of, longest_context
 from vlm_serve.engine.drafts.start import make_drafters, measure_costs, with_drafts, with_mtp
 from vlm_serve.engine.embedding_tiers import EmbeddingForm, EmbeddingTiers
@@ -153,14 +153,15 @@ def _assemble(
     memory = plan_memory(loaded.layout, config, types, cache_memory)
     check_pools(memory, size, source.device)
     max_model_len = longest_context(config, spec, memory)
-    preprocessor = _preprocessor(source, config, model, max_model_len)
     rows = memory.num_live_rows + memory.num_snapshot_rows + with_graphs
     pools = Pools.of(types, memory, rows, deterministic=config.deterministic)
     with named_shortage(memory):
         caches = pools.allocate(model)
     graphs = capture(model, caches, config, max_model_len) if with_graphs else Captured()
-    if source.compiled:
-        compile_steps(model, caches)
+    if source.compiled and not compile_steps(model, caches):
+        source = replace(source, arithmetic=with_plain_ops(arithmetic))
+        loaded = replace(loaded, source=source)
+    preprocessor = _preprocessor(source, config, model, max_model_len)
     executor = _executor(loaded, caches, pools, graphs, config)
     room = steps.adapters if steps is not None and serves_adapters(config) else None
     adapters, slots = make_adapters(source, model, config, executor, room)

@@ -152,9 +152,12 @@ def find_backend(config: EngineConfig, device: torch.device, *, build: bool = Tr
         return Backend(device, problem=str(error))
 
 
-def compile_steps(model: Model, caches: CacheTensors) -> None:
-    """Let the model compute whole steps over these pools in compiled code, if it can."""
+def compile_steps(model: Model, caches: CacheTensors) -> bool:
+    """Let the model compute whole steps over these pools in compiled code; return whether it
+    can."""
     try:
         model.compile_steps(caches)
     except UnsupportedError as error:
         _log.warning("steps are not compiled as a whole: %s", error)
+        return False
+    return True

@@ -28,7 +28,6 @@ from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.engine.verify_buffers import VerifySizes
 from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.kernels.dispatch import triton_everywhere
-from vlm_serve.kernels.linear import torch_dense
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_records import RECORD
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
@@ -62,7 +61,6 @@ def model(checkpoint: Path) -> Iterator[Model]:
 
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights as GPUs hold them: plain, and all experts of a layer in one piece."""
-    monkeypatch.setattr(torch_dense, "_packable_dtypes", lambda: ())
     monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: True)
 
 

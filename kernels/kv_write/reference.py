@@ -1,4 +1,4 @@
-"""Writing keys and values into pages, torch CPU path."""
+"""Writing keys and values into pages by torch."""
 
 from __future__ import annotations
 
