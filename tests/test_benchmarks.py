@@ -10,7 +10,7 @@ from test_map import anchors
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 MAIN = 'if __name__ == "__main__":'
-CHILDREN = {"engine_child.py", "gpu_candidate.py"}
+CHILDREN = {"engine_child.py"}
 """Modules in `common/` that another one starts as a process."""
 NOTES = sorted((FOLDER / "notes").glob("*.md"))
 MAX_LINES, MAX_COLUMNS = 150, 120
