@@ -2,12 +2,13 @@
 # make shell   opens a shell that finds vlm-serve, which lies in .venv/bin
 # make deploy  sets up .venv and serves the model with two replicas, and with a store that they share
 #              if there is a redis-server
-# make test    sets up .venv with the development dependencies and runs the tests that are quick, on up to four
-#              cores, and lists the fifty slowest
+# make test    sets up .venv with the development dependencies, says how long the quick tests will take, runs them on up
+#              to four cores, and lists the fifty slowest
 # make test-all         runs every test, those that pyproject.toml's markers name included: other processors, Ray,
 #                       long random traffic, further cases of tables, and the page in Debian's chromium
-# make test-slow        runs those that make test leaves out; ARGS="--slow-minutes 20" skips what has not begun by then,
-#                       and counts it
+# make test-slow        runs those that make test leaves out; ARGS="--part 2/3" one of three parts of them, and
+#                       ARGS="--slow-minutes 20" skips what has not begun by then, and names it
+# make landing          raises the number that chooses the part which CI runs; it belongs to the last commit of a landing
 # make check-kernels    compiles the Triton kernels that have changed for six kinds of GPU, with two versions of Triton,
 #                       and checks their machine code; ARGS="--all" all of them, ARGS="--write" keeps the results
 # make lint    ruff, clang-format and mypy, as CI runs them
@@ -70,7 +71,7 @@ UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of pac
 MODEL ?= demo
 CPP = $(shell find kernels/native vlm_serve/models/native tests/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve shell deploy test test-slow test-all check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest wheels release-check image-steps docs plots screenshots lint format clean
+.PHONY: serve shell deploy test test-slow test-all landing check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest wheels release-check image-steps docs plots screenshots lint format clean
 
 serve: $(VENV)/installed
 	@echo "The command is $(BIN)/vlm-serve; make shell opens a shell that finds it."
@@ -104,6 +105,10 @@ test-slow: $(VENV)/installed-dev $(OLD_TRITON)/installed
 
 test-all: $(VENV)/installed-dev $(OLD_TRITON)/installed
 	$(PYTEST) $(ARGS)
+
+landing:
+	@echo $$(($$(cat .ci/landing) + 1)) > .ci/landing
+	@.ci/part > /dev/null
 
 check-kernels: $(VENV)/installed-dev $(OLD_TRITON)/installed
 	$(BIN)/python benchmarks/aot.py --check $(ARGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
 
@@ -14,16 +13,18 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from costs import Costs, Part
 from surviving_workers import pytest_xdist_make_scheduler
 from sweeps import MARKS
+from timekeeper import Timekeeper
 
 # pytest takes hooks by their names in this module.
 __all__ = ["pytest_xdist_make_scheduler"]
 
-_STRIDE = 17
 NO_TIME = "no time was left for slow tests"
 _STARTED = time.monotonic()
 
@@ -33,16 +34,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow-minutes",
         type=float,
         default=float("inf"),
-        help="skip tests with a slow mark from this many minutes on, and count them",
+        help="skip tests with a slow mark from this many minutes on, and name their files",
     )
-    parser.addoption("--slow-turn", type=int, help="where to begin with them; default: by the date")
+    parser.addoption(
+        "--part", default="", help="which of several parts of the slow tests runs, as in 2/3"
+    )
+    parser.addoption(
+        "--backwards", action="store_true", help="begin with the files that otherwise come last"
+    )
+    parser.addoption(
+        "--write-costs", action="store_true", help="write into costs.json what tests cost"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     late = time.monotonic() - _STARTED > 60 * item.config.getoption("--slow-minutes")
-    if late and any(item.get_closest_marker(name) for name in MARKS):
+    if late and is_slow(item):
         pytest.skip(NO_TIME)
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Tell whether `make test` leaves a test out."""
+    return any(item.get_closest_marker(name) for name in MARKS)
+
+
+def file_of(item: pytest.Item) -> str:
+    """Return a test's file, as `costs.json` names it."""
+    return item.nodeid.partition("::")[0]
 
 
 class _Failures:
@@ -60,32 +79,43 @@ def pytest_configure(config: pytest.Config) -> None:
     for each in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(each) is signal.SIG_IGN:
             signal.signal(each, signal.SIG_DFL)
-    # Workers get the options of the process that starts them, so midnight does not divide them.
-    if config.option.slow_turn is None:
-        config.option.slow_turn = datetime.date.today().toordinal()
+    if config.option.part:
+        try:
+            Part.read(config.option.part)
+        except ValueError as error:
+            raise pytest.UsageError(f"--part: {error}") from None
+    config.pluginmanager.register(Timekeeper(config))
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
-    if late := sum(NO_TIME in str(report.longrepr) for report in skipped):
-        terminalreporter.write_line(f"{late} slow tests did not run: {NO_TIME}")
+    late = Counter(
+        report.nodeid.partition("::")[0] for report in skipped if NO_TIME in str(report.longrepr)
+    )
+    if late:
+        terminalreporter.write_line(f"{late.total()} slow tests did not run: {NO_TIME}")
+        for file, count in sorted(late.items()):
+            terminalreporter.write_line(f"left out: {count} of {file}")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put files with slow tests first: at the end no worker is alone with one of them.
-
-    Where time is limited, another file is the first one every day: so none is always left out.
-    """
-    if config.option.slow_minutes < float("inf"):
-        files = list(dict.fromkeys(item.path for item in items))
-        first = config.option.slow_turn * _STRIDE % max(len(files), 1)
-        turn = {path: index for index, path in enumerate(files[first:] + files[:first])}
-        items.sort(key=lambda item: turn[item.path])
-    slow = {item.path for item in items if any(item.get_closest_marker(name) for name in MARKS)}
-    items.sort(key=lambda item: item.path not in slow)
+    """Leave out other parts' slow tests, and begin with the costliest files: in the end no worker
+    is alone with one of them."""
+    costs = Costs.read()
+    if config.option.part:
+        own = Part.read(config.option.part).of_files(map(file_of, items), costs)
+        other = [item for item in items if is_slow(item) and file_of(item) not in own]
+        config.hook.pytest_deselected(items=other)
+        items[:] = [item for item in items if not is_slow(item) or file_of(item) in own]
+    kinds = {(file_of(item), is_slow(item)) for item in items}
+    cost = Counter[str]()
+    for file, slow in kinds:
+        cost[file] += (costs.slow if slow else costs.quick).get(file, 0.0)
+    sign = 1 if config.option.backwards else -1
+    items.sort(key=lambda item: (sign * cost[file_of(item)], file_of(item)))
 
 
 @pytest.fixture(scope="module")

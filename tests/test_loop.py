@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
+import timekeeper
+from costs import Costs, Part
 from sweeps import MARKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,6 +25,8 @@ LIGHT_PREPROCESS = (
     *("affinity", "data_url", "decode_slots", "decode_wire", "decoders", "end_tokens"),
     *("fetch", "fetch_local", "http_get", "keys", "limiter", "typed_text"),
 )
+SLOW = " or ".join(MARKS)
+QUICK = f"not ({SLOW})"
 COLLECT = """
 import sys
 import pytest
@@ -38,14 +48,14 @@ def test_markers_are_registered_left_out_and_documented() -> None:
 
 
 def test_nothing_that_is_left_out_is_lost() -> None:
-    """CI runs all tests, as far as its time goes."""
+    """CI runs all tests within three landings, as far as its time goes."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     needed = "$(VENV)/installed-dev $(OLD_TRITON)/installed"
     assert f"\ntest-all: {needed}\n\t$(PYTEST) $(ARGS)\n" in makefile
     assert f'\ntest-slow: {needed}\n\t$(PYTEST) -m "$(SLOW)" $(ARGS)\n' in makefile
     commands = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert "make test" in commands
-    assert any('make test-slow ARGS="--slow-minutes ' in line for line in commands)
+    assert "make test" in commands and "part=$(.ci/part)" in commands
+    assert any(line.startswith('make test-slow ARGS="$part --slow-minutes ') for line in commands)
 
 
 def test_a_failure_is_named_at_once_and_late_slow_tests_are_counted(tmp_path: Path) -> None:
@@ -58,7 +68,7 @@ def test_a_failure_is_named_at_once_and_late_slow_tests_are_counted(tmp_path: Pa
         "def test_b(): assert not 'this'\n\ndef test_c(): pass\n",
         encoding="utf-8",
     )
-    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    options = ["-n", "0", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "--slow-minutes", "0", str(tmp_path)],
         cwd=ROOT,
@@ -67,8 +77,101 @@ def test_a_failure_is_named_at_once_and_late_slow_tests_are_counted(tmp_path: Pa
     )
     said = done.stdout
     assert done.returncode == 1 and "1 failed, 1 passed, 1 skipped" in said, said
+    assert said.index("forecast: 0 seconds if") < said.index("collected 3 items")
     assert said.index("test_it.py::test_b: AssertionError") < said.index("= FAILURES =")
-    assert "1 slow tests did not run" in said
+    assert "1 slow tests did not run" in said and "left out: 1 of " in said
+
+
+@pytest.fixture
+def landings(tmp_path: Path) -> Callable[..., str]:
+    """Return a function that commits in a repository with CI's script, and runs the script there.
+
+    Its argument is the number in `.ci/landing`; None leaves it.
+    """
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "part", tmp_path / ".ci")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.test", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+
+    def land(number: int | None = None) -> str:
+        if number is not None:
+            (tmp_path / ".ci" / "landing").write_text(f"{number}\n")
+        subprocess.run([*git, "add", "--all"], check=True)
+        subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "One"], check=True)
+        done = subprocess.run([tmp_path / ".ci" / "part"], capture_output=True, text=True)
+        assert done.returncode == 0 and f" {done.stdout.strip()};" in done.stderr
+        return done.stdout.strip() + (" (warned)" if "make landing" in done.stderr else "")
+
+    return land
+
+
+def test_each_landing_has_another_part_of_the_slow_tests(landings: Callable[..., str]) -> None:
+    assert [landings(number) for number in range(6, 9)] == [
+        "--part 1/3",
+        "--part 2/3",
+        "--part 3/3",
+    ]
+    assert landings(9) == "--part 1/3 --backwards"
+
+
+def test_a_landing_without_its_number_has_the_next_part_and_is_told(
+    landings: Callable[..., str],
+) -> None:
+    assert landings(6) == "--part 1/3"
+    assert [landings(), landings()] == ["--part 2/3 (warned)", "--part 3/3 (warned)"]
+    assert landings(9) == "--part 1/3 --backwards"
+
+
+def test_every_slow_file_is_in_one_part_and_the_parts_cost_the_same() -> None:
+    files = [f"tests/test_{number}.py" for number in range(40)]
+    costs = Costs(slow={file: float(number) for number, file in enumerate(files[:30])})
+    parts = [Part(number, 3).of_files(files, costs) for number in (1, 2, 3)]
+    assert sorted(file for part in parts for file in part) == sorted(files)
+    sums = [sum(costs.slow.get(file, 0.0) for file in part) for part in parts]
+    assert sums == [sum(costs.in_part(Part(number, 3)).slow.values()) for number in (1, 2, 3)]
+    assert max(sums) - min(sums) < 30
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "2", "a/b", ""])
+def test_a_part_that_there_is_not_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Part.read(text)
+
+
+def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
+    costs = Costs(0.1, 20.0, 1.1, {"tests/test_a.py": 1.5}, {"tests/test_b.py": 2.0})
+    costs.write(tmp_path / "costs.json")
+    assert Costs.read(tmp_path / "costs.json") == costs
+    assert Costs.read(tmp_path / "none.json") == Costs()
+
+
+@pytest.mark.parametrize(
+    ("marks", "args", "part", "seconds"),
+    [
+        # Seconds of the tests and of three workers that collect, halved by two cores, doubled by
+        # their speed and doubled by waiting.
+        (QUICK, ["tests"], "", 78),
+        (QUICK, ["."], "", 78),
+        (SLOW, ["tests"], "", 123),
+        (SLOW, ["tests"], "2/3", 63),
+        ("", ["tests/a/test_it.py::test_a", "tests/b"], "", 132),
+        ("ray", ["tests"], "", None),
+    ],
+)
+def test_a_run_says_how_long_it_will_take(
+    monkeypatch: pytest.MonkeyPatch, marks: str, args: list[str], part: str, seconds: int | None
+) -> None:
+    monkeypatch.setattr(timekeeper, "yardstick", lambda: 0.2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    a, b, c = (f"tests/{name}/test_it.py" for name in "abc")
+    costs = Costs(0.1, 6.0, 2.0, {a: 10.0, b: 50.0}, {b: 60.0, c: 45.0})
+    option = SimpleNamespace(markexpr=marks, keyword="", part=part, tx=["popen"] * 3)
+    run = SimpleNamespace(option=option, args=args, invocation_params=SimpleNamespace(dir=ROOT))
+    said = timekeeper.forecast(cast(pytest.Config, run), costs, [a, b, c])
+    if seconds is None:
+        assert said is None
+    else:
+        assert said and said.startswith(f"forecast: {timekeeper.in_words(2 * seconds)} if ")
 
 
 def collected(*folders: str) -> list[str]:
