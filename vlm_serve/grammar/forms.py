@@ -55,8 +55,6 @@ FORMATS = {
     "regex": REGEX,
 }
 """Patterns of the formats. Other formats are annotations, as the standard has them."""
-BUILT_IN = frozenset(["duration", "hostname", "ipv4", "ipv6", "uuid", "uri"])
-"""Formats that llguidance has for JSON."""
 _DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 _DIGITS = r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)$"
 _EXACT = 1 << 53

@@ -37,7 +37,7 @@ _NUMBER = frozenset(
     ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"]
 )  # fmt: skip
 KEYWORDS_OF = {
-    "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
+    "string": frozenset(["minLength", "maxLength", "pattern"]),
     "integer": _NUMBER,
     "number": _NUMBER,
     "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),

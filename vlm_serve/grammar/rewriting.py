@@ -13,7 +13,6 @@ from typing import Any
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.alternatives import discriminator, exclusive, names_of
 from vlm_serve.grammar.forms import (
-    BUILT_IN,
     FORMATS,
     bounds,
     length_pattern,
@@ -123,9 +122,7 @@ class Rewriter:
         if "pattern" in given:
             out["pattern"] = pattern(given["pattern"], f"{path}/pattern")
         form = given.get("format")
-        if isinstance(form, str) and form in BUILT_IN:
-            out["format"] = form
-        elif isinstance(form, str) and form in FORMATS:
+        if isinstance(form, str) and form in FORMATS:
             if "pattern" in out:
                 parts.append({"pattern": FORMATS[form]})
             else:
