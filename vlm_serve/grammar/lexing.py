@@ -18,11 +18,9 @@ from vlm_serve.grammar.ebnf import ROOT, Choice, Name, Node, Repeat, Row, Sign, 
 from vlm_serve.grammar.lark import Lark, constant, pattern
 
 _EMPTY = '""'
-_SOME = pattern(r"(?s:.+)")
+_ANY, _SOME = pattern("(?s:.*)"), pattern("(?s:.+)")
 _DEPTH = 512
 """Of regular parts, whatever their names: the library follows them on the stack."""
-_TELLING = 64
-"""First characters by which long texts are told from others."""
 Signs = frozenset[str]
 """Terminals of single characters."""
 First = tuple[Signs, bool]
@@ -66,7 +64,6 @@ class _Terminals:
         self.lark = lark
         self._names: dict[str, str] = {}
         self._first: dict[str, First] = {}
-        self._begun: dict[str, str] = {}
         self._depths: dict[str, int] = {}
         waiting, graph = [ROOT], dict[str, list[str]]()
         while waiting:
@@ -107,37 +104,6 @@ class _Terminals:
         """Return the first characters of a regular part's texts, and whether one is empty."""
         return _first_of(node, self._first)
 
-    def begun(self, node: Node) -> str:
-        """Return the terminal of all beginnings of a regular part's texts."""
-        match node:
-            case Text(text):
-                if len(text) > _TELLING:
-                    head = text[:_TELLING]
-                    return f"({self.begun(Text(head))} | {constant(head)} {_SOME})"
-                if len(text) > 1:
-                    return self._begun_row(tuple(map(Text, text)))
-                return f"({_EMPTY} | {constant(text)})"
-            case Sign(text):
-                return f"({_EMPTY} | {pattern(text)})"
-            case Name(name):
-                if name not in self._begun:
-                    self._begun[name] = self.lark.terminal(self.begun(self.rules[name]))
-                return self._begun[name]
-            case Row(parts):
-                return self._begun_row(parts)
-            case Choice(parts):
-                return f"({' | '.join(map(self.begun, parts))})"
-            case Repeat(part, _, most):
-                before = _written(Repeat(part, 0, most and most - 1), self._names)
-                return _EMPTY if most == 0 else f"({before} {self.begun(part)})"
-
-    def _begun_row(self, parts: tuple[Node, ...]) -> str:
-        if len(parts) < 2:
-            return self.begun(parts[0]) if parts else _EMPTY
-        left, right = parts[: len(parts) // 2], parts[len(parts) // 2 :]
-        before = _written(Row(left), self._names)
-        return f"({self._begun_row(left)} | {before} {self._begun_row(right)})"
-
 
 class _Units:
     """The recursive rules of a grammar over terminals of regular parts, which are units here.
@@ -165,20 +131,17 @@ class _Units:
 
     def clashing(self, has_text: Callable[[str], bool]) -> set[str]:
         """Return units of several characters that another one could go on as, past its end."""
-        begun = {
-            name: self._terminals.begun(node)
-            for name, node in self._units.items() if not _is_single(node)
-        }  # fmt: skip
+        longer = {name for name, node in self._units.items() if not _is_single(node)}
         past = [
-            f"({name} & {_SOME}) ({' | '.join(sorted(self._after[name]))})"
+            f"({name} & {_SOME}) ({' | '.join(sorted(self._after[name]))}) {_ANY}"
             for name in self._units if self._after[name]
         ]  # fmt: skip
-        if not begun or not past:
+        if not longer or not past:
             return set()
         ends = self._terminals.lark.terminal(" | ".join(past))
-        if not has_text(f"{ends} & ({' | '.join(begun.values())})"):
+        if not has_text(f"{ends} & ({' | '.join(sorted(longer))})"):
             return set()
-        return {name for name, body in begun.items() if has_text(f"{ends} & {body}")} or set(begun)
+        return {name for name in longer if has_text(f"{ends} & {name}")} or longer
 
     def write(self, lark: Lark) -> str:
         """Write the rules and return the name of the first one."""
