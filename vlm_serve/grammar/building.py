@@ -14,7 +14,8 @@ from vlm_serve.grammar.lark import Lark, constant, either
 from vlm_serve.grammar.lengths import Lengths
 from vlm_serve.grammar.lexing import exact
 from vlm_serve.grammar.library import UNSATISFIABLE, Library, sentence
-from vlm_serve.grammar.rewriting import children, refuse, rewrite
+from vlm_serve.grammar.references import refuse
+from vlm_serve.grammar.rewriting import children, rewrite
 from vlm_serve.grammar.tags import Tags, regex
 
 _LOCATING = 200

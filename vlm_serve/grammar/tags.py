@@ -18,10 +18,11 @@ from vlm_serve.grammar.kinds import kinds_of
 from vlm_serve.grammar.lark import Lark, constant, either, pattern, without
 from vlm_serve.grammar.lengths import Bounds, countable
 from vlm_serve.grammar.lexing import exact, regular
-from vlm_serve.grammar.parameters import Oracle, Parameters
+from vlm_serve.grammar.library import Library
+from vlm_serve.grammar.parameters import Parameters
 from vlm_serve.grammar.raw_texts import ANY, both
-from vlm_serve.grammar.references import Document
-from vlm_serve.grammar.rewriting import refuse, rewrite
+from vlm_serve.grammar.references import Document, refuse
+from vlm_serve.grammar.rewriting import rewrite
 
 _JSON_STARTS = frozenset('{["-0123456789tfn')
 _NUMBER_PARTS = frozenset("0123456789.eE+-")
@@ -51,14 +52,14 @@ class Tags:
     """Writes the grammar of a structural tag.
 
     Args:
-        oracle: see `Oracle`.
+        library: tells whether texts fit.
 
     Attributes:
         sources: the schemas in it.
     """
 
-    def __init__(self, oracle: Oracle) -> None:
-        self._oracle = oracle
+    def __init__(self, library: Library) -> None:
+        self._library = library
         self._lark = Lark()
         self.sources: list[Source] = []
         self._counts = False
@@ -112,7 +113,7 @@ class Tags:
         return self._lark.json(schema)
 
     def _parameters(self, schema: Any) -> str:
-        parameters = Parameters(self._lark, schema, self._oracle, counts=self._counts)
+        parameters = Parameters(self._lark, schema, self._library, counts=self._counts)
         rule = parameters.rule()
         if self._counts:
             self._lengths[self._begin] = parameters.lengths
@@ -135,7 +136,7 @@ class Tags:
     def _grammar(self, node: Mapping[str, Any], others: list[str]) -> str:
         if others:
             return self._regex(node, others)
-        return exact(read(_text(node.get("grammar"))), self._lark, self._oracle.has_text)
+        return exact(read(_text(node.get("grammar"))), self._lark, self._library.has_text)
 
     _any_text = _regex
 
