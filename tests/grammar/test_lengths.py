@@ -265,6 +265,7 @@ def test_tags_that_may_occur_elsewhere_are_not_counted() -> None:
     assert not countable(listed(tag("<f>\n"), tag("<f>\n")))
     assert not countable(listed(tag("<f>\n"), tag("<g><f>\n")))
     assert not countable(listed(tag("<f>\n"), tag("<g>\n", content={"type": "any_text"})))
+    assert not countable(listed(tag("<f>\n"), tag("<g>\n", content={"type": "grammar"})))
 
 
 def small_library(

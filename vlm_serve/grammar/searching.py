@@ -238,7 +238,7 @@ class _Parser:
             return self._class_of(sign, negated=negated)
         if inside and sign == "b":
             return r"\x08"
-        if sign in "bB" or sign in "123456789k":
+        if sign in "bB" or sign in "123456789kc":
             raise PatternError(f"has \\{sign}, which no grammar can follow")
         return escaped(_CONTROLS.get(sign, sign))
 
