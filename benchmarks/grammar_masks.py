@@ -41,6 +41,13 @@ SCHEMA: dict[str, Any] = {
     "required": ["path", "day", "count", "tags", "mode", "text"],
 }
 
+GRAMMAR = r"""
+    root ::= "{" ws (pair ("," ws pair)*)? "}"
+    pair ::= string ws ":" ws (root | string | [0-9]+) ws
+    string ::= "\"" ([^"\\\r\n] | "\\" [^\n])* "\""
+    ws ::= [ \n]*
+"""
+
 
 class Vocabulary:
     """The tokens of a file, with one that ends the answer."""
@@ -83,7 +90,8 @@ def forms() -> dict[str, StructuredOutputs]:
         for form in ("qwen3_xml", "hermes"):
             name = f"{bounds}, {form}".translate({ord(sign): None for sign in "{}'"})
             found[name] = with_tools(None, choice, {"tool": bounded}, "", form)
-    found["a pattern (xgrammar)"] = StructuredOutputs(regex=r"[a-z ]{200,400}")
+    found["a pattern"] = StructuredOutputs(regex=r"[a-z ]{200,400}")
+    found["a grammar"] = StructuredOutputs(grammar=GRAMMAR)
     return {name: form for name, form in found.items() if form is not None}
 
 

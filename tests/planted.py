@@ -9,7 +9,7 @@ FOREIGN = (
     *("PIL", "aiohttp", "av", "blake3", "fastapi", "grpc", "h2", "httpx", "huggingface_hub"),
     *("jinja2", "lmms_eval", "numpy", "pandas", "psutil", "pydantic", "pydantic_core", "ray"),
     *("redis", "regex", "safetensors", "socksio", "starlette", "tokenizers", "torch"),
-    *("transformers", "triton", "uvicorn", "uvloop", "xgrammar", "yaml"),
+    *("transformers", "triton", "uvicorn", "uvloop", "yaml"),
 )
 """Of packages that are installed, and of some that others import if there are any."""
 STANDARD = tuple(sorted(sys.stdlib_module_names - {"__main__"}))

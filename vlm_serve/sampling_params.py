@@ -217,7 +217,7 @@ class SamplingParams:
     )
     structured_outputs: StructuredOutputs | None = option(
         None,
-        "one of `json`, `json_object`, `regex`, `choice`, `grammar` (xgrammar's EBNF) and "
+        "one of `json`, `json_object`, `regex`, `choice`, `grammar` (EBNF) and "
         "`structural_tag`, see below",
     )
     n: int = option(1, "number of answers", 1, 128, neutral=(1,))

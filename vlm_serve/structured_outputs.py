@@ -25,8 +25,8 @@ class StructuredOutputs:
         json_object: any JSON object.
         regex: a regular expression for the whole answer.
         choice: the answer is one of these texts.
-        grammar: a grammar in xgrammar's EBNF; the start rule is `root`.
-        structural_tag: one of xgrammar's structural tags, as an object or as its text.
+        grammar: a grammar in EBNF; the start rule is `root`.
+        structural_tag: a structural tag, as an object or as its text.
         strict: refuse unknown schema keywords instead of ignoring them.
 
     Raises:
@@ -109,15 +109,10 @@ class StructuredOutputs:
         if self.regex is not None:
             return "regex", self.regex
         if self.choice is not None:
-            return "grammar", "root ::= " + " | ".join(map(_quoted, self.choice))
+            return "choice", json.dumps(self.choice)
         if self.grammar is not None:
             return "grammar", self.grammar
         return "structural_tag", json.dumps(self.structural_tag)
-
-
-def _quoted(text: str) -> str:
-    """Return the text as a terminal of xgrammar's EBNF."""
-    return '"' + "".join(f"\\U{ord(character):08x}" for character in text) + '"'
 
 
 def _refuse(name: str, what: str) -> FieldError:

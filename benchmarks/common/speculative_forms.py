@@ -49,7 +49,7 @@ class Form:
     source: str = ""
 
     def grammar(self) -> str:
-        """In the EBNF that xgrammar and llama.cpp share."""
+        """In the EBNF that vlm-serve and llama.cpp share."""
         words = [
             _quoted(part) if isinstance(part, str) else f"({' | '.join(map(_quoted, part))})"
             for part in self.parts

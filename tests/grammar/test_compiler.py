@@ -252,9 +252,8 @@ def test_what_a_grammar_was_made_from_counts_too(compiler: GrammarCompiler) -> N
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="its allocator can be asked")
 def test_a_grammar_counts_as_much_as_it_takes(tokenizer: Tokenizer) -> None:
-    """xgrammar's own number is a third too small for large ones."""
     letters = random.Random(0)
-    words = tuple("".join(letters.choices("abcdefghijklmnop", k=150)) for _ in range(30))
+    words = tuple("".join(letters.choices("abcdefghijklmnop", k=150)) for _ in range(300))
     with contextlib.closing(
         GrammarCompiler(tokenizer, WIDTH, tokenizer.eos_ids, seconds=60.0)
     ) as compiler:

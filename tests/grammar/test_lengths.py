@@ -18,7 +18,6 @@ from vlm_serve.grammar.compiled import Compiled
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.lengths import countable
 from vlm_serve.grammar.library import Library
-from vlm_serve.grammar.matching import Matcher
 from vlm_serve.grammar.state import Grammar, GrammarState
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.answers.output_parser import OutputParser
@@ -67,7 +66,7 @@ def call_form(tools: dict[str, Any], *, parallel: bool = False) -> StructuredOut
 
 def compiled(guidance: Library, form: StructuredOutputs) -> Grammar:
     (grammar, _), lengths = building.tag_grammar(json.loads(form.source[1]), guidance)
-    return Grammar(Compiled(guidance, grammar, json.loads(json.dumps(lengths))), b"", Matcher)
+    return Grammar(Compiled(guidance, grammar, json.loads(json.dumps(lengths))), b"")
 
 
 def state_of(grammar: Grammar, tokenizer: Tokenizer) -> GrammarState:
@@ -266,6 +265,7 @@ def test_tags_that_may_occur_elsewhere_are_not_counted() -> None:
     assert not countable(listed(tag("<f>\n"), tag("<f>\n")))
     assert not countable(listed(tag("<f>\n"), tag("<g><f>\n")))
     assert not countable(listed(tag("<f>\n"), tag("<g>\n", content={"type": "any_text"})))
+    assert not countable(listed(tag("<f>\n"), tag("<g>\n", content={"type": "grammar"})))
 
 
 def small_library(

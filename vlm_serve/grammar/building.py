@@ -1,17 +1,22 @@
-"""From a request's schema or structural tag to a grammar of llguidance that was tried.
+"""From a request's form to a grammar of llguidance that was tried.
 
 It runs in the compiling process, within its limits.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.grammar.ebnf import read
+from vlm_serve.grammar.lark import Lark, constant, either
 from vlm_serve.grammar.lengths import Lengths
+from vlm_serve.grammar.lexing import exact
 from vlm_serve.grammar.library import UNSATISFIABLE, Library, sentence
-from vlm_serve.grammar.rewriting import children, refuse, rewrite
-from vlm_serve.grammar.tags import Tags
+from vlm_serve.grammar.references import refuse
+from vlm_serve.grammar.rewriting import children, rewrite
+from vlm_serve.grammar.tags import Tags, regex
 
 _LOCATING = 200
 """Subschemas compiled to find the one that fails."""
@@ -41,8 +46,7 @@ def tag_grammar(tag: Any, library: Library) -> tuple[Built, Lengths]:
     """Build the grammar of a structural tag. Return the bounds left out of it as well.
 
     Raises:
-        InvalidRequestError: a schema in it cannot be enforced. The message names the path.
-        OtherTagError: the tag is not for llguidance.
+        InvalidRequestError: it cannot be enforced. The message names the path in a schema.
     """
     tags = Tags(library)
     grammar = library.lark(tags.grammar(tag))
@@ -56,6 +60,26 @@ def tag_grammar(tag: Any, library: Library) -> tuple[Built, Lengths]:
     if len(tags.sources) == 1:
         raise tags.sources[0].error(refuse("#", sentence(error)))
     raise InvalidRequestError(f"the grammar {sentence(error)}")
+
+
+def text_grammar(kind: str, source: str, library: Library) -> Built:
+    """Build the grammar of a regex, a choice or a grammar in EBNF.
+
+    Raises:
+        InvalidRequestError: it is invalid or cannot be enforced.
+    """
+    lark = Lark()
+    if kind == "grammar":
+        rule = exact(read(source), lark, library.has_text)
+    elif kind == "regex":
+        rule = lark.terminal(regex(source))
+    else:
+        rule = lark.terminal(either([constant(text) for text in json.loads(source)]))
+    grammar = library.lark(lark.text(rule))
+    error, size = library.tried(grammar)
+    if error:
+        raise InvalidRequestError(f"the {kind} {sentence(error)}")
+    return grammar, size
 
 
 def _error(schema: Any, library: Library) -> str:

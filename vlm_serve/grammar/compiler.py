@@ -1,21 +1,16 @@
-"""Compiles and caches the grammars of one model, bounded in time and memory.
-
-llguidance follows JSON schemas, alone and in tags, whose keywords it intersects. xgrammar follows
-all other forms.
-"""
+"""Compiles and caches the grammars of one model, bounded in time and memory."""
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any
 
 from vlm_serve.errors import EngineClosedError, InvalidRequestError
 from vlm_serve.grammar.compiled import Compiled
 from vlm_serve.grammar.library import Library
-from vlm_serve.grammar.matching import Matcher
 from vlm_serve.grammar.process import CompileProcess
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.tokenizer import Tokenizer
@@ -24,20 +19,16 @@ from vlm_serve.structured_outputs import StructuredOutputs
 COMPILE_SECONDS = 5.0
 CACHE_BYTES = 128 << 20
 CACHE_ENTRIES = 256
-_MEMORY_FACTOR = 1.5
-"""Bytes of memory per byte of a serialised grammar: large ones measured 1.44 and 1.47.
-xgrammar's own figure is 1.03 to 1.05."""
-
 _LEAST_BYTES = 64 << 10
 _BYTES_PER_BYTE = 24
-"""Bytes of memory per byte of a schema at least, where the C library cannot be asked."""
+"""Bytes of memory per byte of a source at least, where the C library cannot be asked."""
 _Key = tuple[bytes, str, str, bool, bool]
 
 
 class GrammarCompiler:
     """Compiles the grammars of requests. Thread-safe; `compile` blocks.
 
-    The first grammar, or `warm`, imports xgrammar and starts the compiling process.
+    The first grammar, or `warm`, starts the compiling process.
 
     Args:
         tokenizer: of the model.
@@ -60,10 +51,9 @@ class GrammarCompiler:
         self._seconds = seconds
         self._lock = threading.Lock()
         self._cache_lock = threading.Lock()
-        self._cached: OrderedDict[_Key, tuple[Any, int]] = OrderedDict()
+        self._cached: OrderedDict[_Key, tuple[Compiled, int]] = OrderedDict()
         self._library_lock = threading.Lock()
         self._guidance: Library | None = None
-        self._info: Any = None
         self._process: CompileProcess | None = None
         self._closed = False
 
@@ -87,16 +77,10 @@ class GrammarCompiler:
             raise InvalidRequestError(
                 error.message, param=error.param or "structured_outputs", code=error.code
             ) from None
-        if "grammar" in answer:
-            compiled: Any = Compiled(self._library(), answer["grammar"], answer["lengths"])
-            size = max(_LEAST_BYTES, _BYTES_PER_BYTE * len(source), answer["size"])
-        else:
-            import xgrammar
-
-            compiled = xgrammar.CompiledGrammar.deserialize_json(answer["compiled"], self._info)
-            size = int(_MEMORY_FACTOR * len(answer["compiled"]))
+        compiled = Compiled(self._library(), answer["grammar"], answer["lengths"])
+        size = max(_LEAST_BYTES, _BYTES_PER_BYTE * len(source), answer["size"])
         self._keep(_key(form, owner), compiled, size + sys.getsizeof(source))
-        return self._grammar(compiled, after)
+        return Grammar(compiled, after)
 
     def warm(self) -> None:
         """Start the compiling process and wait until it is ready. This takes seconds.
@@ -116,14 +100,7 @@ class GrammarCompiler:
                 return None
             self._cached.move_to_end(key)
             compiled, _ = self._cached[key]
-        return self._grammar(compiled, after)
-
-    def _grammar(self, compiled: Any, after: bytes) -> Grammar:
-        import xgrammar
-
-        if isinstance(compiled, xgrammar.CompiledGrammar):
-            return Grammar(compiled, after, xgrammar.GrammarMatcher)
-        return Grammar(compiled, after, Matcher)
+        return Grammar(compiled, after)
 
     @property
     def num_bytes(self) -> int:
@@ -166,18 +143,10 @@ class GrammarCompiler:
         ]
 
     def _new_process(self) -> CompileProcess:
-        import xgrammar
+        texts = [text.decode("latin-1") for text in self._token_texts()]
+        return CompileProcess(json.dumps([texts, self._ends]), self._seconds)
 
-        self._info = xgrammar.TokenizerInfo(
-            self._token_texts(),
-            vocab_type=xgrammar.VocabType.RAW,
-            vocab_size=self._vocabulary,
-            stop_token_ids=self._ends,
-            add_prefix_space=False,
-        )
-        return CompileProcess(self._info.serialize_json(), self._seconds)
-
-    def _keep(self, key: _Key, compiled: Any, size: int) -> None:
+    def _keep(self, key: _Key, compiled: Compiled, size: int) -> None:
         with self._cache_lock:
             self._cached[key] = compiled, size
             while len(self._cached) > CACHE_ENTRIES or self._size() > CACHE_BYTES:

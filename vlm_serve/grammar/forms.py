@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar import searching
 from vlm_serve.grammar.keywords import NOTES
+from vlm_serve.grammar.references import refuse
 from vlm_serve.grammar.regex_format import REGEX
 
 _DATE = (
@@ -55,8 +55,6 @@ FORMATS = {
     "regex": REGEX,
 }
 """Patterns of the formats. Other formats are annotations, as the standard has them."""
-BUILT_IN = frozenset(["duration", "hostname", "ipv4", "ipv6", "uuid", "uri"])
-"""Formats that llguidance has for JSON."""
 _DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 _DIGITS = r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)$"
 _EXACT = 1 << 53
@@ -72,11 +70,11 @@ def pattern(text: Any, path: str) -> str:
         InvalidRequestError: it is no text, or looks ahead or behind.
     """
     if not isinstance(text, str):
-        raise _refuse(path, "must be a text")
+        raise refuse(path, "must be a text")
     if text == _DECIMAL:  # pydantic's Decimal: it means that there is a digit
         return _DIGITS
     if any(mark in text for mark in ("(?=", "(?!", "(?<=", "(?<!")):
-        raise _refuse(path, "looks ahead or behind, which cannot be enforced")
+        raise refuse(path, "looks ahead or behind, which cannot be enforced")
     return text
 
 
@@ -93,7 +91,7 @@ def lengths(given: dict[str, Any], path: str) -> None:
         if isinstance(value, int) and value > _MOST_REPETITIONS:
             del given[name]
             if name == "minLength":
-                raise _refuse(f"{path}/{name}", "is more than any answer has")
+                raise refuse(f"{path}/{name}", "is more than any answer has")
 
 
 def length_pattern(given: Mapping[str, Any], text: str) -> str | None:
@@ -177,7 +175,7 @@ def negated(value: Any, path: str) -> Any:
             return {"type": [kind for kind in _KINDS if kind not in listed]}
         if isinstance(required, list) and len(required) == 1:
             return {"type": "object", "properties": {required[0]: False}}
-    raise _refuse(path, "cannot be enforced: only a type or a single required property can")
+    raise refuse(path, "cannot be enforced: only a type or a single required property can")
 
 
 def property_names(given: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -196,7 +194,7 @@ def property_names(given: Mapping[str, Any], path: str) -> dict[str, Any]:
     if not rule:
         return {}
     if len(rule) > 1 or given.get("patternProperties"):
-        raise _refuse(where, "cannot be enforced beside other rules for names")
+        raise refuse(where, "cannot be enforced beside other rules for names")
     others = given.get("additionalProperties", True)
     known = given.get("properties") or {}
     allowed = [rule["const"]] if "const" in rule else rule.get("enum")
@@ -206,8 +204,4 @@ def property_names(given: Mapping[str, Any], path: str) -> dict[str, Any]:
         return {"properties": {**named, **kept}, "additionalProperties": False}
     if "pattern" in rule and not known:
         return {"patternProperties": {rule["pattern"]: others}, "additionalProperties": False}
-    raise _refuse(where, "can be enforced only as a list of names, or a pattern for all names")
-
-
-def _refuse(path: str, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the JSON schema cannot be used: {path} {what}")
+    raise refuse(where, "can be enforced only as a list of names, or a pattern for all names")

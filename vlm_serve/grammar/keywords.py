@@ -7,17 +7,12 @@ PLAIN = (
     "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "maxProperties",
 )  # fmt: skip
 """Keywords whose values contain no schemas, and which llguidance takes as they are."""
-NAMED = ("properties", "patternProperties", "$defs", "definitions")
-"""Their values are objects of schemas."""
-LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
-"""Their values are lists of schemas."""
-SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties",
-          "unevaluatedItems")  # fmt: skip
-"""Their values are schemas."""
 ENFORCED = frozenset(
     [
-        *PLAIN, *LISTED, *SINGLE, "properties", "patternProperties", "$ref", "not", "required",
-        "minProperties", "propertyNames", "dependentRequired", "dependencies", "pattern", "format",
+        *PLAIN, "allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems",
+        "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "properties",
+        "patternProperties", "$ref", "not", "required", "minProperties", "propertyNames",
+        "dependentRequired", "dependencies", "pattern", "format",
     ]
 )  # fmt: skip
 """Keywords that llguidance enforces, if need be in other words."""
@@ -38,16 +33,11 @@ NOTES = frozenset(
 )  # fmt: skip
 """Keywords that restrict nothing by themselves."""
 KNOWN = ENFORCED | UNENFORCED | NOTES
-XGRAMMAR_LACKS = UNENFORCED | {
-    "not", "then", "else", "dependentRequired", "dependencies", "multipleOf", "minContains",
-    "maxContains", "propertyNames",
-}  # fmt: skip
-"""Keywords that xgrammar ignores or refuses."""
 _NUMBER = frozenset(
     ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"]
 )  # fmt: skip
 KEYWORDS_OF = {
-    "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
+    "string": frozenset(["minLength", "maxLength", "pattern"]),
     "integer": _NUMBER,
     "number": _NUMBER,
     "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),

@@ -17,7 +17,7 @@ OPTIONS: dict[str, Any] = {
 _BYTES = r"~/[^\s\S]/"
 """Any bytes, UTF-8 or not. The negation of `.*` leaves some, and the library would search whole
 repetitions beside it for them."""
-_NAME = re.compile(r"\bT[0-9]+\b")
+_NAME = re.compile(r"\b[rxT][0-9]+\b")
 _PRINTABLE = re.compile(r"[^\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]*")
 
 
@@ -25,31 +25,24 @@ class Lark:
     """A grammar that grows. Equal parts are written once, under one name."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
+        self._bodies: dict[str, str] = {}
         self._names: dict[str, str] = {}
-        self._terminals: dict[str, str] = {}
 
     def rule(self, body: str) -> str:
         """Return the name of a rule."""
         return self._named("r", body)
 
+    def define(self, name: str, body: str) -> None:
+        """Give a rule a name of its own."""
+        self._bodies[name] = body
+
     def terminal(self, body: str) -> str:
         """Return the name of a terminal: a pattern matched as one."""
-        name = self._named("T", body)
-        self._terminals[name] = body
-        return name
+        return self._named("T", body)
 
     def alone(self, body: str) -> str:
-        """Return the grammar of a terminal and of those that it names."""
-        lines, waiting = ["start: T", f"T: {body}"], [body]
-        seen = set[str]()
-        while waiting:  # a text may look like a name: the terminal is then there in vain
-            for name in _NAME.findall(waiting.pop()):
-                if name in self._terminals and name not in seen:
-                    seen.add(name)
-                    lines.append(f"{name}: {self._terminals[name]}")
-                    waiting.append(self._terminals[name])
-        return "\n".join(lines) + "\n"
+        """Return the grammar of a terminal."""
+        return f"start: T\nT: {body}\n{self._named_in(body)}"
 
     def json(self, schema: Any) -> str:
         """Return the name of a rule for the JSON of a rewritten schema."""
@@ -62,12 +55,22 @@ class Lark:
         Args:
             start: the body of its start.
         """
-        return "\n".join([f"start: {start}", *self._lines]) + "\n"
+        return f"start: {start}\n{self._named_in(start)}"
+
+    def _named_in(self, body: str) -> str:
+        """Return the lines of all that a body names."""
+        lines, waiting = dict[str, str](), [body]
+        while waiting:  # a text may look like a name: a line is then there in vain
+            for name in _NAME.findall(waiting.pop()):
+                if name in self._bodies and name not in lines:
+                    lines[name] = f"{name}: {self._bodies[name]}\n"
+                    waiting.append(self._bodies[name])
+        return "".join(lines.values())
 
     def _named(self, prefix: str, body: str) -> str:
         if body not in self._names:
             self._names[body] = f"{prefix}{len(self._names)}"
-            self._lines.append(f"{self._names[body]}: {body}")
+            self._bodies[self._names[body]] = body
         return self._names[body]
 
 

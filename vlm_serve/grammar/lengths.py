@@ -218,7 +218,7 @@ def countable(node: Any) -> bool:
             waiting += node
         if not isinstance(node, Mapping):
             continue
-        if node.get("type") in ("any_text", "regex"):
+        if node.get("type") in ("any_text", "regex", "grammar"):
             return False
         for name in ("begin", "end", "value", "separator"):
             value = node.get(name)

@@ -27,8 +27,10 @@ _SENTENCES = (
     ("schema too large", "nests too many combinations of schemas"),
     ("min/maxProperties", "limits the number of properties of which some are optional"),
     ("ff_tokens", f"{_CANNOT}: the text that it begins with in any case is endless or too long"),
+    ("NoExtension", "cannot be satisfied by any text"),
     ("Too many items", _TOO_LARGE),
     ("too many", _TOO_LARGE),
+    ("too big", _TOO_LARGE),
     ("fuel", _TOO_LARGE),
     ("Current row", _TOO_LARGE),
     (

@@ -14,12 +14,13 @@ _RENEWALS = 2
 
 
 class Matcher:
-    """Follows one answer, with the methods of xgrammar's matcher.
+    """Follows one answer.
 
     Args:
         compiled: its grammar.
 
     Attributes:
+        ended: True after an end-of-answer token.
         exhausted: the limit of llguidance reached, as a sentence: nothing is known of the next
             token. "": none.
     """
@@ -33,28 +34,24 @@ class Matcher:
         self._tokens: list[int] = []
         self._steps: list[int] = []  # tokens of each step; 0: the end
         self._places: list[Place] = [Place()]  # before each step, and now
-        self._ended = False
+        self.ended = False
         self.exhausted = ""
-
-    def is_terminated(self) -> bool:
-        """Return True after an end-of-answer token."""
-        return self._ended
 
     def accept_token(self, token: int) -> bool:
         """Advance by a token; return False if it does not match."""
-        if self._ended:
+        if self.ended:
             return False
         if token not in self._ends:
             return self._consume([token])
-        self._ended = bool(self._matcher.is_accepting())
-        if self._ended:
+        self.ended = bool(self._matcher.is_accepting())
+        if self.ended:
             self._steps.append(0)
             self._places.append(self._places[-1])
-        return self._ended
+        return self.ended
 
     def accept_string(self, data: bytes) -> bool:
         """Advance by bytes, as one step."""
-        return not self._ended and self._consume(self._tokenizer.tokenize_bytes(data))
+        return not self.ended and self._consume(self._tokenizer.tokenize_bytes(data))
 
     def _consume(self, tokens: list[int]) -> bool:
         place: Place | None = self._places[-1]
@@ -98,13 +95,13 @@ class Matcher:
         kept = len(self._steps) - steps
         count = sum(self._steps[kept:])
         del self._steps[kept:], self._places[kept + 1 :]
-        self._ended = False
+        self.ended = False
         if count:
             del self._tokens[len(self._tokens) - count :]
             self._matcher.rollback(count)
 
-    def fill_next_token_bitmask(self, words: npt.NDArray[np.int32]) -> bool:
-        """Write the mask of the allowed tokens; return True since it restricts them."""
+    def fill(self, words: npt.NDArray[np.int32]) -> None:
+        """Write the packed mask of the allowed tokens."""
         if self._matcher.is_stopped():
             words[:] = 0
         else:
@@ -112,10 +109,9 @@ class Matcher:
                 self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
                 if not self._matcher.is_error() or not self._renewed(last):
                     break
-        bits = words.view(np.uint8)[0]
+        bits = words.view(np.uint8)
         if self._counter is not None:
             self._counter.narrow(self._places[-1], bits)
         # The library knows one end alone.
         for token in self._ends if self._matcher.is_accepting() else ():
             bits[token // 8] |= 1 << token % 8
-        return True

@@ -12,17 +12,17 @@ JSON that is allowed beside it, nor be what a reader takes for another kind of v
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol
+from typing import Any
 
 from vlm_serve.grammar import searching
 from vlm_serve.grammar.kinds import ALL, NUMBERS, Kinds, kinds_of, kinds_of_parameter
 from vlm_serve.grammar.lark import Lark, constant, either, pattern, without
 from vlm_serve.grammar.lengths import END as VALUE_END
 from vlm_serve.grammar.lengths import NAME, NAME_END, Bounds
-from vlm_serve.grammar.library import UNSATISFIABLE, sentence
+from vlm_serve.grammar.library import UNSATISFIABLE, Library, sentence
 from vlm_serve.grammar.raw_texts import ANY, RawTexts, both
-from vlm_serve.grammar.references import Document
-from vlm_serve.grammar.rewriting import refuse, rewrite
+from vlm_serve.grammar.references import Document, quoted, refuse
+from vlm_serve.grammar.rewriting import rewrite
 from vlm_serve.grammar.shapes import Shape, shapes_of
 
 BEGIN, BEGIN_END, END = NAME.decode(), NAME_END.decode(), VALUE_END.decode()
@@ -37,23 +37,13 @@ _WORDS: tuple[tuple[str, str, bool | None], ...] = (
 )  # fmt: skip
 
 
-class Oracle(Protocol):
-    """What only the library knows."""
-
-    def has_text(self, terminal: str) -> bool:
-        """Return True if a grammar of one terminal matches some text."""
-
-    def json_error(self, schema: Any) -> str:
-        """Return why no JSON can follow a rewritten schema; empty: it can."""
-
-
 class Parameters:
     """Writes the arguments of one function.
 
     Args:
         lark: the grammar that gets the rules.
         schema: the parameters' schema.
-        oracle: see `Oracle`.
+        library: tells whether texts fit.
         counts: bounds of texts may be left to `Counter`.
 
     Attributes:
@@ -63,8 +53,8 @@ class Parameters:
         InvalidRequestError: from all methods: the schema cannot be enforced; it names the path.
     """
 
-    def __init__(self, lark: Lark, schema: Any, oracle: Oracle, *, counts: bool = False) -> None:
-        self._lark, self._oracle = lark, oracle
+    def __init__(self, lark: Lark, schema: Any, library: Library, *, counts: bool = False) -> None:
+        self._lark, self._library = lark, library
         self._given = Document(schema)
         whole = rewrite(schema)
         self._whole = {} if whole is True else whole
@@ -172,7 +162,7 @@ class Parameters:
         return kinds_of(node, self._defined)
 
     def _has_text(self, terminal: str) -> bool:
-        return self._oracle.has_text(self._lark.alone(terminal))
+        return self._library.has_text(self._lark.alone(terminal))
 
     def _searching(self, text: str, path: str) -> str:
         try:
@@ -201,7 +191,7 @@ class Parameters:
             rules.append(self._lark.terminal(f"{text} {constant(END)}"))
         if kinds:
             whole = {"$defs": self._definitions, **({} if schema is True else schema)}
-            error = self._oracle.json_error(whole)
+            error = self._library.json_error(whole)
             if error and not error.startswith(UNSATISFIABLE):
                 raise refuse(_place(name), sentence(error))
             if not error:
@@ -265,4 +255,4 @@ class Parameters:
 def _place(name: str) -> str:
     if not name:
         return "#/additionalProperties"
-    return "#/properties/" + name[:64].replace("~", "~0").replace("/", "~1").replace("%", "%25")
+    return f"#/properties/{quoted(name)}"

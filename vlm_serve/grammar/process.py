@@ -25,7 +25,7 @@ class CompileProcess:
     """One process, one task at a time.
 
     Args:
-        tokenizer: the serialised TokenizerInfo.
+        tokenizer: JSON of the tokens' bytes, as text in Latin-1, and the end-of-answer tokens.
         seconds: time limit per grammar.
     """
 
@@ -61,10 +61,9 @@ class CompileProcess:
             raise OverloadedError(
                 "the grammar compiler was ended, twice, or did not start: try again later"
             )
-        if "late" in answer:
-            late = answer["late"]
-            what = f"took longer than {self._seconds:g} s" if late else "took too much memory"
-            raise InvalidRequestError(f"compiling the grammar {what}", code="grammar_limit")
+        if "limit" in answer:
+            what = f"compiling the grammar {answer['limit']}"
+            raise InvalidRequestError(what, code="grammar_limit")
         if "error" in answer:
             raise InvalidRequestError(f"the grammar cannot be compiled: {answer['error']}")
         if "refused" in answer:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vlm_serve.grammar import searching
-from vlm_serve.grammar.forms import FORMATS
 from vlm_serve.grammar.keywords import KEYWORDS_OF
 from vlm_serve.grammar.kinds import allowed, kind_of, own_kinds
 from vlm_serve.grammar.lark import Lark, constant, either, pattern
@@ -73,10 +72,9 @@ class RawTexts:
                 parts = [""]
         else:
             parts = []
-        searched = [node["pattern"]] if "pattern" in node else []
-        if "format" in node:
-            searched.append(FORMATS[node["format"]])
-        return parts + [pattern(searching.whole(each)) for each in searched]
+        if "pattern" in node:
+            parts.append(pattern(searching.whole(node["pattern"])))
+        return parts
 
     def lengths(self, node: Any) -> Bounds | None:
         """Return the bounds of the strings that fit; None: there are other rules, or none fit."""
@@ -88,7 +86,7 @@ class RawTexts:
             return 0, None
         if node is False or "string" not in own_kinds(node):
             return _NONE
-        if not depth or allowed(node) is not None or node.keys() & {"pattern", "format", "oneOf"}:
+        if not depth or allowed(node) is not None or node.keys() & {"pattern", "oneOf"}:
             return None
         least, most = node.get("minLength", 0), node.get("maxLength")
         if not isinstance(least, int) or not isinstance(most, int | None):

@@ -44,14 +44,11 @@ class Document:
             InvalidRequestError: it is another document, or there is no such place.
         """
         if not isinstance(reference, str):
-            raise InvalidRequestError(f"the JSON schema cannot be used: {path} must be a text")
+            raise refuse(path, "must be a text")
         if reference in self._named:
             return self._named[reference]
         if not reference.startswith("#"):
-            raise InvalidRequestError(
-                f"the JSON schema cannot be used: {path} names another document; "
-                "only '#...' is supported"
-            )
+            raise refuse(path, "names another document; only '#...' is supported")
         return self.find(reference, path)
 
     def find(self, pointer: str, path: str) -> Any:
@@ -66,9 +63,7 @@ class Document:
             else:
                 found = _MISSING
         if found is _MISSING or (pointer != "#" and not pointer.startswith("#/")):
-            raise InvalidRequestError(
-                f"the JSON schema cannot be used: {path} names {pointer[:200]!r}, which it lacks"
-            )
+            raise refuse(path, f"names {pointer[:200]!r}, which it lacks")
         return found
 
     def is_only_reference(self, node: Mapping[str, Any]) -> bool:
@@ -85,6 +80,16 @@ class Document:
             except InvalidRequestError:
                 break
         return node
+
+
+def refuse(path: str, what: str) -> InvalidRequestError:
+    """Return the error about a place of the schema."""
+    return InvalidRequestError(f"the JSON schema cannot be used: {path} {what}")
+
+
+def quoted(name: Any) -> str:
+    """Return a name as part of a path."""
+    return str(name)[:64].replace("~", "~0").replace("/", "~1").replace("%", "%25")
 
 
 def finite(schema: Any, definitions: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

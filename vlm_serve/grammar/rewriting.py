@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.alternatives import discriminator, exclusive, names_of
 from vlm_serve.grammar.forms import (
-    BUILT_IN,
     FORMATS,
     bounds,
     length_pattern,
@@ -23,7 +21,7 @@ from vlm_serve.grammar.forms import (
     property_names,
 )
 from vlm_serve.grammar.keywords import ENFORCED, KNOWN, PLAIN, UNENFORCED
-from vlm_serve.grammar.references import Document, finite
+from vlm_serve.grammar.references import Document, finite, quoted, refuse
 
 MAX_SCHEMA_NODES = 4096
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
@@ -104,7 +102,7 @@ class Rewriter:
 
     def _check(self, node: Mapping[str, Any], path: str) -> None:
         for keyword, value in node.items():
-            where = f"{path}/{_escaped(keyword)}"
+            where = f"{path}/{quoted(keyword)}"
             if keyword in UNENFORCED and value is not None and value is not False:
                 if keyword == "uniqueItems" and node.get("maxItems") in (0, 1):
                     continue
@@ -123,9 +121,7 @@ class Rewriter:
         if "pattern" in given:
             out["pattern"] = pattern(given["pattern"], f"{path}/pattern")
         form = given.get("format")
-        if isinstance(form, str) and form in BUILT_IN:
-            out["format"] = form
-        elif isinstance(form, str) and form in FORMATS:
+        if isinstance(form, str) and form in FORMATS:
             if "pattern" in out:
                 parts.append({"pattern": FORMATS[form]})
             else:
@@ -171,7 +167,7 @@ class Rewriter:
                     raise refuse(f"{path}/{keyword}", "must be an object of schemas")
                 out[keyword] = {
                     pattern(name, f"{path}/{keyword}") if keyword != "properties" else name:
-                    self._node(each, f"{path}/{keyword}/{_escaped(name)}", closed=True)
+                    self._node(each, f"{path}/{keyword}/{quoted(name)}", closed=True)
                     for name, each in given[keyword].items() if each is not None
                 }  # fmt: skip
         if "additionalProperties" in given:
@@ -294,7 +290,7 @@ def children(schema: Any, pointer: str) -> Iterator[str]:
         return
     for keyword in ("properties", "patternProperties", "$defs", "definitions"):
         for name in _mapping(node.get(keyword)):
-            yield f"{pointer}/{keyword}/{_escaped(name)}"
+            yield f"{pointer}/{keyword}/{quoted(name)}"
     for keyword in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
         if isinstance(node.get(keyword), list):
             yield from (f"{pointer}/{keyword}/{index}" for index in range(len(node[keyword])))
@@ -303,19 +299,10 @@ def children(schema: Any, pointer: str) -> Iterator[str]:
             yield f"{pointer}/{keyword}"
 
 
-def refuse(path: str, what: str) -> InvalidRequestError:
-    """Return the error about a place of the schema."""
-    return InvalidRequestError(f"the JSON schema cannot be used: {path} {what}")
-
-
 def _any(nodes: list[Any]) -> Any:
     """Return the union of alternatives without those that nothing fits."""
     left = [node for node in nodes if node is not False]
     return {"anyOf": left} if left else False
-
-
-def _escaped(name: Any) -> str:
-    return str(name)[:64].replace("~", "~0").replace("/", "~1").replace("%", "%25")
 
 
 def _texts(value: Any) -> bool:

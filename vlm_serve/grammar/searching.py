@@ -1,13 +1,14 @@
-"""Patterns of JSON schemas as patterns of whole texts, in the syntax of Rust.
+"""Patterns of requests and JSON schemas as patterns of whole texts, in the syntax of Rust.
 
 A pattern of a schema may match anywhere in a text and has anchors. Those of a grammar match whole
-texts. Where engines differ about a class of characters, the result has only the common ones.
+texts. Where engines differ about a class of characters, a schema's has only the common ones: other
+programs check the answer. In a request's own patterns `.` is any character.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 ANY = "(?s:.*)"
@@ -22,6 +23,8 @@ _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0b\x0c"}
 # Python has numbers among letters, and separators of data among spaces; ECMA-262 has U+FEFF there.
 _WIDE = {"d": r"\p{Nd}", "w": r"\w\p{N}", "s": r"\s\x{1c}-\x{1f}\x{feff}"}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
+_OWN = _CLASSES | {"s": r" \t\n\r\x0b\x0c\xa0"}
+_OWN_DOT = r"[\s\S]"
 _ASCII = re.compile(r"(?:[\x00-\x5b\x5d-\x7f]|\\[nrt]|\\x[0-7][0-9a-f]|\\x\{[0-7]?[0-9a-f]\})*")
 
 
@@ -61,12 +64,12 @@ def whole(pattern: str) -> str:
 
 
 def full(pattern: str) -> str:
-    """Return a pattern of all texts that a pattern matches as a whole.
+    """Return a pattern of all texts that a request's own pattern matches as a whole.
 
     Raises:
         PatternError: a grammar cannot follow it.
     """
-    return _joined(_parsed(pattern), "")
+    return _joined(_parsed(pattern, _Parser(pattern, _OWN_DOT, _OWN, _OWN)), "")
 
 
 def is_ascii(pattern: str) -> bool:
@@ -92,7 +95,7 @@ def _all_ascii(items: list[_Item]) -> bool:
 
 def literal(text: str) -> str:
     """Return a pattern of one text."""
-    return "".join(_escaped(sign) for sign in text)
+    return "".join(escaped(sign) for sign in text)
 
 
 def _joined(branches: list[list[_Item]], open_end: str) -> str:
@@ -121,8 +124,8 @@ def _opens(item: _Item) -> bool:
     return item.branches is not None and item.anchored and not item.quantifier
 
 
-def _parsed(pattern: str) -> list[list[_Item]]:
-    parser = _Parser(pattern)
+def _parsed(pattern: str, parser: _Parser | None = None) -> list[list[_Item]]:
+    parser = parser or _Parser(pattern)
     branches = parser.branches(0)
     if parser.at < len(pattern):
         raise PatternError("has a closing bracket too many")
@@ -130,8 +133,24 @@ def _parsed(pattern: str) -> list[list[_Item]]:
 
 
 class _Parser:
-    def __init__(self, pattern: str) -> None:
+    """Reads one pattern.
+
+    Args:
+        pattern: its text.
+        dot: what a dot means.
+        narrow: members of the classes with a small letter.
+        wide: characters that are in none of their complements.
+    """
+
+    def __init__(
+        self,
+        pattern: str,
+        dot: str = _DOT,
+        narrow: Mapping[str, str] = _CLASSES,
+        wide: Mapping[str, str] = _WIDE,
+    ) -> None:
         self._pattern = pattern
+        self._dot, self._narrow, self._wide = dot, narrow, wide
         self.at = 0
 
     def branches(self, depth: int) -> list[list[_Item]]:
@@ -155,12 +174,12 @@ class _Parser:
         elif sign == "[":
             text = self._class()
         elif sign == "\\":
-            text = self._escape(_in_class(negated=False))
-        elif sign in "*+?":
+            text = self._escape()
+        elif _QUANTIFIER.match(self._pattern, self.at):
             raise PatternError("repeats nothing")
         else:
             self.at += 1
-            text = _DOT if sign == "." else sign if sign in "^$" else _escaped(sign)
+            text = self._dot if sign == "." else sign if sign in "^$" else escaped(sign)
         return _Item(text, branches, self._quantifier())
 
     def _group(self, depth: int) -> list[list[_Item]]:
@@ -188,11 +207,11 @@ class _Parser:
         parts = []
         while self.at < len(pattern) and pattern[self.at] != "]":
             if pattern[self.at] == "\\":
-                parts.append(self._escape(_in_class(negated=negated), inside=True))
+                parts.append(self._escape(inside=True, negated=negated))
                 continue
             sign, after = pattern[self.at], pattern[self.at + 1 : self.at + 2]
             ranged = sign == "-" and after not in ("", "]") and _may_begin_range(parts)
-            parts.append("-" if ranged else _escaped(sign))
+            parts.append("-" if ranged else escaped(sign))
             self.at += 1
         if self.at >= len(pattern):
             raise PatternError("has an open class of characters")
@@ -201,12 +220,12 @@ class _Parser:
             return r"[\s\S]" if negated else r"[^\s\S]"
         return f"[{'^' if negated else ''}{''.join(parts)}]"
 
-    def _escape(self, class_of: Callable[[str], str], *, inside: bool = False) -> str:
+    def _escape(self, *, inside: bool = False, negated: bool = False) -> str:
         pattern, at = self._pattern, self.at
         found = _HEX.match(pattern, at)
         if found is not None:
             self.at = found.end()
-            return _escaped(chr(int(next(filter(None, found.groups())), 16)))
+            return escaped(chr(int(next(filter(None, found.groups())), 16)))
         found = _PROPERTY.match(pattern, at)
         if found is not None:
             self.at = found.end()
@@ -216,28 +235,20 @@ class _Parser:
             raise PatternError("ends in a backslash")
         self.at += 2
         if sign.lower() in _CLASSES:
-            return class_of(sign)
+            return self._class_of(sign, negated=negated)
         if inside and sign == "b":
             return r"\x08"
-        if sign in "bB" or sign in "123456789k":
+        if sign in "bB" or sign in "123456789kc":
             raise PatternError(f"has \\{sign}, which no grammar can follow")
-        return _escaped(_CONTROLS.get(sign, sign))
+        return escaped(_CONTROLS.get(sign, sign))
 
-
-def _in_class(*, negated: bool) -> Callable[[str], str]:
-    """Return what writes `\\d` and its kind.
-
-    Args:
-        negated: inside a class that is negated, where fewer characters mean more.
-    """
-
-    def written(sign: str) -> str:
+    def _class_of(self, sign: str, *, negated: bool) -> str:
+        """Return `\\d` and its kind; fewer characters mean more in a class that is negated."""
         name = sign.lower()
+        narrow, wide = self._narrow[name], self._wide[name]
         if sign == name:
-            return _WIDE[name] if negated else f"[{_CLASSES[name]}]"
-        return f"[^{_CLASSES[name]}]" if negated else f"[^{_WIDE[name]}]"
-
-    return written
+            return wide if negated else f"[{narrow}]"
+        return f"[^{narrow}]" if negated else f"[^{wide}]"
 
 
 def _may_begin_range(parts: list[str]) -> bool:
@@ -247,7 +258,7 @@ def _may_begin_range(parts: list[str]) -> bool:
     return parts[-1][:1] != "[" and parts[-1][:2] not in (r"\p", r"\P", r"\w", r"\s")
 
 
-def _escaped(sign: str) -> str:
+def escaped(sign: str) -> str:
     """Return a character as a pattern, inside a class or outside of it."""
     if sign.isalnum() or sign == "_":
         return sign

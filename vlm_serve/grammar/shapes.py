@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from vlm_serve.grammar.kinds import allowed, own_kinds
-from vlm_serve.grammar.rewriting import refuse
+from vlm_serve.grammar.references import refuse
 
 _MOST = 64
 _DEPTH = 32

@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from vlm_serve.grammar.compiled import Compiled
+from vlm_serve.grammar.matching import Matcher
 
 FOLLOW_SECONDS = 1.0
 FOLLOW_SECONDS_PER_TOKEN = 0.005
@@ -55,15 +57,13 @@ class Grammar:
     """A compiled grammar of one request.
 
     Attributes:
-        compiled: of xgrammar or llguidance; immutable, shared between requests.
+        compiled: immutable, shared between requests.
         after: the grammar applies after these bytes of the answer; b"": from its start.
-        matcher: creates a matcher for `compiled`.
         follow_time: time spent on matching so far.
     """
 
-    compiled: Any
+    compiled: Compiled
     after: bytes
-    matcher: Callable[[Any], Any]
     follow_time: FollowTime = field(default_factory=FollowTime, compare=False)
 
 
@@ -82,7 +82,7 @@ class GrammarState:
     def __init__(
         self, grammar: Grammar, token_bytes: Callable[[int], bytes], vocabulary: int
     ) -> None:
-        self._matcher = grammar.matcher(grammar.compiled)
+        self._matcher = Matcher(grammar.compiled)
         self._after = grammar.after
         self._time = grammar.follow_time
         self._token_bytes = token_bytes
@@ -92,17 +92,17 @@ class GrammarState:
         self._ahead = False
         self._uncharged: deque[tuple[int, float]] = deque()
         self.waiting = bool(grammar.after)
-        self._words = np.zeros((1, (vocabulary + 31) // 32), dtype=np.int32)
+        self._words = np.zeros((vocabulary + 31) // 32, dtype=np.int32)
 
     @property
     def over_limit(self) -> str:
         """The limit at which matching has stopped, as a sentence; "": none."""
-        return _SLOW if self._time.over else getattr(self._matcher, "exhausted", "")
+        return _SLOW if self._time.over else self._matcher.exhausted
 
     @property
     def finished(self) -> bool:
         """True after the end of sequence, or after a token that does not match."""
-        return self._lost or bool(self._matcher.is_terminated())
+        return self._lost or self._matcher.ended
 
     def accept(self, token: int) -> None:
         """Advance by a sampled token."""
@@ -174,11 +174,11 @@ class GrammarState:
         if self.waiting or self.finished or self.over_limit:
             return None
         begin = time.thread_time()
-        restricts = self._matcher.fill_next_token_bitmask(self._words)
+        self._matcher.fill(self._words)
         seconds = time.thread_time() - begin
         if self._ahead:
             token, _ = self._uncharged.pop()
             self._uncharged.append((token, seconds))
         else:
             self._time.charge(seconds)
-        return self._words.view(np.uint8)[0] if restricts and not self.over_limit else None
+        return None if self.over_limit else self._words.view(np.uint8)

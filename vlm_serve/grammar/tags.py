@@ -1,33 +1,32 @@
 """Structural tags as grammars of llguidance.
 
 Its lexer always takes the longest text. So a part without a fixed end, or a text that another one
-begins with, has to be told apart in one terminal. Tags for which that is not done here, and those
-without a JSON schema, stay with xgrammar.
+begins with, has to be told apart in one terminal. Tags for which that is not done here are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar import searching
+from vlm_serve.grammar.ebnf import read
 from vlm_serve.grammar.kinds import kinds_of
 from vlm_serve.grammar.lark import Lark, constant, either, pattern, without
 from vlm_serve.grammar.lengths import Bounds, countable
-from vlm_serve.grammar.parameters import Oracle, Parameters
+from vlm_serve.grammar.lexing import exact, regular
+from vlm_serve.grammar.library import Library
+from vlm_serve.grammar.parameters import Parameters
 from vlm_serve.grammar.raw_texts import ANY, both
-from vlm_serve.grammar.references import Document
-from vlm_serve.grammar.rewriting import refuse, rewrite
+from vlm_serve.grammar.references import Document, refuse
+from vlm_serve.grammar.rewriting import rewrite
 
 _JSON_STARTS = frozenset('{["-0123456789tfn')
 _NUMBER_PARTS = frozenset("0123456789.eE+-")
 _UNSUPPORTED = ("excludes", "any_order", "max_tokens", "max_chars")
-
-
-class OtherTagError(Exception):
-    """The tag stays with xgrammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +52,14 @@ class Tags:
     """Writes the grammar of a structural tag.
 
     Args:
-        oracle: see `Oracle`.
+        library: tells whether texts fit.
 
     Attributes:
         sources: the schemas in it.
     """
 
-    def __init__(self, oracle: Oracle) -> None:
-        self._oracle = oracle
+    def __init__(self, library: Library) -> None:
+        self._library = library
         self._lark = Lark()
         self.sources: list[Source] = []
         self._counts = False
@@ -77,14 +76,11 @@ class Tags:
         """Return the whole grammar.
 
         Raises:
-            InvalidRequestError: a schema cannot be enforced. The message names the path.
-            OtherTagError: see the module.
+            InvalidRequestError: a schema or a part of the tag cannot be enforced. The message names
+                the path in the schema, or the part.
         """
         self._counts = countable(tag.get("format"))
-        rule = self._format(tag.get("format"), [])
-        if not self.sources:
-            raise OtherTagError
-        return self._lark.text(rule)
+        return self._lark.text(self._format(tag.get("format"), []))
 
     def _format(self, node: Any, others: list[str]) -> str:
         """Return a rule.
@@ -92,22 +88,17 @@ class Tags:
         Args:
             others: texts with which an alternative of it begins.
         """
-        if not isinstance(node, Mapping) or any(node.get(name) for name in _UNSUPPORTED):
-            raise OtherTagError
-        method = getattr(self, f"_{node.get('type')}", None)
-        if method is None or node.get("type") not in _TYPES:
-            raise OtherTagError
-        rule: str = method(node, others)
+        rule: str = getattr(self, f"_{_kind(node)}")(node, others)
         return rule
 
     def _json_schema(self, node: Mapping[str, Any], others: list[str]) -> str:
         of = node.get("of")
         source = Source(node.get("json_schema"), of if isinstance(of, Mapping) else {})
         if any(each[:1] in _JSON_STARTS for each in others):
-            raise OtherTagError
+            raise _refused("an alternative of a schema begins like JSON")
         style = node.get("style", "json")
         if style not in ("json", "qwen_xml"):
-            raise OtherTagError
+            raise _refused(f"the style {str(style)[:64]!r} is not supported")
         self.sources.append(source)
         try:
             if style == "qwen_xml":
@@ -122,7 +113,7 @@ class Tags:
         return self._lark.json(schema)
 
     def _parameters(self, schema: Any) -> str:
-        parameters = Parameters(self._lark, schema, self._oracle, counts=self._counts)
+        parameters = Parameters(self._lark, schema, self._library, counts=self._counts)
         rule = parameters.rule()
         if self._counts:
             self._lengths[self._begin] = parameters.lengths
@@ -132,17 +123,33 @@ class Tags:
         return self._constants([_text(node.get("value"))], others)
 
     def _constants(self, texts: list[str], others: list[str]) -> str:
-        if any(each.startswith(text) or text.startswith(each) for text in texts for each in others):
-            raise OtherTagError
+        for text in texts:
+            _tell_apart([text, *others])
+            if text in others:
+                raise _refused(f"two alternatives begin with {text[:64]!r}")
         return self._lark.terminal(either([constant(text) for text in texts]))
 
     def _regex(self, node: Mapping[str, Any], others: list[str]) -> str:
         """Return the rule of a text with this pattern, to which nothing is added."""
-        try:
-            whole = pattern(searching.full(_text(node.get("pattern"))))
-        except searching.PatternError:
-            raise OtherTagError from None
-        return self._lark.terminal(both([whole, *_avoiding(others)]))
+        return self._lark.terminal(both([self._endless(node), *_avoiding(others)]))
+
+    def _grammar(self, node: Mapping[str, Any], others: list[str]) -> str:
+        if others:
+            return self._regex(node, others)
+        return exact(read(_text(node.get("grammar"))), self._lark, self._library.has_text)
+
+    _any_text = _regex
+
+    def _endless(self, node: Mapping[str, Any]) -> str:
+        """Return the terminal of a format without a fixed end."""
+        if node["type"] == "regex":
+            return regex(_text(node.get("pattern")))
+        if node["type"] == "any_text":
+            return ANY
+        terminal = regular(read(_text(node.get("grammar"))), self._lark)
+        if terminal is None:
+            raise _refused("a grammar with a recursive rule cannot stand in a tag or beside others")
+        return terminal
 
     def _or(self, node: Mapping[str, Any], others: list[str]) -> str:
         elements = _list(node.get("elements"))
@@ -158,17 +165,17 @@ class Tags:
         return self._lark.rule(either(rules))
 
     def _tag(self, node: Mapping[str, Any], others: list[str], skipped: int = 0) -> str:
-        begin, content, ends = _text(node.get("begin")), node.get("content"), _ends(node)
+        begin, content, ends = _text(node.get("begin")), _mapping(node.get("content")), _ends(node)
         _tell_apart([begin, *others])
         opening = self._lark.terminal(constant(begin[skipped:])) if begin[skipped:] else ""
-        if isinstance(content, Mapping) and content.get("type") == "any_text":
-            if any(content.get(name) for name in _UNSUPPORTED):
-                raise OtherTagError
-            return self._lark.rule(f"{opening} {self._lark.terminal(_up_to(ends))}".strip())
-        if not isinstance(content, Mapping) or content.get("type") not in _CLOSED:
-            raise OtherTagError
-        if any(end[:1] in _NUMBER_PARTS for end in ends) and content["type"] == "json_schema":
-            raise OtherTagError
+        kind = _kind(content)
+        if kind in _ENDLESS:
+            whole = self._lark.terminal(_up_to(ends, self._endless(content)))
+            return self._lark.rule(f"{opening} {whole}".strip())
+        if kind not in _CLOSED:
+            raise _refused(f"the format {kind} cannot stand in a tag")
+        if any(end[:1] in _NUMBER_PARTS for end in ends) and kind == "json_schema":
+            raise _refused("the end of a schema goes on like a number")
         self._begin = begin
         rule = self._format(content, [])
         if content.get("style") == "qwen_xml":  # each parameter ends with its line
@@ -192,15 +199,18 @@ class Tags:
         triggers = [_text(each) for each in _list(node.get("triggers"))]
         tags = [_mapping(each) for each in _list(node.get("tags"))]
         inside = any(a in b for a in triggers for b in triggers if a is not b)
-        if others or inside or node.get("at_least_one") or not triggers:
-            raise OtherTagError
+        if others or inside or node.get("at_least_one"):
+            raise _refused(
+                "triggered_tags cannot stand beside others or have at_least_one, and no trigger "
+                "may be inside another one"
+            )
         calls = []
         for trigger in triggers:
             mine = [each for each in tags if _text(each.get("begin")).startswith(trigger)]
             rests = [each for each in mine if len(each["begin"]) > len(trigger)]
             _tell_apart(list(dict.fromkeys(each["begin"] for each in mine)))
             if not mine or len(rests) < len(mine):
-                raise OtherTagError
+                raise _refused(f"no tag goes on behind the trigger {trigger[:64]!r}")
             others_in = [each for each in triggers if each != trigger]
             before = self._lark.terminal(both([_up_to([trigger]), *_without(others_in)]))
             rest = either([self._tag(each, [], len(trigger)) for each in mine])
@@ -212,10 +222,24 @@ class Tags:
 
 
 _TYPES = frozenset(
-    ["json_schema", "const_string", "regex", "or", "tag", "tags_with_separator", "triggered_tags"]
-)
+    ["json_schema", "const_string", "regex", "grammar", "any_text", "or", "tag",
+     "tags_with_separator", "triggered_tags"]
+)  # fmt: skip
+_ENDLESS = frozenset(["regex", "grammar", "any_text"])
 _CLOSED = frozenset(["json_schema", "const_string", "tag", "tags_with_separator"])
 """Formats with an end that cannot be mistaken for something else."""
+
+
+def regex(text: str) -> str:
+    """Return the terminal of the texts that a pattern matches as a whole.
+
+    Raises:
+        InvalidRequestError: a grammar cannot follow it.
+    """
+    try:
+        return pattern(searching.full(text))
+    except searching.PatternError as error:
+        raise InvalidRequestError(f"the regex cannot be used: it {error}") from None
 
 
 def _only_objects(schema: Any) -> Any:
@@ -227,6 +251,17 @@ def _only_objects(schema: Any) -> Any:
     if kinds == {"object"} or "object" not in kinds:
         return schema if "object" in kinds else False
     return {**definitions, "allOf": [schema, {"type": "object"}]}
+
+
+def _kind(node: Any) -> str:
+    """Return the type of a format. Refuse one that is not written here."""
+    kind = str(_mapping(node).get("type"))
+    if kind not in _TYPES:
+        raise _refused(f"the format {kind[:64]!r} is not supported")
+    for name in _UNSUPPORTED:
+        if node.get(name):
+            raise _refused(f"{name} of the format {kind} is not supported")
+    return kind
 
 
 def _is_text(node: Any) -> bool:
@@ -249,15 +284,14 @@ def _ends(tag: Mapping[str, Any]) -> list[str]:
     end = tag.get("end")
     ends = [_text(each) for each in (end if isinstance(end, list) else [end])]
     if not all(ends):
-        raise OtherTagError
+        raise _refused("a tag has no end")
     return ends
 
 
-def _up_to(ends: list[str]) -> str:
-    """Return the terminal of any text up to the first of these ends, which belongs to it."""
-    end = "|".join(searching.literal(each) for each in ends)
-    longer = without(pattern(f"(?:{end})(?s:.)"))
-    return f"({pattern(f'{searching.ANY}(?:{end})')} & {longer})"
+def _up_to(ends: list[str], text: str = ANY) -> str:
+    """Return the terminal of a text up to the first of these ends, which belongs to it."""
+    end = pattern("|".join(searching.literal(each) for each in ends))
+    return f"(({text} {end}) & {without(end, pattern('(?s:.)'))})"
 
 
 def _without(texts: list[str]) -> list[str]:
@@ -270,24 +304,28 @@ def _avoiding(begins: list[str]) -> list[str]:
 
 def _tell_apart(texts: list[str]) -> None:
     """Refuse texts of which one begins with another."""
-    for index, text in enumerate(sorted(texts)[:-1]):
-        if sorted(texts)[index + 1].startswith(text) and sorted(texts)[index + 1] != text:
-            raise OtherTagError
+    for text, after in pairwise(sorted(texts)):
+        if after.startswith(text) and after != text:
+            raise _refused(f"{after[:64]!r} begins with {text[:64]!r}, which may stand there too")
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise OtherTagError
+        raise _refused("a text is missing")
     return value
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise OtherTagError
+        raise _refused("a list is missing or empty")
     return value
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise OtherTagError
+        raise _refused("a format is missing")
     return value
+
+
+def _refused(what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the structural tag cannot be used: {what}")

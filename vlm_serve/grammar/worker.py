@@ -1,6 +1,6 @@
 """Fork server for compiling grammars: one too slow or too large can be killed without harm.
 
-It speaks length-prefixed JSON over its standard streams. The compiler takes seconds to load, so
+It speaks length-prefixed JSON over its standard streams. A tokenizer takes seconds to load, so
 this process loads it once and forks a child per grammar. A child starts at once, and its end frees
 all of its memory.
 """
@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.grammar.building import json_grammar, tag_grammar
+from vlm_serve.grammar.building import json_grammar, tag_grammar, text_grammar
 from vlm_serve.grammar.lengths import Lengths
 from vlm_serve.grammar.library import Library
-from vlm_serve.grammar.schema import check_tag
-from vlm_serve.grammar.tags import OtherTagError
 from vlm_serve.system.child import end_with
 from vlm_serve.system.host_memory import release_freed_memory
 
 MEMORY_BYTES = 1 << 29
 """Memory limit of compiling, in addition to that of this process."""
-MAX_MESSAGE_BYTES = 64 << 20
+_TOO_LARGE = f"needs more than {MEMORY_BYTES >> 20} MiB of memory"
+MAX_MESSAGE_BYTES = 8 << 20
+"""Limit of a grammar in llguidance's form."""
 NICENESS = 10
 """Niceness of compiling: every open answer needs the model, few need a new grammar."""
 OWN_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
@@ -50,18 +50,16 @@ def send(stream: IO[bytes], value: Any) -> None:
 
 def main() -> None:
     """Serve until the input ends. The first message contains the tokenizer."""
-    import xgrammar
-
     inward, outward = sys.stdin.buffer, sys.stdout.buffer
-    tokenizer = xgrammar.TokenizerInfo.deserialize_json(_receive(inward)["tokenizer"])
-    compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
-    library = Library(tokenizer.decoded_vocab, tokenizer.stop_token_ids)
+    texts, ends = json.loads(_receive(inward)["tokenizer"])
+    library = Library([text.encode("latin-1") for text in texts], ends)
+    del texts
     _limit_memory()
     gc.collect()
     gc.freeze()  # a collection would copy pages shared with the children
     send(outward, {"ready": True})
     while (task := _receive(inward)) is not None:
-        answer = _forked(partial(_answer, compiler, library, task), task["seconds"])
+        answer = _forked(partial(_answer, library, task), task["seconds"])
         outward.write(struct.pack("<I", len(answer)) + answer)
         outward.flush()
         # Messages of megabytes would leave tens of free megabytes at the end of the heap.
@@ -72,8 +70,8 @@ def main() -> None:
 def _forked(work: Callable[[], dict[str, Any]], seconds: float) -> bytes:
     """Run the work in a forked process and return its result as JSON, within a time limit.
 
-    Without a result: `late` if the limit was passed, or else if the work took too much memory;
-    `ended` if the process was killed from outside.
+    Without a result: `limit`, what was over which limit; `ended` if the process was killed from
+    outside.
     """
     ours, theirs = os.pipe()
     server = os.getpid()
@@ -101,37 +99,41 @@ def _forked(work: Callable[[], dict[str, Any]], seconds: float) -> bytes:
     os.kill(process, signal.SIGKILL)  # Changes nothing about a process that has ended.
     status = os.waitpid(process, 0)[1]
     if len(answer) > MAX_MESSAGE_BYTES:
-        return b'{"late": false}'
-    if answer.endswith(b"\n"):
+        limit = f"makes more than {MAX_MESSAGE_BYTES >> 20} MiB of it"
+    elif answer.endswith(b"\n"):
         return bytes(answer)
-    if time.monotonic() >= deadline:
-        return b'{"late": true}'
-    own = os.WIFEXITED(status) or os.WTERMSIG(status) in OWN_SIGNALS
-    return b'{"late": false}' if own else b'{"ended": true}'
+    elif time.monotonic() >= deadline:
+        limit = f"took longer than {seconds:g} s"
+    elif os.WIFSIGNALED(status) and os.WTERMSIG(status) not in OWN_SIGNALS:
+        return b'{"ended": true}'
+    elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV:
+        limit = "needs more than the stack: it nests too deeply"
+    else:
+        limit = _TOO_LARGE
+    return json.dumps({"limit": limit}).encode()
 
 
-def _answer(compiler: Any, library: Library, task: dict[str, Any]) -> dict[str, Any]:
+def _answer(library: Library, task: dict[str, Any]) -> dict[str, Any]:
     try:
-        return _built(compiler, library, task)
+        return _built(library, task)
     except InvalidRequestError as error:
         return {"refused": error.message, "param": error.param}
-    except Exception as error:  # the compiler may raise anything for a client's text
-        return {"error": _words(error)}
+    except MemoryError:
+        return {"limit": _TOO_LARGE}
+    except Exception as error:  # the library may raise anything for a client's text
+        return {"error": str(error).partition("\n")[0][:300] or "is not valid"}
 
 
-def _built(compiler: Any, library: Library, task: dict[str, Any]) -> dict[str, Any]:
-    """Return a grammar of llguidance and the memory it takes, or one that xgrammar compiled."""
+def _built(library: Library, task: dict[str, Any]) -> dict[str, Any]:
+    """Return a grammar of llguidance, the memory it takes, and the bounds left out of it."""
     kind, source = task["kind"], task["source"]
-    try:
-        if kind == "json":
-            grammar, size = json_grammar(json.loads(source), library, strict=task["strict"])
-            lengths: Lengths = {}
-        elif kind == "structural_tag":
-            (grammar, size), lengths = tag_grammar(json.loads(source), library)
-        else:
-            raise OtherTagError
-    except OtherTagError:
-        return {"compiled": _compile(compiler, kind, source)}
+    lengths: Lengths = {}
+    if kind == "json":
+        grammar, size = json_grammar(json.loads(source), library, strict=task["strict"])
+    elif kind == "structural_tag":
+        (grammar, size), lengths = tag_grammar(json.loads(source), library)
+    else:
+        grammar, size = text_grammar(kind, source, library)
     return {"grammar": grammar, "size": size, "lengths": lengths}
 
 
@@ -146,29 +148,6 @@ def _limit_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _compile(compiler: Any, kind: str, source: str) -> str:
-    if kind == "regex":
-        compiled = compiler.compile_regex(source)
-    elif kind == "grammar":
-        compiled = compiler.compile_grammar(source)
-    else:
-        tag = json.loads(source)
-        check_tag(tag)
-        compiled = compiler.compile_structural_tag(source)
-    text: str = compiled.serialize_json()
-    return text
-
-
-def _words(error: Exception) -> str:
-    """Return the compiler's message, without its source location."""
-    text = str(error).strip().splitlines()[0] if str(error).strip() else "is not valid"
-    if isinstance(error, MemoryError) or "bad_alloc" in text:
-        return f"it needs more than {MEMORY_BYTES >> 20} MiB to compile"
-    if "/project/" in text or ".cc:" in text:
-        text = text.split(".cc:", 1)[-1].split(": ", 1)[-1]
-    return text[:300]
 
 
 if __name__ == "__main__":

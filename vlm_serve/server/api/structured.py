@@ -312,7 +312,6 @@ def _tag(name: str, schema: Any, tool_form: ToolForm) -> dict[str, Any]:
     arguments = {
         "type": "json_schema",
         "json_schema": parameters,
-        "max_whitespace_cnt": 1,
         "of": {"function": name},
     }
     if tool_form == "hermes":
