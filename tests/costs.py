@@ -170,6 +170,8 @@ class Costs:
 def main() -> None:
     """Print the sums."""
     costs = Costs.read()
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    print(f"{len(files - costs.rows.keys())} of {len(files)} files are not measured")
     print(f"make test: {costs.quick_minutes():.1f} of {MOST_MINUTES:.0f} minutes on one core")
     for share_s in (0.5, 1.0, 1.5, 2.0, 3.0, 5.0):
         print(f"    {costs.quick_minutes(share_s):5.1f} if SHARE_S were {share_s}")
