@@ -2,9 +2,18 @@
 
     .venv/bin/python tests/house_numbers.py [FOLDER ...]
 
-Prints one row a folder (by default the product's, tests, benchmarks and examples), then the
-documents' sentences. `--first` lists functions' docstrings with a first word of `BANNED`, `--long`
-the sentences above `LONGEST` words, each with its place.
+Prints one row a folder (by default the product's with their sum, tests, benchmarks and examples),
+then the documents' sentences. `--first` lists functions' docstrings with a first word of `BANNED`,
+`--long` the sentences above `LONGEST` words, each with its place. The columns:
+
+    files       of Python
+    python      their lines
+    c++, page   lines of compiled code, and of what a browser reads; `vendor` is not ours
+    lines       the sum of the three
+    code        lines of Python with something else than comments and docstrings
+    docstrings  their number
+    words       in a mean sentence of them
+    layers      files in the longest chain of which each imports the next
 """
 
 from __future__ import annotations
@@ -14,14 +23,15 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PRODUCT = ("vlm_serve", "cache", "kernels", "preprocess")
-OTHERS = ("tests", "benchmarks", "examples")
-LINKS = ("cache", "kernels", "preprocess")
+from import_graph import house_graph, layers, placed
+from own_sources import OTHERS, PRODUCT, ROOT, own_files, python_files
+
+COMPILED = (".cpp", ".h")
+PAGE = (".css", ".html", ".js", ".mjs")
 LONGEST = 45
 """The most words that a sentence may have."""
 BANNED = frozenset({"What", "Of", "That", "So", "Whose", "Whether", "Raises"})
@@ -57,24 +67,34 @@ class Docstring:
 
 @dataclass
 class Numbers:
-    """Counts of one folder."""
+    """Counts of one folder or of several; the module's docstring says what each is."""
 
     files: int = 0
-    lines: int = 0
+    python: int = 0
+    compiled: int = 0
+    page: int = 0
     code_lines: int = 0
     docstrings: list[Docstring] = field(default_factory=list)
+
+    def __add__(self, other: Numbers) -> Numbers:
+        return Numbers(
+            self.files + other.files,
+            self.python + other.python,
+            self.compiled + other.compiled,
+            self.page + other.page,
+            self.code_lines + other.code_lines,
+            self.docstrings + other.docstrings,
+        )
+
+    @property
+    def lines(self) -> int:
+        """Lines of our own, of every kind."""
+        return self.python + self.compiled + self.page
 
     @property
     def sentences(self) -> list[str]:
         """The sentences of all docstrings."""
         return [sentence for each in self.docstrings for sentence in sentences(each.text)]
-
-
-def python_files(folder: Path) -> Iterator[Path]:
-    """Yield the source files below a folder; links are not followed, so each appears once."""
-    for path in sorted(folder.rglob("*.py")):
-        if not any(ROOT / "vlm_serve" / link in path.parents for link in LINKS):
-            yield path
 
 
 def docstrings_of(path: Path) -> list[Docstring]:
@@ -139,12 +159,19 @@ def mean_words(found: list[str]) -> float:
 def numbers_of(folder: Path) -> Numbers:
     """Count a folder."""
     numbers = Numbers()
+    numbers.compiled = lines_of(own_files(folder, COMPILED))
+    numbers.page = lines_of(own_files(folder, PAGE))
     for path in python_files(folder):
         numbers.files += 1
-        numbers.lines += path.read_text(encoding="utf-8").count("\n")
+        numbers.python += lines_of([path])
         numbers.code_lines += code_lines(path)
         numbers.docstrings += docstrings_of(path)
     return numbers
+
+
+def lines_of(paths: Iterable[Path]) -> int:
+    """Count the lines of files."""
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
 
 
 def documents() -> list[Path]:
@@ -154,27 +181,45 @@ def documents() -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folders", nargs="*", default=[*PRODUCT, *OTHERS])
+    parser.add_argument("folders", nargs="*", help="by default the whole house")
     parser.add_argument("--first", action="store_true")
     parser.add_argument("--long", action="store_true")
     options = parser.parse_args()
-    print(f"{'folder':24}{'files':>6}{'lines':>8}{'code':>8}{'docstrings':>11}{'words':>7}")
-    for name in options.folders:
-        numbers = numbers_of(ROOT / name)
-        print(f"{name:24}{numbers.files:6}{numbers.lines:8}{numbers.code_lines:8}", end="")
-        print(f"{len(numbers.docstrings):11}{mean_words(numbers.sentences):7.1f}")
+    print(f"{'folder':24}{'files':>6}{'python':>8}{'c++':>7}{'page':>7}", end="")
+    print(f"{'lines':>8}{'code':>8}{'docstrings':>11}{'words':>7}{'layers':>7}")
+    folders = options.folders or [*PRODUCT, *OTHERS]
+    counted = {name: numbers_of(ROOT / name) for name in folders}
+    for name, numbers in counted.items():
+        print_row(name, numbers, layers_below(name))
         if options.first:
             show_first_words(numbers)
         if options.long:
             for each in numbers.docstrings:
                 show_long(each.place, each.text)
+        if name == PRODUCT[-1] and not options.folders:
+            numbers = sum((counted[each] for each in PRODUCT), Numbers())
+            print_row("the product", numbers, layers_below(*PRODUCT))
     for path in documents():
         text = path.read_text(encoding="utf-8")
         found = sentences(text)
         mean = mean_words(found)
-        print(f"{path.relative_to(ROOT)!s:24}{text.count(chr(10)):14}{'':19}{mean:7.1f}")
+        print(f"{path.relative_to(ROOT)!s:24}{'':28}{text.count(chr(10)):8}{'':19}{mean:7.1f}")
         if options.long:
             show_long(str(path.relative_to(ROOT)), text)
+
+
+def layers_below(*folders: str) -> int:
+    """Return the layers of the files below some folders."""
+    return layers(
+        house_graph(), [placed(path) for name in folders for path in python_files(ROOT / name)]
+    )
+
+
+def print_row(name: str, numbers: Numbers, layers: int) -> None:
+    """Print the numbers of a folder."""
+    print(f"{name:24}{numbers.files:6}{numbers.python:8}{numbers.compiled:7}", end="")
+    print(f"{numbers.page:7}{numbers.lines:8}{numbers.code_lines:8}", end="")
+    print(f"{len(numbers.docstrings):11}{mean_words(numbers.sentences):7.1f}{layers:7}")
 
 
 def show_first_words(numbers: Numbers) -> None:

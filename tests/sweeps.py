@@ -11,6 +11,11 @@ MARKS = ("browser", "fuzz", "interpreter", "memory", "processes", "processors", 
 """What `make test` leaves to `make test-all`; pyproject.toml says what may carry each mark."""
 
 
+def is_slow(item: pytest.Item) -> bool:
+    """Tell whether `make test` leaves a test out."""
+    return any(item.get_closest_marker(name) for name in MARKS)
+
+
 def quick(
     cases: Iterable[Any],
     chosen: int | Collection[Any] | Callable[[Any], bool],

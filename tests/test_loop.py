@@ -15,7 +15,8 @@ from typing import cast
 
 import pytest
 import timekeeper
-from costs import Costs, Part
+from costs import MOST_MINUTES, PARTS, Costs, Part, Row, kept
+from selection import ALWAYS
 from sweeps import MARKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,12 +40,12 @@ print(int(status), *sorted({"torch", "transformers"} & sys.modules.keys()))
 def test_markers_are_registered_left_out_and_documented() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     markers = settings["tool"]["pytest"]["ini_options"]["markers"]
-    assert [line.partition(":")[0] for line in markers] == list(MARKS)
+    assert [line.partition(":")[0] for line in markers] == [ALWAYS, *MARKS]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     left_out = re.search(r"^SLOW := (.*)$", makefile, re.MULTILINE)
     assert left_out is not None and left_out[1].split(" or ") == list(MARKS)
     rows = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE) == list(MARKS)
+    assert re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE) == [ALWAYS, *MARKS]
 
 
 def test_nothing_that_is_left_out_is_lost() -> None:
@@ -124,12 +125,13 @@ def test_a_landing_without_its_number_has_the_next_part_and_is_told(
 
 def test_every_slow_file_is_in_one_part_and_the_parts_cost_the_same() -> None:
     files = [f"tests/test_{number}.py" for number in range(40)]
-    costs = Costs(slow={file: float(number) for number, file in enumerate(files[:30])})
-    parts = [Part(number, 3).of_files(files, costs) for number in (1, 2, 3)]
+    costs = Costs(rows={file: Row(slow=float(n)) for n, file in enumerate(files[:30])})
+    parts = [Part(number, PARTS).of_files(files, costs) for number in range(1, PARTS + 1)]
     assert sorted(file for part in parts for file in part) == sorted(files)
-    sums = [sum(costs.slow.get(file, 0.0) for file in part) for part in parts]
-    assert sums == [sum(costs.in_part(Part(number, 3)).slow.values()) for number in (1, 2, 3)]
+    sums = [sum(costs.row(file).left_out for file in part) for part in parts]
     assert max(sums) - min(sums) < 30
+    part = Part(2, PARTS)
+    assert costs.in_part(part).rows.keys() == parts[1] & costs.rows.keys()
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "2", "a/b", ""])
@@ -139,10 +141,52 @@ def test_a_part_that_there_is_not_is_refused(text: str) -> None:
 
 
 def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
-    costs = Costs(0.1, 20.0, 1.1, {"tests/test_a.py": 1.5}, {"tests/test_b.py": 2.0})
+    rows = {"tests/test_a.py": Row(1.5, 2.0, {"test_it": (0.7, 3)}), "tests/test_b.py": Row()}
+    costs = Costs(0.1, 20.0, 1.1, rows)
     costs.write(tmp_path / "costs.json")
     assert Costs.read(tmp_path / "costs.json") == costs
     assert Costs.read(tmp_path / "none.json") == Costs()
+
+
+@pytest.mark.parametrize(("cost_s", "stay"), [(0.001, 2000), (0.9, 2), (2.0, 1), (2.1, 0)])
+def test_a_table_keeps_the_cases_that_its_share_pays_for(cost_s: float, stay: int) -> None:
+    assert kept(cost_s) == stay
+    row = Row(1.0, 4.0, {"test_it": (cost_s, 3)})
+    assert row.quick() == pytest.approx(1.0 + cost_s * min(3, stay))
+    assert row.left_out == pytest.approx(4.0 + cost_s * (3 - min(3, stay)))
+
+
+def test_make_test_costs_what_two_cores_do_within_eight_minutes() -> None:
+    """By what costs.json says, which is not measured here."""
+    assert Costs.read().quick_minutes() <= MOST_MINUTES
+
+
+@pytest.mark.processes
+def test_cases_beyond_the_share_wait_for_the_slow_tests(tmp_path: Path) -> None:
+    """In a run of a folder of its own, whose costs are then written."""
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    for name in ("conftest", "costs", "selection", "sweeps", "surviving_workers", "timekeeper"):
+        shutil.copy(ROOT / "tests" / f"{name}.py", tests)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tests / "test_it.py").write_text(
+        "import pytest\n\n@pytest.mark.parametrize('a', range(4))\ndef test_a(a): pass\n\n"
+        "def test_b(): pass\n\n@pytest.mark.always\ndef test_c(): pass\n\n"
+        "@pytest.mark.fuzz\ndef test_d(): pass\n"
+    )
+    dear = {"test_a": (0.9, 4), "test_b": (2.1, 1), "test_c": (9.0, 1)}
+    Costs(1.0, rows={"tests/test_it.py": Row(tables=dear)}).write(tests / "costs.json")
+
+    def run(*options: str) -> str:
+        words = [*(sys.executable, "-m", "pytest", "-v", "-n", "0", "-p", "no:cacheprovider")]
+        words += options
+        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True).stdout
+
+    assert re.findall(r"::test_(\S+) PASSED", run("-m", QUICK)) == ["a[0]", "a[1]", "c"]
+    assert re.findall(r"::test_(\S+) PASSED", run("-m", SLOW)) == ["a[2]", "a[3]", "b", "d"]
+    assert run("-m", QUICK, "--write-costs").count(" PASSED") == 6
+    written = Costs.read(tests / "costs.json")
+    assert written.collection_s > 0 and not written.row("tests/test_it.py").tables
 
 
 @pytest.mark.parametrize(
@@ -164,7 +208,8 @@ def test_a_run_says_how_long_it_will_take(
     monkeypatch.setattr(timekeeper, "yardstick", lambda: 0.2)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     a, b, c = (f"tests/{name}/test_it.py" for name in "abc")
-    costs = Costs(0.1, 6.0, 2.0, {a: 10.0, b: 50.0}, {b: 60.0, c: 45.0})
+    rows = {a: Row(10.0), b: Row(48.0, 54.0, {"test_b": (1.0, 8)}), c: Row(slow=45.0)}
+    costs = Costs(0.1, 6.0, 2.0, rows)
     option = SimpleNamespace(markexpr=marks, keyword="", part=part, tx=["popen"] * 3)
     run = SimpleNamespace(option=option, args=args, invocation_params=SimpleNamespace(dir=ROOT))
     said = timekeeper.forecast(cast(pytest.Config, run), costs, [a, b, c])

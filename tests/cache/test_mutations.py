@@ -230,6 +230,7 @@ PLANTS: list[Plant] = [
 ]
 
 
+@pytest.mark.always
 def test_without_a_fault_the_traffic_is_clean() -> None:
     for seed in SEEDS:
         drive(seed, STEPS)

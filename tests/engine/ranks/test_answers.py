@@ -59,6 +59,7 @@ def _answers(pipe: Pipeline, media: bool) -> list[object]:
     return found + [each.token_ids for each in pipe.chat_many(chats, greedy(64))]
 
 
+@pytest.mark.always
 def test_answers_are_those_of_one_rank(processes: RankProcesses, checkpoint: Path) -> None:
     media = read_spec(checkpoint).vision is not None
     with Pipeline(checkpoint, replace(CONFIG, tensor_parallel_size=1)) as alone:
