@@ -12,8 +12,8 @@ import numpy as np
 
 from vlm_serve.errors import InvalidRequestError, MediaFetchError
 from vlm_serve.preprocess.fetch import Hold, fetch, read_file
-from vlm_serve.preprocess.frame_files import FrameFiles, check_frame_count, frame_sources, places
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_frames import FrameFiles, check_frame_count, frame_sources, places
 from vlm_serve.preprocess.pdf_pages import PdfPage
 from vlm_serve.preprocess.raw_index import raw_digest
 from vlm_serve.preprocess.reading.conversation import MediaPart
