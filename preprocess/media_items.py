@@ -18,7 +18,7 @@ import PIL.Image
 from vlm_serve.errors import InvalidRequestError, MediaError
 from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.decoding_path import decoding_path
-from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding
+from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding, naming
 from vlm_serve.preprocess.keys import embedding_key
 from vlm_serve.preprocess.known_frames import KnownVideo
 from vlm_serve.preprocess.limits import MediaLimits
@@ -35,7 +35,7 @@ from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
 from vlm_serve.preprocess.media_options import options_key
 from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
-from vlm_serve.preprocess.media_sources import digest_of, is_data_url, naming, read_source
+from vlm_serve.preprocess.media_sources import digest_of, is_data_url, read_source
 from vlm_serve.preprocess.processors import fingerprint
 from vlm_serve.preprocess.raw_index import RawIndex, raw_digest, raw_key
 from vlm_serve.preprocess.reading.conversation import MediaPart
