@@ -210,16 +210,6 @@ class DecodeProcess:
             raise MediaError(str(message["error"]))
         return message, descriptor
 
-    def receive_pixels(self, deadline: float) -> npt.NDArray[np.uint8] | None:
-        """Return uint8 `[height, width, 3]`, or None for an image over the task's work limit.
-
-        Raises as `receive` does.
-        """
-        message, descriptor = self.receive(deadline)
-        if descriptor < 0:
-            return None
-        return take_pixels(message, descriptor)
-
 
 def take_pixels(message: dict[str, Any], descriptor: int) -> npt.NDArray[np.uint8]:
     """Map the uint8 `[height, width, 3]` of a reply. Raises as `map_array` does."""

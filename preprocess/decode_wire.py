@@ -51,25 +51,10 @@ def receive(sock: socket.socket, deadline: float | None = None) -> tuple[dict[st
     """
     descriptors: list[int] = []
     try:
-        head = b""
-        while len(head) < _LENGTH.size:
-            _wait_until(sock, deadline)
-            piece, found, _, _ = socket.recv_fds(sock, _LENGTH.size - len(head), 1)
-            descriptors += found
-            if not piece:
-                raise GoneError
-            head += piece
-        length = _LENGTH.unpack(head)[0]
+        length = _LENGTH.unpack(_read(sock, _LENGTH.size, deadline, descriptors))[0]
         if length > MAX_MESSAGE_BYTES:
             raise GoneError
-        body = bytearray()
-        while len(body) < length:
-            _wait_until(sock, deadline)
-            piece = sock.recv(length - len(body))
-            if not piece:
-                raise GoneError
-            body += piece
-        message = json.loads(body)
+        message = json.loads(_read(sock, length, deadline, descriptors))
         if not isinstance(message, dict):
             raise GoneError
         return message, descriptors.pop() if descriptors else -1
@@ -82,11 +67,20 @@ def receive(sock: socket.socket, deadline: float | None = None) -> tuple[dict[st
             os.close(descriptor)
 
 
-def _wait_until(sock: socket.socket, deadline: float | None) -> None:
-    left = None if deadline is None else deadline - time.monotonic()
-    if left is not None and left <= 0:
-        raise TimeoutError
-    sock.settimeout(left)
+def _read(sock: socket.socket, size: int, deadline: float | None, descriptors: list[int]) -> bytes:
+    """Return so many bytes; add descriptors that come with them."""
+    data = bytearray()
+    while len(data) < size:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+        piece, found, _, _ = socket.recv_fds(sock, size - len(data), 1)
+        descriptors += found
+        if not piece:
+            raise GoneError
+        data += piece
+    return bytes(data)
 
 
 class SharedArray:

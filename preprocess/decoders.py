@@ -91,7 +91,7 @@ class Decoders:
 
     @contextlib.contextmanager
     def image(self, data: bytes, limits: MediaLimits, stop: Stop) -> Iterator[Pixels]:
-        """Yield the pixels of an encoded image, as `media_image.decode_image` returns them.
+        """Yield the pixels of an encoded image, as `media_image.decode_opened` returns them.
 
         The block counts as part of the decoding: the slot stays occupied until it ends.
 
@@ -111,21 +111,13 @@ class Decoders:
     def pages(self, limits: MediaLimits, data: bytes) -> int:
         """Return the number of pages of a PDF document. Raises as `image` does."""
         with self._process(True, len(data), Stop()) as process:
-            with share(data) as shared:
-                process.ask(_task("document", data, limits), shared.descriptor)
-            try:
-                message, _ = process.receive(time.monotonic() + limits.max_image_decode_seconds)
-            except TimeoutError:
-                raise _too_slow("document", limits.max_image_decode_seconds) from None
+            _ask(process, "document", data, limits)
+            message, _ = _receive(process, "document", limits.max_image_decode_seconds)
             return int(message["pages"])
 
     @contextlib.contextmanager
     def video(
-        self,
-        data: bytes,
-        fps: float | None,
-        limits: MediaLimits,
-        stop: Stop,
+        self, data: bytes, fps: float | None, limits: MediaLimits, stop: Stop
     ) -> Iterator[DecodedVideo]:
         """Yield an encoded video, as `media_video.EncodedVideo` reads it; valid inside the block.
 
@@ -134,8 +126,7 @@ class Decoders:
         if len(data) > limits.max_video_bytes:
             raise MediaError(f"the video is over {limits.max_video_bytes} bytes")
         with self._process(True, len(data), stop) as process:
-            with share(data) as shared:
-                process.ask(_task("video", data, limits) | {"fps": fps}, shared.descriptor)
+            _ask(process, "video", data, limits, fps=fps)
             video = DecodedVideo(process, limits)
             try:
                 yield video
@@ -213,7 +204,8 @@ class DecodedVideo:
 
     def __init__(self, process: DecodeProcess, limits: MediaLimits) -> None:
         self._process, self._limits = process, limits
-        message, descriptor = self._receive(self._deadline())
+        seconds = limits.max_decode_seconds
+        message, descriptor = _receive(process, "video", seconds, self._deadline())
         self.fps = float(message["fps"])
         self.steady, self.cut_short = bool(message["steady"]), bool(message["cut_short"])
         times = take_array(descriptor, (int(message["count"]),), np.float64)
@@ -232,7 +224,8 @@ class DecodedVideo:
             while self._asked < min(ahead, left):
                 self._process.ask({"next": True})
                 self._asked += 1
-            message, descriptor = self._receive(deadline)
+            seconds = self._limits.max_decode_seconds
+            message, descriptor = _receive(self._process, "video", seconds, deadline)
             self._asked -= 1
             pixels = take_pixels(message, descriptor)
             self.sound, self.num_decoded = bool(message["sound"]), int(message["decoded"])
@@ -248,40 +241,40 @@ class DecodedVideo:
     def _deadline(self) -> float:
         return time.monotonic() + self._limits.max_decode_seconds + _GRACE_SECONDS
 
-    def _receive(self, deadline: float) -> tuple[dict[str, Any], int]:
-        try:
-            return self._process.receive(deadline)
-        except TimeoutError:
-            raise _too_slow("video", self._limits.max_decode_seconds) from None
-
 
 def _decoded(
     process: DecodeProcess, data: bytes, limits: MediaLimits, heavy: bool
 ) -> Pixels | None:
     """Decode an image; return None if it exceeds the work or memory limit of a light process."""
-    task = _task("image", data, limits) | {"max_work": None}
-    if not heavy:
-        task |= {"max_work": LIGHT_WORK, "max_bytes": LIGHT_DECODE_BYTES}
-    with share(data) as shared:
-        process.ask(task, shared.descriptor)
-    try:
-        return process.receive_pixels(time.monotonic() + limits.max_image_decode_seconds)
-    except TimeoutError:
-        raise _too_slow("image", limits.max_image_decode_seconds) from None
+    light = {} if heavy else {"max_work": LIGHT_WORK, "max_bytes": LIGHT_DECODE_BYTES}
+    _ask(process, "image", data, limits, **{"max_work": None, **light})
+    message, descriptor = _receive(process, "image", limits.max_image_decode_seconds)
+    return take_pixels(message, descriptor) if descriptor >= 0 else None
 
 
-def _task(kind: str, data: bytes, limits: MediaLimits) -> dict[str, Any]:
+def _ask(
+    process: DecodeProcess, kind: str, data: bytes, limits: MediaLimits, **more: float | None
+) -> None:
+    """Send a task: what to decode a file as, with its limits."""
     numbers = {
         field.name: value
         for field in dataclasses.fields(limits)
         if isinstance(value := getattr(limits, field.name), int | float)
     }
-    most = limits.max_decode_bytes
-    return {"kind": kind, "size": len(data), "limits": numbers, "max_bytes": most}
+    task = {"kind": kind, "size": len(data), "limits": numbers}
+    with share(data) as shared:
+        process.ask(task | {"max_bytes": limits.max_decode_bytes} | more, shared.descriptor)
 
 
-def _too_slow(kind: str, seconds: float) -> MediaError:
-    return MediaError(f"decoding the {kind} takes longer than {seconds:g} seconds")
+def _receive(
+    process: DecodeProcess, kind: str, seconds: float, deadline: float | None = None
+) -> tuple[dict[str, Any], int]:
+    """Return a reply and its descriptor. Raises MediaError for one that takes too long: longer than
+    `seconds`, or past a deadline that allows for more."""
+    try:
+        return process.receive(time.monotonic() + seconds if deadline is None else deadline)
+    except TimeoutError:
+        raise MediaError(f"decoding the {kind} takes longer than {seconds:g} seconds") from None
 
 
 def _close_all(processes: set[DecodeProcess], fork_server: ForkServer) -> None:

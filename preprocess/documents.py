@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from vlm_serve.errors import MediaError, UnsupportedFieldError
 from vlm_serve.preprocess.data_url import read_data_url
-from vlm_serve.preprocess.media_sources import naming
+from vlm_serve.preprocess.fetch import naming
 from vlm_serve.preprocess.pdf_pages import MAX_PAGES, PdfPage, renderer
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 

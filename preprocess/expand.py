@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.media_process import MediaRecord, Slices
 from vlm_serve.preprocess.prompt import MediaSpan
 from vlm_serve.preprocess.reading.conversation import Modality
@@ -32,13 +32,6 @@ class VisionTokens:
         if token_id == self.image_pad:
             return "image"
         return "video" if token_id == self.video_pad else None
-
-
-class HasRecord(Protocol):
-    """A medium with a known record, such as `LoadedMedia`."""
-
-    @property
-    def record(self) -> MediaRecord: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +116,7 @@ class Expander:
         return mrope_positions(len(expansion.token_ids), expansion.spans)
 
     def expand(
-        self, pieces: Sequence[PromptPiece], typed: TypedText, media: Sequence[HasRecord]
+        self, pieces: Sequence[PromptPiece], typed: TypedText, media: Sequence[LoadedMedia]
     ) -> Expansion:
         """Expand a prompt's placeholders and tokenise its text.
 
@@ -222,9 +215,7 @@ def shared_tokens(
         pieces, expansion: the prompt.
         other: pieces of the second rendering, with the same media.
     """
-    same = 0
-    while same < min(len(pieces), len(other)) and pieces[same] == other[same]:
-        same += 1
+    same = common_length(pieces, other)
     if same == len(pieces):
         return len(expansion.token_ids)
     start = expansion.piece_starts[same]
@@ -234,10 +225,13 @@ def shared_tokens(
     mine, theirs = (
         tokenizer.encode_plain(typed.restore(piece.text)) for piece in (pieces[same], other[same])
     )
-    count = 0
-    while count < min(len(mine), len(theirs)) and mine[count] == theirs[count]:
-        count += 1
-    return start + count
+    return start + common_length(mine, theirs)
+
+
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the number of leading items that two sequences share."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (mine, other) in pairs if mine != other), min(len(first), len(second)))
 
 
 def mrope_positions(length: int, spans: Sequence[MediaSpan]) -> tuple[torch.Tensor, int]:

@@ -73,6 +73,16 @@ class FetchBudget:
                 self._held -= mine
 
 
+@contextlib.contextmanager
+def naming(param: str) -> Iterator[None]:
+    """Name a request's field in the block's errors that name none."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = error.param or param
+        raise
+
+
 def fetch(
     url: str,
     *,

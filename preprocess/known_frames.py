@@ -13,26 +13,19 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 from vlm_serve.preprocess.media_frames import Video
 from vlm_serve.preprocess.media_image import Pixels
+from vlm_serve.preprocess.video_times import FrameTimes
 
 Hashes = tuple[bytes, ...]
 """Content hashes of one frame: of the whole picture, then of its slices."""
 
+Value = TypeVar("Value")
 # Memory of an entry, of a frame and of a hash: measured, rounded up.
 _ENTRY_BYTES, _FRAME_BYTES, _HASH_BYTES = 1024, 160, 80
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """What a `Video` tells before a frame is decoded."""
-
-    fps: float
-    steady: bool
-    times: Sequence[float]
 
 
 @dataclass(slots=True)
@@ -40,43 +33,86 @@ class _File:
     """One file: timelines by the rate that replaces its own, sizes (h, w) of frames as decoded, and
     by layout the hashes of frames."""
 
-    timelines: dict[float | None, Timeline] = field(default_factory=dict)
+    timelines: dict[float | None, FrameTimes] = field(default_factory=dict)
     sizes: dict[int, tuple[int, int]] = field(default_factory=dict)
     layouts: dict[str, dict[int, Hashes]] = field(default_factory=dict)
 
     @property
     def cost(self) -> int:
-        times = sum(8 * len(each.times) + _FRAME_BYTES for each in self.timelines.values())
+        times = sum(8 * len(each.seconds) + _FRAME_BYTES for each in self.timelines.values())
         frames = [each for layout in self.layouts.values() for each in layout.values()]
         hashes = sum(map(len, frames))
         sizes = _FRAME_BYTES * len(self.sizes)
         return _ENTRY_BYTES + times + sizes + _FRAME_BYTES * len(frames) + _HASH_BYTES * hashes
 
 
-class FrameIndex:
-    """Knowledge of video files, by key, evicted in LRU order. Thread-safe.
+class SizedIndex(Generic[Value]):
+    """Values by key, evicted in LRU order. Thread-safe.
 
     Args:
         max_bytes: limit on the memory of all entries; 0 stores nothing.
 
     Attributes:
         num_bytes: memory of all entries.
-        counts: frames of files that were "shown" to a model, of these "known" ones, whose pixels
-            were not needed, and those "decoded" for the others.
     """
 
     def __init__(self, max_bytes: int) -> None:
         assert max_bytes >= 0
         self._max_bytes = max_bytes
-        self._files: OrderedDict[bytes, tuple[_File, int]] = OrderedDict()
+        self._entries: OrderedDict[bytes, tuple[Value, int]] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
-        self.counts = Counter(shown=0, known=0, decoded=0)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._entries)
 
-    def timeline(self, key: bytes, fps: float | None) -> Timeline | None:
+    def remove(self, key: bytes) -> None:
+        """Forget a value, if known."""
+        with self._lock:
+            self._remove(key)
+
+    def clear(self) -> None:
+        """Forget all values."""
+        with self._lock:
+            self._entries.clear()
+            self.num_bytes = 0
+
+    def _find(self, key: bytes) -> Value | None:
+        """Return a value, if known, and mark it as most recently used; under the lock."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
+
+    def _keep(self, key: bytes, value: Value, cost: int) -> None:
+        """Store a value of so many bytes, unless it is larger than the whole index; under the
+        lock."""
+        self._remove(key)
+        if cost > self._max_bytes:
+            return
+        while self.num_bytes + cost > self._max_bytes:
+            self._remove(next(iter(self._entries)))
+        self._entries[key] = value, cost
+        self.num_bytes += cost
+
+    def _remove(self, key: bytes) -> None:
+        _, cost = self._entries.pop(key, (None, 0))
+        self.num_bytes -= cost
+
+
+class FrameIndex(SizedIndex[_File]):
+    """Knowledge of video files, by key.
+
+    Attributes:
+        counts: frames of files that were "shown" to a model, of these "known" ones, whose pixels
+            were not needed, and those "decoded" for the others.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self.counts = Counter(shown=0, known=0, decoded=0)
+
+    def timeline(self, key: bytes, fps: float | None) -> FrameTimes | None:
         """Return the times of a file's frames, if known."""
         with self._lock:
             return self._get(key).timelines.get(fps)
@@ -95,7 +131,7 @@ class FrameIndex:
         self,
         key: bytes,
         fps: float | None,
-        timeline: Timeline,
+        timeline: FrameTimes,
         size: tuple[int, tuple[int, int]],
         layout: str,
         hashes: Mapping[int, Hashes],
@@ -108,44 +144,18 @@ class FrameIndex:
         """
         with self._lock:
             known = self._get(key)
-            self._remove(key)
-            times = array("d", timeline.times)
-            known.timelines[fps] = Timeline(timeline.fps, timeline.steady, times)
+            known.timelines[fps] = replace(timeline, seconds=array("d", timeline.seconds))
             known.sizes[size[0]] = size[1]
             known.layouts.setdefault(layout, {}).update(hashes)
-            cost = known.cost
-            if cost > self._max_bytes:
-                return
-            while self.num_bytes + cost > self._max_bytes:
-                self._remove(next(iter(self._files)))
-            self._files[key] = known, cost
-            self.num_bytes += cost
+            self._keep(key, known, known.cost)
 
     def count(self, **frames: int) -> None:
         """Add to `counts`."""
         with self._lock:
             self.counts.update(frames)
 
-    def remove(self, key: bytes) -> None:
-        """Forget a file, if known."""
-        with self._lock:
-            self._remove(key)
-
-    def clear(self) -> None:
-        """Forget all files."""
-        with self._lock:
-            self._files.clear()
-            self.num_bytes = 0
-
     def _get(self, key: bytes) -> _File:
-        if key not in self._files:
-            return _File()
-        self._files.move_to_end(key)
-        return self._files[key][0]
-
-    def _remove(self, key: bytes) -> None:
-        _, cost = self._files.pop(key, (None, 0))
-        self.num_bytes -= cost
+        return self._find(key) or _File()
 
 
 class FileVideo(Video, Protocol):
@@ -192,10 +202,10 @@ class KnownVideo:
         self.cut_short, self.sound = False, True
         if known is None:
             video = self._open()
-            known = Timeline(video.fps, video.steady, video.times)
+            known = FrameTimes(video.times, video.fps, video.steady)
             self.cut_short = video.cut_short
         self._timeline = known
-        self.fps, self.steady, self.times = known.fps, known.steady, known.times
+        self.fps, self.steady, self.times = known.fps, known.steady, known.seconds
         return self
 
     def __exit__(self, *error: Any) -> bool | None:

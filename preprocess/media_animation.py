@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import time
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ class AnimatedPicture:
     def __init__(self, data: bytes | memoryview, fps: float | None, limits: MediaLimits) -> None:
         self._limits = limits
         self._deadline = time.monotonic() + limits.max_decode_seconds
-        try:
+        with _damage_told():
             self._image = PIL.Image.open(io.BytesIO(bytes(data)), formats=_FORMATS)
             size = self._image.height, self._image.width
             total = int(getattr(self._image, "n_frames", 1))
@@ -53,10 +54,6 @@ class AnimatedPicture:
                 kind = self._image.format
                 raise MediaError(f"a still {kind} picture; send it as an image")
             found = self._find_times(total, fps)
-        except MediaError:
-            raise
-        except Exception:  # Pillow's plugins raise errors of any kind on broken data
-            raise self._damaged() from None
         self.times, self.fps, self.steady = found.seconds, found.fps, found.steady
         check_video(total, self.times[-1] + 1 / self.fps, size, limits)
 
@@ -76,19 +73,24 @@ class AnimatedPicture:
         self._image.seek(index)
         self._image.load()
 
-    def _damaged(self) -> MediaError:
-        return MediaError("the animated picture is damaged")
-
     def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """See `Video.frames`. Raises MediaError if the file proves to be damaged."""
         self._deadline = time.monotonic() + self._limits.max_decode_seconds
         for index in indices:
-            try:
+            with _damage_told():
                 self._seek(index)
                 pixels = image_to_rgb(self._image, self._limits)
-            except MediaError:
-                raise
-            except Exception:  # as above
-                raise self._damaged() from None
             self.num_decoded = index + 1  # a picture is made from those before it
             yield pixels
+
+
+@contextlib.contextmanager
+def _damage_told() -> Iterator[None]:
+    """Turn the block's other errors into MediaError: Pillow's plugins raise any kind on broken
+    data."""
+    try:
+        yield
+    except MediaError:
+        raise
+    except Exception:
+        raise MediaError("the animated picture is damaged") from None

@@ -12,6 +12,7 @@ image, no other full-size copy exists.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 from collections.abc import Callable, Iterator
@@ -26,11 +27,15 @@ from PIL.PngImagePlugin import PngImageFile
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.file_kinds import PDF, VIDEO_KINDS, file_kind
-from vlm_serve.preprocess.jpeg_scans import count_scans
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.pdf_pages import is_page, render_page
+from vlm_serve.preprocess.picture_files import (
+    count_scans,
+    ended_twice,
+    lacks_end,
+    without_broken_notes,
+)
 from vlm_serve.preprocess.picture_plugins import REMEDIES, plugins
-from vlm_serve.preprocess.picture_repair import ended_twice, lacks_end, without_broken_notes
 
 Pixels = npt.NDArray[np.uint8]
 NewPixels = Callable[[tuple[int, int, int]], Pixels]
@@ -44,6 +49,8 @@ _STRIP_PIXELS = 1 << 20
 _MODE_BYTES = {"1": 1, "L": 1, "P": 1} | dict.fromkeys(_16_BIT - {"I"}, 2)
 # Two threads must not load a lazily opened image at the same time.
 _load_lock = threading.Lock()
+_DAMAGED = "the image is truncated or damaged"
+_ELSEWHERE = {PDF: "a part of the type file takes it"}
 
 
 class MediaMemoryError(MediaError):
@@ -71,23 +78,15 @@ class OpenedImage:
     twin: PIL.Image.Image | None = None
 
 
-def decode_image(data: bytes, limits: MediaLimits) -> Pixels:
-    """Decode an encoded image (the first frame of an animated one).
+def open_image(data: bytes, limits: MediaLimits) -> OpenedImage:
+    """Read and check the header of an encoded image.
 
     Args:
         data: the file's bytes; formats are those in `FORMATS`, and pages (`PdfPage.packed`).
         limits: limits on bytes, pixels, passes and memory; all are checked before decoding.
 
-    Returns:
-        uint8 `[height, width, 3]`.
-
-    Raises MediaError unless it is such an image, complete and within the limits.
+    Raises MediaError unless it is such an image, within the limits.
     """
-    return decode_opened(open_image(data, limits), limits)
-
-
-def open_image(data: bytes, limits: MediaLimits) -> OpenedImage:
-    """Read and check an image's header. Arguments and errors as for `decode_image`."""
     if not data:
         raise MediaError("the image is empty")
     if len(data) > limits.max_image_bytes:
@@ -124,7 +123,14 @@ def open_image(data: bytes, limits: MediaLimits) -> OpenedImage:
 
 
 def decode_opened(opened: OpenedImage, limits: MediaLimits, new: NewPixels = _empty) -> Pixels:
-    """Decode an opened image into an array from `new`, and close the image."""
+    """Decode an opened image (the first frame of an animated one) into an array from `new`, and
+    close the image.
+
+    Returns:
+        uint8 `[height, width, 3]`.
+
+    Raises MediaError if it is not complete.
+    """
     with opened.image as image:
         if opened.twin is not None:
             _check_complete(image, opened.twin, limits)
@@ -152,13 +158,20 @@ def _check_size(image: PIL.Image.Image, limits: MediaLimits) -> None:
         raise MediaError("the image has no pixels")
 
 
-def _load(image: PIL.Image.Image, limits: MediaLimits) -> None:
+@contextlib.contextmanager
+def _reading(limits: MediaLimits) -> Iterator[None]:
+    """Turn the block's errors into MediaError: Pillow's plugins raise any kind on broken data."""
     try:
-        image.load()
+        yield
     except MemoryError:
         raise _too_much_memory(limits) from None
-    except Exception:  # Pillow's plugins raise errors of any kind on broken data
-        raise MediaError("the image is truncated or damaged") from None
+    except Exception:
+        raise MediaError(_DAMAGED) from None
+
+
+def _load(image: PIL.Image.Image, limits: MediaLimits) -> None:
+    with _reading(limits):
+        image.load()
 
 
 def _check_complete(image: PIL.Image.Image, twin: PIL.Image.Image, limits: MediaLimits) -> None:
@@ -167,10 +180,7 @@ def _check_complete(image: PIL.Image.Image, twin: PIL.Image.Image, limits: Media
         _load(each, limits)
     with twin:
         if not np.array_equal(np.asarray(image), np.asarray(twin)):
-            raise MediaError("the image is truncated or damaged")
-
-
-_ELSEWHERE = {PDF: "a part of the type file takes it"}
+            raise MediaError(_DAMAGED)
 
 
 def _unsupported(data: bytes) -> MediaError:
@@ -193,7 +203,7 @@ def _decode(
         _load(low, limits)
     if image.mode == "F":
         raise MediaError("floating-point images are not supported")
-    try:
+    with _reading(limits):
         orientation = _orientation(image)
         transposed = orientation in _TRANSPOSED
         pixels = new(
@@ -202,11 +212,7 @@ def _decode(
         view = _AS_STORED.get(orientation, _unchanged)(pixels)
         for box in _strips(image.size):
             view[box[1] : box[3]] = _to_rgb(image.crop(box), low and low.crop(box))
-        return pixels
-    except MemoryError:
-        raise _too_much_memory(limits) from None
-    except Exception:  # as in `_load`
-        raise MediaError("the image is truncated or damaged") from None
+    return pixels
 
 
 def _strips(size: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:

@@ -18,24 +18,24 @@ import PIL.Image
 from vlm_serve.errors import InvalidRequestError, MediaError
 from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.decoding_path import decoding_path
-from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding
-from vlm_serve.preprocess.frame_files import (
+from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding, naming
+from vlm_serve.preprocess.keys import embedding_key
+from vlm_serve.preprocess.known_frames import KnownVideo
+from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.loaded_media import LoadedMedia
+from vlm_serve.preprocess.media_frames import (
+    ArrayVideo,
     FrameFiles,
     ListedVideo,
     frame_sources,
     listed_options,
     places,
 )
-from vlm_serve.preprocess.keys import embedding_key
-from vlm_serve.preprocess.known_frames import KnownVideo
-from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.loaded_media import LoadedMedia
-from vlm_serve.preprocess.media_frames import ArrayVideo
 from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
 from vlm_serve.preprocess.media_options import options_key
 from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
-from vlm_serve.preprocess.media_sources import digest_of, is_data_url, naming, read_source
+from vlm_serve.preprocess.media_sources import digest_of, is_data_url, read_source
 from vlm_serve.preprocess.processors import fingerprint
 from vlm_serve.preprocess.raw_index import RawIndex, raw_digest, raw_key
 from vlm_serve.preprocess.reading.conversation import MediaPart
@@ -194,7 +194,7 @@ class MediaLoader:
             self._count("index")
             read = partial(read_source, part, self._limits)
             upload = _Upload(part, options, processor, key_of, (url_key,), read)
-            return self._recall(known, upload)
+            return self._item(known, upload, 0.0)
         source = read_source(part, self._limits, stop, hold)
         digest = digest_of(source)
         key = key_of(digest, options=chosen) if digest is not None else None
@@ -204,11 +204,11 @@ class MediaLoader:
         known = self._look_up(key, source)
         waited = time.monotonic() - began
         if known is not None:
-            item = self._recall(known, upload, waited)
+            item = self._item(known, upload, waited)
         else:
             held = self._held(vision_root)
             done = self._process(upload, source, stop, held, recall=True)
-            item = self._loaded(done, upload, waited)
+            item = self._item(done.record, upload, waited, done)
             if key is not None and isinstance(source, bytes) and self._records is not None:
                 self._records.put(upload_key(key, self._path), done.record)
         for each in keys:
@@ -229,19 +229,16 @@ class MediaLoader:
                 self._count("tiers")
         return known
 
-    def _recall(self, known: MediaRecord, upload: _Upload, waited: float = 0.0) -> LoadedMedia:
-        """Return an item known by its record alone; it is decoded when its pixels are needed."""
-
-        reload = partial(self._reload, known, upload)
-        return LoadedMedia(known, upload.processor.config, None, reload, waited)
-
-    def _loaded(self, done: Processed, upload: _Upload, waited: float) -> LoadedMedia:
-        """Return an item that was decoded, or in part if the other frames were known."""
+    def _item(
+        self, record: MediaRecord, upload: _Upload, waited: float, done: Processed | None = None
+    ) -> LoadedMedia:
+        """Return an item; what was not decoded is when its pixels are needed: all if it is known by
+        its record alone, or some frames."""
         config = upload.processor.config
-        if done.kept is None:
-            return LoadedMedia(done.record, config, done, waited=waited)
-        reload = partial(self._reload, done.record, upload)
-        return LoadedMedia(done.record, config, done if done.kept else None, reload, waited)
+        if done is not None and done.kept is None:
+            return LoadedMedia(record, config, done, waited=waited)
+        part = done if done is not None and done.kept else None
+        return LoadedMedia(record, config, part, partial(self._reload, record, upload), waited)
 
     def _reload(
         self, known: MediaRecord, upload: _Upload, stop: Stop, patches: Collection[int] | None
@@ -287,7 +284,11 @@ class MediaLoader:
         `KnownVideo`."""
         known = None
         if upload.part.modality == "video" and isinstance(source, bytes):
-            known = self._known(upload, source, stop, held, recall=recall, wanted=wanted)
+            fps, digest = upload.options.fps, upload.digest or raw_digest(source)
+            opened = partial(self._decoders.video, source, fps, self._limits, stop)
+            key = upload_key(upload.key_of(digest, options=_ALL_FRAMES), self._path)
+            index = self._raw_index.frames
+            known = KnownVideo(opened, index, key, fps, held=held, recall=recall, wanted=wanted)
         with naming(upload.part.param):
             done = self._run(upload, source, known, stop)
         self._count("decoded" if done.kept is None or done.kept else "frames")
@@ -298,23 +299,6 @@ class MediaLoader:
         if embedded is None or vision_root is None:
             return None
         return lambda digest, merge_size: embedded(embedding_key(vision_root, digest, merge_size))
-
-    def _known(
-        self,
-        upload: _Upload,
-        source: bytes,
-        stop: Stop,
-        held: Callable[[bytes, int], bool] | None,
-        *,
-        recall: bool,
-        wanted: Collection[int] | None,
-    ) -> KnownVideo:
-        fps = upload.options.fps
-        opened = partial(self._decoders.video, source, fps, self._limits, stop)
-        digest = upload.digest or raw_digest(source)
-        key = upload_key(upload.key_of(digest, options=_ALL_FRAMES), self._path)
-        index = self._raw_index.frames
-        return KnownVideo(opened, index, key, fps, held=held, recall=recall, wanted=wanted)
 
     @releasing
     def _run(self, upload: _Upload, source: Any, known: KnownVideo | None, stop: Stop) -> Processed:
@@ -329,7 +313,9 @@ class MediaLoader:
         if isinstance(source, FrameFiles):
             return processor.process(self._frames(part, source, options, stop), options)
         with self._converting:
-            return processor.process(self._convert(part, source, options), options)
+            if part.modality == "image":
+                return processor.process(_image_pixels(source, self._limits), options)
+            return processor.process(ArrayVideo(source, options.fps, self._limits), options)
 
     def _frames(self, part: MediaPart, source: FrameFiles, options: Any, stop: Stop) -> ListedVideo:
         images = list(places(part, source.files))
@@ -341,11 +327,6 @@ class MediaLoader:
                 yield pixels
 
         return ListedVideo(decode, len(source.files), options.fps, self._limits, part.param)
-
-    def _convert(self, part: MediaPart, source: Any, options: Any) -> Any:
-        if part.modality == "image":
-            return _image_pixels(source, self._limits)
-        return ArrayVideo(source, options.fps, self._limits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Per-part options of images and videos, checked against the checkpoint's limits."""
+"""Per-part options of images and videos, seen whole or in slices, checked against the checkpoint's
+limits."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.processors import PixelConfig, VideoConfig
 from vlm_serve.preprocess.reading.conversation import MediaPart
+from vlm_serve.preprocess.slice_config import MERGES, SliceConfig, SliceVideoConfig
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -26,6 +28,16 @@ _VIDEO_OPTIONS = (
     "max_frames",
     "max_pixels",
     "min_pixels",
+    "num_frames",
+    "sample_fps",
+    "sampling",
+)
+_SLICED_IMAGE_OPTIONS = ("detail", "downsample_mode", "max_slice_nums")
+_SLICED_VIDEO_OPTIONS = (
+    "downsample_mode",
+    "fps",
+    "max_frames",
+    "max_slice_nums",
     "num_frames",
     "sample_fps",
     "sampling",
@@ -71,6 +83,30 @@ class VideoOptions:
     max_pixels: int
 
 
+@dataclass(frozen=True, slots=True)
+class SliceOptions:
+    """How one image is sliced.
+
+    Attributes:
+        max_slices: maximum number of slices; 1: none.
+        merge_size: patches per side that become one token.
+    """
+
+    max_slices: int
+    merge_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SliceVideoOptions(SliceOptions):
+    """How one video is sampled and its frames are sliced. Attributes as of `VideoOptions`."""
+
+    fps: float | None
+    sampling: Sampling
+    sample_fps: float | None
+    num_frames: int | None
+    max_frames: int
+
+
 def options_key(options: DataclassInstance) -> bytes:
     """Encode all effective options as bytes, for the raw index."""
     return json.dumps([type(options).__name__, dataclasses.asdict(options)]).encode()
@@ -78,11 +114,11 @@ def options_key(options: DataclassInstance) -> bytes:
 
 def image_options(part: MediaPart, config: PixelConfig) -> ImageOptions:
     """Read an image's options. Raises InvalidRequestError, naming the option at fault."""
-    check_known(part, _IMAGE_OPTIONS)
+    _check_known(part, _IMAGE_OPTIONS)
     smallest = config.factor**2
-    high = integer(part, "max_pixels", smallest, config.max_pixels, config.max_pixels)
-    low = integer(part, "min_pixels", 1, high, min(config.min_pixels, high))
-    if detail_of(part) == "low":
+    high = _integer(part, "max_pixels", smallest, config.max_pixels, config.max_pixels)
+    low = _integer(part, "min_pixels", 1, high, min(config.min_pixels, high))
+    if _detail_of(part) == "low":
         high = max(smallest, min(high, _LOW_DETAIL_PIXELS))
         low = min(low, high)
     return ImageOptions(low, high)
@@ -90,66 +126,99 @@ def image_options(part: MediaPart, config: PixelConfig) -> ImageOptions:
 
 def video_options(part: MediaPart, config: VideoConfig) -> VideoOptions:
     """Read a video's options. Raises InvalidRequestError, naming the option at fault."""
-    check_known(part, _VIDEO_OPTIONS)
-    sampling = sampling_of(part)
-    on_grid = sampling == "fps_grid"
-    sample_fps = number(part, "sample_fps")
+    _check_known(part, _VIDEO_OPTIONS)
+    sampled = _sampled(part, config.max_frames, config.sample_fps or None, config.sample_fps or 2.0)
+    on_grid = sampled["sampling"] == "fps_grid"
     if not on_grid and "max_frame_pixels" in part.options:
-        raise invalid(part, "max_frame_pixels", "needs sampling fps_grid")
-    num_frames = frame_count(part, config.max_frames)
-    if on_grid and num_frames is not None:
-        raise invalid(part, "num_frames", "needs sampling uniform")
-    if sample_fps is None and num_frames is None:
-        sample_fps = config.sample_fps or (2.0 if on_grid else None)
+        raise _invalid(part, "max_frame_pixels", "needs sampling fps_grid")
     smallest = config.factor**2
-    high = integer(part, "max_pixels", smallest, config.max_pixels, config.max_pixels)
+    high = _integer(part, "max_pixels", smallest, config.max_pixels, config.max_pixels)
     largest = max(smallest, config.max_video_tokens * smallest)
     default = min(max(config.max_pixels // _GRID_FRAMES, smallest), largest)
+    frame = _integer(part, "max_frame_pixels", smallest, largest, default) if on_grid else 0
     return VideoOptions(
-        fps=number(part, "fps"),
-        sampling=sampling,
-        sample_fps=sample_fps,
-        num_frames=num_frames,
-        max_frames=integer(part, "max_frames", 1, config.max_frames, config.max_frames),
-        max_frame_pixels=integer(part, "max_frame_pixels", smallest, largest, default)
-        if on_grid
-        else 0,
-        min_pixels=integer(part, "min_pixels", 1, high, min(config.min_pixels, high)),
+        **sampled,
+        max_frame_pixels=frame,
+        min_pixels=_integer(part, "min_pixels", 1, high, min(config.min_pixels, high)),
         max_pixels=high,
     )
 
 
-def check_known(part: MediaPart, known: Collection[str]) -> None:
+def slice_image_options(part: MediaPart, config: SliceConfig) -> SliceOptions:
+    """Read an image's options. Raises InvalidRequestError, naming the option at fault."""
+    _check_known(part, _SLICED_IMAGE_OPTIONS)
+    low = _detail_of(part) == "low"
+    return SliceOptions(1 if low else _max_slices(part, config), _merge_size(part, config))
+
+
+def slice_video_options(part: MediaPart, config: SliceVideoConfig) -> SliceVideoOptions:
+    """Read a video's options. Raises InvalidRequestError, naming the option at fault."""
+    _check_known(part, _SLICED_VIDEO_OPTIONS)
+    sampled = _sampled(part, config.max_frames, 1.0 if config.do_sample_frames else None, 1.0)
+    return SliceVideoOptions(
+        max_slices=_max_slices(part, config), merge_size=_merge_size(part, config), **sampled
+    )
+
+
+def _max_slices(part: MediaPart, config: SliceConfig) -> int:
+    return _integer(part, "max_slice_nums", 1, config.max_slices, config.max_slices)
+
+
+def _merge_size(part: MediaPart, config: SliceConfig) -> int:
+    mode = part.options.get("downsample_mode")
+    if mode is None:
+        return config.downsample
+    if not isinstance(mode, str) or mode not in MERGES:
+        raise _invalid(part, "downsample_mode", f"must be {' or '.join(MERGES)}")
+    return MERGES[mode]
+
+
+def _sampled(
+    part: MediaPart, max_frames: int, uniform_fps: float | None, grid_fps: float
+) -> dict[str, Any]:
+    """Read a video's options about sampling, by the fields of `VideoOptions`.
+
+    Args:
+        max_frames: most frames that the checkpoint allows.
+        uniform_fps, grid_fps: `sample_fps` if the request says nothing about the number of frames.
+
+    Raises InvalidRequestError.
+    """
+    sampling = part.options.get("sampling", "uniform")
+    if sampling not in ("uniform", "fps_grid"):
+        raise _invalid(part, "sampling", "must be uniform or fps_grid")
+    on_grid = sampling == "fps_grid"
+    sample_fps, num_frames = _number(part, "sample_fps"), part.options.get("num_frames")
+    if num_frames is not None and (type(num_frames) is not int or num_frames != -1):
+        num_frames = _integer(part, "num_frames", 1, max_frames, max_frames)
+    if on_grid and num_frames is not None:
+        raise _invalid(part, "num_frames", "needs sampling uniform")
+    if sample_fps is None and num_frames is None:
+        sample_fps = grid_fps if on_grid else uniform_fps
+    return {
+        "fps": _number(part, "fps"),
+        "sampling": sampling,
+        "sample_fps": sample_fps,
+        "num_frames": num_frames,
+        "max_frames": _integer(part, "max_frames", 1, max_frames, max_frames),
+    }
+
+
+def _check_known(part: MediaPart, known: Collection[str]) -> None:
     """Check that the model supports all options of a part. Raises InvalidRequestError."""
     for name in sorted(part.options.keys() - set(known)):
-        raise invalid(part, name, f"is not an option for {part.modality}s of this model")
+        raise _invalid(part, name, f"is not an option for {part.modality}s of this model")
 
 
-def detail_of(part: MediaPart) -> str:
+def _detail_of(part: MediaPart) -> str:
     """Read the level of detail of an image. Raises InvalidRequestError."""
     detail = part.options.get("detail", "auto")
     if detail not in ("auto", "high", "low", "original"):
-        raise invalid(part, "detail", "must be auto, low, high or original")
+        raise _invalid(part, "detail", "must be auto, low, high or original")
     return str(detail)
 
 
-def sampling_of(part: MediaPart) -> Sampling:
-    """Read the sampling method of a video. Raises InvalidRequestError."""
-    sampling = part.options.get("sampling", "uniform")
-    if sampling not in ("uniform", "fps_grid"):
-        raise invalid(part, "sampling", "must be uniform or fps_grid")
-    return "fps_grid" if sampling == "fps_grid" else "uniform"
-
-
-def frame_count(part: MediaPart, most: int) -> int | None:
-    """Read `num_frames`, from 1 to `most`, or -1 for all. Raises InvalidRequestError."""
-    value = part.options.get("num_frames")
-    if value is None or (type(value) is int and value == -1):
-        return value
-    return integer(part, "num_frames", 1, most, most)
-
-
-def invalid(part: MediaPart, name: str, message: str) -> InvalidRequestError:
+def _invalid(part: MediaPart, name: str, message: str) -> InvalidRequestError:
     """Make an error that names the option where the request sets it: in the part or for all."""
     named = part.named.get(name, part.param)
     if named == part.param:  # Options lie beside the medium, or together with its URL.
@@ -159,20 +228,20 @@ def invalid(part: MediaPart, name: str, message: str) -> InvalidRequestError:
     return InvalidRequestError(f"{named} {message}", param=named)
 
 
-def integer(part: MediaPart, name: str, low: int, high: int, default: int) -> int:
+def _integer(part: MediaPart, name: str, low: int, high: int, default: int) -> int:
     """Read an integer option within bounds. Raises InvalidRequestError."""
     value: Any = part.options.get(name, default)
     if type(value) is not int or not low <= value <= high:
-        raise invalid(part, name, f"must be a whole number from {low} to {high}")
+        raise _invalid(part, name, f"must be a whole number from {low} to {high}")
     return value
 
 
-def number(part: MediaPart, name: str) -> float | None:
+def _number(part: MediaPart, name: str) -> float | None:
     """Read a numeric option above 0. Raises InvalidRequestError."""
     value: Any = part.options.get(name)
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not 0 < value <= _MAX_FPS:
-        raise invalid(part, name, f"must be a number above 0 and at most {_MAX_FPS:g}")
+        raise _invalid(part, name, f"must be a number above 0 and at most {_MAX_FPS:g}")
     return float(value)

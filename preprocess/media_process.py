@@ -155,7 +155,8 @@ def process_video(video: Video, options: VideoOptions, config: VideoConfig) -> P
         times = [index / options.sample_fps for index in range(len(indices))]
     else:
         indices = _uniform(len(video.times), video.fps, options, config)
-        times = shown_times(video, indices)
+        # Multiples of the exact rate, if the video keeps it.
+        times = [index / video.fps if video.steady else video.times[index] for index in indices]
     patch_size = config.temporal_patch_size
 
     def lay_out(height: int, width: int) -> FrameLayout:
@@ -173,8 +174,7 @@ def process_video(video: Video, options: VideoOptions, config: VideoConfig) -> P
         cut_short=video.cut_short,
     )
     pixels = stacked([whole for (whole,) in found.pictures])
-    kept = None if len(found.kept) == len(indices) else found.kept
-    return Processed(record, pixels, kept=kept)
+    return Processed(record, pixels, kept=found.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +217,6 @@ class FrameLayout:
 def stacked(pictures: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack pictures of one size; there may be none."""
     return torch.stack(list(pictures)) if pictures else torch.empty(0, dtype=torch.uint8)
-
-
-def shown_times(video: Video, indices: Sequence[int]) -> list[float]:
-    """Return the seconds of frames: multiples of the exact rate if the video keeps it."""
-    if video.steady:
-        return [index / video.fps for index in indices]
-    return [video.times[index] for index in indices]
 
 
 def grid_frames(times: Sequence[float], sample_fps: float, max_frames: int) -> Sequence[int]:

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vlm_serve.preprocess.family import Family, family_of
-from vlm_serve.preprocess.media_options import image_options, video_options
+from vlm_serve.preprocess.media_options import (
+    image_options,
+    slice_image_options,
+    slice_video_options,
+    video_options,
+)
 from vlm_serve.preprocess.media_process import Processed, process_image, process_video
 from vlm_serve.preprocess.processors import (
     PictureConfig,
@@ -19,7 +24,6 @@ from vlm_serve.preprocess.processors import (
 )
 from vlm_serve.preprocess.reading.conversation import MediaPart
 from vlm_serve.preprocess.slice_config import check_modes, slice_image_config, slice_video_config
-from vlm_serve.preprocess.slice_options import slice_image_options, slice_video_options
 from vlm_serve.preprocess.slice_process import process_sliced_image, process_sliced_video
 from vlm_serve.preprocess.tokenizer import read_json
 

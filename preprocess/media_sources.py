@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vlm_serve.errors import InvalidRequestError, MediaFetchError
-from vlm_serve.preprocess.fetch import Hold, fetch, read_file
-from vlm_serve.preprocess.frame_files import FrameFiles, check_frame_count, frame_sources, places
+from vlm_serve.preprocess.fetch import Hold, fetch, naming, read_file
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_frames import FrameFiles, check_frame_count, frame_sources, places
 from vlm_serve.preprocess.pdf_pages import PdfPage
 from vlm_serve.preprocess.raw_index import raw_digest
 from vlm_serve.preprocess.reading.conversation import MediaPart
@@ -60,16 +58,6 @@ def _read(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None) -
     if part.url_only:
         raise InvalidRequestError(f"{part.param} must be a URL")
     return source
-
-
-@contextlib.contextmanager
-def naming(param: str) -> Iterator[None]:
-    """Name a request's field in the block's errors that name none."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        error.param = error.param or param
-        raise
 
 
 def is_remote(part: MediaPart) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_serve.preprocess.expand import Expansion, PromptPiece, split_pieces
+from vlm_serve.preprocess.expand import Expansion, PromptPiece, common_length, split_pieces
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.tokenizer import Tokenizer
@@ -48,9 +48,8 @@ class SharedByNextTurn:
     def _shared(self, other: Sequence[PromptPiece], token_ids: Sequence[int]) -> int:
         """Count shared tokens from the first piece on that differs; its media, if any, come before
         it in both."""
-        pieces, same = self.rendering.pieces, 0
-        while same < min(len(pieces), len(other)) and pieces[same] == other[same]:
-            same += 1
+        pieces = self.rendering.pieces
+        same = common_length(pieces, other)
         # The last piece of a prompt is text that the answer continues.
         whole = len(self.expansion.token_ids)
         at = whole if same == len(pieces) else self.expansion.piece_starts[same]

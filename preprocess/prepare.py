@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.chat_request import ChatRequest
 from vlm_serve.preprocess.decoders import Decoders
 from vlm_serve.preprocess.documents import Documents
 from vlm_serve.preprocess.expand import (
@@ -25,6 +24,7 @@ from vlm_serve.preprocess.expand import (
     shared_tokens,
     split_pieces,
 )
+from vlm_serve.preprocess.expand_slices import find_expander, find_vision_tokens
 from vlm_serve.preprocess.family import Family
 from vlm_serve.preprocess.fetch import Holding
 from vlm_serve.preprocess.keys import (
@@ -41,19 +41,17 @@ from vlm_serve.preprocess.media_items import MediaLoader
 from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media_processors import find_processors, missing_files
 from vlm_serve.preprocess.media_sources import is_remote
-from vlm_serve.preprocess.media_tokens import find_expander, find_vision_tokens
 from vlm_serve.preprocess.next_turn import SharedByNextTurn
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
-from vlm_serve.preprocess.rendering import Rendering, texts_of
+from vlm_serve.preprocess.rendering import ChatRequest, Rendering, texts_of
 from vlm_serve.preprocess.stopping import Stop
-from vlm_serve.preprocess.template import ChatTemplate, find_chat_template, load_template
+from vlm_serve.preprocess.template import ChatTemplate, load_template, named_chat_template
 from vlm_serve.preprocess.template_traits import TemplateTraits
-from vlm_serve.preprocess.token_ids import checked_ids
-from vlm_serve.preprocess.tokenizer import Tokenizer, read_json
+from vlm_serve.preprocess.tokenizer import Tokenizer, checked_ids, read_json
 from vlm_serve.preprocess.typed_text import TypedText
 from vlm_serve.preprocess.upload_records import UploadRecords
 
@@ -112,7 +110,7 @@ class Preprocessor:
         self._root_key = root_key
         names = self.tokenizer.special_names
         if template_file is None:
-            self._template = ChatTemplate(find_chat_template(directory), names, template_kwargs)
+            self._template = ChatTemplate(named_chat_template(directory)[1], names, template_kwargs)
         else:
             self._template = load_template(template_file, names, template_kwargs)
         images, videos = (None, None)
@@ -143,11 +141,6 @@ class Preprocessor:
     def template_traits(self) -> TemplateTraits:
         """The inputs that the chat template accepts."""
         return self._template.traits
-
-    @property
-    def tool_form(self) -> Literal["qwen3_xml", "minicpm5", "hermes"]:
-        """The form in which the chat template expects tool calls."""
-        return self._template.tool_form
 
     def count_fetched(self, holding: Holding | None) -> None:
         """Count fetched bytes against a second budget too; None: against the own limit only."""

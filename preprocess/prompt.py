@@ -90,12 +90,9 @@ class MediaItem(Protocol):
         ...
 
 
-class SharedTokens(Protocol):
-    """Compares a prompt and its answer with the next turn's prompt, see `next_turn`."""
-
-    def __call__(self, answer: Mapping[str, Any], token_ids: Sequence[int]) -> int:
-        """Return the number of shared leading tokens."""
-        ...
+SharedTokens = Callable[[Mapping[str, Any], Sequence[int]], int]
+"""Returns the number of leading tokens that a prompt and its answer, a message with its tokens,
+share with the next turn's prompt, see `next_turn`."""
 
 
 @dataclass(frozen=True, slots=True)

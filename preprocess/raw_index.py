@@ -6,15 +6,12 @@ every effective option and the processors' fingerprint (docs/architecture.md#ide
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from vlm_serve.preprocess.keys import tagged
-from vlm_serve.preprocess.known_frames import FrameIndex
+from vlm_serve.preprocess.known_frames import FrameIndex, SizedIndex
 from vlm_serve.preprocess.media_process import MediaRecord
 
 _DOMAIN = b"vlm-serve raw media 2"
@@ -62,27 +59,16 @@ def raw_key(
     return blake3(b"".join(fields)).digest()
 
 
-class RawIndex:
-    """Records by raw key, evicted in LRU order. Thread-safe.
-
-    Args:
-        max_bytes: limit on the memory of all entries; 0 stores nothing.
+class RawIndex(SizedIndex[MediaRecord]):
+    """Records by raw key.
 
     Attributes:
-        num_bytes: memory of all entries.
         frames: what is known of the frames of video files, within as many bytes again.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        assert max_bytes >= 0
-        self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, MediaRecord] = OrderedDict()
-        self._lock = threading.Lock()
-        self.num_bytes = 0
+        super().__init__(max_bytes)
         self.frames = FrameIndex(max_bytes)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     @staticmethod
     def cost(record: MediaRecord) -> int:
@@ -92,36 +78,14 @@ class RawIndex:
     def get(self, key: bytes) -> MediaRecord | None:
         """Return the record of a key and mark it as most recently used; None if there is none."""
         with self._lock:
-            record = self._entries.get(key)
-            if record is not None:
-                self._entries.move_to_end(key)
-            return record
+            return self._find(key)
 
     def put(self, key: bytes, record: MediaRecord) -> None:
         """Store a record, unless it is larger than the whole index."""
-        cost = self.cost(record)
         with self._lock:
-            self._remove(key)
-            if cost > self._max_bytes:
-                return
-            while self.num_bytes + cost > self._max_bytes:
-                self._remove(next(iter(self._entries)))
-            self._entries[key] = record
-            self.num_bytes += cost
-
-    def remove(self, key: bytes) -> None:
-        """Remove a record, if present."""
-        with self._lock:
-            self._remove(key)
+            self._keep(key, record, self.cost(record))
 
     def clear(self) -> None:
         """Remove all records, and all knowledge of frames."""
         self.frames.clear()
-        with self._lock:
-            self._entries.clear()
-            self.num_bytes = 0
-
-    def _remove(self, key: bytes) -> None:
-        record = self._entries.pop(key, None)
-        if record is not None:
-            self.num_bytes -= self.cost(record)
+        super().clear()

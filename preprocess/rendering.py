@@ -1,16 +1,102 @@
-"""A rendered prompt whose media are not loaded yet."""
+"""Renders a conversation with a checkpoint's chat template; its media are not loaded yet."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from vlm_serve.preprocess.chat_request import ChatRequest
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.continuation import Continuation
 from vlm_serve.preprocess.expand import Expansion, PromptPiece
 from vlm_serve.preprocess.keys import AdapterIdentity, Roots
-from vlm_serve.preprocess.reading.conversation import MediaPart
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.template import ChatTemplate
 from vlm_serve.preprocess.typed_text import TypedText
+
+
+class ChatRequest:
+    """Messages, tools and template variables of a request.
+
+    Raises InvalidRequestError if the template does not accept these messages, or if the last one
+    has nothing to continue.
+
+    Attributes:
+        messages: the conversation's, fitted to the template.
+        tools: function definitions; None if there are none.
+        kwargs: further variables of the template.
+    """
+
+    def __init__(self, conversation: Conversation, template: ChatTemplate) -> None:
+        self._continuation = None
+        if conversation.continue_final_message:
+            marked = template.traits.thinking.marked
+            self._continuation = Continuation(conversation.messages[-1], marked=marked)
+            last = self._continuation.message
+            conversation = replace(conversation, messages=[*conversation.messages[:-1], last])
+        self._template = template
+        self.messages = template.traits.fit(conversation)
+        self.tools = conversation.tools or None
+        self.kwargs = conversation.template_kwargs
+        self._add_generation_prompt = conversation.add_generation_prompt
+
+    def tools_text(self) -> str:
+        """Return the tools as JSON, about as long as their rendering."""
+        return json.dumps(self.tools, ensure_ascii=False) if self.tools else ""
+
+    def render(self, typed: TypedText) -> str:
+        """Render the prompt's text, with user text hidden by `typed`."""
+        messages = typed.hide(self.messages)
+        if self._continuation is None:
+            return self._render(typed, messages, self._add_generation_prompt)
+        render = partial(self._render, typed, add_generation_prompt=False)
+        return self._continuation.cut(messages, typed.mark, render)
+
+    def render_next_turn(self, typed: TypedText) -> str:
+        """Render a possible next prompt: the conversation with an answer and one more user turn."""
+        answered = self.messages[-1]["role"] == "assistant"
+        roles = ("user",) if answered else ("assistant", "user")
+        turns = [self._template.traits.fit_turn(role, "a") for role in roles]
+        return self._render(typed, typed.hide(self.messages) + turns, True)
+
+    def render_answered(self, typed: TypedText, answer: Conversation) -> str:
+        """Render the next prompt: the conversation with an answer and one more turn. That is the
+        results of the answer's calls, or a user's turn.
+
+        Raises InvalidRequestError if the template refuses the answer, or if the answer continues
+        the last message in a form that cannot be joined.
+        """
+        traits, messages = self._template.traits, self.messages
+        (said,) = traits.fit(answer)
+        if self._continuation is not None:
+            messages, said = messages[:-1], _joined(messages[-1], said)
+        calls = said.get("tool_calls") or ()
+        turns = [
+            traits.fit_turn("tool", "a") | {"tool_call_id": call.get("id")} for call in calls
+        ] or [traits.fit_turn("user", "a")]
+        return self._render(typed, typed.hide([*messages, said]) + turns, True)
+
+    def _render(
+        self,
+        typed: TypedText,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+    ) -> str:
+        text = self._template.render(
+            messages,
+            tools=typed.hide(self.tools),
+            add_generation_prompt=add_generation_prompt,
+            kwargs=typed.hide(self.kwargs),
+        )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "the messages contain a lone surrogate", param="messages"
+            ) from None
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +142,11 @@ def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
             if isinstance(text, str):
                 found.append(text)
     return found
+
+
+def _joined(start: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return the message continued by an answer. Raises InvalidRequestError."""
+    texts = [message.get("content") for message in (start, rest)]
+    if not all(isinstance(text, str) for text in texts) or "reasoning_content" in rest:
+        raise InvalidRequestError("the answer does not continue a text", param="messages")
+    return start | rest | {"content": "".join(map(str, texts))}

@@ -51,13 +51,13 @@ class Sampled(Generic[L]):
 
     Attributes:
         hashes: of all spans.
-        kept: places in the sampling of the decoded frames, ascending.
+        kept: places in the sampling of the decoded frames, ascending; None: these are all.
         pictures: of those.
     """
 
     layout: L
     hashes: Hashes
-    kept: Sequence[int]
+    kept: Sequence[int] | None
     pictures: list[Pictures]
 
 
@@ -104,7 +104,8 @@ def sample(
             memory.learn((indices[0], size), layout.key, made)
     hashes = hashes | made
     spans = [layout.spans([hashes[index] for index in group]) for group in groups]
-    return Sampled(layout, tuple(each for span in spans for each in span), kept, pictures)
+    some = kept if len(kept) < len(indices) else None
+    return Sampled(layout, tuple(each for span in spans for each in span), some, pictures)
 
 
 def _places_to_decode(

@@ -15,6 +15,7 @@ import torch
 from vlm_serve.preprocess.hashing import content_hash
 from vlm_serve.preprocess.media_frames import Video
 from vlm_serve.preprocess.media_image import Pixels
+from vlm_serve.preprocess.media_options import SliceOptions, SliceVideoOptions
 from vlm_serve.preprocess.media_process import (
     MediaRecord,
     Processed,
@@ -27,10 +28,14 @@ from vlm_serve.preprocess.media_process import (
 from vlm_serve.preprocess.processors import resize
 from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.sampled_frames import sample
-from vlm_serve.preprocess.sizes import check_ratio
+from vlm_serve.preprocess.sizes import (
+    check_ratio,
+    second_indices,
+    slice_grid,
+    slice_size,
+    whole_size,
+)
 from vlm_serve.preprocess.slice_config import SliceConfig, SliceVideoConfig
-from vlm_serve.preprocess.slice_options import SliceOptions, SliceVideoOptions
-from vlm_serve.preprocess.slice_sizes import second_indices, slice_grid, slice_size, whole_size
 
 
 def process_sliced_image(pixels: Pixels, options: SliceOptions, config: SliceConfig) -> Processed:
@@ -74,8 +79,8 @@ def process_sliced_video(
 
     found = sample(video, indices, 1, lay_out)
     done = _processed(found.layout, found.hashes, found.pictures)
-    kept = None if len(found.kept) == len(indices) else found.kept
-    return replace(done, record=replace(done.record, cut_short=video.cut_short), kept=kept)
+    record = replace(done.record, cut_short=video.cut_short)
+    return replace(done, record=record, kept=found.kept)
 
 
 @dataclass(frozen=True, slots=True)

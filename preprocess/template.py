@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -129,14 +129,6 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def find_chat_template(directory: Path | str) -> str:
-    """Return the source of the checkpoint's default chat template, "" if it has none.
-
-    Raises CheckpointError as `named_chat_template`.
-    """
-    return named_chat_template(directory)[1]
-
-
 def named_chat_template(directory: Path | str) -> tuple[str, str]:
     """Return the file with a folder's default chat template, and its source; "" and "" for none.
 
@@ -241,11 +233,6 @@ class ChatTemplate:
         if not self.source:
             return TemplateTraits()
         return find_traits(self.render, self._tree, self.variables, self.source)
-
-    @property
-    def tool_form(self) -> Literal["qwen3_xml", "minicpm5", "hermes"]:
-        """The form of tool calls that the template expects: tags for every parameter, or JSON."""
-        return self.traits.tool_form
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Check the names of further variables.

@@ -70,7 +70,6 @@ class TemplateTraits:
         content: the forms of content by role.
         no_content: how to write an answer without content, such as one with only tool calls:
             without the key, with empty text, or with None.
-        several_systems: it renders several system messages at the start.
         late_systems: it renders a system message behind other messages where it stands.
         thinking: how it handles thoughts.
         tool_form: the form of tool calls: tags for every parameter, or JSON.
@@ -79,7 +78,6 @@ class TemplateTraits:
     variables: frozenset[str] = frozenset()
     content: Mapping[str, ContentForms] = field(default_factory=dict)
     no_content: NoContent = "text"
-    several_systems: bool = False
     late_systems: bool = False
     thinking: Thinking = Thinking()
     tool_form: CallForm = "qwen3_xml"
@@ -166,7 +164,6 @@ def find_traits(
             "tool": _find_forms(render, loops, "tool", [question, calling], []),
         },
         no_content=no_content,
-        several_systems=_in_order(shown([first, second, question])),
         late_systems=_in_order(shown([first, question, answered, second, question])),
         thinking=find_thinking(shown, tree, variables, question),
         tool_form=_find_tool_form(shown([question, calling]), source),

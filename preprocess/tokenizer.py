@@ -14,9 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 
-from vlm_serve.errors import CheckpointError, ContextLengthError
+from vlm_serve.errors import CheckpointError, ContextLengthError, InvalidRequestError
 from vlm_serve.preprocess.end_tokens import find_ends, special_names
 from vlm_serve.preprocess.family import Family, family_of
 from vlm_serve.system.foreign_files import foreign
@@ -273,6 +274,24 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Return True for a control token, which `decode` leaves out."""
         return token_id in self._special_ids
+
+
+def checked_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Return the ids of a prompt.
+
+    Raises InvalidRequestError if there are none or one is out of the vocabulary.
+    """
+    try:
+        array = np.asarray(token_ids)
+    except (ValueError, OverflowError):
+        array = np.empty(0, dtype=object)
+    if array.ndim != 1 or len(array) == 0 or array.dtype.kind not in "iu":
+        raise InvalidRequestError(
+            "a prompt of token ids must be a non-empty list of whole numbers", param="prompt"
+        )
+    if array.min() < 0 or array.max() >= vocab_size:
+        raise InvalidRequestError(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
+    return tuple(array.tolist())
 
 
 def _load_backend(

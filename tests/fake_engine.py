@@ -46,7 +46,6 @@ class FakePreprocessor:
         self.calls: list[dict[str, Any]] = []
         self.error: Exception | None = None
         self.generation_prompt = "assistant:"
-        self.tool_form = "qwen3_xml"
         self.template_traits = TemplateTraits(frozenset({"messages", "enable_thinking"}))
         self.gate.set()
 

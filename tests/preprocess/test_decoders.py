@@ -21,17 +21,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoded import decode_image
 from hostile_files import many_scans
 from PIL import Image
 from process_tree import runs
 
 from vlm_serve.errors import EngineClosedError, MediaError
 from vlm_serve.preprocess.decoders import HEAVY_NICENESS, LIGHT_FILE_BYTES, MOST_AHEAD, Decoders
-from vlm_serve.preprocess.jpeg_scans import count_scans
+from vlm_serve.preprocess.fetch import naming
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_image import decode_image
-from vlm_serve.preprocess.media_sources import naming
 from vlm_serve.preprocess.media_video import EncodedVideo
+from vlm_serve.preprocess.picture_files import count_scans
 from vlm_serve.preprocess.stopping import Stop, StoppedError
 
 LIMITS = MediaLimits()

@@ -17,9 +17,8 @@ from ports import free_port
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.preprocess import http_get
-from vlm_serve.preprocess.fetch import fetch
+from vlm_serve.preprocess.fetch import fetch, naming
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_sources import naming
 
 LIMITS = MediaLimits(max_fetch_seconds=10.0)
 LOCAL = replace(LIMITS, allow_private_networks=True)

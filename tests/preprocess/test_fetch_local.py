@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
-from vlm_serve.preprocess.fetch import fetch
+from vlm_serve.preprocess.fetch import fetch, naming
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_sources import naming
 
 LIMITS = MediaLimits()
 BODY = bytes(range(256)) * 20

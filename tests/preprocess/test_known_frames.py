@@ -18,10 +18,11 @@ from mutated_media import mutated, whole
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.keys import embedding_key
-from vlm_serve.preprocess.known_frames import FrameIndex, Timeline
+from vlm_serve.preprocess.known_frames import FrameIndex
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import MediaItem, Prompt, UnconfirmedError
 from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.preprocess.video_times import FrameTimes
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +209,7 @@ def test_wrong_hashes_are_found_out(
 ) -> None:
     preprocessor, _ = known
     ask(preprocessor, source, num_frames=5)
-    ((file, _),) = preprocessor.raw_index.frames._files.values()
+    ((file, _),) = preprocessor.raw_index.frames._entries.values()
     (hashes,) = file.layouts.values()
     right, wrong = hashes[0], tuple(b"?" * 32 for _ in hashes[0])
     hashes[0] = wrong
@@ -280,7 +281,7 @@ def test_without_memory_everything_is_decoded(checkpoint: Path, source: bytes) -
     made.close()
 
 
-TIMES = Timeline(10.0, True, [0.0, 0.1, 0.2])
+TIMES = FrameTimes([0.0, 0.1, 0.2], 10.0, True)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(1, 20)), max_size=60))
@@ -293,7 +294,7 @@ def test_the_index_stays_within_its_bytes(steps: list[tuple[int, int, int]]) -> 
         if index.timeline(key, None) is not None:
             assert index.hashes(key, str(layout)).keys() >= hashes.keys()
             assert index.size(key, 0) == (48, 64)
-    assert index.num_bytes == sum(cost for _, cost in index._files.values())
+    assert index.num_bytes == sum(cost for _, cost in index._entries.values())
     index.clear()
     assert not index.num_bytes and index.timeline(b"\0", None) is None
 

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import oracle
 import pytest
+from decoded import decode_image
 from PIL import ExifTags, Image, ImageOps
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess import media_image
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_image import FORMATS, decode_image, image_to_rgb
+from vlm_serve.preprocess.media_image import FORMATS, image_to_rgb
 
 LIMITS = MediaLimits()
 Image.init()

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoded import decode_image
 from PIL import Image
 
 from vlm_serve.errors import InvalidRequestError, MediaError
 from vlm_serve.preprocess.file_kinds import file_kind
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_animation import AnimatedPicture, is_picture
-from vlm_serve.preprocess.media_image import decode_image
 from vlm_serve.preprocess.picture_plugins import plugins
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt

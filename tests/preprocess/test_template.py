@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_serve.errors import CheckpointError, InvalidRequestError
-from vlm_serve.preprocess.template import ChatTemplate, find_chat_template
+from vlm_serve.preprocess.template import ChatTemplate, named_chat_template
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": " Be brief. "},
@@ -78,7 +78,7 @@ def test_renders_as_transformers_does(
     source: str | None,
 ) -> None:
     names = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    template = ChatTemplate(source or find_chat_template(checkpoint), names)
+    template = ChatTemplate(source or named_chat_template(checkpoint)[1], names)
     found = template.render(
         MESSAGES, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
     )
@@ -210,17 +210,17 @@ def test_kwargs_replace_nothing(name: str) -> None:
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
-    assert find_chat_template(tmp_path) == ""
+    assert named_chat_template(tmp_path)[1] == ""
     listed = [{"name": "other", "template": "0"}, {"name": "default", "template": "1"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
-    assert find_chat_template(tmp_path) == "1"
+    assert named_chat_template(tmp_path)[1] == "1"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "2"}))
-    assert find_chat_template(tmp_path) == "2"
+    assert named_chat_template(tmp_path)[1] == "2"
     (tmp_path / "chat_template.jinja").write_text("3")
-    assert find_chat_template(tmp_path) == "3"
+    assert named_chat_template(tmp_path)[1] == "3"
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xff")
     with pytest.raises(CheckpointError):
-        find_chat_template(tmp_path)
+        named_chat_template(tmp_path)
 
 
 @given(st.text(max_size=50))

@@ -23,7 +23,7 @@ def test_published_templates_open_and_close_thoughts(name: str) -> None:
     traits = published(name).traits
     assert traits.thinking.marked and traits.thinking.prompt == OPENS
     assert traits.tool_form == "qwen3_xml"
-    assert not traits.several_systems and not traits.late_systems
+    assert not traits.late_systems
     assert ("preserve_thinking" in traits.variables) is (name != "qwen35")
 
 
@@ -32,7 +32,7 @@ def test_published_templates_without_thoughts(name: str) -> None:
     traits = published(name).traits
     assert not traits.thinking.marked and traits.thinking.prompt == SILENT
     assert traits.tool_form == "hermes"
-    assert traits.several_systems is traits.late_systems is (name == "qwen3_2507")
+    assert traits.late_systems is (name == "qwen3_2507")
     assert traits.effort_variables("high") == {}
 
 

@@ -221,7 +221,7 @@ def _buckets(plan: Plan) -> list[str]:
         what = "replay" if plan.config.speculative == "off" else "draft"
         lines.append(_bucket(f"{what} updates", memory.num_updates, memory.update_bytes))
     if "suffix" in plan.config.speculative:
-        lines.append(f"{'draft texts':<18}{'up to':>7}{'':>18}{_mib(ANSWER_BYTES)}")
+        lines.append(_bound("draft texts", ANSWER_BYTES))
     if plan.embedding_bytes:
         tokens = EMBEDDING_CACHE_BYTES // plan.embedding_bytes
         lines.append(_bucket("vision embeddings", tokens, plan.embedding_bytes))

@@ -194,7 +194,7 @@ def weight_bytes(
     ranks = Ranks(tensor_parallel - 1, tensor_parallel)
     mapped = device.type == "cpu" and weights == spec.dtype and not _coded_table(spec)
     own = len(ranks.share(spec.vocab_size))
-    known = _Formats(spec.quantization, quantised, bits, compiled=compiled)
+    known = _formats(spec.quantization, quantised, bits, compiled=compiled)
     text, vision = (Shapes(weights, compute, device, compiled, ranks, known) for _ in range(2))
     prefix = "model.language_model." if spec.vision is not None else "model."
     head = None if spec.tied_embeddings else "lm_head.weight"
@@ -221,24 +221,19 @@ def weight_bytes(
     )
 
 
-class _Formats:
-    """The formats of parts."""
+def _formats(
+    scheme: QuantScheme | None,
+    quantised: Collection[str] | None,
+    bits: int | None,
+    *,
+    compiled: bool,
+) -> Callable[[Part], Format | OnLoad | None]:
+    """Return a function from parts to their formats."""
+    known = None if quantised is None else set(map(plain_name, quantised))
 
-    def __init__(
-        self,
-        scheme: QuantScheme | None,
-        quantised: Collection[str] | None,
-        bits: int | None,
-        *,
-        compiled: bool,
-    ) -> None:
-        self._scheme, self._bits, self._compiled = scheme, bits, compiled
-        self._quantised = None if quantised is None else set(map(plain_name, quantised))
-
-    def __call__(self, part: Part) -> Format | OnLoad | None:
-        if self._bits is not None:
-            return loading_format(self._bits, part, part.sizes[1])
-        scheme = self._scheme
+    def format_of(part: Part) -> Format | OnLoad | None:
+        if bits is not None:
+            return loading_format(bits, part, part.sizes[1])
         if scheme is None:
             return None
         names = [part.name]
@@ -247,13 +242,14 @@ class _Formats:
             place, _, kind = part.name.rpartition(".")
             own = "down" if kind == "down_proj" else "gate"
             names.append(f"{place}.{part.index}.{own}_proj.weight")
-        if self._quantised is None:
+        if known is None:
             found = map(scheme.expected, names)
         else:
-            held = (name for name in names if plain_name(name) in self._quantised)
-            found = map(scheme.format_of, held)
+            found = map(scheme.format_of, (name for name in names if plain_name(name) in known))
         format_ = next(filter(None, found), None)
-        return format_ if format_ is None or self._compiled else format_.without_compiler()
+        return format_ if format_ is None or compiled else format_.without_compiler()
+
+    return format_of
 
 
 def _coded_table(spec: ModelSpec) -> bool:

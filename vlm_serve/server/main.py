@@ -136,7 +136,7 @@ def startup_rows(
     yield from engine_rows(engine)
     yield "requests", f"at most {format_size(total(config, engine.max_model_len))} on top"
     parser = config.tool_call_parser
-    form = form_of(parser, engine.preprocessor.tool_form)
+    form = form_of(parser, engine.preprocessor.template_traits.tool_form)
     yield "tool calls", parser if parser == "none" else form
     yield "reasoning", reasoning_form(config.reasoning_parser, engine.preprocessor.template_traits)
     if config.response_store is not None:

@@ -199,7 +199,7 @@ def test_a_call_of_minicpm5(text: str, wanted: dict[str, str]) -> None:
 
 def test_the_template_of_minicpm5_is_recognized() -> None:
     source = '<function name="{{ name }}"><param name="{{ key }}">'
-    assert ChatTemplate(source).tool_form == "minicpm5"
+    assert ChatTemplate(source).traits.tool_form == "minicpm5"
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_the_work_grows_with_the_text(
     ],
 )
 def test_the_template_says_which_form_it_asks_for(template: str, form: Any) -> None:
-    assert ChatTemplate(template).tool_form == form
+    assert ChatTemplate(template).traits.tool_form == form
     assert form_of("auto", form) == form
     assert [form_of(each, form) for each in ("qwen3_xml", "hermes")] == ["qwen3_xml", "hermes"]
 

@@ -58,11 +58,7 @@ class Float8(Format):
     def open(self, tensors: Tensors, part: Part) -> OpenedFloat8:
         names = Names(part.name)
         codes = integers(tensors, part.name, part.shape, _CODES)
-        suffix = next((each for each in _SUFFIXES if names.of_weight(each) in tensors), None)
-        if suffix is None:
-            suffix = _SUFFIXES[0] if self.block else _SUFFIXES[1]
-            raise CheckpointError(f"the checkpoint has no {names.of_weight(suffix)}")
-        name = names.of_weight(suffix)
+        name = _scale_name(tensors, names, _SUFFIXES[0] if self.block else _SUFFIXES[1])
         outer = tuple(codes.shape[: 0 if part.index is None else 1])
         if codes.ndim != len(outer) + 2:
             raise CheckpointError(f"{part.name} is FP8 and no matrix, which is not supported")
@@ -98,6 +94,14 @@ class Float8(Format):
         return columns * (depth + 2 * groups)
 
 
+def _scale_name(tensors: Tensors, names: Names, usual: str) -> str:
+    """Return the name of a weight's scales. Raises CheckpointError if there are none."""
+    found = [names.of_weight(each) for each in _SUFFIXES if names.of_weight(each) in tensors]
+    if not found:
+        raise CheckpointError(f"the checkpoint has no {names.of_weight(usual)}")
+    return found[0]
+
+
 def _powers(tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return scales stored as exponents of two, in bfloat16, which represents them."""
     stored = integers(tensors, name, shape, torch.uint8, _E8M0).view(torch.uint8)
@@ -113,12 +117,10 @@ def widened(tensors: Tensors, name: str) -> torch.Tensor:
         CheckpointError: its scale is missing or does not fit, or it holds NaN.
     """
     codes, names = tensors.stored(name), Names(name)
-    suffix = next((each for each in _SUFFIXES if names.of_weight(each) in tensors), None)
-    if suffix is None:
-        raise CheckpointError(f"the checkpoint has no {names.of_weight(_SUFFIXES[1])}")
+    scale = _scale_name(tensors, names, _SUFFIXES[1])
     rows, rest = codes.shape[0], (1,) * (codes.ndim - 1)
     shapes = [(), (1,), (rows,), (rows, 1), (rows, *rest)]
-    factors = scales(tensors, names.of_weight(suffix), *shapes).float()
+    factors = scales(tensors, scale, *shapes).float()
     if bool(((codes.view(torch.uint8) & _NAN) == _NAN).any()):
         raise CheckpointError(f"{name} holds values that are NaN")
     return codes.float() * factors.reshape(-1, *rest)

@@ -99,17 +99,14 @@ def _known(fields: Fields) -> str:
             + " or ".join(map(repr, _FORMATS))
         )
     format_, size = _FORMATS[name][0], fields.get("group_size")
-    only = 16 if isinstance(format_, Nvfp4) else _width(format_)
+    # Of FP8, a block has so many columns.
+    only = format_.block[1] if isinstance(format_, Float8) and format_.block else None
+    only = 16 if isinstance(format_, Nvfp4) else only
     if only is not None and size not in (None, only):
         raise CheckpointError(
             f"group_size {size!r} in {fields.place} is not supported, only {only}"
         )
     return name
-
-
-def _width(format_: Format) -> int | None:
-    """Return the columns of a block of FP8; None for others."""
-    return format_.block[1] if isinstance(format_, Float8) and format_.block else None
 
 
 def _name(fields: Fields) -> str:

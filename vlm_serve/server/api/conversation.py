@@ -270,7 +270,9 @@ def conversation_task(
 
 def _tool_form(service: Service) -> ToolForm:
     """Return the form of tool calls: the configured one, or else the chat template's."""
-    return form_of(service.config.tool_call_parser, service.engine.preprocessor.tool_form)
+    return form_of(
+        service.config.tool_call_parser, service.engine.preprocessor.template_traits.tool_form
+    )
 
 
 def _enforceable(service: Service, choice: ToolChoice) -> ToolChoice:
