@@ -22,7 +22,7 @@ from vlm_serve.kernels.moe.changes import changed_experts
 _TRITON = "vlm_serve.kernels.moe.triton"
 _route = Op(torch_cpu.route, triton=f"{_TRITON}:route")
 _experts = Op(torch_cpu.routed_experts, triton=f"{_TRITON}:routed_experts")
-_changed = Op(changed_experts, triton="vlm_serve.kernels.moe.changed_triton:changed_experts")
+_changed = Op(changed_experts, triton="vlm_serve.kernels.moe.triton:changed_experts")
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

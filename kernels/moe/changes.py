@@ -1,5 +1,5 @@
 """Routed experts in one piece with adapters, by torch: what the check at start compares the kernels
-of `changed_triton.py` with."""
+of `products_triton.py` with."""
 
 from __future__ import annotations
 
