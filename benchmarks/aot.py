@@ -6,7 +6,7 @@
 No GPU is needed: the ops are called at the shapes of the shared checkpoints, their launches are
 recorded instead of run, and each distinct specialisation is compiled for each target. Without
 `--check` that is printed. The check compares each kernel with the limits of `common/aot_limits.py`
-and with its row in `aot/`. It compiles only kernels that have changed since; with `--all`
+and with its row in `aot.json.xz`. It compiles only kernels that have changed since; with `--all`
 every one. `--write` keeps the new rows and writes aot.md.
 
 Other versions of Triton than the installed one lie in `.venv/triton-VERSION`, which

@@ -9,15 +9,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
+from triton._C.libtriton import native_specialize_impl
+from triton._utils import find_paths_if, get_iterable_path
+from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.common.aot_barriers import unordered_products, unordered_writes
 from benchmarks.common.aot_code import pipelined_loops, turned_products
 from vlm_serve.kernels.triton_support import Launch, Target
+
+Path = tuple[int, ...]
 
 TARGETS = {
     **{
@@ -63,17 +66,6 @@ ROOMS = {
 }
 """By target (CUDA Programming Guide, technical specifications; CDNA 3 instruction set)."""
 
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-
 
 @dataclass(frozen=True)
 class Usage:
@@ -108,11 +100,11 @@ class Usage:
         return Usage(**{k: min(v) if k in least else max(v) for k, v in pairs.items()})
 
 
-def specialisation(launch: Launch) -> tuple[str, tuple[Any, ...]]:
+def specialisation(launch: Launch) -> tuple[str, ...]:
     """What distinguishes two compilations of a kernel; equal launches compile once."""
-    signature, constants, aligned = _signature(launch)
-    key = (*signature.items(), *((k, str(v)) for k, v in constants.items()), *aligned)
-    return launch.kernel.__name__, (*key, *launch.options.items())
+    types, constants, attributes = _signature(launch)
+    parts = types, {path: str(value) for path, value in constants.items()}, sorted(attributes)
+    return (launch.kernel.__name__, *map(repr, parts), repr(launch.options))
 
 
 def compile_launch(launch: Launch, target: str) -> Usage:
@@ -121,13 +113,7 @@ def compile_launch(launch: Launch, target: str) -> Usage:
     Raises:
         Exception: whatever the compiler raises.
     """
-    signature, constants, aligned = _signature(launch)
-    source = ASTSource(
-        launch.kernel,
-        signature,
-        {(index,): value for index, value in constants.items()},
-        {(index,): [["tt.divisibility", 16]] for index in aligned},
-    )
+    source = ASTSource(launch.kernel, *_signature(launch))
     log = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log):
         knobs.nvidia.dump_ptxas_log = True
@@ -136,29 +122,29 @@ def compile_launch(launch: Launch, target: str) -> Usage:
     return _usage(compiled, log.getvalue(), target, launch.options["num_warps"])
 
 
-def _signature(launch: Launch) -> tuple[dict[str, str], dict[int, Any], tuple[int, ...]]:
-    """(types by name, constants by index, indices of arguments divisible by 16), as Triton's own
-    launcher specialises them."""
-    signature: dict[str, str] = {}
-    constants: dict[int, Any] = {}
-    aligned: list[int] = []
-    for index, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
-        special = not parameter.do_not_specialize
-        if parameter.is_constexpr or (special and type(value) is int and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[index] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-            if special and value.data_ptr() % 16 == 0:
-                aligned.append(index)
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if special and value % 16 == 0:
-                aligned.append(index)
-    return signature, constants, tuple(aligned)
+def _signature(launch: Launch) -> tuple[dict[str, Any], dict[Path, Any], dict[Path, Any]]:
+    """(types by name, constants by path, attributes by path) as Triton's launcher specialises
+    them: a path is the number of an argument, and those of a part within named tuples."""
+    parameters = launch.kernel.params
+    values = [launch.arguments[each.name] for each in parameters]
+    found = [_specialised(*each) for each in zip(parameters, values, strict=True)]
+    types, keys = [kind for kind, _ in found], [key for _, key in found]
+    constants = find_paths_if(types, lambda _, kind: kind == "constexpr")
+    aligned = find_paths_if(keys, lambda _, key: isinstance(key, str))
+    return (
+        {each.name: kind for each, kind in zip(parameters, types, strict=True)},
+        {path: get_iterable_path(values, path) for path in constants},
+        {path: BaseBackend.parse_attr(get_iterable_path(keys, path)) for path in aligned},
+    )
+
+
+def _specialised(parameter: Any, value: Any) -> tuple[Any, Any]:
+    """Return an argument's type and, of one that counts for it, what it is divisible by."""
+    if parameter.is_constexpr:
+        return "constexpr", None
+    special = not parameter.do_not_specialize
+    kind, key = native_specialize_impl(BaseBackend, value, False, special, special)
+    return kind, None if kind == "constexpr" else key
 
 
 def _usage(compiled: Any, ptxas_log: str, target: str, warps: int) -> Usage:

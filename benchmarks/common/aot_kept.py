@@ -1,4 +1,4 @@
-"""What the machine code of every kernel took when it was last checked, one file a Triton version.
+"""What the machine code of every kernel took when it was last checked, in one compressed file.
 
 A row holds for as long as nothing that is compiled changes: its digest covers the source of the
 kernel and of all that it calls, types, constants and options of every variant, and `READING`. So a
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import lzma
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from benchmarks.common.aot_compile import Usage, specialisation
 from vlm_serve.kernels.triton_support import Launch
 
-FOLDER = Path(__file__).parents[1] / "aot"
+FILE = Path(__file__).parents[1] / "aot.json.xz"
 READING = 1
 """Raised whenever something else is read from the code."""
 
@@ -59,21 +60,27 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
     return tree
 
 
+def parse(packed: bytes) -> dict[str, Rows]:
+    """Return the rows of a kept file, by the version of Triton."""
+    found: dict[str, Rows] = json.loads(lzma.decompress(packed))
+    return found
+
+
+def versions() -> list[str]:
+    """Return the versions of Triton that have rows."""
+    return sorted(parse(FILE.read_bytes())) if FILE.exists() else []
+
+
 def read(version: str) -> Rows:
     """Return the rows of a Triton version; none if it was never checked."""
-    path = FOLDER / f"triton-{version}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return parse(FILE.read_bytes()).get(version, {}) if FILE.exists() else {}
 
 
 def write(version: str, rows: Rows) -> None:
-    """Keep rows, one a line."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    blocks = []
-    for target, kernels in rows.items():
-        lines = [f"  {json.dumps(name)}: {json.dumps(kernels[name])}" for name in sorted(kernels)]
-        blocks.append(f" {json.dumps(target)}: {{\n" + ",\n".join(lines) + "\n }")
-    text = "{\n" + ",\n".join(blocks) + "\n}\n"
-    (FOLDER / f"triton-{version}.json").write_text(text, encoding="utf-8")
+    """Keep the rows of a version, in place of those that it had."""
+    kept = {**{each: read(each) for each in versions()}, version: rows}
+    text = json.dumps({each: kept[each] for each in sorted(kept)}, separators=(",", ":"))
+    FILE.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def row(key: str, variants: int, usage: Usage) -> dict[str, Any]:

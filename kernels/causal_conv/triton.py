@@ -9,7 +9,7 @@ at the end of a sequence does not wait for the one at its start.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,11 +17,53 @@ import triton.language as tl
 
 from vlm_serve.kernels.checks import MAX_CHUNK
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
-from vlm_serve.kernels.triton_support import decode_tables, launch, power_of_two, prefill_tables
+from vlm_serve.kernels.triton_support import launch, power_of_two
+from vlm_serve.kernels.triton_views import Rows, constants, moves, rows, slices
 
 TOKEN_TILE = 16
 CHANNEL_TILE = 128
 TAIL_TILE = 256
+_TILES = tl.constexpr(MAX_CHUNK // TOKEN_TILE)
+_TOKENS = tl.constexpr(TOKEN_TILE)
+
+
+class Tails(NamedTuple):
+    """The pool of tails with the strides of its rows and of its channels."""
+
+    at: torch.Tensor
+    row: int
+    channel: int
+
+
+class Convolution(NamedTuple):
+    """What the kernels of a convolution read and write."""
+
+    x: Rows
+    weight: Rows
+    tails: Tails
+    out: torch.Tensor
+
+
+class Sizes(NamedTuple):
+    """Constants: channels and taps, the columns of a window, and the channels of a program."""
+
+    channels: int
+    taps: int
+    block: int
+    tile: int
+
+
+def arguments_of(
+    x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, out: torch.Tensor
+) -> Convolution:
+    """Return what the kernels read and write as one argument."""
+    return Convolution(rows(x), rows(weight), Tails(tails, tails.stride(0), tails.stride(1)), out)
+
+
+def sizes_of(weight: torch.Tensor, tile: int = TAIL_TILE, kept: bool = False) -> Sizes:
+    """Return the constants; a window of all taps, or `kept`: of the tail's columns."""
+    channels, taps = weight.shape
+    return constants(Sizes, channels, taps, power_of_two(taps - kept), tile)
 
 
 @triton.jit
@@ -36,233 +78,120 @@ def _unread_columns(src, KEPT: tl.constexpr):
 
 
 @triton.jit
-def _prefill_kernel(
-    x,
-    weight,
-    tails,
-    out,
-    cu_seqlens,
-    src_rows,
-    chunk_bounds,
-    chunk_sequence,
-    x_stride,
-    weight_stride,
-    tail_row_stride,
-    tail_channel_stride,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    TILES: tl.constexpr,
-    TOKEN_TILE: tl.constexpr,
-    CHANNEL_TILE: tl.constexpr,
-):
-    chunk = tl.program_id(0) // TILES
-    first = tl.load(chunk_bounds + chunk) + (tl.program_id(0) % TILES) * TOKEN_TILE
-    end = tl.load(chunk_bounds + chunk + 1)
+def _prefill_kernel(conv, slices, SIZES: tl.constexpr):
+    x, tails = conv.x, conv.tails
+    chunk = tl.program_id(0) // _TILES
+    first = tl.load(slices.chunk_bounds + chunk) + (tl.program_id(0) % _TILES) * _TOKENS
+    end = tl.load(slices.chunk_bounds + chunk + 1)
     if first < end:
-        sequence = tl.load(chunk_sequence + chunk)
-        begin = tl.load(cu_seqlens + sequence)
-        src = tl.load(src_rows + sequence).to(tl.int64)
-        unread = _unread_columns(src, TAPS - 1)
-        tokens = first + tl.arange(0, TOKEN_TILE)
-        channels = tl.program_id(1) * CHANNEL_TILE + tl.arange(0, CHANNEL_TILE)
-        inside = (tokens < end)[:, None] & (channels < CHANNELS)[None, :]
-        tail = tails + src * tail_row_stride + channels * tail_channel_stride
-        total = tl.zeros((TOKEN_TILE, CHANNEL_TILE), tl.float32)
-        for tap in tl.static_range(TAPS):
-            source = tokens - (TAPS - 1) + tap
+        sequence = tl.load(slices.chunk_sequence + chunk)
+        begin = tl.load(slices.cu_seqlens + sequence)
+        src = tl.load(slices.src_rows + sequence).to(tl.int64)
+        unread = _unread_columns(src, SIZES.taps - 1)
+        tokens = first + tl.arange(0, _TOKENS)
+        channels = tl.program_id(1) * SIZES.tile + tl.arange(0, SIZES.tile)
+        inside = (tokens < end)[:, None] & (channels < SIZES.channels)[None, :]
+        tail = tails.at + src * tails.row + channels * tails.channel
+        total = tl.zeros((_TOKENS, SIZES.tile), tl.float32)
+        for tap in tl.static_range(SIZES.taps):
+            source = tokens - (SIZES.taps - 1) + tap
             fresh = inside & (source >= begin)[:, None]
-            places = source.to(tl.int64)[:, None] * x_stride + channels[None, :]
-            seen = tl.load(x + places, mask=fresh, other=0.0).to(tl.float32)
+            places = source.to(tl.int64)[:, None] * x.stride + channels[None, :]
+            seen = tl.load(x.at + places, mask=fresh, other=0.0).to(tl.float32)
             # Before the slice's first token come the TAPS - 1 columns of the old tail.
-            if first - begin < TAPS - 1:
-                column = source - begin + TAPS - 1
+            if first - begin < SIZES.taps - 1:
+                column = source - begin + SIZES.taps - 1
                 old = inside & ((source < begin) & (column >= unread))[:, None]
                 kept = tl.load(tail[None, :] + column[:, None], mask=old, other=0.0)
                 seen += kept.to(tl.float32)
-            factor = tl.load(
-                weight + channels * weight_stride + tap, mask=channels < CHANNELS, other=0.0
-            )
+            weights = conv.weight.at + channels * conv.weight.stride + tap
+            factor = tl.load(weights, mask=channels < SIZES.channels, other=0.0)
             total += seen * factor.to(tl.float32)[None, :]
-        places = tokens.to(tl.int64)[:, None] * CHANNELS + channels[None, :]
-        tl.store(out + places, _silu(total).to(out.dtype.element_ty), mask=inside)
+        places = tokens.to(tl.int64)[:, None] * SIZES.channels + channels[None, :]
+        tl.store(conv.out + places, _silu(total).to(conv.out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _tail_kernel(
-    x,
-    tails,
-    cu_seqlens,
-    src_rows,
-    tail_stop,
-    tail_row,
-    first_tail,
-    x_stride,
-    tail_row_stride,
-    tail_channel_stride,
-    CHANNELS: tl.constexpr,
-    KEPT: tl.constexpr,
-    BLOCK_KEPT: tl.constexpr,
-    CHANNEL_TILE: tl.constexpr,
-):
+def _tail_kernel(conv, slices, SIZES: tl.constexpr):
     """Write all tails of one sequence for some channels: snapshots, then the final one."""
+    x, tails = conv.x, conv.tails
+    KEPT: tl.constexpr = SIZES.taps - 1
     sequence = tl.program_id(0)
-    begin = tl.load(cu_seqlens + sequence)
-    src = tl.load(src_rows + sequence).to(tl.int64)
-    channels = tl.program_id(1) * CHANNEL_TILE + tl.arange(0, CHANNEL_TILE)
-    columns = tl.arange(0, BLOCK_KEPT)
-    inside = (channels < CHANNELS)[:, None] & (columns < KEPT)[None, :]
+    begin = tl.load(slices.cu_seqlens + sequence)
+    src = tl.load(slices.src_rows + sequence).to(tl.int64)
+    channels = tl.program_id(1) * SIZES.tile + tl.arange(0, SIZES.tile)
+    columns = tl.arange(0, SIZES.block)
+    inside = (channels < SIZES.channels)[:, None] & (columns < KEPT)[None, :]
     unread = _unread_columns(src, KEPT)
-    channel_places = channels[:, None] * tail_channel_stride
-    for entry in range(tl.load(first_tail + sequence), tl.load(first_tail + sequence + 1)):
-        source = tl.load(tail_stop + entry) - KEPT + columns
-        row = tl.load(tail_row + entry).to(tl.int64)
+    channel_places = channels[:, None] * tails.channel
+    first_tail = slices.first_tail + sequence
+    for entry in range(tl.load(first_tail), tl.load(first_tail + 1)):
+        source = tl.load(slices.tail_stop + entry) - KEPT + columns
+        row = tl.load(slices.tail_row + entry).to(tl.int64)
         fresh = inside & (source >= begin)[None, :]
-        places = source.to(tl.int64)[None, :] * x_stride + channels[:, None]
-        values = tl.load(x + places, mask=fresh, other=0.0)
+        places = source.to(tl.int64)[None, :] * x.stride + channels[:, None]
+        values = tl.load(x.at + places, mask=fresh, other=0.0)
         column = source - begin + KEPT
         old = inside & ((source < begin) & (column >= unread))[None, :]
-        places = src * tail_row_stride + channel_places + column[None, :]
-        kept = tl.load(tails + places, mask=old, other=0.0)
+        places = src * tails.row + channel_places + column[None, :]
+        kept = tl.load(tails.at + places, mask=old, other=0.0)
         values = tl.where((source >= begin)[None, :], values, kept)
         # The row may be the source: all threads must read before any writes.
         tl.debug_barrier()
-        places = row * tail_row_stride + channel_places + columns[None, :]
-        tl.store(tails + places, values, mask=inside)
+        places = row * tails.row + channel_places + columns[None, :]
+        tl.store(tails.at + places, values, mask=inside)
 
 
 def causal_conv_prefill(
     x: torch.Tensor, weight: torch.Tensor, tails: torch.Tensor, meta: PrefillMeta
 ) -> torch.Tensor:
-    channels, taps = weight.shape
-    tables = prefill_tables(meta, x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tables, channels = slices(meta, x.device), len(weight)
+    own = {"conv": arguments_of(x, weight, tails, out), "slices": tables}
     tiles = MAX_CHUNK // TOKEN_TILE
-    arguments = {
-        "x": x,
-        "weight": weight,
-        "tails": tails,
-        "out": out,
-        "cu_seqlens": tables["cu_seqlens"],
-        "src_rows": tables["src_rows"],
-        "chunk_bounds": tables["chunk_bounds"],
-        "chunk_sequence": tables["chunk_sequence"],
-        "x_stride": x.stride(0),
-        "weight_stride": weight.stride(0),
-        "tail_row_stride": tails.stride(0),
-        "tail_channel_stride": tails.stride(1),
-        "CHANNELS": channels,
-        "TAPS": taps,
-        "TILES": tiles,
-        "TOKEN_TILE": TOKEN_TILE,
-        "CHANNEL_TILE": CHANNEL_TILE,
-    }
-    grid = (tables["chunk_sequence"].shape[0] * tiles, triton.cdiv(channels, CHANNEL_TILE))
-    launch(_prefill_kernel, grid, arguments)
-    arguments = {
-        "x": x,
-        "tails": tails,
-        "cu_seqlens": tables["cu_seqlens"],
-        "src_rows": tables["src_rows"],
-        "tail_stop": tables["tail_stop"],
-        "tail_row": tables["tail_row"],
-        "first_tail": tables["first_tail"],
-        "x_stride": x.stride(0),
-        "tail_row_stride": tails.stride(0),
-        "tail_channel_stride": tails.stride(1),
-        "CHANNELS": channels,
-        "KEPT": taps - 1,
-        "BLOCK_KEPT": power_of_two(taps - 1),
-        "CHANNEL_TILE": TAIL_TILE,
-    }
-    launch(_tail_kernel, (len(meta), triton.cdiv(channels, TAIL_TILE)), arguments)
+    grid = (tables.chunk_sequence.shape[0] * tiles, triton.cdiv(channels, CHANNEL_TILE))
+    launch(_prefill_kernel, grid, {**own, "SIZES": sizes_of(weight, CHANNEL_TILE)})
+    grid = (len(meta), triton.cdiv(channels, TAIL_TILE))
+    launch(_tail_kernel, grid, {**own, "SIZES": sizes_of(weight, kept=True)})
     return out
 
 
 @triton.jit
-def convolve_token(
-    sequence,
-    tile,
-    x,
-    weight,
-    tails,
-    out,
-    src_rows,
-    dst_rows,
-    snapshot_rows,
-    x_stride,
-    weight_stride,
-    tail_row_stride,
-    tail_channel_stride,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
-    CHANNEL_TILE: tl.constexpr,
-):
+def convolve_token(sequence, tile, conv, moves, SIZES: tl.constexpr):
     """Convolve the new token of a sequence in a tile of channels, and shift its tail."""
-    channels = tile * CHANNEL_TILE + tl.arange(0, CHANNEL_TILE)
-    columns = tl.arange(0, BLOCK_TAPS)
-    src = tl.load(src_rows + sequence).to(tl.int64)
-    dst = tl.load(dst_rows + sequence).to(tl.int64)
-    snapshot = tl.load(snapshot_rows + sequence).to(tl.int64)
-    inside = channels < CHANNELS
-    newest = tl.load(x + sequence.to(tl.int64) * x_stride + channels, mask=inside, other=0.0)
-    channel_places = channels[:, None] * tail_channel_stride + columns[None, :]
+    tails = conv.tails
+    channels = tile * SIZES.tile + tl.arange(0, SIZES.tile)
+    columns = tl.arange(0, SIZES.block)
+    src = tl.load(moves.src + sequence).to(tl.int64)
+    dst = tl.load(moves.dst + sequence).to(tl.int64)
+    snapshot = tl.load(moves.snapshot + sequence).to(tl.int64)
+    inside = channels < SIZES.channels
+    own = conv.x.at + sequence.to(tl.int64) * conv.x.stride + channels
+    newest = tl.load(own, mask=inside, other=0.0)
+    channel_places = channels[:, None] * tails.channel + columns[None, :]
     # The window is the old tail's TAPS - 1 columns and the new token in the last one.
-    unread = _unread_columns(src, TAPS - 1)
-    old = inside[:, None] & ((columns < TAPS - 1) & (columns >= unread))[None, :]
-    window = tl.load(tails + src * tail_row_stride + channel_places, mask=old, other=0.0)
-    window = tl.where((columns == TAPS - 1)[None, :], newest[:, None], window)
-    tapped = inside[:, None] & (columns < TAPS)[None, :]
-    places = channels[:, None] * weight_stride + columns[None, :]
-    factor = tl.load(weight + places, mask=tapped, other=0.0)
+    LAST: tl.constexpr = SIZES.taps - 1
+    unread = _unread_columns(src, LAST)
+    old = inside[:, None] & ((columns < LAST) & (columns >= unread))[None, :]
+    window = tl.load(tails.at + src * tails.row + channel_places, mask=old, other=0.0)
+    window = tl.where((columns == LAST)[None, :], newest[:, None], window)
+    tapped = inside[:, None] & (columns < SIZES.taps)[None, :]
+    places = channels[:, None] * conv.weight.stride + columns[None, :]
+    factor = tl.load(conv.weight.at + places, mask=tapped, other=0.0)
     total = tl.sum(window.to(tl.float32) * factor.to(tl.float32), axis=1)
-    places = sequence.to(tl.int64) * CHANNELS + channels
-    tl.store(out + places, _silu(total).to(out.dtype.element_ty), mask=inside)
+    places = sequence.to(tl.int64) * SIZES.channels + channels
+    tl.store(conv.out + places, _silu(total).to(conv.out.dtype.element_ty), mask=inside)
     # Shift by one column. The row may be the source: all threads must read before any writes.
     tl.debug_barrier()
     shifted = tapped & (columns > 0)[None, :]
-    tl.store(tails + dst * tail_row_stride + channel_places - 1, window, mask=shifted)
+    tl.store(tails.at + dst * tails.row + channel_places - 1, window, mask=shifted)
     if snapshot >= 0:
-        tl.store(tails + snapshot * tail_row_stride + channel_places - 1, window, mask=shifted)
+        tl.store(tails.at + snapshot * tails.row + channel_places - 1, window, mask=shifted)
 
 
 @triton.jit
-def _decode_kernel(
-    x,
-    weight,
-    tails,
-    out,
-    src_rows,
-    dst_rows,
-    snapshot_rows,
-    x_stride,
-    weight_stride,
-    tail_row_stride,
-    tail_channel_stride,
-    CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
-    CHANNEL_TILE: tl.constexpr,
-):
-    convolve_token(
-        tl.program_id(0),
-        tl.program_id(1),
-        x,
-        weight,
-        tails,
-        out,
-        src_rows,
-        dst_rows,
-        snapshot_rows,
-        x_stride,
-        weight_stride,
-        tail_row_stride,
-        tail_channel_stride,
-        CHANNELS,
-        TAPS,
-        BLOCK_TAPS,
-        CHANNEL_TILE,
-    )
+def _decode_kernel(conv, moves, SIZES: tl.constexpr):
+    convolve_token(tl.program_id(0), tl.program_id(1), conv, moves, SIZES)
 
 
 def causal_conv_decode(
@@ -270,34 +199,10 @@ def causal_conv_decode(
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = (x.shape[0], triton.cdiv(x.shape[1], TAIL_TILE))
-    launch(_decode_kernel, grid, token_arguments(x, weight, tails, meta, out), num_warps=2)
-    return out
-
-
-def token_arguments(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    tails: torch.Tensor,
-    meta: DecodeMeta,
-    out: torch.Tensor,
-) -> dict[str, Any]:
-    """Return the arguments of `convolve_token`, by parameter name."""
-    channels, taps = weight.shape
-    tables = decode_tables(meta, x.device)
-    return {
-        "x": x,
-        "weight": weight,
-        "tails": tails,
-        "out": out,
-        "src_rows": tables["src_rows"],
-        "dst_rows": tables["dst_rows"],
-        "snapshot_rows": tables["snapshot_rows"],
-        "x_stride": x.stride(0),
-        "weight_stride": weight.stride(0),
-        "tail_row_stride": tails.stride(0),
-        "tail_channel_stride": tails.stride(1),
-        "CHANNELS": channels,
-        "TAPS": taps,
-        "BLOCK_TAPS": power_of_two(taps),
-        "CHANNEL_TILE": TAIL_TILE,
+    arguments = {
+        "conv": arguments_of(x, weight, tails, out),
+        "moves": moves(meta, x.device),
+        "SIZES": sizes_of(weight),
     }
+    launch(_decode_kernel, grid, arguments, num_warps=2)
+    return out

@@ -16,21 +16,31 @@ turn raw queries and keys into the scaled ones. The sequential kernel is then fo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from vlm_serve.kernels.checks import MAX_CHUNK
+from vlm_serve.kernels.gated_delta.step_triton import EPS, sizes_of, views
 from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import PrefillMeta
-from vlm_serve.kernels.triton_support import (
-    current_target,
-    dot_dtype,
-    launch,
-    prefill_tables,
-)
+from vlm_serve.kernels.triton_support import current_target, launch
+from vlm_serve.kernels.triton_views import dots, slices
 
-EPS = tl.constexpr(1e-6)
+_CHUNK = tl.constexpr(MAX_CHUNK)
+
+
+class Chunks(NamedTuple):
+    """The state-independent part of every chunk; see `prepare_chunks`."""
+
+    w: torch.Tensor
+    u: torch.Tensor
+    attention: torch.Tensor
+    q_factor: torch.Tensor
+    k_factor: torch.Tensor
+    chunk_factor: torch.Tensor
 
 
 @triton.jit
@@ -73,7 +83,6 @@ def _products(
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
     DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Compute Q K^T and K K^T of raw rows, and the reciprocal lengths of both, in tiles of dims."""
     CHUNK: tl.constexpr = inside_rows.shape[0]
@@ -90,9 +99,9 @@ def _products(
         k_squares += tl.sum(wide * wide, axis=1)
         wide = queries.to(tl.float32)
         q_squares += tl.sum(wide * wide, axis=1)
-        turned = tl.trans(keys.to(DOT))
-        system = tl.dot(keys.to(DOT), turned, system, input_precision=PRECISION)
-        scores = tl.dot(queries.to(DOT), turned, scores, input_precision=PRECISION)
+        turned = tl.trans(keys.to(DOT.dtype))
+        system = tl.dot(keys.to(DOT.dtype), turned, system, input_precision=DOT.precision)
+        scores = tl.dot(queries.to(DOT.dtype), turned, scores, input_precision=DOT.precision)
     return scores, system, tl.rsqrt(q_squares + EPS), tl.rsqrt(k_squares + EPS)
 
 
@@ -107,7 +116,7 @@ def _times_rows(
     inside_rows,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
 ):
     """Store inverse @ diag(factors) source in column tiles, so that few rows of it are live."""
     for start in tl.static_range(0, SIZE, TILE):
@@ -115,86 +124,59 @@ def _times_rows(
         inside = inside_rows[:, None] & (columns < SIZE)[None, :]
         rows = tl.load(source + source_places[:, None] + columns[None, :], mask=inside, other=0.0)
         scaled = (rows.to(tl.float32) * factors[:, None]).to(inverse.dtype)
-        product = tl.dot(inverse, scaled, input_precision=PRECISION)
+        product = tl.dot(inverse, scaled, input_precision=DOT.precision)
         places = out_places[:, None] + columns[None, :]
         tl.store(out + places, product.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _prepare_kernel(
-    q,
-    k,
-    v,
-    g,
-    beta,
-    w,
-    u,
-    attention,
-    q_factor,
-    k_factor,
-    chunk_factor,
-    chunk_bounds,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    g_stride,
-    beta_stride,
-    scale,
-    RATIO: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    COLUMN_TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    tokens, made, slices, scale, SIZES: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr
 ):
     chunk = tl.program_id(0)
     head = tl.program_id(1)
-    begin = tl.load(chunk_bounds + chunk).to(tl.int64)
-    end = tl.load(chunk_bounds + chunk + 1).to(tl.int64)
-    index = tl.arange(0, CHUNK)
-    tokens = begin + index
-    inside = tokens < end
-    total = tl.cumsum(tl.load(g + tokens * g_stride + head, mask=inside, other=0.0), axis=0)
-    strength = tl.load(beta + tokens * beta_stride + head, mask=inside, other=0.0).to(tl.float32)
-    k += (head // RATIO) * k_head_stride
-    q += (head // RATIO) * q_head_stride
-    q_rows, k_rows = tokens * q_token_stride, tokens * k_token_stride
+    begin = tl.load(slices.chunk_bounds + chunk).to(tl.int64)
+    end = tl.load(slices.chunk_bounds + chunk + 1).to(tl.int64)
+    index = tl.arange(0, _CHUNK)
+    token = begin + index
+    inside = token < end
+    decays = tl.load(tokens.g.at + token * tokens.g.stride + head, mask=inside, other=0.0)
+    total = tl.cumsum(decays, axis=0)
+    strength = tl.load(tokens.beta.at + token * tokens.beta.stride + head, mask=inside, other=0.0)
+    strength = strength.to(tl.float32)
+    k = tokens.k.at + (head // SIZES.ratio) * tokens.k.head
+    q = tokens.q.at + (head // SIZES.ratio) * tokens.q.head
+    q_rows, k_rows = token * tokens.q.token, token * tokens.k.token
     scores, system, query_norm, key_norm = _products(
-        q, k, q_rows, k_rows, inside, KEY_DIM, KEY_TILE, DOT, PRECISION
+        q, k, q_rows, k_rows, inside, SIZES.key_dim, TILE, DOT
     )
     query_norm *= scale
     # Only j <= i is ever used; above the diagonal the difference may overflow exp.
     visible = index[:, None] >= index[None, :]
     decay = tl.exp(tl.where(visible, total[:, None] - total[None, :], 0.0)) * key_norm[None, :]
     scores = tl.where(visible, scores * decay * query_norm[:, None], 0.0)
-    places = (chunk.to(tl.int64) * HEADS + head) * CHUNK * CHUNK
-    places += index[:, None] * CHUNK + index[None, :]
-    tl.store(attention + places, scores.to(attention.dtype.element_ty))
+    places = (chunk.to(tl.int64) * SIZES.heads + head) * _CHUNK * _CHUNK
+    places += index[:, None] * _CHUNK + index[None, :]
+    tl.store(made.attention + places, scores.to(made.attention.dtype.element_ty))
     system = system * decay * (key_norm * strength)[:, None]
     system = tl.where(index[:, None] > index[None, :], system, 0.0)
     # Errors of the inverse would enter every later token, so it is float32 for all inputs.
-    inverse = _invert_unit_lower(system, CHUNK // 2, "ieee").to(DOT)
+    inverse = _invert_unit_lower(system, _CHUNK // 2, "ieee").to(DOT.dtype)
 
-    rows = tokens * HEADS + head
+    rows = token * SIZES.heads + head
     growth = tl.exp(total)
-    last = tl.sum(tl.where(tokens == end - 1, total, 0.0), axis=0)
-    tl.store(q_factor + rows, query_norm * growth, mask=inside)
-    tl.store(k_factor + rows, key_norm * tl.exp(last - total), mask=inside)
-    tl.store(chunk_factor + chunk * HEADS + head, tl.exp(last))
-    factors, places = strength * growth * key_norm, rows * KEY_DIM
-    _times_rows(inverse, factors, k, k_rows, w, places, inside, KEY_DIM, COLUMN_TILE, PRECISION)
-    v += head * v_head_stride
-    v_rows, places = tokens * v_token_stride, rows * VALUE_DIM
-    _times_rows(inverse, strength, v, v_rows, u, places, inside, VALUE_DIM, COLUMN_TILE, PRECISION)
+    last = tl.sum(tl.where(token == end - 1, total, 0.0), axis=0)
+    tl.store(made.q_factor + rows, query_norm * growth, mask=inside)
+    tl.store(made.k_factor + rows, key_norm * tl.exp(last - total), mask=inside)
+    tl.store(made.chunk_factor + chunk * SIZES.heads + head, tl.exp(last))
+    factors, places = strength * growth * key_norm, rows * SIZES.key_dim
+    _times_rows(inverse, factors, k, k_rows, made.w, places, inside, SIZES.key_dim, TILE, DOT)
+    v = tokens.v.at + head * tokens.v.head
+    v_rows, places = token * tokens.v.token, rows * SIZES.value_dim
+    _times_rows(inverse, strength, v, v_rows, made.u, places, inside, SIZES.value_dim, TILE, DOT)
 
 
-def prepare_chunks(packed: Tokens, meta: PrefillMeta) -> dict[str, torch.Tensor]:
+def prepare_chunks(packed: Tokens, meta: PrefillMeta) -> Chunks:
     """Compute the state-independent part of every chunk.
 
     Returns:
@@ -203,45 +185,30 @@ def prepare_chunks(packed: Tokens, meta: PrefillMeta) -> dict[str, torch.Tensor]
         The tile is 64 tokens even for short chunks, so that a chunk's bits do not depend on the
         other chunks of the step.
     """
-    q, k, v, g, beta = packed
-    tables = prefill_tables(meta, q.device)
-    chunks = tables["chunk_sequence"].shape[0]
+    q, v = packed.q, packed.v
+    tables = slices(meta, q.device)
+    chunks = tables.chunk_sequence.shape[0]
     tokens, heads, value_dim = v.shape
     key_dim = q.shape[2]
-    target = current_target()
     # float32 operands are split in three for tensor cores: narrower tiles keep them in registers.
     tile = 32 if q.dtype == torch.float32 or min(key_dim, value_dim) < 64 else 64
-    dtype = torch.float32 if target.backend == "interpreter" else q.dtype
-    made = {
-        "w": torch.empty(tokens, heads, key_dim, dtype=dtype, device=q.device),
-        "u": torch.empty(tokens, heads, value_dim, dtype=dtype, device=q.device),
-        "attention": torch.empty(chunks, heads, MAX_CHUNK, MAX_CHUNK, dtype=dtype, device=q.device),
-        "q_factor": torch.empty(tokens, heads, device=q.device),
-        "k_factor": torch.empty(tokens, heads, device=q.device),
-        "chunk_factor": torch.empty(chunks, heads, device=q.device),
-    }
+    dtype = torch.float32 if current_target().backend == "interpreter" else q.dtype
+    made = Chunks(
+        w=torch.empty(tokens, heads, key_dim, dtype=dtype, device=q.device),
+        u=torch.empty(tokens, heads, value_dim, dtype=dtype, device=q.device),
+        attention=torch.empty(chunks, heads, MAX_CHUNK, MAX_CHUNK, dtype=dtype, device=q.device),
+        q_factor=torch.empty(tokens, heads, device=q.device),
+        k_factor=torch.empty(tokens, heads, device=q.device),
+        chunk_factor=torch.empty(chunks, heads, device=q.device),
+    )
     arguments = {
-        **packed._asdict(),
-        **made,
-        "chunk_bounds": tables["chunk_bounds"],
-        "q_token_stride": q.stride(0),
-        "q_head_stride": q.stride(1),
-        "k_token_stride": k.stride(0),
-        "k_head_stride": k.stride(1),
-        "v_token_stride": v.stride(0),
-        "v_head_stride": v.stride(1),
-        "g_stride": g.stride(0),
-        "beta_stride": beta.stride(0),
+        "tokens": views(packed),
+        "made": made,
+        "slices": tables,
         "scale": key_dim**-0.5,
-        "RATIO": heads // q.shape[1],
-        "HEADS": heads,
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "KEY_TILE": tile,
-        "COLUMN_TILE": tile,
-        "CHUNK": MAX_CHUNK,
-        "DOT": dot_dtype(q.dtype),
-        "PRECISION": target.dot_precision,
+        "SIZES": sizes_of(packed),
+        "TILE": tile,
+        "DOT": dots(q.dtype),
     }
     warps = 8 if q.dtype == torch.float32 else 4
     launch(_prepare_kernel, (chunks, heads), arguments, num_warps=warps)

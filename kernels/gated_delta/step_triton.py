@@ -4,18 +4,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from vlm_serve.kernels.gated_delta.chunk_triton import EPS
 from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.triton_support import power_of_two
+from vlm_serve.kernels.triton_views import constants, heads, rows
 
+EPS = tl.constexpr(1e-6)
 STEP_COLUMNS = 32
 """Value columns of a state's tile."""
+
+
+class Sizes(NamedTuple):
+    """Constants: value heads of a key head and in all, head dims, and the tile of a state."""
+
+    ratio: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    block_key: int
+    columns: int
+
+
+def views(tokens: Tokens) -> Tokens:
+    """Return tokens as one argument: `Heads` of q, k and v, `Rows` of g and beta."""
+    q, k, v, g, beta = tokens
+    return Tokens._make((heads(q), heads(k), heads(v), rows(g), rows(beta)))
+
+
+def sizes_of(tokens: Tokens, columns: int = STEP_COLUMNS, least: int = 1) -> Sizes:
+    """Return the constants for tiles of so many value columns, and at least so many key dims."""
+    (count, value_dim), (keys, key_dim) = tokens.v.shape[1:], tokens.q.shape[1:]
+    block = power_of_two(key_dim, least)
+    return constants(Sizes, count // keys, count, key_dim, value_dim, block, columns)
 
 
 @triton.jit
@@ -36,93 +61,54 @@ def step(current, query, key, value, gate, strength, scale):
 
 
 @triton.jit
-def advance(
-    sequence,
-    head,
-    columns,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    state,
-    src_rows,
-    dst_rows,
-    snapshot_rows,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    g_stride,
-    beta_stride,
-    state_row_stride,
-    scale,
-    RATIO: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-):
+def load_token(tokens, token, head, dims, columns, SIZES: tl.constexpr):
+    """Load a token's query, key, value, log decay and write strength of a head, in float32."""
+    q, k, v = tokens.q, tokens.k, tokens.v
+    inside = dims < SIZES.key_dim
+    query_place = q.at + token * q.token + (head // SIZES.ratio) * q.head + dims
+    key_place = k.at + token * k.token + (head // SIZES.ratio) * k.head + dims
+    value_place = v.at + token * v.token + head * v.head + columns
+    return (
+        tl.load(query_place, mask=inside, other=0.0).to(tl.float32),
+        tl.load(key_place, mask=inside, other=0.0).to(tl.float32),
+        tl.load(value_place, mask=columns < SIZES.value_dim, other=0.0).to(tl.float32),
+        tl.load(tokens.g.at + token * tokens.g.stride + head),
+        tl.load(tokens.beta.at + token * tokens.beta.stride + head).to(tl.float32),
+    )
+
+
+@triton.jit
+def advance(sequence, head, columns, tokens, state, moves, scale, SIZES: tl.constexpr):
     """Step one token of a sequence and store the state's columns; return the output of the
     columns."""
     token = sequence.to(tl.int64)
-    dims = tl.arange(0, BLOCK_KEY)
-    inside = dims < KEY_DIM
-    inside_columns = columns < VALUE_DIM
+    dims = tl.arange(0, SIZES.block_key)
+    inside, inside_columns = dims < SIZES.key_dim, columns < SIZES.value_dim
     tile_inside = inside[:, None] & inside_columns[None, :]
-    tile = head * KEY_DIM * VALUE_DIM + dims[:, None] * VALUE_DIM + columns[None, :]
+    tile = head * SIZES.key_dim * SIZES.value_dim
+    tile = tile + dims[:, None] * SIZES.value_dim + columns[None, :]
 
-    current = tl.zeros((BLOCK_KEY, columns.shape[0]), tl.float32)
-    src = tl.load(src_rows + sequence).to(tl.int64)
+    current = tl.zeros((SIZES.block_key, columns.shape[0]), tl.float32)
+    src = tl.load(moves.src + sequence).to(tl.int64)
     if src >= 0:
-        stored = tl.load(state + src * state_row_stride + tile, mask=tile_inside, other=0.0)
+        stored = tl.load(state.at + src * state.stride + tile, mask=tile_inside, other=0.0)
         current = stored.to(tl.float32)
-    query_place = q + token * q_token_stride + (head // RATIO) * q_head_stride + dims
-    key_place = k + token * k_token_stride + (head // RATIO) * k_head_stride + dims
-    value_place = v + token * v_token_stride + head * v_head_stride + columns
-    current, result, _key, _change, _decay = step(
-        current,
-        tl.load(query_place, mask=inside, other=0.0).to(tl.float32),
-        tl.load(key_place, mask=inside, other=0.0).to(tl.float32),
-        tl.load(value_place, mask=inside_columns, other=0.0).to(tl.float32),
-        tl.load(g + token * g_stride + head),
-        tl.load(beta + token * beta_stride + head).to(tl.float32),
-        scale,
-    )
-    rounded = current.to(state.dtype.element_ty)
-    dst = tl.load(dst_rows + sequence).to(tl.int64)
-    tl.store(state + dst * state_row_stride + tile, rounded, mask=tile_inside)
-    snapshot = tl.load(snapshot_rows + sequence).to(tl.int64)
+    query, key, value, gate, strength = load_token(tokens, token, head, dims, columns, SIZES)
+    current, result, _key, _change, _decay = step(current, query, key, value, gate, strength, scale)
+    rounded = current.to(state.at.dtype.element_ty)
+    dst = tl.load(moves.dst + sequence).to(tl.int64)
+    tl.store(state.at + dst * state.stride + tile, rounded, mask=tile_inside)
+    snapshot = tl.load(moves.snapshot + sequence).to(tl.int64)
     if snapshot >= 0:
-        tl.store(state + snapshot * state_row_stride + tile, rounded, mask=tile_inside)
+        tl.store(state.at + snapshot * state.stride + tile, rounded, mask=tile_inside)
     return result
 
 
 def step_arguments(tokens: Tokens, state: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
     """Return the arguments that kernels of single steps share, by parameter name."""
-    q, k, v, g, beta = tokens
-    heads, value_dim = v.shape[1:]
-    key_dim = q.shape[2]
     return {
-        **tokens._asdict(),
-        "state": state,
+        "tokens": views(tokens),
+        "state": rows(state),
         "out": out,
-        "q_token_stride": q.stride(0),
-        "q_head_stride": q.stride(1),
-        "k_token_stride": k.stride(0),
-        "k_head_stride": k.stride(1),
-        "v_token_stride": v.stride(0),
-        "v_head_stride": v.stride(1),
-        "g_stride": g.stride(0),
-        "beta_stride": beta.stride(0),
-        "state_row_stride": state.stride(0),
-        "scale": key_dim**-0.5,
-        "RATIO": heads // q.shape[1],
-        "HEADS": heads,
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_KEY": power_of_two(key_dim),
-        "COLUMNS": STEP_COLUMNS,
+        "scale": tokens.q.shape[2] ** -0.5,
     }

@@ -10,7 +10,7 @@ the final sum is multiplied by its column's factor.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,13 +18,9 @@ import triton.language as tl
 
 from vlm_serve.kernels.kv_quant.triton import decode_float8
 from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8
-from vlm_serve.kernels.triton_support import (
-    Target,
-    current_target,
-    dot_dtype,
-    launch,
-    power_of_two,
-)
+from vlm_serve.kernels.triton_support import Target, current_target, launch, power_of_two
+from vlm_serve.kernels.triton_views import constants, dots
+from vlm_serve.kernels.triton_views import rows as rows_of
 
 # Form of the codes; those packed in halves of bytes come last.
 FLOAT8_NATIVE = tl.constexpr(1)
@@ -39,6 +35,27 @@ NUMBERS = tl.constexpr(0)
 ROOTS = tl.constexpr(1)
 E4M3 = tl.constexpr(2)
 E8M0 = tl.constexpr(3)
+
+
+class Codes(NamedTuple):
+    """A quantised weight with its strides; a missing tensor is any other, and is never read."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    factors: torch.Tensor
+    code_stride: int
+    scale_stride: int
+
+
+class Layout(NamedTuple):
+    """Constants of codes: see `stored_codes`, the forms above, and the depth of a step."""
+
+    group: int
+    form: int
+    zeros: bool
+    scales: int
+    step: int
 
 
 @triton.jit
@@ -77,28 +94,27 @@ def grouped_product(
     columns,
     inside,
     DEPTH: tl.constexpr,
-    layout,
-    STEP: tl.constexpr,
+    LAYOUT: tl.constexpr,
     DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Multiply rows of x by columns of a quantised weight.
 
     Args:
         x_rows: pointer to the activations, offsets of the rows `[ROWS]`, and where they count.
-        weight: (codes, scales, zeros, factors, code_stride, scale_stride) of `code_arguments`.
+        weight, LAYOUT: of `code_arguments`.
         columns: int64 `[COLUMNS]`; columns count where `inside`.
-        layout: constants (GROUP, FORM, ZEROS, SCALES) of `code_arguments`.
 
     Returns:
         float32 `[ROWS, COLUMNS]`.
     """
     x, x_places, real = x_rows
-    codes, scales, zeros, factors, code_stride, scale_stride = weight
-    GROUP: tl.constexpr = layout[0]
-    FORM: tl.constexpr = layout[1]
-    ZEROS: tl.constexpr = layout[2]
-    SCALES: tl.constexpr = layout[3]
+    codes, code_stride = weight.codes, weight.code_stride
+    DTYPE: tl.constexpr = DOT.dtype
+    PRECISION: tl.constexpr = DOT.precision
+    GROUP: tl.constexpr = LAYOUT.group
+    FORM: tl.constexpr = LAYOUT.form
+    SCALES: tl.constexpr = LAYOUT.scales
+    STEP: tl.constexpr = LAYOUT.step
     ROWS: tl.constexpr = real.shape[0]
     COLUMNS: tl.constexpr = columns.shape[0]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -110,11 +126,11 @@ def grouped_product(
     BYTES: tl.constexpr = GROUP // 4 * 3 if FORM == INT6 else SPAN
     middle = 128.0 if FORM == INT8 else 32.0 if FORM == INT6 else 8.0
     for group in range(0, (DEPTH + GROUP - 1) // GROUP):
-        at_scale = columns * scale_stride + group
-        scale = scale_value(tl.load(scales + at_scale, mask=inside, other=0), SCALES)
+        at_scale = columns * weight.scale_stride + group
+        scale = scale_value(tl.load(weight.scales + at_scale, mask=inside, other=0), SCALES)
         zero = tl.zeros((COLUMNS,), tl.float32) + middle
-        if ZEROS:
-            zero = tl.load(zeros + at_scale, mask=inside, other=0).to(tl.float32)
+        if LAYOUT.zeros:
+            zero = tl.load(weight.zeros + at_scale, mask=inside, other=0).to(tl.float32)
         part = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, SPAN, STEP):
             # The last block of float8 may be partial.
@@ -124,7 +140,7 @@ def grouped_product(
             both = known[:, None] & inside[None, :]
             stored = tl.load(codes + places, mask=both, other=0)
             wanted = real[:, None] & known[None, :]
-            rows = tl.load(x + x_places[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
+            rows = tl.load(x + x_places[:, None] + k[None, :], mask=wanted, other=0.0).to(DTYPE)
             if HALVES:
                 low, high = stored & 15, stored >> 4
                 if FORM == INT6:
@@ -133,23 +149,25 @@ def grouped_product(
                     places = (columns * code_stride)[None, :] + at[:, None]
                     tops = tl.load(codes + places, mask=both, other=0) >> (2 * quarter)[:, None]
                     low, high = low | ((tops & 3) << 4), high | (tops & 48)
-                low = half_value(low, zero[None, :], FORM).to(DOT)
+                low = half_value(low, zero[None, :], FORM).to(DTYPE)
                 part = tl.dot(rows, low, part, input_precision=PRECISION)
                 k = k + SPAN
-                rows = tl.load(x + x_places[:, None] + k[None, :], mask=wanted, other=0.0).to(DOT)
-                high = half_value(high, zero[None, :], FORM).to(DOT)
+                rows = tl.load(x + x_places[:, None] + k[None, :], mask=wanted, other=0.0).to(DTYPE)
+                high = half_value(high, zero[None, :], FORM).to(DTYPE)
                 part = tl.dot(rows, high, part, input_precision=PRECISION)
             elif FORM == INT8:
-                whole = (stored.to(tl.float32) - zero[None, :]).to(DOT)
+                whole = (stored.to(tl.float32) - zero[None, :]).to(DTYPE)
                 part = tl.dot(rows, whole, part, input_precision=PRECISION)
             elif FORM == FLOAT8_NATIVE:
-                value = stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DOT)
+                value = stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DTYPE)
                 part = tl.dot(rows, value, part, input_precision=PRECISION)
             else:
-                part = tl.dot(rows, decode_float8(stored).to(DOT), part, input_precision=PRECISION)
+                part = tl.dot(
+                    rows, decode_float8(stored).to(DTYPE), part, input_precision=PRECISION
+                )
         total += part * scale[None, :]
     if SCALES != NUMBERS:
-        total *= tl.load(factors + columns, mask=inside, other=0.0)[None, :]
+        total *= tl.load(weight.factors + columns, mask=inside, other=0.0)[None, :]
     return total
 
 
@@ -157,39 +175,24 @@ def grouped_product(
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x,
-    codes,
-    scales,
-    zeros,
-    factors,
+    weight,
     bias,
     out,
     tokens,
-    x_stride,
-    code_stride,
-    scale_stride,
+    LAYOUT: tl.constexpr,
+    DOT: tl.constexpr,
     WIDE: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    FORM: tl.constexpr,
-    ZEROS: tl.constexpr,
-    SCALES: tl.constexpr,
-    BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real = row < tokens
     columns = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     inside = columns < WIDE
-    rows = (x, row.to(tl.int64) * x_stride, real)
-    weight = (codes, scales, zeros, factors, code_stride, scale_stride)
-    total = grouped_product(
-        rows, weight, columns, inside, DEPTH, (GROUP, FORM, ZEROS, SCALES), STEP, DOT, PRECISION
-    )
-    if BIAS:
+    rows = (x.at, row.to(tl.int64) * x.stride, real)
+    total = grouped_product(rows, weight, columns, inside, DEPTH, LAYOUT, DOT)
+    if bias is not None:
         total += tl.load(bias + columns, mask=inside, other=0.0)[None, :]
     places = row.to(tl.int64)[:, None] * WIDE + columns[None, :]
     mask = real[:, None] & inside[None, :]
@@ -210,15 +213,14 @@ def product(
     rows = 64 if deterministic or tokens > 32 else 32 if tokens > 16 else 16
     tile = {"ROWS": rows, "COLUMNS": 32 if x.dtype == torch.float32 else 64}
     arguments = {
-        "x": x,
+        "x": rows_of(x),
         **code_arguments(weight, x, current_target()),
-        "bias": result if bias is None else bias,
+        "bias": bias,
         "out": result,
         "tokens": tokens,
-        "x_stride": x.stride(0),
+        "DOT": dots(x.dtype),
         "WIDE": wide,
         "DEPTH": x.shape[1],
-        "BIAS": bias is not None,
         **tile,
     }
     grid = (triton.cdiv(wide, tile["COLUMNS"]), triton.cdiv(tokens, rows))
@@ -232,7 +234,7 @@ _KINDS = {torch.int8: ROOTS, torch.float8_e4m3fn: E4M3, torch.float8_e8m0fnu: E8
 
 
 def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str, Any]:
-    """Return a weight as arguments of the kernels that multiply by it; float8 as bytes."""
+    """Return `Codes` and `Layout` of a weight, by parameter name; float8 as bytes."""
     zeros = None if isinstance(weight, StoredFloat8) else weight.zeros
     factors = None if isinstance(weight, StoredFloat8) else weight.factors
     if isinstance(weight, StoredFloat8):
@@ -242,20 +244,23 @@ def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str,
         form = FLOAT4 if weight.float4 else _FORMS[weight.bits]
         group, span = weight.group, weight.group // (2 if weight.bits < 8 else 1)
     scales, kind = weight.scales, _KINDS.get(weight.scales.dtype, NUMBERS)
+    codes = weight.codes.view(torch.uint8)
     return {
-        "codes": weight.codes.view(torch.uint8),
-        "scales": scales.view(torch.uint8) if kind in (E4M3, E8M0) else scales,
-        # Any pointer takes the place of a missing tensor; it is never read.
-        "zeros": weight.codes.view(torch.uint8) if zeros is None else zeros,
-        "factors": scales if factors is None else factors,
-        "code_stride": weight.codes.stride(0),
-        "scale_stride": scales.stride(0),
-        "GROUP": group,
-        "FORM": int(form.value),
-        "ZEROS": zeros is not None,
-        "SCALES": int(kind.value),
+        "weight": Codes(
+            codes,
+            scales.view(torch.uint8) if kind in (E4M3, E8M0) else scales,
+            codes if zeros is None else zeros,
+            scales if factors is None else factors,
+            codes.stride(0),
+            scales.stride(0),
+        ),
         # A dot needs a depth of at least 16.
-        "STEP": min(32 if x.dtype == torch.float32 else 64, power_of_two(span, 16)),
-        "DOT": dot_dtype(x.dtype),
-        "PRECISION": target.dot_precision,
+        "LAYOUT": constants(
+            Layout,
+            group,
+            int(form.value),
+            zeros is not None,
+            int(kind.value),
+            min(32 if x.dtype == torch.float32 else 64, power_of_two(span, 16)),
+        ),
     }

@@ -34,6 +34,7 @@ from vlm_serve.kernels.linear.codes_triton import (
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
+from vlm_serve.kernels.triton_views import rows as rows_of
 from vlm_serve.kernels.tuning import NARROW_BELOW, Limits, tuned
 
 WIDEST = 16
@@ -89,11 +90,11 @@ def _code_value(codes, zero, FORM: tl.constexpr):
 
 
 @triton.jit
-def _add_products(totals, x, places, wanted, rows, x_stride, value, scale, ROWS: tl.constexpr):
+def _add_products(totals, x, places, wanted, rows, value, scale, ROWS: tl.constexpr):
     """Add each row's products with units of codes, `[COLUMNS, LANES, 1]` a row."""
     sums = ()
     for row in tl.static_range(ROWS):
-        own = tl.load(x + row * x_stride + places, mask=wanted & (row < rows), other=0.0)
+        own = tl.load(x.at + row * x.stride + places, mask=wanted & (row < rows), other=0.0)
         part = tl.sum(own.to(tl.float32) * value, axis=2, keep_dims=True)
         sums = sums + (tl.fma(part, scale, totals[row]),)  # type: ignore[assignment]
     return sums
@@ -102,11 +103,11 @@ def _add_products(totals, x, places, wanted, rows, x_stride, value, scale, ROWS:
 @triton.jit
 def _load_scales(weight, column, unit, wanted, PER_GROUP: tl.constexpr, ZEROS: tl.constexpr):
     """Return the scales and zero points of units as they are in memory."""
-    at = column * weight[5] + unit // PER_GROUP
-    scale = tl.load(weight[1] + at, mask=wanted, other=0)
+    at = column * weight.scale_stride + unit // PER_GROUP
+    scale = tl.load(weight.scales + at, mask=wanted, other=0)
     zero = scale
     if ZEROS:
-        zero = tl.load(weight[2] + at, mask=wanted, other=0)
+        zero = tl.load(weight.zeros + at, mask=wanted, other=0)
     return scale, zero
 
 
@@ -114,34 +115,25 @@ def _load_scales(weight, column, unit, wanted, PER_GROUP: tl.constexpr, ZEROS: t
 @triton.jit(do_not_specialize=["rows"])
 def _few_codes_kernel(
     x,
-    codes,
-    scales,
-    zeros,
-    factors,
+    weight,
     bias,
     plus,
     out,
     rows,
-    x_stride,
-    code_stride,
-    scale_stride,
-    plus_stride,
-    out_stride,
+    LAYOUT: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    FORM: tl.constexpr,
-    ZEROS: tl.constexpr,
-    SCALES: tl.constexpr,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    PLUS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
     SHARE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    GROUP: tl.constexpr = LAYOUT.group
+    FORM: tl.constexpr = LAYOUT.form
+    ZEROS: tl.constexpr = LAYOUT.zeros
+    SCALES: tl.constexpr = LAYOUT.scales
     # As in `grouped_product`: byte j of a group has four bits of the codes of j and j + SPAN.
     HALVES: tl.constexpr = FORM >= INT4
     SPAN: tl.constexpr = GROUP // 2 if HALVES else GROUP
@@ -158,7 +150,6 @@ def _few_codes_kernel(
     lane = tl.arange(0, LANES)[None, :, None]
     byte = tl.arange(0, SHARE)[None, None, :]
     middle = 128.0 if FORM == INT8 else 32.0 if FORM == INT6 else 8.0
-    weight = (codes, scales, zeros, factors, code_stride, scale_stride)
     totals = ()
     for _ in tl.static_range(ROWS):
         totals = totals + (tl.zeros((COLUMNS, LANES, 1), tl.float32),)  # type: ignore[assignment]
@@ -179,7 +170,7 @@ def _few_codes_kernel(
         place = unit * SHARE
         if FORM == INT6:
             place = group * (GROUP // 4 * 3) + within
-        line = codes + column * code_stride
+        line = weight.codes + column * weight.code_stride
         stored = tl.load(line + (place + byte), mask=both, other=0)
         k = unit * SHARE + byte
         if HALVES:
@@ -193,15 +184,15 @@ def _few_codes_kernel(
                 tops = tops >> (2 * quarter).to(tl.uint8)
                 low, high = low | ((tops & 3) << 4), high | (tops & 48)
             value = _code_value(high, zero, FORM)
-            totals = _add_products(totals, x, k + SPAN, known, rows, x_stride, value, scale, ROWS)
+            totals = _add_products(totals, x, k + SPAN, known, rows, value, scale, ROWS)
             stored = low
         value = _code_value(stored, zero, FORM)
-        totals = _add_products(totals, x, k, known, rows, x_stride, value, scale, ROWS)
+        totals = _add_products(totals, x, k, known, rows, value, scale, ROWS)
     factor = 1.0
     if SCALES != NUMBERS:
-        factor = tl.load(factors + (own + index // OWN * WIDTH), mask=inside, other=0.0)
+        factor = tl.load(weight.factors + (own + index // OWN * WIDTH), mask=inside, other=0.0)
     offset = 0.0
-    if BIAS:
+    if bias is not None:
         offset = tl.load(bias + (own + index // OWN * WIDTH), mask=inside, other=0.0)
     results = first + tl.arange(0, OWN)
     for row in tl.static_range(ROWS):
@@ -210,14 +201,14 @@ def _few_codes_kernel(
         if GATED:
             # Rounded before the activation, as where both products have results of their own.
             gate, up = tl.split(tl.trans(tl.reshape(total, (2, OWN))))
-            gate = gate.to(x.dtype.element_ty).to(tl.float32)
-            total = up.to(x.dtype.element_ty).to(tl.float32) * gate / (1.0 + tl.exp(-gate))
+            gate = gate.to(x.at.dtype.element_ty).to(tl.float32)
+            total = up.to(x.at.dtype.element_ty).to(tl.float32) * gate / (1.0 + tl.exp(-gate))
         mask = (results < WIDTH) & (row < rows)
-        if PLUS:
-            total += tl.load(plus + row * plus_stride + results, mask=mask, other=0.0).to(
-                tl.float32
-            )
-        tl.store(out + row * out_stride + results, total.to(out.dtype.element_ty), mask=mask)
+        if plus is not None:
+            added = tl.load(plus.at + row * plus.stride + results, mask=mask, other=0.0)
+            total += added.to(tl.float32)
+        place = out.at + row * out.stride + results
+        tl.store(place, total.to(out.at.dtype.element_ty), mask=mask)
 
 
 def few_codes(
@@ -237,36 +228,27 @@ def few_codes(
         result = torch.empty(rows, width, dtype=out, device=x.device)
     tile = tile_of(x.dtype, wide)
     columns = max(2, tile.columns) if around.gated else tile.columns
-    # The constants of tiles for tensor cores have no part in this.
     own = code_arguments(weight, x, current_target())
+    layout = own["LAYOUT"]
     arguments = {
-        **{name: value for name, value in own.items() if name not in _OF_DOTS},
-        "x": x,
-        # Any pointer takes the place of what there is not; it is never read.
-        "bias": result if bias is None else bias,
-        "plus": result if plus is None else plus,
-        "out": result,
+        **own,
+        "x": rows_of(x),
+        "bias": bias,
+        "plus": None if plus is None else rows_of(plus),
+        "out": rows_of(result),
         "rows": rows,
-        "x_stride": x.stride(0),
-        "plus_stride": 0 if plus is None else plus.stride(0),
-        "out_stride": result.stride(0),
         "WIDTH": width,
         "DEPTH": depth,
         "GATED": around.gated,
-        "BIAS": bias is not None,
-        "PLUS": plus is not None,
         "ROWS": power_of_two(rows),
         "COLUMNS": columns,
         "LANES": tile.lanes,
-        "SHARE": _share_of(own["GROUP"], own["FORM"], depth),
+        "SHARE": _share_of(int(layout.group), int(layout.form), depth),
         "STAGES": tile.stages,
     }
     grid = (triton.cdiv(width, columns // 2 if around.gated else columns),)
     launch(_few_codes_kernel, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
     return result
-
-
-_OF_DOTS = ("STEP", "DOT", "PRECISION")
 
 
 def _share_of(group: int, form: int, depth: int) -> int:

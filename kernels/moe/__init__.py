@@ -21,9 +21,7 @@ from vlm_serve.kernels.moe.beside import Beside
 _TRITON = "vlm_serve.kernels.moe.triton"
 _route = Op(reference.route, triton=f"{_TRITON}:route")
 _experts = Op(reference.routed_experts, triton=f"{_TRITON}:routed_experts")
-_changed = Op(
-    reference.changed_experts, triton="vlm_serve.kernels.moe.changed_triton:changed_experts"
-)
+_changed = Op(reference.changed_experts, triton=f"{_TRITON}:changed_experts")
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,21 @@ from vlm_serve.kernels.triton_support import launch, power_of_two
 CHUNK = 1024
 """Pairs that a program looks at together."""
 LEAST_BINS = 32
+
+
+class Plan(NamedTuple):
+    """The order of pairs and its tiles, int32.
+
+    Attributes:
+        order: `[T * top_k]`, pairs sorted by expert.
+        ends: `[E]`, one past each expert's last.
+        tile_expert, tile_first: each tile's expert and its first place in the order.
+    """
+
+    order: torch.Tensor
+    ends: torch.Tensor
+    tile_expert: torch.Tensor
+    tile_first: torch.Tensor
 
 
 @triton.jit
@@ -27,10 +44,7 @@ def _fill(place, first, last, value, step, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["pairs", "bound"])
 def _align_kernel(
     ids,
-    order,
-    ends,
-    tile_expert,
-    tile_first,
+    plan,
     pairs,
     bound,
     EXPERTS: tl.constexpr,
@@ -55,22 +69,22 @@ def _align_kernel(
     own = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
     first_tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
     last_tile = first_tile + tl.cdiv(own, ROWS)
-    tl.store(ends + expert, begin + own)
-    _fill(tile_expert, first_tile, last_tile, expert, 0, BINS)
-    _fill(tile_first, first_tile, last_tile, begin, ROWS, BINS)
+    tl.store(plan.ends + expert, begin + own)
+    _fill(plan.tile_expert, first_tile, last_tile, expert, 0, BINS)
+    _fill(plan.tile_first, first_tile, last_tile, begin, ROWS, BINS)
     if expert == EXPERTS - 1:
-        _fill(tile_expert, last_tile, bound, -1, 0, BINS)
+        _fill(plan.tile_expert, last_tile, bound, -1, 0, BINS)
     if own > 0:
         for first in range(0, pairs, CHUNK):
             index = first + tl.arange(0, CHUNK)
             chosen = tl.load(ids + index, mask=index < pairs, other=EXPERTS).to(tl.int32)
             here = (chosen == expert).to(tl.int32)
             places = begin + tl.cumsum(here, axis=0) - 1
-            tl.store(order + places, index, mask=here > 0)
+            tl.store(plan.order + places, index, mask=here > 0)
             begin += tl.sum(here, axis=0)
 
 
-def align(ids: torch.Tensor, experts: int, rows: int) -> dict[str, torch.Tensor]:
+def align(ids: torch.Tensor, experts: int, rows: int) -> Plan:
     """Sort pairs by expert, stably, and cut them into tiles of one expert each.
 
     Nothing is read from the device: the number of tiles is an upper bound, and unused ones name
@@ -79,21 +93,14 @@ def align(ids: torch.Tensor, experts: int, rows: int) -> dict[str, torch.Tensor]
     Args:
         ids: int64 `[T, top_k]`, experts of each token.
         rows: pairs of a tile.
-
-    Returns:
-        int32 `order [T * top_k]`, pairs sorted by expert; `ends [E]`, one past each expert's last;
-        `tile_expert` and `tile_first`, each tile's expert and its first place in the order.
     """
     pairs = ids.numel()
     bound = triton.cdiv(pairs, rows) + min(experts, pairs)
-    sizes = {"order": pairs, "ends": experts, "tile_expert": bound, "tile_first": bound}
-    plan = {
-        name: torch.empty(size, dtype=torch.int32, device=ids.device)
-        for name, size in sizes.items()
-    }
+    sizes = pairs, experts, bound, bound
+    plan = Plan._make(torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes)
     arguments = {
         "ids": ids.contiguous(),
-        **plan,
+        "plan": plan,
         "pairs": pairs,
         "bound": bound,
         "EXPERTS": experts,

@@ -9,17 +9,17 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_pairs(order, tile_first, ends, tile, expert, ROWS: tl.constexpr):
-    """Find the pairs of a tile.
+def tile_pairs(plan, tile, expert, ROWS: tl.constexpr):
+    """Find the pairs of a tile of `align`.
 
     Returns:
         pairs: `[ROWS]`, places in the order sorted by expert.
         real: `[ROWS]`, False past the expert's last pair.
         origin: `[ROWS]`, each pair's place in token order; 0 where not real.
     """
-    pairs = tl.load(tile_first + tile) + tl.arange(0, ROWS)
-    real = pairs < tl.load(ends + expert)
-    return pairs, real, tl.load(order + pairs, mask=real, other=0)
+    pairs = tl.load(plan.tile_first + tile) + tl.arange(0, ROWS)
+    real = pairs < tl.load(plan.ends + expert)
+    return pairs, real, tl.load(plan.order + pairs, mask=real, other=0)
 
 
 @triton.jit

@@ -12,12 +12,15 @@ import triton.language as tl
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes_triton import code_arguments
+from vlm_serve.kernels.linear.low_rank_records import ExpertSites
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe.align_triton import align
 from vlm_serve.kernels.moe.beside import Beside
-from vlm_serve.kernels.moe.codes_triton import down_codes_kernel, gate_up_codes_kernel
-from vlm_serve.kernels.moe.pairs_triton import store_gated, store_weighted, tile_pairs
-from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch, power_of_two
+from vlm_serve.kernels.moe.pair_changes_triton import pair_changes
+from vlm_serve.kernels.moe.products_triton import Plain, Sizes, down_kernel, gate_up_kernel
+from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
+from vlm_serve.kernels.triton_views import constants, dots
+from vlm_serve.kernels.triton_views import rows as rows_of
 
 
 # The number of tokens differs between steps: specialising on it would recompile while serving.
@@ -86,108 +89,15 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @triton.jit
-def _gate_up_kernel(
-    x,
-    order,
-    tile_expert,
-    tile_first,
-    ends,
-    gate_up,
-    out,
-    x_stride,
-    expert_stride,
-    row_stride,
-    TOP_K: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Compute silu(x gate^T) * (x up^T) for up to ROWS sorted (token, expert) pairs of one
-    expert."""
-    tile = tl.program_id(1)
-    expert = tl.load(tile_expert + tile).to(tl.int64)
-    if expert >= 0:
-        pairs, real, origin = tile_pairs(order, tile_first, ends, tile, expert, ROWS)
-        token = origin // TOP_K
-        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        depth = tl.arange(0, DEPTH)
-        x_rows = token.to(tl.int64) * x_stride
-        weight = gate_up + expert * expert_stride + columns.to(tl.int64) * row_stride
-        gate = tl.zeros((ROWS, COLUMNS), tl.float32)
-        up = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for start in range(0, HIDDEN, DEPTH):
-            at = start + depth
-            inside = (at < HIDDEN)[:, None] & (columns < WIDTH)[None, :]
-            mask = real[:, None] & (at < HIDDEN)[None, :]
-            rows = tl.load(x + x_rows[:, None] + at[None, :], mask=mask, other=0.0).to(DOT)
-            part = tl.load(weight[None, :] + at[:, None], mask=inside, other=0.0).to(DOT)
-            gate = tl.dot(rows, part, gate, input_precision=PRECISION)
-            below = weight[None, :] + WIDTH * row_stride
-            part = tl.load(below + at[:, None], mask=inside, other=0.0).to(DOT)
-            up = tl.dot(rows, part, up, input_precision=PRECISION)
-        store_gated(out, gate, up, pairs, real, columns, WIDTH)
-
-
-@triton.jit
-def _down_kernel(
-    x,
-    order,
-    weights,
-    tile_expert,
-    tile_first,
-    ends,
-    down,
-    out,
-    expert_stride,
-    row_stride,
-    HIDDEN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Compute weight * x down^T, stored at the pair's place in token order."""
-    tile = tl.program_id(1)
-    expert = tl.load(tile_expert + tile).to(tl.int64)
-    if expert >= 0:
-        pairs, real, origin = tile_pairs(order, tile_first, ends, tile, expert, ROWS)
-        pair = origin.to(tl.int64)
-        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        depth = tl.arange(0, DEPTH)
-        x_rows = pairs.to(tl.int64) * WIDTH
-        weight = down + expert * expert_stride + columns.to(tl.int64) * row_stride
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for start in range(0, WIDTH, DEPTH):
-            at = start + depth
-            inside = (at < WIDTH)[:, None] & (columns < HIDDEN)[None, :]
-            mask = real[:, None] & (at < WIDTH)[None, :]
-            rows = tl.load(x + x_rows[:, None] + at[None, :], mask=mask, other=0.0).to(DOT)
-            part = tl.load(weight[None, :] + at[:, None], mask=inside, other=0.0).to(DOT)
-            total = tl.dot(rows, part, total, input_precision=PRECISION)
-        store_weighted(out, weights, total, pair, real, columns, HIDDEN)
-
-
-@triton.jit
 def _sum_kernel(
     parts,
     shared,
     gate,
     residual,
     out,
-    shared_stride,
-    gate_stride,
-    residual_stride,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
-    SHARED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
 ):
     """Sum a token's experts in the order of its router: no atomics, always the same bits.
 
@@ -201,37 +111,35 @@ def _sum_kernel(
     for rank in range(TOP_K):
         places = (token * TOP_K + rank) * HIDDEN + columns
         total += tl.load(parts + places, mask=inside, other=0.0).to(tl.float32)
-    if SHARED:
-        logit = tl.load(gate + token * gate_stride).to(tl.float32)
-        own = tl.load(shared + token * shared_stride + columns, mask=inside, other=0.0)
+    if shared is not None:
+        logit = tl.load(gate.at + token * gate.stride).to(tl.float32)
+        own = tl.load(shared.at + token * shared.stride + columns, mask=inside, other=0.0)
         own = (own.to(tl.float32) / (1.0 + tl.exp(-logit))).to(dtype)
         total = total.to(dtype).to(tl.float32) + own.to(tl.float32)
-    if RESIDUAL:
-        before = tl.load(residual + token * residual_stride + columns, mask=inside, other=0.0)
+    if residual is not None:
+        before = tl.load(residual.at + token * residual.stride + columns, mask=inside, other=0.0)
         total = before.to(tl.float32) + total.to(dtype).to(tl.float32)
     tl.store(out + token * HIDDEN + columns, total.to(dtype), mask=inside)
 
 
-def summed(parts: torch.Tensor, x: torch.Tensor, top_k: int, beside: Beside | None) -> torch.Tensor:
+def _summed(
+    parts: torch.Tensor, x: torch.Tensor, top_k: int, beside: Beside | None
+) -> torch.Tensor:
     tokens, hidden = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    residual, shared, gate = beside or (None, None, None)
+    residual, shared, gate = (
+        each if each is None else rows_of(each) for each in beside or (None,) * 3
+    )
     block = min(1024, power_of_two(hidden))
     arguments = {
         "parts": parts,
-        # Any pointer takes the place of what there is not; it is never read.
-        "shared": parts if shared is None else shared,
-        "gate": parts if gate is None else gate,
-        "residual": parts if residual is None else residual,
+        "shared": shared,
+        "gate": gate,
+        "residual": residual,
         "out": out,
-        "shared_stride": 0 if shared is None else shared.stride(0),
-        "gate_stride": 0 if gate is None else gate.stride(0),
-        "residual_stride": 0 if residual is None else residual.stride(0),
         "HIDDEN": hidden,
         "TOP_K": top_k,
         "TILE": block,
-        "SHARED": shared is not None,
-        "RESIDUAL": residual is not None,
     }
     launch(_sum_kernel, (tokens, triton.cdiv(hidden, block)), arguments)
     return out
@@ -248,59 +156,78 @@ def routed_experts(
     beside: Beside | None = None,
 ) -> torch.Tensor:
     """Round parts to the dtype of x, then sum them in float32 in the router's order."""
-    tokens, hidden = x.shape
-    experts, width = sizes_of(gate_up, down, hidden)
-    top_k, coded = ids.shape[1], isinstance(gate_up, Stored)
-    tile = tile_of(x.dtype, tokens * top_k, experts, deterministic, coded)
-    plan = align(ids, experts, tile["ROWS"])
-    shared: dict[str, Any] = {
-        **plan,
-        "HIDDEN": hidden,
-        "WIDTH": width,
-        "DOT": dot_dtype(x.dtype),
-        "PRECISION": current_target().dot_precision,
-        "ROWS": tile["ROWS"],
-        "COLUMNS": tile["COLUMNS"],
-    }
-    tiles = plan["tile_expert"].shape[0]
-    inner = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
-    arguments = {
-        **shared,
-        **_weight("gate_up", gate_up, x, tile),
-        "x": x,
-        "out": inner,
-        "x_stride": x.stride(0),
-        "TOP_K": top_k,
-    }
-    stages = 1 if x.dtype == torch.float32 else 3
-    grid = (triton.cdiv(width, tile["COLUMNS"]), tiles)
-    kernel = gate_up_codes_kernel if coded else _gate_up_kernel
-    launch(kernel, grid, arguments, num_warps=4, num_stages=stages)
-    parts = torch.empty(tokens * top_k, hidden, dtype=x.dtype, device=x.device)
-    arguments = {
-        **shared,
-        **_weight("down", down, x, tile),
-        "x": inner,
-        "weights": weights.contiguous(),
-        "out": parts,
-    }
-    grid = (triton.cdiv(hidden, tile["COLUMNS"]), tiles)
-    kernel = down_codes_kernel if coded else _down_kernel
-    launch(kernel, grid, arguments, num_warps=4, num_stages=stages)
-    return summed(parts, x, top_k, beside)
+    return _experts(x, weights, ids, (gate_up, down), None, deterministic, beside)
 
 
-def _weight(
-    name: str, weight: torch.Tensor | Stored, x: torch.Tensor, tile: dict[str, int]
-) -> dict[str, Any]:
+def changed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor | Stored,
+    down: torch.Tensor | Stored,
+    sites: ExpertSites,
+    *,
+    deterministic: bool,
+    beside: Beside | None = None,
+) -> torch.Tensor:
+    """Compute as `routed_experts`, with changes before the activation and before the weights."""
+    return _experts(x, weights, ids, (gate_up, down), sites, deterministic, beside)
+
+
+def _experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    experts: tuple[torch.Tensor | Stored, torch.Tensor | Stored],
+    sites: ExpertSites | None,
+    deterministic: bool,
+    beside: Beside | None,
+) -> torch.Tensor:
+    (tokens, hidden), top_k = x.shape, ids.shape[1]
+    pairs = tokens * top_k
+    count, width = _sizes_of(*experts, hidden)
+    coded = isinstance(experts[0], Stored)
+    rows, columns, depth = _tile_of(x.dtype, pairs, count, deterministic, coded)
+    plan = align(ids, count, rows)
+    shared = {
+        "plan": plan,
+        "count": pairs,
+        "slots": 0 if sites is None else len(sites.gate_up.records),
+        "SIZES": constants(Sizes, top_k, hidden, width, rows, columns, depth),
+        "DOT": dots(x.dtype),
+    }
+    stages, tiles = 1 if x.dtype == torch.float32 else 3, len(plan.tile_expert)
+
+    def product(kernel: Any, own: dict[str, Any], place: int, size: int) -> torch.Tensor:
+        out = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
+        changes = None
+        if sites is not None:
+            changes = pair_changes(own["x"].at, sites[place], plan, rows, top_k, by_pair=place > 0)
+        arguments = {
+            **shared,
+            **_weight(experts[place], x, sites is not None),
+            **own,
+            "out": out,
+            "changes": changes,
+        }
+        launch(kernel, (triton.cdiv(size, columns), tiles), arguments, num_stages=stages)
+        return out
+
+    inner = product(gate_up_kernel, {"x": rows_of(x)}, 0, width)
+    own = {"x": rows_of(inner), "weights": weights.contiguous()}
+    return _summed(product(down_kernel, own, 1, hidden), x, top_k, beside)
+
+
+def _weight(weight: torch.Tensor | Stored, x: torch.Tensor, changed: bool) -> dict[str, Any]:
     """Return all experts' weights as arguments of their kernel."""
-    if isinstance(weight, torch.Tensor):
-        strides = {"expert_stride": weight.stride(0), "row_stride": weight.stride(1)}
-        return {name: weight, **strides, "DEPTH": tile["DEPTH"]}
-    return code_arguments(weight, x, current_target())
+    if isinstance(weight, Stored):
+        return code_arguments(weight, x, current_target())
+    if changed:
+        return {"weight": Plain(weight.flatten(0, 1), 0, weight.stride(1)), "LAYOUT": None}
+    return {"weight": Plain(weight, *weight.stride()[:2]), "LAYOUT": None}
 
 
-def sizes_of(
+def _sizes_of(
     gate_up: torch.Tensor | Stored, down: torch.Tensor | Stored, hidden: int
 ) -> tuple[int, int]:
     """Return the number of experts and their width.
@@ -315,10 +242,10 @@ def sizes_of(
     raise KernelArgumentError("gate_up", "packed weights are for the CPU path")
 
 
-def tile_of(
+def _tile_of(
     dtype: torch.dtype, pairs: int, experts: int, deterministic: bool, coded: bool
-) -> dict[str, int]:
-    """Choose tile sizes; `deterministic` takes one shape whatever the step holds.
+) -> tuple[int, int, int]:
+    """Choose a tile: rows, columns, depth; `deterministic` takes one shape whatever the step holds.
 
     Rows are few where experts have few tokens each: a weight tile is read once per row tile either
     way.
@@ -328,4 +255,4 @@ def tile_of(
     rows = 64 if deterministic or pairs > 32 * experts else few
     if coded and rows > 16:
         columns = 32  # The conversion of codes to values takes registers too.
-    return {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}
+    return rows, columns, depth

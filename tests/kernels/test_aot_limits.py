@@ -10,9 +10,10 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from benchmarks.aot_show import changes, lines
 from benchmarks.common import aot_limits
 from benchmarks.common.aot_compile import ROOMS, TARGETS, Usage
-from benchmarks.common.aot_kept import _sources, digest, read, row, usage_of, write
+from benchmarks.common.aot_kept import _sources, digest, read, row, usage_of, versions, write
 from benchmarks.common.aot_limits import ALLOWANCES, Allowance, breaches, worse
 from benchmarks.common.aot_page import PAGE, page
 from vlm_serve.kernels.dispatch import triton_everywhere
@@ -137,12 +138,28 @@ def test_a_row_covers_what_a_kernel_calls_and_names() -> None:
 
 
 def test_rows_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr("benchmarks.common.aot_kept.FOLDER", tmp_path / "aot")
+    monkeypatch.setattr("benchmarks.common.aot_kept.FILE", tmp_path / "aot.json.xz")
     assert read("3.6.0") == {}
     rows = {"sm_90": {"b": row("12", 3, GOOD), "a": row("34", 1, GOOD)}}
     write("3.6.0", rows)
-    assert read("3.6.0") == rows
+    write("3.7.1", {})
+    assert read("3.6.0") == rows and versions() == ["3.6.0", "3.7.1"]
     assert usage_of(read("3.6.0")["sm_90"]["a"]) == GOOD
+
+
+def test_rows_are_printed_and_compared() -> None:
+    old = {"3.6.0": {"sm_90": {"a": row("12", 3, GOOD), "b": row("34", 1, GOOD)}}}
+    worse_one = row("56", 1, replace(GOOD, spilled=8, loops=0))
+    new = {"3.6.0": {"sm_90": {"a": row("78", 3, GOOD), "b": worse_one, "c": row("9", 1, GOOD)}}}
+    before, now = lines(old, []), lines(new, [])
+    assert list(before) == ["3.6.0 sm_90  a", "3.6.0 sm_90  b"]
+    assert before["3.6.0 sm_90  a"] == "100 / 0 / 92160 / 2; 3 / 2 (3)"
+    assert lines(new, ["sm_90", " c"]).keys() == {"3.6.0 sm_90  c"}
+    assert changes(before, now) == [
+        "- 3.6.0 sm_90  b: 100 / 0 / 92160 / 2; 3 / 2 (1)",
+        "+ 3.6.0 sm_90  b: 100 / 8 / 92160 / 2 (1)",
+        "+ 3.6.0 sm_90  c: 100 / 0 / 92160 / 2; 3 / 2 (1)",
+    ]
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1"])

@@ -110,7 +110,7 @@ def test_the_scan_that_is_launched(
 ) -> None:
     monkeypatch.setattr(triton_support, "triton_version", lambda: "3.7.1")
     (scan,) = launches(Target("cuda", architecture), dtype)
-    assert scan.arguments["COLUMNS"] == columns
+    assert scan.arguments["SIZES"].columns == columns
     assert scan.options["num_warps"] == warps
     assert scan.grid[0] == 64 // columns
 
