@@ -181,7 +181,9 @@ def test_patterns(library: Library, source: str, right: list[str], wrong: list[s
     assert not any(takes(found, each) for each in wrong)
 
 
-@pytest.mark.parametrize("source", ["(a", "(?=a)b", r"\bfoo", r"(a)\1", r"\cA", "a$b", "*", "a{3}{2}"])
+@pytest.mark.parametrize(
+    "source", ["(a", "(?=a)b", r"\bfoo", r"(a)\1", r"\cA", "a$b", "*", "a{3}{2}"]
+)
 def test_refused_patterns(library: Library, source: str) -> None:
     with pytest.raises(InvalidRequestError, match="the regex can"):
         matcher(library, "regex", source)
