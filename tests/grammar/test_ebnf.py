@@ -185,7 +185,7 @@ def test_patterns(library: Library, source: str, right: list[str], wrong: list[s
     "source", ["(a", "(?=a)b", r"\bfoo", r"(a)\1", r"\cA", "a$b", "*", "a{3}{2}"]
 )
 def test_refused_patterns(library: Library, source: str) -> None:
-    with pytest.raises(InvalidRequestError, match="the regex can"):
+    with pytest.raises(InvalidRequestError, match="cannot be compiled: the regex "):
         matcher(library, "regex", source)
 
 
@@ -317,7 +317,7 @@ def test_texts_in_structural_tags(
         (tag(NESTED), "a grammar with a recursive rule"),
         (tag({"type": "or", "elements": [DIGITS]}), "the format or cannot stand in a tag"),
         (tag(REGEX, end=""), "a tag has no end"),
-        ({"type": "regex", "pattern": "(?=a)"}, "the regex cannot be used: it looks ahead"),
+        ({"type": "regex", "pattern": "(?=a)"}, "the regex looks ahead"),
         ({"type": "or", "elements": [tag(ANY), tag(ANY, begin="<a>b")]}, "begins with '<a>'"),
         (None, "a format is missing"),
     ],

@@ -78,7 +78,7 @@ def text_grammar(kind: str, source: str, library: Library) -> Built:
     grammar = library.lark(lark.text(rule))
     error, size = library.tried(grammar)
     if error:
-        raise InvalidRequestError(f"the {kind} {sentence(error)}")
+        raise InvalidRequestError(f"the grammar cannot be compiled: the {kind} {sentence(error)}")
     return grammar, size
 
 

@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from vlm_serve.errors import EngineClosedError, InvalidRequestError
+from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.compiled import Compiled
 from vlm_serve.grammar.library import Library
 from vlm_serve.grammar.process import CompileProcess
@@ -48,14 +48,11 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._ends = sorted(ends)
-        self._seconds = seconds
-        self._lock = threading.Lock()
         self._cache_lock = threading.Lock()
         self._cached: OrderedDict[_Key, tuple[Compiled, int]] = OrderedDict()
         self._library_lock = threading.Lock()
         self._guidance: Library | None = None
-        self._process: CompileProcess | None = None
-        self._closed = False
+        self._process = CompileProcess(self._tokens, seconds)
 
     def compile(self, form: StructuredOutputs, after: bytes = b"", owner: bytes = b"") -> Grammar:
         """Compile a form into a grammar that applies after the bytes `after`.
@@ -69,10 +66,9 @@ class GrammarCompiler:
         found = self.find(form, after, owner)
         if found is not None:
             return found
-        process = self._running()
         kind, source = form.source
         try:
-            answer = process.compile({"kind": kind, "source": source, "strict": form.strict})
+            answer = self._process.compile({"kind": kind, "source": source, "strict": form.strict})
         except InvalidRequestError as error:
             raise InvalidRequestError(
                 error.message, param=error.param or "structured_outputs", code=error.code
@@ -87,7 +83,7 @@ class GrammarCompiler:
 
         Raises VlmServeError if it does not start, EngineClosedError after `close`.
         """
-        self._running().start()
+        self._process.start()
         self._library()
 
     def find(
@@ -110,19 +106,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the compiling process. May be called more than once."""
-        with self._lock:
-            self._closed = True
-            process, self._process = self._process, None
-        if process is not None:
-            process.close()
-
-    def _running(self) -> CompileProcess:
-        with self._lock:
-            if self._closed:
-                raise EngineClosedError("the engine is closed")
-            if self._process is None:
-                self._process = self._new_process()
-            return self._process
+        self._process.close()
 
     def _library(self) -> Library:
         with self._library_lock:
@@ -142,9 +126,9 @@ class GrammarCompiler:
             for token in range(self._vocabulary)
         ]
 
-    def _new_process(self) -> CompileProcess:
-        texts = [text.decode("latin-1") for text in self._token_texts()]
-        return CompileProcess(json.dumps([texts, self._ends]), self._seconds)
+    def _tokens(self) -> str:
+        """Return the vocabulary as the compiling process takes it."""
+        return json.dumps([[text.decode("latin-1") for text in self._token_texts()], self._ends])
 
     def _keep(self, key: _Key, compiled: Compiled, size: int) -> None:
         with self._cache_lock:

@@ -127,7 +127,7 @@ class _Reader:
     def refuse(self, what: str, place: int | None = None) -> NoReturn:
         """Raise the error about a place; None: the current one."""
         line = 1 + self._source.count("\n", 0, self._at if place is None else place)
-        raise InvalidRequestError(f"the grammar cannot be used: line {line}: {what}")
+        raise InvalidRequestError(f"the grammar cannot be compiled: line {line}: {what}")
 
     @property
     def ended(self) -> bool:

@@ -79,7 +79,9 @@ class _Terminals:
             for name in ready:
                 self._depths[name] = self._depth(rules[name])
                 if self._depths[name] > _DEPTH:
-                    raise InvalidRequestError(f"the grammar nests its rules over {_DEPTH} levels")
+                    raise InvalidRequestError(
+                        f"the grammar cannot be compiled: rules nest over {_DEPTH} levels"
+                    )
                 self._names[name] = self.whole(rules[name])
                 self._first[name] = self.first(rules[name])
                 self.recursive.remove(name)

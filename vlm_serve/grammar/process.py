@@ -10,6 +10,7 @@ import struct
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vlm_serve.errors import EngineClosedError, InvalidRequestError, OverloadedError, VlmServeError
@@ -25,11 +26,12 @@ class CompileProcess:
     """One process, one task at a time.
 
     Args:
-        tokenizer: JSON of the tokens' bytes, as text in Latin-1, and the end-of-answer tokens.
+        tokenizer: returns JSON of the tokens' bytes, as text in Latin-1, and the end-of-answer
+            tokens.
         seconds: time limit per grammar.
     """
 
-    def __init__(self, tokenizer: str, seconds: float) -> None:
+    def __init__(self, tokenizer: Callable[[], str], seconds: float) -> None:
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._lock = threading.Lock()
@@ -122,7 +124,7 @@ class CompileProcess:
             return
         assert self._process.stdin is not None
         try:
-            send(self._process.stdin, {"tokenizer": self._tokenizer})
+            send(self._process.stdin, {"tokenizer": self._tokenizer()})
         except OSError:
             self._end()
 

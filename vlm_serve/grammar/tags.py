@@ -239,7 +239,7 @@ def regex(text: str) -> str:
     try:
         return pattern(searching.full(text))
     except searching.PatternError as error:
-        raise InvalidRequestError(f"the regex cannot be used: it {error}") from None
+        raise InvalidRequestError(f"the grammar cannot be compiled: the regex {error}") from None
 
 
 def _only_objects(schema: Any) -> Any:
@@ -328,4 +328,4 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _refused(what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the structural tag cannot be used: {what}")
+    return InvalidRequestError(f"the grammar cannot be compiled: {what}")
