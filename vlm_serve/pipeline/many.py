@@ -77,19 +77,17 @@ def returned(result: _T | Exception) -> _T:
     return result
 
 
-def check_on_error(errors: OnError) -> None:
-    """Raise InvalidRequestError for anything but "raise" and "return"."""
+def settled(run: Callable[[], Sequence[_T | Exception]], errors: OnError) -> Results[_T]:
+    """Run all prompts and return their results, with the exceptions among them.
+
+    Raises FailedItemsError if there are exceptions and they are to be raised; InvalidRequestError
+    before the run if `errors` is anything but "raise" and "return".
+    """
     if errors not in ("raise", "return"):
         raise InvalidRequestError(
             f'errors must be "raise" or "return", not {errors!r}', param="errors"
         )
-
-
-def settled(results: Sequence[_T | Exception], errors: OnError) -> Results[_T]:
-    """Return the results of all prompts, with the exceptions among them.
-
-    Raises FailedItemsError if there are exceptions and they are to be raised.
-    """
+    results = run()
     failed = {i: each for i, each in enumerate(results) if isinstance(each, Exception)}
     if not failed or errors == "return":
         return list(results)

@@ -22,7 +22,6 @@ from vlm_serve.pipeline.many import (
     Results,
     attempted,
     check_names,
-    check_on_error,
     items_of,
     params_for,
     returned,
@@ -169,8 +168,7 @@ class Pipeline:
                 are answered; "return" returns their exceptions in place of answers.
             options: as for `chat`.
         """
-        check_on_error(errors)
-        return settled(self._chats(conversations, params, options), errors)
+        return settled(lambda: self._chats(conversations, params, options), errors)
 
     def probe(self, messages: Messages, **options: Any) -> CacheReport:
         """Report what `chat` would find in the cache for a conversation, without running it.
@@ -198,9 +196,8 @@ class Pipeline:
             errors: as for `chat_many`.
             options: as for `chat`.
         """
-        check_on_error(errors)
         form = partial(embedding_messages, instruction=instruction)
-        return settled(self._vectors(contents, form, embedding_of, options), errors)
+        return settled(lambda: self._vectors(contents, form, embedding_of, options), errors)
 
     def rerank(
         self,
@@ -213,9 +210,8 @@ class Pipeline:
     ) -> Results[float]:
         """Return the probability that each document meets a query. The pipeline needs the option
         `task="rerank"`; arguments are as for `embed`."""
-        check_on_error(errors)
         form = partial(rerank_messages, query, instruction=instruction)
-        return settled(self._vectors(documents, form, score_of, options), errors)
+        return settled(lambda: self._vectors(documents, form, score_of, options), errors)
 
     def _vectors(
         self,
@@ -251,10 +247,12 @@ class Pipeline:
     ) -> Results[Output]:
         """Run `generate` for many prompts at once; results keep their order. `errors` is as for
         `chat_many`."""
-        check_on_error(errors)
-        prepare = self.engine.preprocessor.prepare_tokens
-        listed = items_of(prompts, "prompts")
-        return settled(self._answers(prepare, listed, params, options), errors)
+
+        def answers() -> list[Output | Exception]:
+            prepare = self.engine.preprocessor.prepare_tokens
+            return self._answers(prepare, items_of(prompts, "prompts"), params, options)
+
+        return settled(answers, errors)
 
     def stream(
         self, messages: Messages, params: SamplingParams | None = None, **options: Any
@@ -284,10 +282,10 @@ class Pipeline:
         Media (PIL images, uint8 frames `[T, H, W, 3]`, paths, URLs, bytes) come before the text.
         `errors` is as for `chat_many`.
         """
-        check_on_error(errors)
         if isinstance(inputs, Iterable) and not isinstance(inputs, str | tuple | bytes | Mapping):
-            return settled(self._chats(inputs, params, {}, convert=messages_of), errors)
-        return returned(*self._chats([messages_of(inputs)], params, {}))
+            return settled(lambda: self._chats(inputs, params, {}, convert=messages_of), errors)
+        one = [messages_of(inputs)]
+        return settled(lambda: [returned(*self._chats(one, params, {}))], errors)[0]
 
     def _chats(
         self, conversations: Iterable[Any], params: Params, options: Mapping[str, Any], **how: Any

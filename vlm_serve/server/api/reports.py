@@ -40,13 +40,7 @@ def usage_body(usage: Usage, *prompts: Prompt) -> UsageBody:
 
 def add_usage(parts: list[Usage]) -> Usage:
     """Return the total usage of a request's prompts."""
-    return Usage(
-        sum(part.prompt_tokens for part in parts),
-        sum(part.completion_tokens for part in parts),
-        sum(part.cached_tokens for part in parts),
-        sum(part.accepted_prediction_tokens for part in parts),
-        sum(part.rejected_prediction_tokens for part in parts),
-    )
+    return Usage(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
 
 
 def routed_experts_fields(delta: Delta) -> dict[str, Any]:
