@@ -2,9 +2,9 @@
 
     .venv/bin/python tests/house_numbers.py [FOLDER ...]
 
-Prints one row a folder (by default the product's, tests, benchmarks and examples), then the
-documents' sentences. `--first` lists functions' docstrings with a first word of `BANNED`, `--long`
-the sentences above `LONGEST` words, each with its place.
+Prints one row a folder (by default the product's, tests, benchmarks, examples and train_demo),
+then the documents' sentences. `--first` lists functions' docstrings with a first word of `BANNED`,
+`--long` the sentences above `LONGEST` words, each with its place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("vlm_serve", "cache", "kernels", "preprocess")
-OTHERS = ("tests", "benchmarks", "examples")
+OTHERS = ("tests", "benchmarks", "examples", "train_demo")
 LINKS = ("cache", "kernels", "preprocess")
 LONGEST = 45
 """The most words that a sentence may have."""

@@ -27,7 +27,16 @@ from house_numbers import (
 )
 from house_numbers import python_files as files_below
 
-CODE = ("vlm_serve", "cache", "kernels", "preprocess", "tests", "examples", "benchmarks")
+CODE = (
+    "vlm_serve",
+    "cache",
+    "kernels",
+    "preprocess",
+    "tests",
+    "examples",
+    "train_demo",
+    "benchmarks",
+)
 MAX_LINES = {"vlm_serve": 400, "cache": 400, "kernels": 400, "preprocess": 400}
 MAX_LINES_ELSEWHERE = 750
 # Bytes. The built-in models' weights are the largest files.
@@ -284,7 +293,8 @@ def imported_at_once(path: Path) -> list[str]:
 
 def test_nothing_needs_the_evaluation_or_the_examples() -> None:
     """They stay removable: only the command line imports `eval`, when a command is run."""
-    examples = {path.stem for path in python_files("examples")} | {"examples"}
+    beside = ("examples", "train_demo")
+    examples = {path.stem for path in python_files(*beside)}.union(beside)
     for path in python_files(*PRODUCT):
         assert not examples & {name.split(".")[0] for name in imported_modules(path)}, path
         if Path("vlm_serve/eval") in path.relative_to(ROOT).parents:
@@ -294,7 +304,7 @@ def test_nothing_needs_the_evaluation_or_the_examples() -> None:
         assert not [name for name in imported_at_once(path) if name.startswith("vlm_serve.eval")]
 
 
-@pytest.mark.parametrize("folder", ["vlm_serve/eval", "examples/train_demo"])
+@pytest.mark.parametrize("folder", ["vlm_serve/eval", "train_demo"])
 def test_what_stands_beside_the_core_explains_itself(folder: str) -> None:
     words = set(re.findall(r"\w+", (ROOT / folder / "README.md").read_text(encoding="utf-8")))
     modules = {path.stem for path in python_files(folder)} - {"__init__"}
