@@ -53,7 +53,7 @@ def boxes(out: Path) -> list[Box]:
     few = ("OMP_NUM_THREADS", "2")  # Beside each other they would take all processors each.
     tests = ("-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "-p", "no:benchmark")
     demo = ("--images", "300", "--videos", "60", "--schemas", "60", "--clients", "0")
-    evaluate = str(HERE.parent / "examples" / "train_demo" / "evaluate.py")
+    evaluate = str(HERE.parent / "train_demo" / "evaluate.py")
     on_cpu, tuned = ("--device", "cpu"), out.resolve() / "tune.json"
     return [
         Box("machine", 30, (("nvidia-smi",),)),

@@ -2,9 +2,9 @@
 
     .venv/bin/python tests/house_numbers.py [FOLDER ...]
 
-Prints one row a folder (by default the product's with their sum, tests, benchmarks and examples),
-then the documents' sentences. `--first` lists functions' docstrings with a first word of `BANNED`,
-`--long` the sentences above `LONGEST` words, each with its place. The columns:
+Prints one row a folder (by default the product's with their sum, then the other ones), and the
+documents' sentences. `--first` lists functions' docstrings with a first word of `BANNED`, `--long`
+the sentences above `LONGEST` words, each with its place. The columns:
 
     files       of Python
     python      their lines

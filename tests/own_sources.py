@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("vlm_serve", "cache", "kernels", "preprocess")
-OTHERS = ("tests", "benchmarks", "examples", "release")
+OTHERS = ("tests", "benchmarks", "examples", "release", "train_demo")
 LINKS = ("cache", "kernels", "preprocess")
 
 

@@ -25,7 +25,16 @@ from import_graph import circles, folder_graphs, house_graph, imported_names
 from own_sources import LINKS, PRODUCT, ROOT
 from own_sources import python_files as files_below
 
-CODE = ("vlm_serve", "cache", "kernels", "preprocess", "tests", "examples", "benchmarks")
+CODE = (
+    "vlm_serve",
+    "cache",
+    "kernels",
+    "preprocess",
+    "tests",
+    "examples",
+    "train_demo",
+    "benchmarks",
+)
 MAX_LINES = {"vlm_serve": 400, "cache": 400, "kernels": 400, "preprocess": 400}
 MAX_LINES_ELSEWHERE = 750
 # Bytes. The built-in models' weights are the largest files.
@@ -181,17 +190,6 @@ def test_one_place_says_how_python_is_started() -> None:
 
 
 KNOWN_ARROWS = {
-    # Batches and the server, until one stands above the other.
-    ("vlm_serve/server/api/batches/bodies.py", "vlm_serve/batch/record.py"),
-    ("vlm_serve/server/api/batches/route.py", "vlm_serve/batch/record.py"),
-    ("vlm_serve/server/api/files/bodies.py", "vlm_serve/batch/file_store.py"),
-    ("vlm_serve/server/api/files/route.py", "vlm_serve/batch/batches.py"),
-    ("vlm_serve/server/api/files/route.py", "vlm_serve/batch/file_store.py"),
-    ("vlm_serve/server/api/files/route.py", "vlm_serve/batch/settled.py"),
-    ("vlm_serve/server/api/files/upload.py", "vlm_serve/batch/file_store.py"),
-    ("vlm_serve/server/service.py", "vlm_serve/batch/batches.py"),
-    ("vlm_serve/server/service.py", "vlm_serve/batch/file_store.py"),
-    ("vlm_serve/server/service.py", "vlm_serve/batch/run.py"),
     # The engine's folders and what starts them.
     ("vlm_serve/engine/adapters/start.py", "vlm_serve/engine/local_executor.py"),
     ("vlm_serve/engine/adapters/start.py", "vlm_serve/engine/ranks/start.py"),
@@ -201,11 +199,7 @@ KNOWN_ARROWS = {
     ("vlm_serve/server/api/unknown_fields.py", "vlm_serve/server/api/chat/request.py"),
     ("vlm_serve/cache/tiers/up.py", "vlm_serve/cache/prefix_cache.py"),
     # Benchmarks and examples.
-    ("benchmarks/common/gpu_cases.py", "benchmarks/kernels_gpu.py"),
-    ("benchmarks/common/gpu_few_codes.py", "benchmarks/kernels_gpu.py"),
-    ("benchmarks/common/gpu_few_rows.py", "benchmarks/kernels_gpu.py"),
-    ("examples/train_demo/demo_experts.py", "examples/train_demo/demo_model.py"),
-    ("examples/train_demo/demo_reference.py", "tests/oracle.py"),
+    ("train_demo/demo_reference.py", "tests/oracle.py"),
     ("examples/tune_adapters.py", "tests/oracle.py"),
 }
 """Imports that close a circle of files or folders today. The list may only become shorter."""
@@ -282,7 +276,8 @@ def imported_at_once(path: Path) -> list[str]:
 
 def test_nothing_needs_the_evaluation_or_the_examples() -> None:
     """They stay removable: only the command line imports `eval`, when a command is run."""
-    examples = {path.stem for path in python_files("examples")} | {"examples"}
+    beside = ("examples", "train_demo")
+    examples = {path.stem for path in python_files(*beside)}.union(beside)
     for path in python_files(*PRODUCT):
         assert not examples & {name.split(".")[0] for name in imported_modules(path)}, path
         if Path("vlm_serve/eval") in path.relative_to(ROOT).parents:
@@ -292,7 +287,7 @@ def test_nothing_needs_the_evaluation_or_the_examples() -> None:
         assert not [name for name in imported_at_once(path) if name.startswith("vlm_serve.eval")]
 
 
-@pytest.mark.parametrize("folder", ["vlm_serve/eval", "examples/train_demo"])
+@pytest.mark.parametrize("folder", ["vlm_serve/eval", "train_demo"])
 def test_what_stands_beside_the_core_explains_itself(folder: str) -> None:
     words = set(re.findall(r"\w+", (ROOT / folder / "README.md").read_text(encoding="utf-8")))
     modules = {path.stem for path in python_files(folder)} - {"__init__"}

@@ -62,7 +62,16 @@ def anchors(path: Path) -> set[str]:
 
 def sources() -> list[Path]:
     """Files with text of our own."""
-    folders = ("benchmarks", "cache", "docs", "examples", "kernels", "preprocess", "tests")
+    folders = (
+        "benchmarks",
+        "cache",
+        "docs",
+        "examples",
+        "kernels",
+        "preprocess",
+        "tests",
+        "train_demo",
+    )
     found = [*ROOT.glob("*.md")]
     for folder in (*folders, "vlm_serve"):  # whose links are not followed
         found += [each for each in (ROOT / folder).rglob("*") if each.suffix in SUFFIXES]
@@ -134,7 +143,7 @@ def test_scripts_and_targets_that_documents_name_exist() -> None:
         said = re.findall(r"`make ([a-z][\w-]+)", text)
         for name in said + re.findall(r"^make ([a-z][\w-]+)", fenced, re.MULTILINE):
             assert name in targets, f"{path.name}: make {name}"
-        for name in re.findall(r"(?:benchmarks|examples|tests)/[\w/]+\.py", text):
+        for name in re.findall(r"(?:benchmarks|examples|tests|train_demo)/[\w/]+\.py", text):
             scripts += 1
             assert (ROOT / name).is_file(), f"{path.name}: {name}"
     assert scripts > 20

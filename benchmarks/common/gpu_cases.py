@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from kernel_oracles import (
 )
 
 from common import gpu_few_codes, gpu_few_rows
+from common.gpu_bench import Bench
 from common.gpu_shapes import QWEN_27B, QWEN_35B_A3B, Shapes
 from common.gpu_work import Work
 from vlm_serve.kernels.causal_conv import causal_conv_prefill
@@ -26,9 +26,6 @@ from vlm_serve.kernels.moe import routed_experts
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
 from vlm_serve.kernels.state_copy import copy_rows
-
-if TYPE_CHECKING:
-    from kernels_gpu import Bench
 
 TOKENS = 4096
 BLOCK = 64

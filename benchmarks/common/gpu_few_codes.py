@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from common.gpu_bench import Bench
 from common.gpu_few_rows import LATENCY, operands
 from common.gpu_shapes import QWEN_4B
 from common.gpu_work import Work
 from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
-
-if TYPE_CHECKING:
-    from kernels_gpu import Bench
 
 KINDS = ("int4", "int8", "float8")
 OUTSIDE_TENSOR_CORES = 67 / 989

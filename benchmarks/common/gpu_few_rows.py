@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
+from common.gpu_bench import Bench
 from common.gpu_shapes import QWEN_4B
 from common.gpu_work import Work
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
 from vlm_serve.kernels.norms import rms_norm
-
-if TYPE_CHECKING:
-    from kernels_gpu import Bench
 
 LATENCY = 4e-6
 """Seconds until the first weights of a program arrive, and of its last sums."""

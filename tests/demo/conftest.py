@@ -10,7 +10,7 @@ import pytest
 
 from vlm_serve import Pipeline
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "train_demo"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "train_demo"))
 
 
 @pytest.fixture(scope="session", params=["demo", "demo-moe"])

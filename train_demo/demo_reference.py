@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from demo_cases import Case
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """Measure the accuracy of the demo checkpoints by kind of question:
-`python examples/train_demo/evaluate.py demo demo-moe`.
+`python train_demo/evaluate.py demo demo-moe`.
 
 Answers are greedy, through `vlm_serve.Pipeline`, about pictures and videos of held-out seeds, and
 the output is reproducible. Photographs are those of scikit-image, if it is installed. `--compare`

@@ -1,5 +1,5 @@
 """Write the small samples for `vlm-serve eval`:
-`python examples/make_eval_samples.py examples/eval`.
+`python train_demo/make_eval_samples.py examples/eval`.
 
 A file in LongBench v2's format about invented harbour logs, and pictures and clips of the demo
 model's scenes with questions. The samples show that answers are equal with and without caching.
@@ -12,11 +12,8 @@ import argparse
 import csv
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent / "train_demo"))
 
 from demo_clips import Clip, draw_clip, frame_count, render_clip
 from demo_drawing import render

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from checkpoint_parts import CHAT_TEMPLATE, MediaShape, build_tokenizer, token_id
 from demo_albums import album_turns, draw_album

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from demo_data import Batch
 from demo_delta import GatedDeltaNet
-from demo_experts import SparseMLP
+from demo_experts import MLP, SparseMLP
 from demo_shape import DemoShape
 from demo_vision import Vision, rotate
 from torch import Tensor, nn
@@ -56,17 +56,6 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out = out.transpose(1, 2) * torch.sigmoid(gate)
         return cast(Tensor, self.o_proj(out.reshape(batch, length, -1)))
-
-
-class MLP(nn.Module):
-    def __init__(self, hidden: int, intermediate: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class Layer(nn.Module):

@@ -1,4 +1,4 @@
-"""Train the layer that drafts: `python examples/train_demo/mtp.py CHECKPOINT OUT`.
+"""Train the layer that drafts: `python train_demo/mtp.py CHECKPOINT OUT`.
 
 The model stays fixed, so its outputs for a set of conversations are computed once. The layer learns
 the model's own distribution of each next token of the answers, two in a row, since only answers are

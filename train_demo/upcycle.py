@@ -1,5 +1,5 @@
 """Train the mixture-of-experts demo checkpoint from the dense one:
-`python examples/train_demo/upcycle.py DENSE OUT`, where DENSE is the folder of a run of teach.py.
+`python train_demo/upcycle.py DENSE OUT`, where DENSE is the folder of a run of teach.py.
 """
 
 from __future__ import annotations

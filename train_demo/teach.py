@@ -1,5 +1,5 @@
 """Teach a trained demo checkpoint what clients send:
-`python examples/train_demo/teach.py CHECKPOINT OUT`.
+`python train_demo/teach.py CHECKPOINT OUT`.
 
 CHECKPOINT is that of `finish.py`. Copying comes first: without a course of its own it is not
 learned. Then all is trained together, see `demo_lessons`. It saves its state to `OUT/state.pt` (and

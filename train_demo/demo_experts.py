@@ -1,17 +1,25 @@
-"""The mixture-of-experts block for training, and its initialisation from a dense one."""
+"""Feed-forward blocks for training: dense, a mixture of experts, and one made of the other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
+from demo_shape import DemoShape
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from demo_model import DemoModel
-    from demo_shape import DemoShape
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class Router(nn.Module):
@@ -35,8 +43,6 @@ class SparseMLP(nn.Module):
     """
 
     def __init__(self, shape: DemoShape) -> None:
-        from demo_model import MLP
-
         super().__init__()
         self.top_k = shape.experts_per_token
         self.gate = Router(shape.experts, shape.hidden)
@@ -69,7 +75,7 @@ def imbalance(model: nn.Module) -> Tensor:
     return torch.stack(found).mean() if found else torch.zeros(())
 
 
-def upcycle(dense: Mapping[str, Tensor], model: DemoModel) -> None:
+def upcycle(dense: Mapping[str, Tensor], model: nn.Module) -> None:
     """Fill a sparse model with the weights of a dense one, so that it computes the same.
 
     The dense block becomes the shared expert, doubled because its gate starts at one half. Routed

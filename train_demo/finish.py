@@ -1,5 +1,5 @@
 """Teach a trained demo checkpoint to fill JSON:
-`python examples/train_demo/finish.py CHECKPOINT OUT`.
+`python train_demo/finish.py CHECKPOINT OUT`.
 
 This is the last step of the recipe, for both the dense checkpoint and the mixture of experts. It
 continues from the checkpoint's weights at a low rate, on all kinds of conversations. A share of

@@ -1,4 +1,4 @@
-"""Train the dense demo checkpoint: `python examples/train_demo/train.py OUT`.
+"""Train the dense demo checkpoint: `python train_demo/train.py OUT`.
 
 Seeds are fixed; it uses two CPU cores. It prints the learning curve, saves its state regularly to
 `OUT/state.pt` (and resumes from one). At the end it writes a checkpoint for transformers and

@@ -1,5 +1,5 @@
 """Make the pictures and the video that the examples ask about:
-`python examples/train_demo/draw_examples.py examples/media`."""
+`python train_demo/draw_examples.py examples/media`."""
 
 from __future__ import annotations
 
