@@ -19,10 +19,9 @@ from vlm_serve.engine.adapters.options import serves_adapters, slot_bytes
 from vlm_serve.engine.adapters.table import SlotSizes, idle_adapter, most_bytes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
-from vlm_serve.engine.captured_rows import CapturedRows
-from vlm_serve.engine.decode_graphs import LARGEST
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.ranks.start import ModelSource
+from vlm_serve.engine.step_sizes import LARGEST, CapturedRows
 from vlm_serve.engine.tower_graphs import most_tiles, patch_sizes
 from vlm_serve.engine.warm_up import warm_up
 from vlm_serve.errors import ConfigError
