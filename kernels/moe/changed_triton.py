@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.linear.codes_triton import code_arguments, grouped_product
-from vlm_serve.kernels.linear.low_rank_records import ExpertSites
+from vlm_serve.kernels.linear.low_rank_factors import ExpertSites
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import triton as base
 from vlm_serve.kernels.moe.align_triton import align

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise import silu
-from vlm_serve.kernels.linear import low_rank_host
-from vlm_serve.kernels.linear.low_rank_change import StackedChange
-from vlm_serve.kernels.linear.low_rank_records import ExpertSites, Site
+from vlm_serve.kernels.linear.low_rank import addition_of
+from vlm_serve.kernels.linear.low_rank_factors import ExpertSites, LowRankChange, Site, changes_at
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe.beside import Beside
 from vlm_serve.kernels.moe.torch_cpu import with_beside
@@ -44,14 +43,13 @@ def changed_experts(
     return out if beside is None else with_beside(out, beside)
 
 
-Changes = list[tuple[StackedChange, torch.Tensor]]
+Changes = list[tuple[LowRankChange, torch.Tensor]]
 """Each adapter's change, and `[T]`, whether a token has the adapter."""
 
 
 def _changes(site: Site, device: torch.device) -> Changes:
     found: Changes = []
-    for change, rows in low_rank_host.groups(site):
-        assert isinstance(change, StackedChange), "of one projection"
+    for change, rows in changes_at(site):
         mine = torch.zeros(len(site.groups.adapters), dtype=torch.bool, device=device)
         mine[rows] = True
         found.append((change.to(device), mine))
@@ -73,5 +71,5 @@ def _added(
         own = change.of_expert(expert)
         if own is not None:
             rows = mine[tokens]
-            wide[rows] += own.of(x[rows], wide.shape[1])
+            wide[rows] += addition_of(own, x[rows], wide.shape[1])
     return wide

@@ -19,11 +19,10 @@ from itertools import pairwise
 
 import torch
 
-from vlm_serve.engine.adapters.table import AdapterTable
+from vlm_serve.engine.adapters.table import AdapterTable, row_tables, write_changes
 from vlm_serve.engine.prefill_tables import PrefillTables, TileForm
 from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
 from vlm_serve.engine.step_tables import HostRing, StepTables, Table, TableMemory, Tables
-from vlm_serve.kernels.linear.low_rank_fixed import fill_changes, shapes_of
 from vlm_serve.kernels.metadata import DecodeMeta, VerifyMeta
 from vlm_serve.models.batch import ForwardBatch
 
@@ -160,8 +159,7 @@ class StepBuffers:
         if packs:
             parts["packed"] = index_table(size.rows)
         if adapters is not None:
-            shapes = shapes_of(size.rows, adapters.sizes.slots)
-            parts["changes"] = {name: Table(*shape) for name, shape in shapes.items()}
+            parts["changes"] = row_tables(size.rows, adapters.sizes.slots)
             if size.drafted:
                 # Logits are packed, other rows lie in places.
                 parts["kept changes"] = parts["changes"]
@@ -237,9 +235,9 @@ class StepBuffers:
                     staged["packed"]["rows"][: len(places)] = places
         changes = None if batch is None else batch.changes
         if "changes" in staged:
-            fill_changes(staged["changes"], changes, runs)
+            write_changes(staged["changes"], changes, runs)
         if "kept changes" in staged:
-            fill_changes(staged["kept changes"], changes)
+            write_changes(staged["kept changes"], changes)
         self._tables.send()
 
     def _decode_tables(self) -> Tables:

@@ -27,7 +27,7 @@ from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.linear import torch_dense
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
-from vlm_serve.kernels.linear.low_rank_records import RECORD
+from vlm_serve.kernels.linear.low_rank_factors import RECORD
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
 from vlm_serve.models import Model, load_model
 from vlm_serve.models.adapters import LowRank, changes_of
