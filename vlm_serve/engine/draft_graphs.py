@@ -72,8 +72,6 @@ class DraftBuffers:
                 snapshot_rows=none,
                 tensors=dict(fixed["keys"]),
             ),
-            prefill=None,
-            media=(),
             logit_rows=fixed["logits"]["rows"],
         )
         self.fill(None)

@@ -281,7 +281,6 @@ class CheckedSteps:
             slots=torch.tensor(slots),
             decode=decode,
             prefill=prefill,
-            media=(),
             logit_rows=torch.arange(len(slots)),
             deterministic=self._config.deterministic,
             verify=verify,

@@ -172,7 +172,6 @@ class StepBuffers:
             slots=fixed["tokens"]["slots"],
             decode=self._decode_meta(fixed["decode"]) if size.decodes else None,
             prefill=None if self._prefill is None else self._prefill.meta(fixed["prefill"]),
-            media=(),
             logit_rows=rows,
             verify=self._verify_meta(fixed["verify"]) if size.drafted else None,
             changes=None

@@ -236,7 +236,6 @@ def _forward(
         token_ids=torch.zeros(tokens, dtype=torch.int64),
         positions=torch.arange(tokens).expand(3, -1),
         slots=torch.arange(tokens),
-        decode=None,
         prefill=PrefillMeta(
             cu_seqlens=(0, tokens),
             starts=(0,),
@@ -245,7 +244,6 @@ def _forward(
             dst_rows=(0 if caches.num_rows else -1,),
             chunk_ends=((*range(chunk, tokens, chunk), tokens),),
         ),
-        media=(),
         logit_rows=torch.arange(max(0, tokens - logit_rows), tokens),
         changes=RowChanges.of_all(adapter, tokens),
     ).to(model.device)
