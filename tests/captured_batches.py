@@ -20,7 +20,7 @@ def plain_batch(batch: ForwardBatch, block_size: int) -> ForwardBatch | None:
     """Return a captured batch's step without its padding; None if there is nothing else.
 
     Args:
-        batch: with the tables of `DecodeBuffers`, `PrefillBuffers` or `VerifyBuffers`.
+        batch: with the tables of `StepBuffers`.
         block_size: tokens per KV block.
     """
     if batch.verify is not None:

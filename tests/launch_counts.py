@@ -19,10 +19,9 @@ from queued_device import QueuedDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
-from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
-from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes
+from vlm_serve.engine.step_buffers import StepBuffers
+from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
 from vlm_serve.engine.step_tables import HostRing
-from vlm_serve.engine.verify_buffers import VerifyBuffers, VerifySizes
 from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch
@@ -115,17 +114,18 @@ def _pools(model: Model, decodes: int) -> CacheTensors:
 def _captured(
     caches: CacheTensors, kind: Kind, decodes: int, changed: Model | None
 ) -> ForwardBatch:
-    limits = DecodeLimits(BLOCK, LONGEST // BLOCK, max(caches.num_rows - 1, 0))
+    limits = SequenceLimits(BLOCK, LONGEST // BLOCK, max(caches.num_rows - 1, 0))
     device = QueuedDevice()
     ring, table = HostRing(device), None
     if changed is not None:
         sizes = SlotSizes.of(changed.modules, slots=8, max_rank=64)
         table = AdapterTable(sizes, device, caches.device)
-    if kind == "decode":
-        return DecodeBuffers(decodes, limits, ring, caches.device, table).batch
-    if kind == "drafts":
-        return VerifyBuffers(VerifySizes(0, 1, DRAFTED), limits, ring, caches.device).batch
-    return PrefillBuffers(PrefillSizes(2, 64, 2), limits, ring, caches.device).batch
+    size = {
+        "decode": StepSize(decodes),
+        "drafts": StepSize(0, 1, DRAFTED),
+        "prefill": StepSize(2, prompts=2, tokens=64),
+    }[kind]
+    return StepBuffers(size, limits, ring, caches.device, adapters=table).batch
 
 
 def _counted(

@@ -20,11 +20,11 @@ from step_graphs import with_graphs, with_kernels
 from vlm_serve.cache.tiers.entry import Entry
 from vlm_serve.engine import build as building
 from vlm_serve.engine import graph_device
-from vlm_serve.engine.decode_graphs import StepGraphs
 from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.graph_device import CudaGraphs, Step
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
+from vlm_serve.engine.step_graphs import StepGraphs
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.engine.tier_transfer import Staged, TensorTransfer
 from vlm_serve.engine.tower_graphs import TowerGraphs

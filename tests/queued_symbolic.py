@@ -18,7 +18,7 @@ from queued_device import QueuedDevice
 from symbolic import SymbolicExecutor
 
 from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
-from vlm_serve.engine.step_tables import HostRing, StepTables
+from vlm_serve.engine.step_tables import HostRing, StepTables, Table
 from vlm_serve.preprocess.keys import AdapterIdentity
 
 _SMALLEST = 1 << 12
@@ -107,8 +107,8 @@ class QueuedSymbolic:
     def _sent(self, data: bytes) -> StepTables:
         size = max(_SMALLEST, 1 << (len(data) - 1).bit_length())
         if size not in self._tables:
-            shapes = {"size": (torch.int64, (1,)), "bytes": (torch.uint8, (size,))}
-            self._tables[size] = StepTables({"plan": shapes}, self._ring, torch.device("cpu"))
+            parts = {"size": Table(torch.int64, (1,)), "bytes": Table(torch.uint8, (size,))}
+            self._tables[size] = StepTables({"plan": parts}, self._ring, torch.device("cpu"))
         tables = self._tables[size]
         staged = tables.stage()["plan"]
         staged["size"].fill_(len(data))

@@ -21,7 +21,7 @@ from vlm_serve.engine.request import Request
 from vlm_serve.engine.scheduler import Event
 from vlm_serve.errors import ModelNotFoundError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
-from vlm_serve.kernels.linear.low_rank_change import Change, Up
+from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
 from vlm_serve.models.adapters import Adapter, LowRank, Modules
 from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
 
@@ -39,7 +39,7 @@ class _Store(AdapterStore):
         module = "blocks.0.attn.qkv" if number % 3 == 0 else "layers.0.mlp.up_proj"
         change = LowRank(factor, factor, 1.0)
         down = torch.full((1 + number % 3, 1), float(number))
-        own = Change(down, torch.ones(len(down)), (Up(0, 0, down.T),))
+        own = LowRankChange(down, torch.ones(len(down)), (Up(0, 0, down.T),))
         return Adapter({module: change}, AdapterChanges({1: own}, 1))
 
 

@@ -30,11 +30,10 @@ from triton.runtime.jit import create_function_from_signature
 
 from vlm_serve.engine import step_memory
 from vlm_serve.engine.arithmetic import Backend, Types, decide
-from vlm_serve.engine.decode_graphs import DecodeGraphs
 from vlm_serve.engine.graph_device import Step
 from vlm_serve.engine.kernel_check import CheckedSteps
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
-from vlm_serve.engine.verify_graphs import VerifyGraphs
+from vlm_serve.engine.step_graphs import StepGraphs
+from vlm_serve.engine.step_sizes import TOKENS, decode_sizes, prefill_sizes, verify_sizes
 from vlm_serve.engine.warm_up import warm_up
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.kv_write import copy_kv_rows
@@ -159,13 +158,14 @@ def start(
     limits: dict[str, Any] = {
         "block_size": config.block_size,
         "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
         "device": Recorder(),
     }
-    for kind in (PrefillGraphs, DecodeGraphs):
-        kind(model, caches, **limits)
+    most = config.max_num_seqs
+    kinds = [prefill_sizes(most, TOKENS[-1]), decode_sizes(most)]
     if config.speculative != "off":
-        VerifyGraphs(model, caches, **limits, drafts=DRAFTED - 1)
+        kinds.append(verify_sizes(most, DRAFTED - 1))
+    for sizes in kinds:
+        StepGraphs(model, caches, sizes, **limits)
 
 
 def driver_of(model: Model, types: Types, config: EngineConfig) -> Driver:

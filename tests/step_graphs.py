@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton_case import kernels
 
 from vlm_serve.engine import build as building
-from vlm_serve.engine import prefill_graphs, step_paths
+from vlm_serve.engine import step_paths, step_sizes
 from vlm_serve.engine.graph_device import Step
 from vlm_serve.models.cache_layout import CacheTensors, Unit
 
@@ -122,6 +122,6 @@ class HostFree(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def with_graphs(monkeypatch: pytest.MonkeyPatch, device: Callable[[], object]) -> None:
     """Has engines built on the CPU as they are on a GPU, with another kind of device, and one size
     of prefills, since the interpreter takes its time."""
-    monkeypatch.setattr(prefill_graphs, "TOKENS", (32,))
+    monkeypatch.setattr(step_sizes, "TOKENS", (32,))
     monkeypatch.setattr(building, "graphs_wanted", lambda option, device, ranks: True)
     monkeypatch.setattr(step_paths, "CudaGraphs", device)

@@ -22,11 +22,10 @@ from step_graphs import SPECS
 from symbolic import SymbolicExecutor
 
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
-from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
-from vlm_serve.engine.verify_graphs import VerifyGraphs
+from vlm_serve.engine.step_graphs import StepGraphs
+from vlm_serve.engine.step_sizes import TOKENS, decode_sizes, prefill_sizes, verify_sizes
 from vlm_serve.models import load_model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 
@@ -38,7 +37,7 @@ TYPES = (
 )
 
 
-class CountedVerifyGraphs(VerifyGraphs):
+class CountedGraphs(StepGraphs):
     """Count the steps with drafts that a graph has computed.
 
     Attributes:
@@ -102,17 +101,17 @@ class TorchTwins(SymbolicExecutor):
         limits: dict[str, Any] = {
             "block_size": block_size,
             "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
             "device": self.device,
         }
         model, pools = models[1], self._pools[1]
         graphs: tuple[StepGraphs, ...] = (
-            PrefillGraphs(model, pools, **limits),
-            DecodeGraphs(model, pools, **limits),
+            StepGraphs(model, pools, prefill_sizes(max_num_seqs, TOKENS[-1]), **limits),
+            StepGraphs(model, pools, decode_sizes(max_num_seqs), **limits),
         )
-        self.verifying: CountedVerifyGraphs | None = None
+        self.verifying: CountedGraphs | None = None
         if drafts:
-            self.verifying = CountedVerifyGraphs(model, pools, **limits, drafts=drafts)
+            sizes = verify_sizes(max_num_seqs, drafts)
+            self.verifying = CountedGraphs(model, pools, sizes, **limits)
             graphs += (self.verifying,)
         self._queued = QueuedExecutor(
             models[1],

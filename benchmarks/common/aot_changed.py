@@ -10,7 +10,8 @@ import torch
 from common.gpu_shapes import Shapes
 from vlm_serve.kernels.linear.base import Epilogue
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
-from vlm_serve.kernels.linear.low_rank_records import (
+from vlm_serve.kernels.linear.low_rank import Sums, _extended, _reduced
+from vlm_serve.kernels.linear.low_rank_factors import (
     RECORD,
     SPAN,
     ExpertSites,
@@ -18,7 +19,6 @@ from vlm_serve.kernels.linear.low_rank_records import (
     Reduced,
     Site,
 )
-from vlm_serve.kernels.linear.low_rank_rows import Sums, _extended, _reduced
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import _changed
 

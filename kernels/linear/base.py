@@ -14,7 +14,7 @@ import torch
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.codes import Codes
-from vlm_serve.kernels.linear.low_rank_records import ExpertSites, Reduced
+from vlm_serve.kernels.linear.low_rank_factors import ExpertSites, Reduced
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.norms.pending import Normed
 

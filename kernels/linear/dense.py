@@ -8,12 +8,14 @@ widened in registers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
 from vlm_serve.kernels.large_pages import zeros
 from vlm_serve.kernels.linear.base import WeightRecord
+from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
 from vlm_serve.kernels.linear.packed import PANEL, Packed
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call
@@ -25,7 +27,7 @@ TYPES = {
 }
 """Constants of compiled code by dtype."""
 
-_Packing = struct("Packing")
+_Packing, _Part, _Change = map(struct, ("Packing", "LowRankPart", "LowRankChange"))
 
 
 class PackedDense(Packed):
@@ -91,3 +93,57 @@ class PackedDense(Packed):
         panels = self._packed.view(-(-self.columns // PANEL), -1, PANEL, pair)
         rows = panels.transpose(1, 2).flatten(2).flatten(0, 1)
         return rows[: self.columns, : self.depth]
+
+
+class PackedChanges:
+    """An adapter's changes of all sites, packed: in the layout of `native/products/low_rank.h`.
+
+    Attributes:
+        address: of the records of all sites, for compiled code; valid as long as this object lives.
+        nbytes: in memory.
+    """
+
+    def __init__(self, by_site: Mapping[int, LowRankChange], sites: int) -> None:
+        self._kept: list[object] = []
+        self.nbytes = 0
+        records = [
+            self._record(by_site[site]) if site in by_site else _Change()
+            for site in range(sites + 1)
+        ]
+        self._records = (_Change * len(records))(*records)
+        self.address = ctypes.addressof(self._records)
+
+    def _record(self, change: LowRankChange) -> Any:
+        """Lay out a change, and return its record."""
+        whole = change.down
+        down = PackedDense.of([whole], len(whole), whole.shape[1], whole.dtype)
+        scales, panels = change.scales.contiguous(), [_panels(each) for each in change.ups]
+        parts = [
+            _Part(
+                first=up.first // PANEL,
+                last=up.first // PANEL + len(own),
+                offset=up.offset,
+                rank=up.values.shape[1],
+                up=own.data_ptr(),
+            )
+            for up, own in zip(change.ups, panels, strict=True)
+        ]
+        listed = (_Part * len(parts))(*parts)
+        self._kept += [down, scales, panels, listed]
+        self.nbytes += down.nbytes + sum(each.nbytes for each in panels)
+        return _Change(
+            down=down.record(),
+            scales=scales.data_ptr(),
+            count=len(parts),
+            parts=ctypes.addressof(listed),
+        )
+
+
+def _panels(up: Up) -> torch.Tensor:
+    """Lay columns out as float32 `[panels, rank, 32]`, with zeros where others' columns are."""
+    count, rank = up.values.shape
+    skip = up.first % PANEL
+    panels = -(-(skip + count) // PANEL)
+    wide = torch.zeros(panels * PANEL, rank)
+    wide[skip : skip + count] = up.values
+    return wide.view(panels, PANEL, rank).transpose(1, 2).contiguous()

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.elementwise import reference as elementwise
-from vlm_serve.kernels.linear.low_rank_host import addition
-from vlm_serve.kernels.linear.low_rank_records import Reduced
+from vlm_serve.kernels.linear.low_rank_factors import Reduced, addition
 from vlm_serve.kernels.norms import reference as norms
 
 MOST_ROWS = 8

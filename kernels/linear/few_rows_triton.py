@@ -17,7 +17,7 @@ import triton.language as tl
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
-from vlm_serve.kernels.linear.low_rank_records import Reduced
+from vlm_serve.kernels.linear.low_rank_factors import Reduced
 from vlm_serve.kernels.linear.low_rank_triton import few_changed, sizes_of
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch
 from vlm_serve.kernels.tuning import NARROW_BELOW, Limits, tuned

@@ -2,74 +2,38 @@
 
 A row's bits depend on the row, the weight and the row's own adapter. Compiled steps let the chain
 of each column go on (`native/products/low_rank.h`). On a GPU kernels add the change
-(`low_rank_rows.py`), and elsewhere torch does. It is added to the product in float32, before the
-activation, the factor or the residual, and the sum is rounded once.
+(`low_rank_triton.py`), and elsewhere torch does. It is added to the product in float32, before the
+activation, the factor or the residual, and the sum is rounded once. Rows without an adapter get
+what the base computes for them.
 """
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
+from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
 from vlm_serve.kernels.linear.base import Epilogue, Linear
-from vlm_serve.kernels.linear.dense import PackedDense
+from vlm_serve.kernels.linear.dense import PackedChanges
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
-from vlm_serve.kernels.linear.low_rank_change import Change, StackedChange, Up, records_of
-from vlm_serve.kernels.linear.low_rank_records import ExpertSites, Groups, Reduced
-from vlm_serve.kernels.linear.low_rank_rows import GroupedRows, by_kernels
-from vlm_serve.kernels.linear.packed import PANEL
-from vlm_serve.kernels.native_layout import struct
-
-_Part, _Change = struct("LowRankPart"), struct("LowRankChange")
-
-
-class PackedChange:
-    """A change in the layout of `native/products/low_rank.h`.
-
-    Attributes:
-        record: for compiled code; lives as long as this object.
-        nbytes: in memory.
-    """
-
-    def __init__(self, change: Change) -> None:
-        down = change.down
-        self._down = PackedDense.of([down], len(down), down.shape[1], down.dtype)
-        self._scales = change.scales.contiguous()
-        self._panels = [_panels(each) for each in change.ups]
-        parts = [
-            _Part(
-                first=up.first // PANEL,
-                last=up.first // PANEL + len(panels),
-                offset=up.offset,
-                rank=up.values.shape[1],
-                up=panels.data_ptr(),
-            )
-            for up, panels in zip(change.ups, self._panels, strict=True)
-        ]
-        self._parts = (_Part * len(parts))(*parts)
-        self.record = _Change(
-            down=self._down.record(),
-            scales=self._scales.data_ptr(),
-            count=len(parts),
-            parts=ctypes.addressof(self._parts),
-        )
-        self.nbytes = self._down.nbytes + sum(each.nbytes for each in self._panels)
-
-
-def _panels(up: Up) -> torch.Tensor:
-    """Lay columns out as float32 `[panels, rank, 32]`, with zeros where others' columns are."""
-    count, rank = up.values.shape
-    skip = up.first % PANEL
-    panels = -(-(skip + count) // PANEL)
-    wide = torch.zeros(panels * PANEL, rank)
-    wide[skip : skip + count] = up.values
-    return wide.view(panels, PANEL, rank).transpose(1, 2).contiguous()
+from vlm_serve.kernels.linear.low_rank_factors import (
+    ExpertSites,
+    Groups,
+    LowRankChange,
+    Reduced,
+    Site,
+    addition,
+    changes_at,
+    records_of,
+    reduced_by_torch,
+)
+from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, in_tiles, with_rows
 
 
 class AdapterChanges:
@@ -88,7 +52,7 @@ class AdapterChanges:
 
     def __init__(
         self,
-        by_site: Mapping[int, Change | StackedChange],
+        by_site: Mapping[int, LowRankChange],
         sites: int,
         *,
         tower: bool = False,
@@ -99,21 +63,20 @@ class AdapterChanges:
         self._room = room
         self.widest = max((each.width for each in by_site.values()), default=0)
         self._sites = sites
-        self._layout: _Layout | None = None
-        self._placed: Mapping[int, Change | StackedChange] | None = None
+        self._layout: PackedChanges | None = None
+        self._placed: Mapping[int, LowRankChange] | None = None
         self._records: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def factor_bytes(self) -> int:
         """Bytes of all factors."""
-        changes = self.by_site.values()
-        return sum(own.down.nbytes + sum(up.values.nbytes for up in own.ups) for own in changes)
+        return sum(each.factor_bytes for each in self.by_site.values())
 
     def lay_out(self) -> None:
         """Lay everything out for compiled code, unless that has been done."""
         if self._layout is None:
-            apart = {site: each for site, each in self.by_site.items() if isinstance(each, Change)}
-            self._layout = _Layout(apart, self._sites)
+            apart = {site: each for site, each in self.by_site.items() if each.places is None}
+            self._layout = PackedChanges(apart, self._sites)
 
     def place(self, device: torch.device) -> None:
         """Copy everything to a device, once."""
@@ -130,10 +93,10 @@ class AdapterChanges:
         assert self._records is not None
         return self._records
 
-    def at(self, site: int, device: torch.device) -> Change:
+    def at(self, site: int, device: torch.device) -> LowRankChange:
         """Return the change of a projection on a device; copies it, unless it was placed there."""
         change = (self.by_site if self._placed is None else self._placed)[site]
-        assert isinstance(change, Change), "experts in one piece are changed together"
+        assert change.places is None, "experts in one piece are changed together"
         return change if change.down.device == device else change.to(device)
 
     def width(self, site: int) -> int:
@@ -155,20 +118,68 @@ class AdapterChanges:
         """Return the address of the records of all sites, for compiled code."""
         self.lay_out()
         assert self._layout is not None
-        return ctypes.addressof(self._layout.records)
+        return self._layout.address
 
 
-class _Layout:
-    """The changes of all sites, in the layout of compiled code."""
+class Sums(NamedTuple):
+    """Products in float32 that changes are added to.
 
-    def __init__(self, by_site: Mapping[int, Change], sites: int) -> None:
-        self._packed = {site: PackedChange(each) for site, each in by_site.items()}
-        self.nbytes = sum(each.nbytes for each in self._packed.values())
-        none = _Change()
-        records = [
-            self._packed[site].record if site in by_site else none for site in range(sites + 1)
-        ]
-        self.records: Any = (_Change * len(records))(*records)
+    Attributes:
+        values: `[rows, N]`.
+        by_place: True if row i is that of `order[i]`; otherwise rows are the step's.
+        after: what follows the sum, for all rows of the step.
+    """
+
+    values: torch.Tensor
+    by_place: bool
+    after: Epilogue
+
+
+def _extended_by_torch(out: torch.Tensor, sums: Sums, change: Reduced) -> None:
+    groups, after = change.site.groups, sums.after
+    added = addition(change, out.shape[1])
+    place_of = {row: place for place, row in enumerate(groups.order.tolist())}
+    for _, rows in changes_at(change.site):
+        places = [place_of[row] for row in rows.tolist()] if sums.by_place else rows
+        total = sums.values[places].float() + added[rows]
+        out[rows] = _finished(total, after.of(itemgetter(rows))).to(out.dtype)
+
+
+def _finished(total: torch.Tensor, after: Epilogue) -> torch.Tensor:
+    """Return what follows sums in float32, in float32."""
+    if after.activation is not None:
+        total = ACTIVATIONS[after.activation](total)
+    if after.times is not None:
+        total = total * after.times
+    return total if after.plus is None else total + after.plus
+
+
+_TRITON = "vlm_serve.kernels.linear.low_rank_triton"
+_reduced = Op(reduced_by_torch, triton=f"{_TRITON}:reduced")
+_extended = Op(_extended_by_torch, triton=f"{_TRITON}:extended")
+
+
+def by_kernels(device: torch.device) -> bool:
+    """Return True if kernels add the changes of rows on a device."""
+    return _extended.on_triton(device)
+
+
+def addition_of(change: LowRankChange, x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return float32 `[T, columns]`, the sum that x's rows get by a change of one projection."""
+    u = _product(x.float(), change.down.float()) * change.scales
+    total = u.new_zeros(len(x), columns)
+    for up in change.ups:
+        values = up.values.float()
+        own = u[:, up.offset : up.offset + values.shape[1]].contiguous()
+        total[:, up.first : up.first + len(values)] += _product(own, values)
+    return total
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply with bits that do not depend on the number of rows."""
+    count = len(weight)
+    wide = weight if count >= MIN_COLUMNS else with_rows(weight, MIN_COLUMNS)
+    return in_tiles(x, lambda rows, _: F.linear(rows, wide))[:, :count]
 
 
 class RowChanges:
@@ -190,7 +201,7 @@ class RowChanges:
         self.of_rows = array("q", of_rows)
         self.slots = tuple(range(len(self.adapters)) if slots is None else slots)
         self._used = sorted(set(self.of_rows) - {-1})
-        self._grouped: dict[torch.device, GroupedRows] = {}
+        self._records: dict[torch.device, torch.Tensor] = {}
         self._groups: dict[tuple[torch.device, tuple[bool, ...]], Groups] = {}
 
     @classmethod
@@ -204,17 +215,12 @@ class RowChanges:
             return RowChanges(self.adapters, self.of_rows[:1] * len(rows), self.slots)
         return RowChanges(self.adapters, [self.of_rows[row] for row in rows.tolist()], self.slots)
 
-    def grouped(self, device: torch.device) -> GroupedRows:
-        """Return the rows for the kernels of a device."""
-        if device not in self._grouped:
-            records = torch.stack([each.records(device)[1] for each in self.adapters])
-            self._grouped[device] = GroupedRows(
-                records, self._width, lambda site: self._groups_at(site, device)
-            )
-        return self._grouped[device]
-
-    def _width(self, site: int) -> int:
-        return max((each.width(site) for each in self.adapters), default=0)
+    def at(self, site: int, device: torch.device) -> Site:
+        """Return the changes of a projection for the kernels of a device."""
+        if device not in self._records:
+            self._records[device] = torch.stack([each.records(device)[1] for each in self.adapters])
+        width = max((each.width(site) for each in self.adapters), default=0)
+        return Site(self._groups_at(site, device), self._records[device][:, site], width)
 
     def _groups_at(self, site: int, device: torch.device) -> Groups:
         """Return the groups of rows, in which rows that a site's changes leave alone have none."""
@@ -227,21 +233,25 @@ class RowChanges:
         return self._groups[key]
 
     def few(self, site: int, x: torch.Tensor, norm: torch.Tensor | None = None) -> Reduced | None:
-        """Compute u of a few rows, see `GroupedRows.reduced`; None if no row is changed."""
-        if not self.reaches(site):
-            return None
-        return self.grouped(x.device).reduced(site, x, norm)
+        """Compute u of a few rows; None if no row is changed.
+
+        Args:
+            site: the projection.
+            x: `[T, K]`, its input.
+            norm: `[K]`, weight of a zero-centred RMS norm whose factor of each row is left to the
+                reader, as in `few_rows`; None: no norm.
+        """
+        return _reduced(x.device, x, norm, self.at(site, x.device)) if self.reaches(site) else None
 
     def experts(self, sites: tuple[int, int], device: torch.device) -> ExpertSites | None:
         """Return the changes of experts in one piece; None if those of no row are changed."""
         if not any(map(self.reaches, sites)):
             return None
-        rows = self.grouped(device)
-        return ExpertSites(*map(rows.at, sites))
+        return ExpertSites(*(self.at(site, device) for site in sites))
 
     def groups(
         self, site: int, device: torch.device
-    ) -> Iterator[tuple[Change | None, torch.Tensor]]:
+    ) -> Iterator[tuple[LowRankChange | None, torch.Tensor]]:
         """Yield each change of a projection with its rows, on a device; None: rows that stay as
         they are."""
         found: dict[int, list[int]] = {}
@@ -266,15 +276,15 @@ class RowChanges:
         first = 0
         for leaf in weight.leaves():
             own = slice(first, first + leaf.columns)
+            first = own.stop
             if by_kernels(x.device):
-                if self.reaches(leaf.site):
-                    self.grouped(x.device).added(leaf.site, x, out[:, own])
-                first = own.stop
+                if (u := self.few(leaf.site, x)) is not None:
+                    sums = Sums(out[:, own], False, Epilogue())
+                    _extended(x.device, sums.values, sums, u)
                 continue
             for change, rows in self.groups(leaf.site, x.device):
                 if change is not None:
-                    out[rows, own] += change.of(x[rows], leaf.columns)
-            first = own.stop
+                    out[rows, own] += addition_of(change, x[rows], leaf.columns)
         return out
 
     def multiplied(
@@ -282,7 +292,7 @@ class RowChanges:
     ) -> torch.Tensor:
         """Compute a call of a projection of one format, with checked arguments."""
         if by_kernels(x.device):
-            return self.grouped(x.device).multiplied(weight, x, after, deterministic=deterministic)
+            return self._by_kernels(weight, x, after, deterministic)
         out = x.new_empty(x.shape[0], weight.columns)
         for change, place in self.groups(weight.site, x.device):
             mine = after.of(itemgetter(place))
@@ -290,14 +300,18 @@ class RowChanges:
                 out[place] = weight._multiply(x[place], mine, deterministic)
                 continue
             wide = weight.partial(x[place], deterministic=True)
-            wide = wide + change.of(x[place], weight.columns)
-            if mine.activation is not None:
-                wide = ACTIVATIONS[mine.activation](wide)
-            if mine.times is not None:
-                wide = wide * mine.times
-            if mine.plus is not None:
-                wide = wide + mine.plus
-            out[place] = wide.to(x.dtype)
+            wide = wide + addition_of(change, x[place], weight.columns)
+            out[place] = _finished(wide, mine).to(x.dtype)
+        return out
+
+    def _by_kernels(
+        self, weight: Linear, x: torch.Tensor, after: Epilogue, deterministic: bool
+    ) -> torch.Tensor:
+        after = after._replace(overwrite=False)  # Rows with an adapter need `plus` once more.
+        site = self.at(weight.site, x.device)
+        change = _reduced(x.device, x, None, site)
+        out, sums = _base(weight, x, after, deterministic, site.groups)
+        _extended(x.device, out, sums, change)
         return out
 
     def gated(
@@ -323,3 +337,25 @@ class RowChanges:
             else:
                 out[place] = gate.gated(up, x[place], deterministic=deterministic)
         return out
+
+
+def _base(
+    weight: Linear, x: torch.Tensor, after: Epilogue, deterministic: bool, groups: Groups
+) -> tuple[torch.Tensor, Sums]:
+    """Return the base's results, and the sums of the rows with adapters."""
+    both = weight.with_sums(x, after, deterministic)
+    if both is not None:
+        return both[0], Sums(both[1], False, after)
+    changed, plain = groups.changed, groups.plain
+    if changed is None or plain is None:
+        # A captured step serves any rows. No library promises that a product's float32 sums
+        # round to the bits of its results in 16 bits, so both are computed.
+        out = weight._multiply(x, after, deterministic)
+        return out, Sums(weight.partial(x, deterministic=True), False, after)
+    if not len(changed):
+        return weight._multiply(x, after, deterministic), Sums(x[:0].float(), True, after)
+    out = x.new_empty(x.shape[0], weight.columns)
+    if len(plain):
+        own = after.of(itemgetter(plain))
+        out[plain] = weight._multiply(x[plain], own, deterministic)
+    return out, Sums(weight.partial(x[changed], deterministic=True), True, after)

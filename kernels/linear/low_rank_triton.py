@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vlm_serve.kernels.linear.low_rank_records import (
+from vlm_serve.kernels.linear.low_rank import Sums
+from vlm_serve.kernels.linear.low_rank_factors import (
     HEAD,
     PART,
     RANKS,
@@ -24,7 +25,6 @@ from vlm_serve.kernels.linear.low_rank_records import (
     Reduced,
     Site,
 )
-from vlm_serve.kernels.linear.low_rank_rows import Sums
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
 
 DEPTH = 64

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
 from vlm_serve.kernels.linear.base import Activation, ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.few_rows import Around, few_rows, serves
-from vlm_serve.kernels.linear.low_rank_records import Reduced
+from vlm_serve.kernels.linear.low_rank_factors import Reduced
 from vlm_serve.kernels.norms.pending import Normed
 
 MIN_ROWS = 16

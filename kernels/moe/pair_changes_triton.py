@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlm_serve.kernels.linear.low_rank_records import HEAD, PART, RANKS, SPAN, Site
+from vlm_serve.kernels.linear.low_rank_factors import HEAD, PART, RANKS, SPAN, Site
 from vlm_serve.kernels.linear.low_rank_triton import DEPTH, _factor, sizes_of
 from vlm_serve.kernels.moe.align_triton import Plan
 from vlm_serve.kernels.moe.pairs_triton import tile_pairs

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from vlm_serve.kernels.elementwise.reference import silu_times, times_sigmoid
-from vlm_serve.kernels.linear import Linear, low_rank_host
+from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.base import ChangedRows
-from vlm_serve.kernels.linear.low_rank_change import StackedChange
-from vlm_serve.kernels.linear.low_rank_records import ExpertSites, Site
+from vlm_serve.kernels.linear.low_rank import addition_of
+from vlm_serve.kernels.linear.low_rank_factors import ExpertSites, LowRankChange, Site, changes_at
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe.beside import Beside
 from vlm_serve.kernels.plain import widened
@@ -108,14 +108,13 @@ def _stacked(
     return expert
 
 
-Changes = list[tuple[StackedChange, torch.Tensor]]
+Changes = list[tuple[LowRankChange, torch.Tensor]]
 """Each adapter's change, and `[T]`, whether a token has the adapter."""
 
 
 def _changes(site: Site) -> Changes:
     found: Changes = []
-    for change, rows in low_rank_host.groups(site):
-        assert isinstance(change, StackedChange), "of one projection"
+    for change, rows in changes_at(site):
         mine = torch.zeros(len(site.groups.adapters), dtype=torch.bool, device=rows.device)
         mine[rows] = True
         found.append((change.to(rows.device), mine))
@@ -137,5 +136,5 @@ def _added(
         own = change.of_expert(expert)
         if own is not None:
             rows = mine[tokens]
-            wide[rows] += own.of(x[rows], wide.shape[1])
+            wide[rows] += addition_of(own, x[rows], wide.shape[1])
     return wide

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes_triton import code_arguments
-from vlm_serve.kernels.linear.low_rank_records import ExpertSites
+from vlm_serve.kernels.linear.low_rank_factors import ExpertSites
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe.align_triton import align
 from vlm_serve.kernels.moe.beside import Beside

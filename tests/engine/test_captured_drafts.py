@@ -17,12 +17,11 @@ from step_graphs import SPECS
 from sweeps import quick
 
 from vlm_serve.engine import build as building
-from vlm_serve.engine import draft_graphs, verify_graphs
-from vlm_serve.engine.decode_graphs import StepGraphs
+from vlm_serve.engine import step_paths
 from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.drafts.lengths import CostCurve
-from vlm_serve.engine.verify_buffers import VerifySizes
-from vlm_serve.engine.verify_graphs import VerifyGraphs
+from vlm_serve.engine.step_graphs import StepGraphs
+from vlm_serve.engine.step_sizes import StepSize
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.models.parts import feed_forward
 from vlm_serve.options.config import EngineConfig
@@ -53,10 +52,10 @@ Answers = list[tuple[list[int], int]]
 @pytest.fixture(autouse=True)
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter computes every size once. A whole engine is slower than its parts."""
-    sizes = VerifySizes(0, 1, DRAFTS + 1), VerifySizes(1, 2, DRAFTS + 1)
-    passes = (2, 1), (2, DRAFTS + 2)
-    monkeypatch.setattr(verify_graphs, "verify_sizes", lambda *limits: sizes)
-    monkeypatch.setattr(draft_graphs, "pass_sizes", lambda *limits: passes)
+    sizes = StepSize(0, 1, DRAFTS + 1), StepSize(1, 2, DRAFTS + 1)
+    passes = StepSize(0, 2, 1), StepSize(0, 2, DRAFTS + 2)
+    monkeypatch.setattr(step_paths, "verify_sizes", lambda *limits: sizes)
+    monkeypatch.setattr(step_paths, "pass_sizes", lambda *limits: passes)
     monkeypatch.setattr(building, "measure_costs", lambda *engine: (CostCurve(), None))
     # The Triton kernels do not read the experts' packed weights of the CPU path.
     monkeypatch.setattr(feed_forward, "stacked_experts", lambda device: True)
@@ -66,12 +65,13 @@ def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count the steps and passes that graphs compute."""
     found: Counter[str] = Counter()
-    for kind, name in ((VerifyGraphs, "run"), (DraftGraphs, "run"), (DraftGraphs, "run_later")):
+    for kind, name in ((StepGraphs, "run"), (DraftGraphs, "run"), (DraftGraphs, "run_later")):
         inner = getattr(kind, name)
 
-        def counting(*args: Any, inner: Any = inner, key: str = f"{kind.__name__}.{name}") -> Any:
+        def counting(*args: Any, inner: Any = inner, kind: type = kind, name: str = name) -> Any:
             output = inner(*args)
-            found[key] += output is not None
+            if output is not None and (kind is DraftGraphs or args[1].verify is not None):
+                found[f"{kind.__name__}.{name}"] += 1
             return output
 
         monkeypatch.setattr(kind, name, counting)
@@ -123,16 +123,16 @@ def test_the_engine_answers_the_same(
     assert [tokens for tokens, _ in expected] == [tokens for tokens, _ in plain]
     assert not counts
     with_queue(monkeypatch, QueuedDevice())
-    replay, results = StepGraphs._replay, set[tuple[str, int]]()
+    replay, results = StepGraphs._replay, set[tuple[int, int]]()
 
     def watched(graphs: StepGraphs, *step: Any) -> Any:
         output = replay(graphs, *step)
-        results.add((type(graphs).__name__, output.logits.data_ptr()))
+        results.add((id(graphs), output.logits.data_ptr()))
         return output
 
     monkeypatch.setattr(StepGraphs, "_replay", watched)
     assert answers(checkpoint, source, params, plain) == expected
-    assert counts["VerifyGraphs.run"] > 2
+    assert counts["StepGraphs.run"] > 2
     # All kinds of steps write theirs to one place.
     assert len({kind for kind, _ in results}) > 1 and len({place for _, place in results}) == 1
     if "mtp" in source:

@@ -28,8 +28,9 @@ from step_graphs import (
 from sweeps import quick
 
 from vlm_serve.engine.build import build
-from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
-from vlm_serve.engine.decode_graphs import DecodeGraphs, padded_sizes
+from vlm_serve.engine.step_buffers import StepBuffers
+from vlm_serve.engine.step_graphs import StepGraphs
+from vlm_serve.engine.step_sizes import SequenceLimits, StepSize, decode_sizes
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
@@ -61,15 +62,19 @@ def model(checkpoint: Path) -> Iterator[Model]:
         yield made
 
 
-def graphs_over(driver: Driver, most: int = 4) -> DecodeGraphs:
-    return DecodeGraphs(
+def graphs_over(driver: Driver, most: int = 4) -> StepGraphs:
+    return StepGraphs(
         driver.model,
         driver.caches,
+        decode_sizes(most),
         block_size=driver.block_size,
         max_model_len=MAX_LEN,
-        max_num_seqs=most,
         device=QueuedDevice(),
     )
+
+
+def padded_sizes(most: int) -> tuple[int, ...]:
+    return tuple(each.decodes for each in decode_sizes(most))
 
 
 def test_sizes() -> None:
@@ -90,7 +95,7 @@ def test_steps_of_all_sizes_share_their_tables(model: Model) -> None:
     lengths = (5, 40, 33, 17)
     plain, padded = Driver(model), Driver(model, scratch_rows=1)
     graphs = graphs_over(padded)
-    large, small = graphs._steps[4][0], graphs._steps[1][0]
+    small, *_, large = (buffers for buffers, _ in graphs._steps)
     tables = [each.batch.token_ids for each in (large, small)]
     assert len(tables[0]) > len(tables[1])
     assert len({each.untyped_storage().data_ptr() for each in tables}) == 1
@@ -108,9 +113,8 @@ def test_steps_of_all_sizes_share_their_tables(model: Model) -> None:
 
 def test_a_smaller_step_leaves_padding_behind_it() -> None:
     device = QueuedDevice()
-    buffers = DecodeBuffers(
-        4, DecodeLimits(16, 3, scratch_row=9), HostRing(device), torch.device("cpu")
-    )
+    limits = SequenceLimits(16, 3, scratch_row=9)
+    buffers = StepBuffers(StepSize(4), limits, HostRing(device), torch.device("cpu"))
 
     def step(rows: tuple[int, ...]) -> ForwardBatch:
         count = len(rows)
@@ -232,9 +236,9 @@ def test_bad_rows_and_blocks_are_refused(model: Model) -> None:
 
 def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
     driver = Driver(model, scratch_rows=1)
-    limits = DecodeLimits(driver.block_size, 4, driver.caches.num_rows - 1)
+    limits = SequenceLimits(driver.block_size, 4, driver.caches.num_rows - 1)
     device = QueuedDevice()
-    batch = DecodeBuffers(4, limits, HostRing(device), torch.device("cpu")).batch
+    batch = StepBuffers(StepSize(4), limits, HostRing(device), torch.device("cpu")).batch
     device.synchronize()
     assert batch.decode is not None
     with triton_everywhere(), record_launches(Target("cuda", 90)) as launches:

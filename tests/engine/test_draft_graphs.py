@@ -18,17 +18,13 @@ from queued_device import QueuedDevice, running
 from step_graphs import SPECS, HostFree, Written, started
 from sweeps import quick
 
-from vlm_serve.engine import decode_graphs, draft_graphs, prefill_graphs, verify_graphs
 from vlm_serve.engine.batching import KnownSequence
-from vlm_serve.engine.decode_buffers import DecodeLimits
-from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs
-from vlm_serve.engine.draft_graphs import DraftBuffers, DraftGraphs, pass_sizes
+from vlm_serve.engine.draft_graphs import DraftBuffers, DraftGraphs
 from vlm_serve.engine.mtp_runner import MtpInput, MtpRunner, make_draft_batch
 from vlm_serve.engine.plan import SequenceInfo
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.engine.step_graphs import StepGraphs
+from vlm_serve.engine.step_sizes import SequenceLimits, StepSize, pass_sizes
 from vlm_serve.engine.step_tables import HostRing
-from vlm_serve.engine.verify_buffers import VerifySizes
-from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
@@ -51,12 +47,6 @@ def model(
         yield made
 
 
-@pytest.fixture(autouse=True)
-def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter computes every size once."""
-    monkeypatch.setattr(draft_graphs, "pass_sizes", lambda *limits: ((3, 1), (3, DRAFTS + 2)))
-
-
 class Awaited(DraftGraphs):
     """Graphs on a device behind the host, whose results are read at once."""
 
@@ -75,13 +65,13 @@ class Awaited(DraftGraphs):
 
 
 def graphs_over(driver: Driver) -> DraftGraphs:
+    """Graphs of few sizes: the interpreter computes every size once."""
     return Awaited(
         driver.model,
         driver.caches,
+        (StepSize(0, 3, 1), StepSize(0, 3, DRAFTS + 2)),
         block_size=driver.block_size,
         max_model_len=100,
-        max_num_seqs=3,
-        drafts=DRAFTS,
         device=QueuedDevice(),
     )
 
@@ -127,10 +117,10 @@ def states(count: int) -> torch.Tensor:
 
 
 def test_sizes() -> None:
-    assert pass_sizes(1, 3) == ((1, 1), (1, 2), (1, 5))
-    assert {count for count, room in pass_sizes(12, 3) if room == 5} == {1, 2, 4, 8, 12}
-    assert max(count for count, room in pass_sizes(300, 7) if room == 9) == 16
-    assert (300, 1) in pass_sizes(300, 7)
+    assert pass_sizes(1, 3) == tuple(StepSize(0, 1, room) for room in (1, 2, 5))
+    assert {each.drafted for each in pass_sizes(12, 3) if each.room == 5} == {1, 2, 4, 8, 12}
+    assert max(each.drafted for each in pass_sizes(300, 7) if each.room == 9) == 16
+    assert StepSize(0, 300, 1) in pass_sizes(300, 7)
 
 
 def test_drafts_are_those_of_plain_passes(model: Model) -> None:
@@ -182,13 +172,9 @@ def test_what_is_not_accepted(model: Model) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
-def test_captured_steps_report_their_hidden_states(
-    model: Model, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_steps_report_their_hidden_states(model: Model, kind: str) -> None:
     """In the order of the tokens, without padding: the layer reads them."""
-    monkeypatch.setattr(prefill_graphs, "TOKENS", (32,))
-    monkeypatch.setattr(decode_graphs, "padded_sizes", lambda most: (3,))
-    monkeypatch.setattr(verify_graphs, "verify_sizes", lambda *limits: (VerifySizes(2, 2, 4),))
+    size = StepSize(3)
     found = []
     for captured in (False, True):
         driver = Driver(model, scratch_rows=1, most_drafts=4)
@@ -196,23 +182,20 @@ def test_captured_steps_report_their_hidden_states(
         limits: dict[str, Any] = {
             "block_size": driver.block_size,
             "max_model_len": 100,
-            "max_num_seqs": 3,
             "device": QueuedDevice(),
         }
-        graphs: StepGraphs
         step: dict[str, Any] = {"decodes": [one]}
         if kind == "prefill":
-            graphs = PrefillGraphs(model, driver.caches, **limits)
+            size = StepSize(3, prompts=3, tokens=32)
             step |= {"prefills": [(text_sequence(random_ids(9, 1)), 0, 9)], "all_logits": False}
         elif kind == "verify":
-            graphs = VerifyGraphs(model, driver.caches, **limits, drafts=3)
+            size = StepSize(2, 2, 4)
             other.tokens += [3, 4]
             step |= {"drafts": [(other, 20, 0)]}
         else:
-            graphs = DecodeGraphs(model, driver.caches, **limits)
             step["decodes"].append(other)
         if captured:
-            driver.forward = running(graphs)
+            driver.forward = running(StepGraphs(model, driver.caches, (size,), **limits))
         hidden = driver.step(**step).hidden
         assert hidden is not None
         found.append(hidden.clone())
@@ -222,8 +205,8 @@ def test_captured_steps_report_their_hidden_states(
 
 def test_a_pass_asks_nothing_of_the_host(model: Model) -> None:
     driver, device = Driver(model, scratch_rows=1), QueuedDevice()
-    limits = DecodeLimits(driver.block_size, 7, 0)
-    batch = DraftBuffers(2, 3, limits, HostRing(device), torch.device("cpu")).batch
+    limits = SequenceLimits(driver.block_size, 7, 0)
+    batch = DraftBuffers(StepSize(0, 2, 3), limits, HostRing(device), torch.device("cpu")).batch
     device.synchronize()
     with triton_everywhere(), record_launches(Target("cuda", 90)) as launches:
         model.draft(batch, states(6), driver.caches)  # what belongs to the weights is derived once

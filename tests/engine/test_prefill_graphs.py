@@ -17,10 +17,9 @@ from queued_device import QueuedDevice, running
 from step_graphs import SPECS, HostFree, Written, bits, started
 from sweeps import quick
 
-from vlm_serve.engine import prefill_graphs
-from vlm_serve.engine.decode_buffers import DecodeLimits
-from vlm_serve.engine.prefill_buffers import PrefillBuffers, PrefillSizes
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.engine.step_buffers import StepBuffers
+from vlm_serve.engine.step_graphs import StepGraphs
+from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
@@ -43,20 +42,14 @@ def model(
         yield made
 
 
-@pytest.fixture(autouse=True)
-def one_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every size is computed by the interpreter once."""
-    monkeypatch.setattr(prefill_graphs, "TOKENS", (48,))
-    monkeypatch.setattr(prefill_graphs, "SEQUENCES", 2)
-
-
-def graphs_over(driver: Driver) -> PrefillGraphs:
-    return PrefillGraphs(
+def graphs_over(driver: Driver, tokens: tuple[int, ...] = (48,)) -> StepGraphs:
+    """Graphs of few sizes: every size is computed by the interpreter once."""
+    return StepGraphs(
         driver.model,
         driver.caches,
+        [StepSize(3, prompts=2, tokens=each) for each in tokens],
         block_size=driver.block_size,
         max_model_len=100,
-        max_num_seqs=3,
         device=QueuedDevice(),
     )
 
@@ -83,10 +76,9 @@ def played(driver: Driver) -> list[torch.Tensor]:
     return logits + states
 
 
-def test_padded_steps_equal_plain_ones(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_graphs, "TOKENS", (24, 48))
+def test_padded_steps_equal_plain_ones(model: Model) -> None:
     plain, padded = Driver(model), Driver(model, scratch_rows=1)
-    padded.forward = running(graphs_over(padded))
+    padded.forward = running(graphs_over(padded, (24, 48)))
     for got, expected in zip(played(padded), played(plain), strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
@@ -161,9 +153,9 @@ def test_bad_rows_and_blocks_are_refused(model: Model) -> None:
 
 def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
     driver = Driver(model, scratch_rows=1)
-    device, limits = QueuedDevice(), DecodeLimits(driver.block_size, 7, 16)
-    sizes, ring = PrefillSizes(3, 32, 2), HostRing(device)
-    batch = PrefillBuffers(sizes, limits, ring, torch.device("cpu")).batch
+    device, limits = QueuedDevice(), SequenceLimits(driver.block_size, 7, 16)
+    sizes, ring = StepSize(3, prompts=2, tokens=32), HostRing(device)
+    batch = StepBuffers(sizes, limits, ring, torch.device("cpu")).batch
     device.synchronize()
     with triton_everywhere(), record_launches(Target("cuda", 90)) as launches:
         model.forward(batch, driver.caches)  # attention adds its tables
@@ -174,11 +166,9 @@ def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
 
 
 def test_tables_behind_a_step_are_padding() -> None:
-    sizes, limits = PrefillSizes(0, 64, 2), DecodeLimits(16, 3, scratch_row=9)
+    sizes, limits = StepSize(1, prompts=2, tokens=64), SequenceLimits(16, 3, scratch_row=9)
     device = QueuedDevice()
-    buffers = PrefillBuffers(
-        replace(sizes, decodes=1), limits, HostRing(device), torch.device("cpu")
-    )
+    buffers = StepBuffers(sizes, limits, HostRing(device), torch.device("cpu"))
     assert buffers.batch.prefill is not None
     meta = PrefillMeta((0, 20), (4,), ((5, 2),), (3,), (6,), ((12, 20),), ((0, 0, 8),))
     batch = ForwardBatch(

@@ -16,9 +16,9 @@ from parity import executor_of
 
 from vlm_serve.engine import memory as sizes
 from vlm_serve.engine import step_memory
-from vlm_serve.engine.captured_rows import CapturedRows
 from vlm_serve.engine.memory import StepMemory, default_cache_memory
 from vlm_serve.engine.step_memory import fixed_parts, largest_span, measure_step_memory
+from vlm_serve.engine.step_sizes import CapturedRows
 from vlm_serve.engine.tower_graphs import patch_sizes
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig

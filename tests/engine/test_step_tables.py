@@ -8,15 +8,15 @@ from make_checkpoint import make_checkpoint
 from queued_device import FAULTS, QueuedDevice, broken, with_queue
 from step_graphs import SPECS
 
-from vlm_serve.engine.step_tables import HostRing, Parts, Shapes, StepTables
+from vlm_serve.engine.step_tables import HostRing, Parts, StepTables, Table, Tables
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
 
-PARTS: dict[str, Shapes] = {
-    "small": {"a": (torch.int32, (3,)), "b": (torch.int64, (2, 5))},
-    "other": {"a": (torch.int32, (1,))},
+PARTS: dict[str, Tables] = {
+    "small": {"a": Table(torch.int32, (3,)), "b": Table(torch.int64, (2, 5), -1)},
+    "other": {"a": Table(torch.int32, (1,))},
 }
 
 
@@ -40,8 +40,8 @@ def test_tables_arrive_and_start_at_16_bytes() -> None:
     tables = StepTables(PARTS, HostRing(device), torch.device("cpu"))
     assert numbers(tables) == [{0}, {0}, {0}]
     begin = tables.fixed["small"]["a"].data_ptr()
-    for part, shapes in PARTS.items():
-        for name, (dtype, shape) in shapes.items():
+    for part, own in PARTS.items():
+        for name, (dtype, shape, _) in own.items():
             table = tables.fixed[part][name]
             assert (table.dtype, tuple(table.shape)) == (dtype, shape)
             assert (table.data_ptr() - begin) % 16 == 0
@@ -50,10 +50,21 @@ def test_tables_arrive_and_start_at_16_bytes() -> None:
     assert numbers(tables) == [{1}, {2}, {3}]
 
 
+def test_what_a_step_does_not_write_is_padding() -> None:
+    device = QueuedDevice()
+    tables = StepTables(PARTS, HostRing(device), torch.device("cpu"))
+    for first in (1, 5, 9):
+        filled(tables, first)
+    tables.stage()["small"]["a"][0] = 7
+    tables.send()
+    device.synchronize()
+    assert numbers(tables) == [{7, 0}, {-1}, {0}]
+
+
 def test_a_ring_serves_tables_of_several_sizes() -> None:
     device = QueuedDevice()
     ring = HostRing(device)
-    small = StepTables({"one": {"a": (torch.int32, (2,))}}, ring, torch.device("cpu"))
+    small = StepTables({"one": {"a": Table(torch.int32, (2,))}}, ring, torch.device("cpu"))
     filled(small, 8)
     large = StepTables(PARTS, ring, torch.device("cpu"))
     filled(large, 1)

@@ -17,11 +17,10 @@ from queued_device import QueuedDevice, running
 from step_graphs import SPECS, HostFree, Written, bits, started
 from sweeps import quick
 
-from vlm_serve.engine import verify_graphs
-from vlm_serve.engine.decode_buffers import DecodeLimits
+from vlm_serve.engine.step_buffers import StepBuffers
+from vlm_serve.engine.step_graphs import StepGraphs
+from vlm_serve.engine.step_sizes import SequenceLimits, StepSize, verify_sizes
 from vlm_serve.engine.step_tables import HostRing
-from vlm_serve.engine.verify_buffers import VerifyBuffers, VerifySizes
-from vlm_serve.engine.verify_graphs import VerifyGraphs, verify_sizes
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
@@ -46,21 +45,14 @@ def model(
         yield made
 
 
-@pytest.fixture(autouse=True)
-def two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every size is computed by the interpreter once."""
-    sizes = VerifySizes(0, 1, MOST), VerifySizes(2, 2, MOST)
-    monkeypatch.setattr(verify_graphs, "verify_sizes", lambda *limits: sizes)
-
-
-def graphs_over(driver: Driver) -> VerifyGraphs:
-    return VerifyGraphs(
+def graphs_over(driver: Driver) -> StepGraphs:
+    """Graphs of two sizes: every size is computed by the interpreter once."""
+    return StepGraphs(
         driver.model,
         driver.caches,
+        (StepSize(0, 1, MOST), StepSize(2, 2, MOST)),
         block_size=driver.block_size,
         max_model_len=100,
-        max_num_seqs=3,
-        drafts=MOST - 1,
         device=QueuedDevice(),
     )
 
@@ -73,12 +65,12 @@ def test_sizes() -> None:
     }  # fmt: skip
     assert {each[0] for each in found if each[2] == 4} == {0, 7}
     assert {each[0] for each in found if each[2] == 8} == {0, 1}
-    assert max(each.sequences * each.room for each in verify_sizes(64, 7)) == 256
+    assert max(each.drafted * each.room for each in verify_sizes(64, 7)) == 256
     assert {each.decodes for each in verify_sizes(64, 7) if each.room == 8} == {0, 8, 63}
 
 
-def vars_of(sizes: VerifySizes) -> tuple[int, int, int]:
-    return sizes.decodes, sizes.sequences, sizes.room
+def vars_of(sizes: StepSize) -> tuple[int, int, int]:
+    return sizes.decodes, sizes.drafted, sizes.room
 
 
 class Played:
@@ -219,9 +211,9 @@ def test_bad_rows_and_updates_are_refused(model: Model) -> None:
 
 def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
     driver = Driver(model, scratch_rows=1, most_drafts=MOST)
-    device, limits = QueuedDevice(), DecodeLimits(driver.block_size, 7, 16)
-    sizes, ring = VerifySizes(2, 2, MOST), HostRing(device)
-    batch = VerifyBuffers(sizes, limits, ring, torch.device("cpu")).batch
+    device, limits = QueuedDevice(), SequenceLimits(driver.block_size, 7, 16)
+    sizes, ring = StepSize(2, 2, MOST), HostRing(device)
+    batch = StepBuffers(sizes, limits, ring, torch.device("cpu")).batch
     device.synchronize()
     with triton_everywhere(), record_launches(Target("cuda", 90)) as launches:
         model.forward(batch, driver.caches)  # what belongs to the weights is derived once
@@ -232,9 +224,9 @@ def test_a_step_asks_nothing_of_the_host(model: Model) -> None:
 
 
 def test_tables_behind_a_step_are_padding() -> None:
-    device, limits = QueuedDevice(), DecodeLimits(16, 3, scratch_row=9)
-    sizes, ring = VerifySizes(1, 2, 3), HostRing(device)
-    buffers = VerifyBuffers(sizes, limits, ring, torch.device("cpu"))
+    device, limits = QueuedDevice(), SequenceLimits(16, 3, scratch_row=9)
+    sizes, ring = StepSize(1, 2, 3), HostRing(device)
+    buffers = StepBuffers(sizes, limits, ring, torch.device("cpu"))
     batch = ForwardBatch(
         token_ids=torch.tensor([1, 2, 3]),
         positions=torch.tensor([[20, 17, 18]] * 3),

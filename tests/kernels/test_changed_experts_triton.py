@@ -10,12 +10,10 @@ import torch
 from quantised_codes import dequantised, integers
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_row
 
+from vlm_serve.engine.adapters.table import FixedRows, row_tables, write_changes
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.linear import low_rank_host
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
-from vlm_serve.kernels.linear.low_rank_change import StackedChange, Up
-from vlm_serve.kernels.linear.low_rank_fixed import FixedRows, fill_changes, shapes_of
-from vlm_serve.kernels.linear.low_rank_records import RECORD
+from vlm_serve.kernels.linear.low_rank_factors import RECORD, LowRankChange, Up, held
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.moe import _changed, routed_experts
 from vlm_serve.kernels.moe.beside import Beside
@@ -36,7 +34,7 @@ def as_on_gpu() -> Iterator[None]:
 
 def change(
     places: list[int], ranks: tuple[int, ...], depth: int, columns: int, dtype: torch.dtype
-) -> StackedChange:
+) -> LowRankChange:
     """Random factors for those experts that have a place."""
     count, seed = 1 + max(places), sum(ranks)
     down = (randn(count, sum(ranks), depth, seed=seed) / depth**0.5).to(dtype)
@@ -47,7 +45,7 @@ def change(
         offset += rank
     scales = torch.linspace(0.5, 2.0, count * offset, device=DEVICE).view(count, offset)
     table = torch.tensor(places, dtype=torch.int32, device=DEVICE)
-    return StackedChange(down, scales, tuple(ups), table)
+    return LowRankChange(down, scales, tuple(ups), table)
 
 
 def adapters() -> list[AdapterChanges]:
@@ -113,7 +111,6 @@ def merged(
     own = None if adapter is None else adapter.by_site.get(site)
     if own is None:
         return whole
-    assert isinstance(own, StackedChange)
     mine = own.of_expert(expert)
     for up in () if mine is None else mine.ups:
         assert mine is not None
@@ -217,11 +214,11 @@ def test_tables_on_a_device_say_the_same() -> None:
     for slot, each in zip(slots, known, strict=True):
         records[slot] = each.records(DEVICE)[0]
     tables = {
-        name: torch.full(shape, 77, dtype=dtype)
-        for name, (dtype, shape) in shapes_of(len(OWNERS), 5).items()
+        name: torch.full(shape, padding, dtype=dtype)
+        for name, (dtype, shape, padding) in row_tables(len(OWNERS), 5).items()
     }
     changes = RowChanges(known, OWNERS, slots)
-    fill_changes(tables, changes)
+    write_changes(tables, changes)
     on_device = {name: table.to(DEVICE) for name, table in tables.items()}
     fixed = FixedRows(records.to(DEVICE), (0, 48, 48), on_device)
     with kernels():
@@ -233,8 +230,8 @@ def test_tables_on_a_device_say_the_same() -> None:
 def test_factors_that_are_gone_are_named() -> None:
     known = adapters()[:1]
     sites = RowChanges(known, (0,)).experts(SITES, DEVICE)
-    assert sites is not None and low_rank_host.held(sites.down, 0) is not None
+    assert sites is not None and held(sites.down, 0) is not None
     known.clear()
     gc.collect()
     with pytest.raises(KernelArgumentError, match="factors that are gone"):
-        low_rank_host.held(sites.down, 0)
+        held(sites.down, 0)

@@ -9,17 +9,22 @@ import torch
 from kernel_oracles import rms_norm_reference
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_row
 
+from vlm_serve.engine.adapters.table import FixedRows, row_tables, write_changes
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import low_rank
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
 from vlm_serve.kernels.linear.joined import Joined
-from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
-from vlm_serve.kernels.linear.low_rank_change import Change, Up, records_of
-from vlm_serve.kernels.linear.low_rank_fixed import FixedRows, fill_changes, shapes_of
-from vlm_serve.kernels.linear.low_rank_records import MOST_PARTS, RECORD, Tiles
-from vlm_serve.kernels.linear.low_rank_rows import Sums, _extended, _reduced
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges, Sums, _extended, _reduced
+from vlm_serve.kernels.linear.low_rank_factors import (
+    MOST_PARTS,
+    RECORD,
+    LowRankChange,
+    Tiles,
+    Up,
+    records_of,
+)
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.norms.pending import Normed
@@ -36,7 +41,7 @@ def as_on_gpu() -> Iterator[None]:
         yield
 
 
-def change(ranks: tuple[int, ...], dtype: torch.dtype, seed: int, depth: int = K) -> Change:
+def change(ranks: tuple[int, ...], dtype: torch.dtype, seed: int, depth: int = K) -> LowRankChange:
     """A change of equal parts of the columns, with such ranks; 0 leaves a part alone."""
     width = COLUMNS // len(ranks)
     ups, offset = [], 0
@@ -46,7 +51,7 @@ def change(ranks: tuple[int, ...], dtype: torch.dtype, seed: int, depth: int = K
             ups.append(Up(index * width, offset, values))
             offset += rank
     down = (randn(offset, depth, seed=seed) / depth**0.5).to(dtype)
-    return Change(down, torch.linspace(0.5, 2.0, offset, device=DEVICE), tuple(ups))
+    return LowRankChange(down, torch.linspace(0.5, 2.0, offset, device=DEVICE), tuple(ups))
 
 
 def adapters(depth: int = K) -> list[AdapterChanges]:
@@ -219,11 +224,11 @@ def test_tables_on_a_device_say_the_same(rows: int, deterministic: bool) -> None
     for slot, each in zip(slots, known, strict=True):
         records[slot] = each.records(DEVICE)[0]
     tables = {
-        name: torch.full(shape, 77, dtype=dtype)
-        for name, (dtype, shape) in shapes_of(rows + 2, 5).items()
+        name: torch.full(shape, padding, dtype=dtype)
+        for name, (dtype, shape, padding) in row_tables(rows + 2, 5).items()
     }
     changes = RowChanges(known, owners, slots)
-    fill_changes(tables, changes)
+    write_changes(tables, changes)
     on_device = {name: table.to(DEVICE) for name, table in tables.items()}
     fixed = FixedRows(records.to(DEVICE), (0, 48, 48), on_device)
     assert fixed.kept(torch.arange(rows)) is fixed
@@ -245,8 +250,6 @@ def test_tables_on_a_device_say_the_same(rows: int, deterministic: bool) -> None
         ):
             assert torch.equal(found[:rows], wanted)
             assert torch.equal(found[rows:], plain[rows:])
-    fill_changes(tables, None)
-    assert (tables["adapters"] == -1).all() and not tables["bounds"].any()
 
 
 def test_tiles_hold_rows_of_one_adapter() -> None:
@@ -264,8 +267,8 @@ def test_tiles_hold_rows_of_one_adapter() -> None:
 def test_what_records_do_not_hold() -> None:
     parts = tuple(Up(n, 0, torch.ones(1, 1)) for n in range(MOST_PARTS + 1))
     with pytest.raises(KernelArgumentError, match="9 parts, at most 8"):
-        records_of({1: Change(torch.ones(1, 2), torch.ones(1), parts)}, 1)
-    wrong = Change(torch.ones(1, 2, dtype=torch.float64), torch.ones(1), ())
+        records_of({1: LowRankChange(torch.ones(1, 2), torch.ones(1), parts)}, 1)
+    wrong = LowRankChange(torch.ones(1, 2, dtype=torch.float64), torch.ones(1), ())
     with pytest.raises(KernelArgumentError, match="float64"):
         records_of({1: wrong}, 1)
 
@@ -276,7 +279,7 @@ def test_torch_finds_the_factors_by_their_addresses(rows: int) -> None:
     owners = (OWNERS * 2)[:rows]
     dense, x, norm = linear(depth=1100), randn(rows, 1100), randn(1100, seed=5) * 0.3
     changes, plus = RowChanges(adapters(1100), owners), randn(rows, COLUMNS, seed=3)
-    site = changes.grouped(DEVICE).at(1)
+    site = changes.at(1, DEVICE)
     changed = torch.tensor([each >= 0 for each in owners])
     for weight in (None, norm):
         mine, other = _reduced(DEVICE, x, weight, site), _reduced.torch(x, weight, site)
@@ -289,7 +292,7 @@ def test_torch_finds_the_factors_by_their_addresses(rows: int) -> None:
             found = few_rows(x, dense._weight, around)
             assert_near(found, few_rows.__globals__["_by_torch"](x, dense._weight, around), 1e-4)
     sums = x @ dense._weight.T
-    own = sums[changes.grouped(DEVICE).at(1).groups.order.long()]
+    own = sums[changes.at(1, DEVICE).groups.order.long()]
     change = _reduced.torch(x, None, site)
     for values, by_place in ((sums, False), (own, True)):
         after = Epilogue("silu", plus, plus)

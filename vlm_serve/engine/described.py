@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from vlm_serve.engine.captured_rows import CapturedRows
 from vlm_serve.engine.drafting import max_drafts
 from vlm_serve.engine.drafts.start import why_off
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES
 from vlm_serve.engine.ranks.start import slot_bytes
+from vlm_serve.engine.step_sizes import CapturedRows
 from vlm_serve.engine.tower_graphs import patch_sizes
 from vlm_serve.models.weight_sizes import prompt_price
 from vlm_serve.options.declared import format_size

@@ -15,12 +15,19 @@ from typing import Unpack
 
 import torch
 
-from vlm_serve.engine.decode_buffers import DecodeLimits, TokenTables
-from vlm_serve.engine.decode_graphs import StepLimits
 from vlm_serve.engine.graph_device import Step, largest_first
-from vlm_serve.engine.step_tables import HostRing, Shapes, StepTables, TableMemory, size_of
-from vlm_serve.engine.verify_buffers import PlaceTables
-from vlm_serve.engine.verify_graphs import LARGEST_ROWS, powers_up_to
+from vlm_serve.engine.step_buffers import (
+    index_table,
+    place_tables,
+    places_of,
+    runs_of,
+    token_tables,
+    write_places,
+    write_tokens,
+)
+from vlm_serve.engine.step_graphs import StepLimits
+from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
+from vlm_serve.engine.step_tables import HostRing, StepTables, TableMemory, Tables, size_of
 from vlm_serve.kernels.checks import check_block_tables
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.models import Model
@@ -29,64 +36,43 @@ from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.mtp import FIRST_KEY
 
 
-def pass_sizes(max_num_seqs: int, drafts: int) -> tuple[tuple[int, int], ...]:
-    """Return (sequences, tokens of each) of the passes to capture, ascending by their rows.
-
-    A pass reads one token behind a draft, two behind a decode token, and two more than were drafted
-    behind drafts: the verified tokens, and those that were sampled before and behind them.
-    """
-    found = {
-        (count, room)
-        for count in powers_up_to(max_num_seqs)
-        for room in (1, 2, drafts + 2)
-        if count * room <= LARGEST_ROWS or room == 1
-    }
-    return tuple(sorted(found, key=lambda size: (size[0] * size[1], size)))
-
-
 class DraftBuffers:
     """Inputs of a pass at fixed addresses.
 
     Args:
-        sequences: number of places.
-        room: tokens of a place.
-        limits, ring, device, memory: see `DecodeBuffers`.
+        size: its places, see `pass_sizes`.
+        limits, ring, device, memory: see `StepBuffers`.
 
     Attributes:
         batch: argument of the model; its tokens are decode tokens of the layer.
-        places: int64 `[sequences * room]`, which of the packed tokens lies there; 0 for padding.
+        places: int64 `[size.rows]`, which of the packed tokens lies there; 0 for padding.
     """
 
     def __init__(
         self,
-        sequences: int,
-        room: int,
-        limits: DecodeLimits,
+        size: StepSize,
+        limits: SequenceLimits,
         ring: HostRing,
         device: torch.device,
         memory: TableMemory | None = None,
     ) -> None:
-        self.sequences, self.room = sequences, room
-        rows = sequences * room
-        self._tokens, self._keys = TokenTables(rows), _keys(sequences, room, limits)
-        self._tables = StepTables(_parts(sequences, room, limits), ring, device, memory)
-        fixed, none = self._tables.fixed, (-1,) * rows
-        self.places = fixed["rows"]["places"]
+        self.size, self._limits = size, limits
+        self._tables = StepTables(_parts(size, limits), ring, device, memory)
+        fixed, none = self._tables.fixed, (-1,) * size.rows
+        self.places = fixed["places"]["rows"]
         self.batch = ForwardBatch(
             token_ids=fixed["tokens"]["token_ids"],
             positions=fixed["tokens"]["positions"],
             slots=fixed["tokens"]["slots"],
             decode=DecodeMeta(
-                block_tables=((0,) * limits.max_blocks,) * rows,
-                kv_lens=(self._keys.longest,) * rows,
+                block_tables=((0,) * limits.max_blocks,) * size.rows,
+                kv_lens=(limits.longest,) * size.rows,
                 src_rows=none,
                 dst_rows=none,
                 snapshot_rows=none,
                 tensors=dict(fixed["keys"]),
             ),
-            prefill=None,
-            media=(),
-            logit_rows=fixed["rows"]["logits"],
+            logit_rows=fixed["logits"]["rows"],
         )
         self.fill(None)
 
@@ -96,49 +82,36 @@ class DraftBuffers:
         return (
             meta is not None
             and not batch.media
-            and len(meta) <= self.sequences
-            and max(end - begin for begin, end in pairwise(meta.cu_seqlens)) <= self.room
-            and max(_key_slots(batch)) <= self._keys.longest
+            and len(meta) <= self.size.drafted
+            and max(end - begin for begin, end in pairwise(meta.cu_seqlens)) <= self.size.room
+            and max(_key_slots(batch)) <= self._limits.longest
         )
 
     def fill(self, batch: ForwardBatch | None) -> None:
         """Write a batch that `accepts` allows, its tensors on the host; None writes padding
         alone."""
-        meta = None if batch is None else batch.prefill
-        slices = [] if meta is None else list(pairwise(meta.cu_seqlens))
-        runs = [(slice(begin, end), place * self.room) for place, (begin, end) in enumerate(slices)]
         staged = self._tables.stage()
-        self._tokens.fill(staged["tokens"], batch, *runs)
-        starts = () if meta is None else meta.starts
-        self._keys.fill(
-            staged["keys"],
-            [
-                (start + FIRST_KEY, end - begin)
-                for start, (begin, end) in zip(starts, slices, strict=True)
-            ],
-            () if meta is None else meta.block_tables,
-        )
-        places, logits = staged["rows"]["places"].zero_(), staged["rows"]["logits"].zero_()
-        packed = torch.zeros(slices[-1][1] if slices else 0, dtype=torch.int64)
-        for run, first in runs:
-            own = torch.arange(first, first + run.stop - run.start)
-            packed[run], places[own] = own, torch.arange(run.start, run.stop)
         if batch is not None:
-            logits[: len(batch.logit_rows)] = packed[batch.logit_rows]
+            assert batch.prefill is not None
+            meta, size = batch.prefill, self.size
+            runs = runs_of(meta.cu_seqlens, size.room)
+            write_tokens(staged["tokens"], batch, runs)
+            starts = [start + FIRST_KEY for start in meta.starts]
+            offsets, blocks = meta.cu_seqlens, meta.block_tables
+            write_places(staged["keys"], size, self._limits, starts, offsets, blocks)
+            packed = places_of(runs)
+            staged["places"]["rows"][packed] = torch.arange(len(packed))
+            staged["logits"]["rows"][: len(batch.logit_rows)] = packed[batch.logit_rows]
         self._tables.send()
 
 
-def _keys(sequences: int, room: int, limits: DecodeLimits) -> PlaceTables:
-    return PlaceTables(sequences, room, limits, least=FIRST_KEY + 1)
-
-
-def _parts(sequences: int, room: int, limits: DecodeLimits) -> Mapping[str, Shapes]:
+def _parts(size: StepSize, limits: SequenceLimits) -> Mapping[str, Tables]:
     """Return the tables of a pass."""
-    rows = sequences * room
     return {
-        "tokens": TokenTables(rows).shapes,
-        "keys": _keys(sequences, room, limits).shapes,
-        "rows": {"places": (torch.int64, (rows,)), "logits": (torch.int64, (sequences,))},
+        "tokens": token_tables(size.rows),
+        "keys": place_tables(size, limits, least=FIRST_KEY + 1),
+        "places": index_table(size.rows),
+        "logits": index_table(size.drafted),
     }
 
 
@@ -153,40 +126,39 @@ class DraftGraphs:
 
     Args:
         model, caches, limits: see `StepGraphs`; the model has the layer.
-        drafts: maximum number of drafts per sequence, see `pass_sizes`.
+        sizes: of the passes, ascending by their rows, see `pass_sizes`.
 
     Attributes:
-        best: int64 `[max_num_seqs]`, the last pass's drafts: the first ones, as many as it made.
+        best: int64, a row for each sequence of the largest pass, the last pass's drafts: the first
+            ones, as many as it made.
     """
 
     def __init__(
         self,
         model: Model,
         caches: CacheTensors,
-        *,
-        drafts: int,
+        sizes: Sequence[StepSize],
         **limits: Unpack[StepLimits],
     ) -> None:
-        max_num_seqs, block_size = limits["max_num_seqs"], limits["block_size"]
         self._model, self._caches, self._device = model, caches, limits["device"]
         self._deterministic = limits.get("deterministic", False)
-        sizes, on = pass_sizes(max_num_seqs, drafts), caches.device
-        rows = max(count * room for count, room in sizes)
-        states = torch.zeros(rows + max_num_seqs, model.spec.hidden_size, dtype=model.dtype)
-        self._before, self._hidden = torch.split(states.to(on), [rows, max_num_seqs])
-        self.best = torch.zeros(max_num_seqs, dtype=torch.int64, device=on)
-        self._logits = torch.empty(max_num_seqs, model.spec.vocab_size, device=on)
-        room = DecodeLimits(block_size, -(-limits["max_model_len"] // block_size), 0)
+        on, block_size = caches.device, limits["block_size"]
+        rows, most = max(size.rows for size in sizes), max(size.drafted for size in sizes)
+        states = torch.zeros(rows + most, model.spec.hidden_size, dtype=model.dtype)
+        self._before, self._hidden = torch.split(states.to(on), [rows, most])
+        self.best = torch.zeros(most, dtype=torch.int64, device=on)
+        self._logits = torch.empty(most, model.spec.vocab_size, device=on)
+        room = SequenceLimits(block_size, -(-limits["max_model_len"] // block_size), 0)
         ring, memory = HostRing(self._device), TableMemory(on)
         # The pass with the most tokens is not the one with the most sequences.
-        memory.first(max(size_of(_parts(*size, room)) for size in sizes))
+        memory.first(max(size_of(_parts(size, room)) for size in sizes))
 
-        def captured(size: tuple[int, int], *, later: bool) -> tuple[DraftBuffers, Step]:
-            buffers = DraftBuffers(*size, room, ring, on, memory)
+        def captured(size: StepSize, *, later: bool) -> tuple[DraftBuffers, Step]:
+            buffers = DraftBuffers(size, room, ring, on, memory)
             return buffers, self._captured(buffers, later=later)
 
         self._first = largest_first(sizes, partial(captured, later=False))
-        single = [size for size in sizes if size[1] == 1]
+        single = [size for size in sizes if size.room == 1]
         self._later = largest_first(single, partial(captured, later=True))
 
     @torch.inference_mode()
@@ -230,7 +202,7 @@ class DraftGraphs:
         return ForwardOutput(self._logits[:count], hidden=self._hidden[:count])
 
     def _captured(self, buffers: DraftBuffers, *, later: bool) -> Step:
-        count = buffers.sequences
+        count = buffers.size.drafted
         batch = replace(buffers.batch, deterministic=self._deterministic)
         if later:
             batch = replace(batch, token_ids=self.best[:count])

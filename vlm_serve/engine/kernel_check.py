@@ -16,7 +16,7 @@ from vlm_serve.engine.tower_graphs import patch_sizes
 from vlm_serve.errors import EngineError
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
-from vlm_serve.kernels.linear.low_rank_records import RANKS
+from vlm_serve.kernels.linear.low_rank_factors import RANKS
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.segment_attention import segment_tiles
 from vlm_serve.kernels.triton_faults import faults_at, triton_version
@@ -281,7 +281,6 @@ class CheckedSteps:
             slots=torch.tensor(slots),
             decode=decode,
             prefill=prefill,
-            media=(),
             logit_rows=torch.arange(len(slots)),
             deterministic=self._config.deterministic,
             verify=verify,

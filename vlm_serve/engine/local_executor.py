@@ -13,7 +13,6 @@ import torch
 from vlm_serve.cache.experts import Rows
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.batching import KnownSequence, make_batch
-from vlm_serve.engine.decode_graphs import StepGraphs
 from vlm_serve.engine.device_errors import after_failure
 from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.drafts.measuring import measure_passes, measure_plain, measure_rows
@@ -30,6 +29,7 @@ from vlm_serve.engine.plan import (
 )
 from vlm_serve.engine.prompt_rows import logprob_rows
 from vlm_serve.engine.sampler import sample
+from vlm_serve.engine.step_graphs import StepGraphs
 from vlm_serve.engine.tier_transfer import TensorTransfer
 from vlm_serve.engine.tower_graphs import TowerGraphs
 from vlm_serve.kernels.dispatch import launching_on

@@ -62,7 +62,6 @@ def make_draft_batch(inputs: Sequence[MtpInput], block_size: int) -> ForwardBatc
         token_ids=torch.tensor([token for one in inputs for token in one.tokens]),
         positions=torch.cat(before, dim=1),
         slots=torch.tensor(slots),
-        decode=None,
         prefill=PrefillMeta(
             cu_seqlens=tuple(offsets),
             starts=tuple(one.start - 1 for one in inputs),

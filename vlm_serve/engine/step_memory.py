@@ -19,10 +19,9 @@ from vlm_serve.engine.adapters.options import serves_adapters, slot_bytes
 from vlm_serve.engine.adapters.table import SlotSizes, idle_adapter, most_bytes
 from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
-from vlm_serve.engine.captured_rows import CapturedRows
-from vlm_serve.engine.decode_graphs import LARGEST
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.ranks.start import ModelSource
+from vlm_serve.engine.step_sizes import LARGEST, CapturedRows
 from vlm_serve.engine.tower_graphs import most_tiles, patch_sizes
 from vlm_serve.engine.warm_up import warm_up
 from vlm_serve.errors import ConfigError
@@ -237,7 +236,6 @@ def _forward(
         token_ids=torch.zeros(tokens, dtype=torch.int64),
         positions=torch.arange(tokens).expand(3, -1),
         slots=torch.arange(tokens),
-        decode=None,
         prefill=PrefillMeta(
             cu_seqlens=(0, tokens),
             starts=(0,),
@@ -246,7 +244,6 @@ def _forward(
             dst_rows=(0 if caches.num_rows else -1,),
             chunk_ends=((*range(chunk, tokens, chunk), tokens),),
         ),
-        media=(),
         logit_rows=torch.arange(max(0, tokens - logit_rows), tokens),
         changes=RowChanges.of_all(adapter, tokens),
     ).to(model.device)

@@ -10,13 +10,17 @@ import torch
 from vlm_serve.engine.adapters.options import serves_adapters
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.arithmetic import Backend
-from vlm_serve.engine.captured_rows import CapturedRows
-from vlm_serve.engine.decode_graphs import DecodeGraphs, StepGraphs, StepLimits, StepResults
 from vlm_serve.engine.draft_graphs import DraftGraphs
 from vlm_serve.engine.graph_device import CudaGraphs, GraphDevice
-from vlm_serve.engine.prefill_graphs import PrefillGraphs
+from vlm_serve.engine.step_graphs import StepGraphs, StepLimits, StepResults
+from vlm_serve.engine.step_sizes import (
+    CapturedRows,
+    decode_sizes,
+    pass_sizes,
+    prefill_sizes,
+    verify_sizes,
+)
 from vlm_serve.engine.tower_graphs import TowerGraphs, patch_sizes
-from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.native_build import BuildError
@@ -90,23 +94,24 @@ def _capture(
     limits: StepLimits = {
         "block_size": config.block_size,
         "max_model_len": max_model_len,
-        "max_num_seqs": config.max_num_seqs,
         "device": device,
         "deterministic": config.deterministic,
         "results": StepResults(model, rows.most_logits, rows.most_tokens, caches.device),
     }
-    most_tokens, drafts = config.max_num_batched_tokens, config.speculative_tokens
-    prefills = PrefillGraphs(model, caches, **limits, most_tokens=most_tokens)
+    most, drafts = config.max_num_seqs, config.speculative_tokens
+    prompts = prefill_sizes(most, config.max_num_batched_tokens)
+    prefills = StepGraphs(model, caches, prompts, **limits)
     adapters = _adapters(model, config, device)
-    decodes = DecodeGraphs(model, caches, **limits, adapters=adapters)
+    decodes = StepGraphs(model, caches, decode_sizes(most), **limits, adapters=adapters)
     patches = patch_sizes(model.spec, config)
     tower = TowerGraphs(model, sizes=patches, device=device) if patches else None
     if config.speculative == "off":
         return Captured((prefills, decodes), tower=tower)
-    verifies = VerifyGraphs(model, caches, **limits, drafts=drafts, adapters=adapters)
+    verifies = StepGraphs(model, caches, verify_sizes(most, drafts), **limits, adapters=adapters)
+    passes = pass_sizes(most, drafts)
     return Captured(
         (prefills, decodes, verifies),
-        DraftGraphs(model, caches, **limits, drafts=drafts) if model.drafts else None,
+        DraftGraphs(model, caches, passes, **limits) if model.drafts else None,
         tower,
     )
 

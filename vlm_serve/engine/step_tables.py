@@ -8,15 +8,25 @@ and a buffer is reused only after its last copy.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
 from vlm_serve.engine.graph_device import GraphDevice, Step
 
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Types and shapes of tables, by name."""
+
+class Table(NamedTuple):
+    """A table, and what stands in it where a step has nothing to write."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    padding: int = 0
+
+
+Tables = Mapping[str, Table]
+"""Tables of a part of a step, by name."""
 Parts = Mapping[str, dict[str, torch.Tensor]]
-"""Tables by part of a step and name."""
+"""The memory of tables, by part of a step and name."""
 
 _ALIGNMENT = 16
 """Alignment of tables in bytes: Triton specialises kernels on the alignment of their pointers."""
@@ -88,7 +98,7 @@ class StepTables:
     """All tables of one captured step, in one piece.
 
     Args:
-        parts: types and shapes by part of the step.
+        parts: tables by part of the step.
         ring: host buffers to fill.
         device: device that the step reads them on.
         memory: shared with other steps; None: of its own.
@@ -99,7 +109,7 @@ class StepTables:
 
     def __init__(
         self,
-        parts: Mapping[str, Shapes],
+        parts: Mapping[str, Tables],
         ring: HostRing,
         device: torch.device,
         memory: TableMemory | None = None,
@@ -112,8 +122,12 @@ class StepTables:
         self.fixed = self._carve(self._flat)
 
     def stage(self) -> Parts:
-        """Return host tables to fill completely: they hold older data."""
-        return self._carve(self._ring.take())
+        """Return host tables of padding, for a step to write over."""
+        staged = self._carve(self._ring.take())
+        for part, tables in self._parts.items():
+            for name, table in tables.items():
+                staged[part][name].fill_(table.padding)
+        return staged
 
     def send(self) -> None:
         """Queue the copy of the tables returned by `stage` to the device."""
@@ -124,19 +138,19 @@ class StepTables:
         place = 0
         for part, tables in self._parts.items():
             carved[part] = {}
-            for name, (dtype, shape) in tables.items():
-                end = place + torch.Size(shape).numel() * dtype.itemsize
-                carved[part][name] = flat[place:end].view(dtype).view(shape)
-                place += _num_bytes(dtype, shape)
+            for name, table in tables.items():
+                end = place + torch.Size(table.shape).numel() * table.dtype.itemsize
+                carved[part][name] = flat[place:end].view(table.dtype).view(table.shape)
+                place += _num_bytes(table)
         return carved
 
 
-def size_of(parts: Mapping[str, Shapes]) -> int:
+def size_of(parts: Mapping[str, Tables]) -> int:
     """Return the bytes of a step's tables."""
-    tables = (each for part in parts.values() for each in part.values())
-    return sum(_num_bytes(*each) for each in tables)
+    return sum(_num_bytes(each) for part in parts.values() for each in part.values())
 
 
-def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+def _num_bytes(table: Table) -> int:
     """Return a table's bytes, padded to the start of the next one."""
-    return -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    size = torch.Size(table.shape).numel() * table.dtype.itemsize
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from vlm_serve.engine.graph_device import GraphDevice, Step, largest_first
-from vlm_serve.engine.step_tables import HostRing, StepTables
+from vlm_serve.engine.step_tables import HostRing, StepTables, Table
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.segment_attention import ROWS, segment_tiles
 from vlm_serve.models import Model, ModelSpec
@@ -96,14 +96,14 @@ class TowerGraphs:
         return next((size for size in fitting if tiles <= most_tiles(size)), None)
 
     def _fill(self, tables: StepTables, tiles: Sequence[tuple[int, int, int]]) -> None:
-        table = tables.stage()["tiles"]["tiles"].zero_()
+        table = tables.stage()["tiles"]["tiles"]
         if tiles:
             table[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32)
         tables.send()
 
     def _step(self, size: int) -> tuple[StepTables, Step]:
         """Capture a run of so many patches."""
-        shapes = {"tiles": {"tiles": (torch.int32, (most_tiles(size), 3))}}
+        shapes = {"tiles": {"tiles": Table(torch.int32, (most_tiles(size), 3))}}
         tables = StepTables(shapes, self._ring, self._out.device)
         self._fill(tables, ())
         tiles = tables.fixed["tiles"]["tiles"]

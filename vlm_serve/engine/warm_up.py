@@ -185,7 +185,6 @@ class _Steps:
             slots=torch.full((tokens,), -1),
             decode=decode,
             prefill=prefill,
-            media=(),
             logit_rows=torch.arange(0 if decode is not None else tokens - 1, tokens),
             deterministic=self._config.deterministic,
             verify=verify,

@@ -21,10 +21,10 @@ class ForwardBatch:
         positions: int64 `[3, T]` M-RoPE positions.
         slots: int64 `[T]`, `block * block_size + offset` where a token's K and V are written; -1:
             not written (its block is shared and already holds them).
+        logit_rows: int64 `[R]`, the tokens whose logits are wanted.
         decode, prefill, verify: None where the step has no such tokens.
         media: (offset into the T tokens, `[n, embedding_width]`) pairs: embeddings that replace the
             placeholder tokens', and features that the first layers add to the residual.
-        logit_rows: int64 `[R]`, the tokens whose logits are wanted.
         deterministic: pad GEMMs and tile attention so that a row's bits do not depend on the batch;
             the same in every step.
         capture_experts: also return the routed expert ids (MoE models only).
@@ -35,14 +35,14 @@ class ForwardBatch:
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    decode: DecodeMeta | None
-    prefill: PrefillMeta | None
-    media: tuple[tuple[int, torch.Tensor], ...]
     logit_rows: torch.Tensor
+    decode: DecodeMeta | None = None
+    prefill: PrefillMeta | None = None
+    verify: VerifyMeta | None = None
+    media: tuple[tuple[int, torch.Tensor], ...] = ()
     deterministic: bool = False
     capture_experts: bool = False
     greedy: bool = False
-    verify: VerifyMeta | None = None
     changes: RowChanges | None = None
 
     def to(self, device: torch.device) -> ForwardBatch:

@@ -10,7 +10,7 @@ from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.ranks import ALONE
-from vlm_serve.models.adapters.placing import Modules
+from vlm_serve.models.adapters.modules import Modules
 from vlm_serve.models.model import Model
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.models.weights import Weights

@@ -18,7 +18,7 @@ from vlm_serve.kernels.linear.quantising import quantised
 from vlm_serve.kernels.linear.runs import runs
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.ranks import ALONE, Ranks
-from vlm_serve.models.adapters.placing import Modules
+from vlm_serve.models.adapters.modules import Modules
 from vlm_serve.models.quantization.base import Format, Names, loading_format, pieces
 from vlm_serve.models.quantization.float8 import widened
 from vlm_serve.models.quantization.scheme import QuantScheme

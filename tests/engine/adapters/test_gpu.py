@@ -29,7 +29,7 @@ from vlm_serve.engine.adapters import start
 from vlm_serve.engine.adapters.options import slot_bytes
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
-from vlm_serve.kernels.linear.low_rank_change import Change, Up
+from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.models.parts import feed_forward
 from vlm_serve.options.config import EngineConfig
@@ -99,7 +99,7 @@ def test_answers_are_those_of_the_unmerged_adapter(
 
 
 def test_placed_factors_are_used_until_they_are_dropped() -> None:
-    change = Change(torch.ones(2, 3), torch.ones(2), (Up(0, 0, torch.ones(4, 2)),))
+    change = LowRankChange(torch.ones(2, 3), torch.ones(2), (Up(0, 0, torch.ones(4, 2)),))
     changes = AdapterChanges({1: change}, 1)
     rows = RowChanges([changes], [0, -1])
     meta = torch.device("meta")

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,17 +18,15 @@ from step_graphs import SPECS, HostFree, started
 from sweeps import quick
 from triton_case import kernels, row_by_row
 
-from vlm_serve.engine import decode_graphs, verify_graphs
 from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
-from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
-from vlm_serve.engine.decode_graphs import DecodeGraphs
+from vlm_serve.engine.step_buffers import StepBuffers
+from vlm_serve.engine.step_graphs import StepGraphs
+from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
 from vlm_serve.engine.step_tables import HostRing
-from vlm_serve.engine.verify_buffers import VerifySizes
-from vlm_serve.engine.verify_graphs import VerifyGraphs
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
-from vlm_serve.kernels.linear.low_rank_records import RECORD
+from vlm_serve.kernels.linear.low_rank_factors import RECORD
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches
 from vlm_serve.models import Model, load_model
 from vlm_serve.models.adapters import LowRank, changes_of
@@ -78,21 +75,20 @@ def adapter(model: Model, seed: int, *, rank: int = 4) -> AdapterChanges:
 
 def graphs_over(
     driver: Driver, held: Sequence[AdapterChanges], captured: tuple[int, ...] = (4,)
-) -> DecodeGraphs:
+) -> StepGraphs:
     """Graphs of such sizes; the interpreter takes its time for each."""
     device = QueuedDevice()
     sizes = SlotSizes.of(driver.model.modules, slots=SLOTS, max_rank=8)
-    with patch.object(decode_graphs, "padded_sizes", lambda most: captured):
-        graphs = DecodeGraphs(
-            driver.model,
-            driver.caches,
-            block_size=driver.block_size,
-            max_model_len=100,
-            max_num_seqs=captured[-1],
-            device=device,
-            deterministic=driver.deterministic,
-            adapters=AdapterTable(sizes, device, CPU),
-        )
+    graphs = StepGraphs(
+        driver.model,
+        driver.caches,
+        tuple(map(StepSize, captured)),
+        block_size=driver.block_size,
+        max_model_len=100,
+        device=device,
+        deterministic=driver.deterministic,
+        adapters=AdapterTable(sizes, device, CPU),
+    )
     for slot, each in enumerate(held):
         graphs.hold_changes(slot, each)
     return graphs
@@ -161,22 +157,19 @@ def test_drafts_of_rows_with_adapters_run_from_graphs(model: Model) -> None:
             assert torch.equal(got[row], plain[row]) == (slot < 0)
 
 
-def verify_graphs_over(driver: Driver, held: Sequence[AdapterChanges]) -> VerifyGraphs:
+def verify_graphs_over(driver: Driver, held: Sequence[AdapterChanges]) -> StepGraphs:
     """Graphs of one size, with room for another token in every place."""
     device = QueuedDevice()
     sizes = SlotSizes.of(driver.model.modules, slots=SLOTS, max_rank=8)
-    one = (VerifySizes(2, 2, 4),)
-    with patch.object(verify_graphs, "verify_sizes", lambda *limits: one):
-        graphs = VerifyGraphs(
-            driver.model,
-            driver.caches,
-            block_size=driver.block_size,
-            max_model_len=100,
-            max_num_seqs=3,
-            drafts=3,
-            device=device,
-            adapters=AdapterTable(sizes, device, CPU),
-        )
+    graphs = StepGraphs(
+        driver.model,
+        driver.caches,
+        (StepSize(2, 2, 4),),
+        block_size=driver.block_size,
+        max_model_len=100,
+        device=device,
+        adapters=AdapterTable(sizes, device, CPU),
+    )
     for slot, each in enumerate(held):
         graphs.hold_changes(slot, each)
     return graphs
@@ -236,9 +229,9 @@ def test_slots_are_emptied_and_filled_between_replays(model: Model) -> None:
 def test_a_step_with_adapters_asks_nothing_of_the_host(model: Model) -> None:
     driver, device = Driver(model, scratch_rows=1), QueuedDevice()
     table = AdapterTable(SlotSizes.of(model.modules, slots=2, max_rank=8), device, CPU)
-    limits = DecodeLimits(driver.block_size, 4, driver.caches.num_rows - 1)
+    limits = SequenceLimits(driver.block_size, 4, driver.caches.num_rows - 1)
     for size in (2, 9):
-        batch = DecodeBuffers(size, limits, HostRing(device), CPU, table).batch
+        batch = StepBuffers(StepSize(size), limits, HostRing(device), CPU, adapters=table).batch
         device.synchronize()
         with triton_everywhere(), record_launches(Target("cuda", 90)) as launches:
             model.forward(batch, driver.caches)  # what belongs to the weights is derived once
@@ -308,7 +301,7 @@ def test_the_engine_answers_the_same(
     with Pipeline(checkpoint, config) as pipe:
         load(pipe)
         decoding = executor_of(pipe.engine)._graphs[-1]
-        assert isinstance(decoding, DecodeGraphs) and decoding._adapters is not None
+        assert decoding._adapters is not None
         replays: list[ForwardBatch] = []
         inner = decoding.run
 
@@ -323,7 +316,7 @@ def test_the_engine_answers_the_same(
         loads = slots.num_loads
         assert answers(pipe, 2) == expected[:2]
         assert slots.num_loads > loads >= 3
-        mixed = [each for each in replays if each.changes is not None and decoding._accepts(each)]
+        mixed = [each for each in replays if each.changes is not None and decoding._find(each)]
         assert len(mixed) > 6 and device.calls > 8
         assert any(len(set(each.changes.of_rows)) > 1 for each in mixed if each.changes)
         pipe.engine.check()

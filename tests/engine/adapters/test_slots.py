@@ -16,7 +16,7 @@ from vlm_serve.engine.adapters.slots import NO_SLOT, AdapterSlots
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.errors import OverloadedError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
-from vlm_serve.kernels.linear.low_rank_change import Change, Up
+from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
 from vlm_serve.models.adapters import Adapter, LowRank
 
 NUMBERS = count()
@@ -49,7 +49,7 @@ class Later(Executor):
 def sequence(number: int, rank: int = 1) -> Sequence:
     """Make a sequence with an adapter of its own, of 8 bytes a rank."""
     factor = torch.full((rank, 1), float(number))
-    change = Change(factor, torch.ones(rank), (Up(0, 0, factor.T),))
+    change = LowRankChange(factor, torch.ones(rank), (Up(0, 0, factor.T),))
     module = LowRank(factor, factor.T, 1.0)
     adapter = Adapter({"layers.0.mlp.up_proj": module}, AdapterChanges({1: change}, 1))
     request = SimpleNamespace(adapter=adapter)

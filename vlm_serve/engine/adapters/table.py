@@ -1,21 +1,22 @@
-"""Addresses of the factors of adapters in slots, at a fixed place for captured steps."""
+"""Adapters of captured steps: addresses of factors by slot, and slots by row, at fixed places."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vlm_serve.engine.adapters.options import changed_experts, factors_dtype, serves_adapters
 from vlm_serve.engine.graph_device import GraphDevice
-from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.step_tables import HostRing, Table
 from vlm_serve.kernels.dispatch import launching_on
-from vlm_serve.kernels.linear.low_rank import AdapterChanges
-from vlm_serve.kernels.linear.low_rank_fixed import FixedRows
-from vlm_serve.kernels.linear.low_rank_records import RECORD
+from vlm_serve.kernels.elementwise import silu_times
+from vlm_serve.kernels.linear import Linear
+from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
+from vlm_serve.kernels.linear.low_rank_factors import RECORD, Groups, Site, Tiles
 from vlm_serve.models.adapters import Modules, without_effect
-from vlm_serve.models.adapters.experts import kind_of
+from vlm_serve.models.adapters.modules import kind_of
 from vlm_serve.options.config import EngineConfig
 
 
@@ -84,6 +85,82 @@ def idle_adapter(modules: Modules, config: EngineConfig) -> AdapterChanges | Non
         return None
     room = SlotSizes.of_config(modules, config).widths
     return without_effect(modules, changed_experts(config), room)
+
+
+class FixedRows(RowChanges):
+    """The adapters of a captured step's rows: which they are stands in tables on the device. Every
+    projection with elements of u may be changed.
+
+    Args:
+        records: int64 `[slots, sites + 1, RECORD]`, see `records_of`.
+        widths: most elements of u, by site.
+        tables: `row_tables`, on the device.
+        kept: those of the rows whose logits a step computes; None: it keeps all rows in their
+            places, as a decode step does.
+    """
+
+    def __init__(
+        self,
+        records: torch.Tensor,
+        widths: Sequence[int],
+        tables: Mapping[str, torch.Tensor],
+        kept: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__((), ())
+        self._kept = None if kept is None else FixedRows(records, widths, kept)
+        self._widths, self._slots = widths, records
+        self._own = Groups(tables["order"], tables["bounds"], tables["adapters"])
+
+    def kept(self, rows: torch.Tensor) -> RowChanges:
+        return self if self._kept is None else self._kept
+
+    def at(self, site: int, device: torch.device) -> Site:
+        return Site(self._own, self._slots[:, site], self._widths[site])
+
+    def reaches(self, site: int) -> bool:
+        return self._widths[site] > 0
+
+    def gated(
+        self, gate: Linear, up: Linear, x: torch.Tensor, *, deterministic: bool
+    ) -> torch.Tensor:
+        both = (each(x, deterministic=deterministic, changes=self) for each in (gate, up))
+        return silu_times(*both)
+
+
+def row_tables(rows: int, slots: int) -> dict[str, Table]:
+    """Return the tables of the adapters of so many rows, see `Groups`; rows without are padding."""
+    return {
+        "order": Table(torch.int32, (rows,)),
+        "bounds": Table(torch.int32, (Tiles.most(rows, slots), 3)),
+        "adapters": Table(torch.int32, (rows,), -1),
+    }
+
+
+def write_changes(
+    staged: Mapping[str, torch.Tensor],
+    changes: RowChanges | None,
+    runs: Sequence[tuple[slice, int]] | None = None,
+) -> None:
+    """Write the adapters of a step's rows by their slots.
+
+    Args:
+        staged: `row_tables`, of padding.
+        changes: of the rows; None: there are no rows.
+        runs: rows of `changes`, and where the first of them lies, ascending; None: they come
+            first.
+    """
+    of_rows = [] if changes is None else changes.of_rows
+    slots = [] if changes is None else [*changes.slots, -1]
+    adapters = [slots[each] for each in of_rows]
+    if runs is not None and adapters:
+        packed, adapters = adapters, list[int]()
+        for run, first in runs:
+            adapters += [-1] * (first - len(adapters))
+            adapters += packed[run]
+    tiles = Tiles.of(adapters)
+    for name, values in (("adapters", adapters), ("order", tiles.order), ("bounds", tiles.bounds)):
+        if values:
+            staged[name].numpy()[: len(values)] = values
 
 
 class AdapterTable:

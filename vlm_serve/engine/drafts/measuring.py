@@ -163,7 +163,6 @@ def _pass(draft: Draft, caches: CacheTensors, before: torch.Tensor) -> Callable[
         token_ids=torch.zeros(count, dtype=torch.int64),
         positions=torch.zeros(3, count, dtype=torch.int64),
         slots=torch.tensor([block * caches.block_size + 1 for block in own]),
-        decode=None,
         prefill=PrefillMeta(
             cu_seqlens=(*own, count),
             starts=(0,) * count,
@@ -172,7 +171,6 @@ def _pass(draft: Draft, caches: CacheTensors, before: torch.Tensor) -> Callable[
             dst_rows=(-1,) * count,
             chunk_ends=tuple((place + 1,) for place in own),
         ),
-        media=(),
         logit_rows=torch.arange(count),
     )
     return lambda: draft(batch, before)
@@ -189,8 +187,6 @@ def _decodes(count: int, caches: CacheTensors) -> ForwardBatch:
         decode=DecodeMeta(
             tuple((block,) for block in own), (1,) * count, rows, rows, (-1,) * count
         ),
-        prefill=None,
-        media=(),
         logit_rows=torch.arange(count),
     )
 
@@ -223,8 +219,6 @@ def _batch(rows: int, caches: CacheTensors, most_tokens: int) -> ForwardBatch:
         positions=torch.tensor([at for length in lengths for at in range(length)]).expand(3, -1),
         slots=torch.tensor(slots),
         decode=decode,
-        prefill=None,
-        media=(),
         logit_rows=torch.arange(rows),
         verify=verify if decode is None else None,
     )

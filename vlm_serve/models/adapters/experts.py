@@ -15,10 +15,10 @@ import torch
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear.packed import PANEL
+from vlm_serve.models.adapters.changes import LowRank
 from vlm_serve.models.adapters.fields import CONFIG_FILE, AdapterFields
-from vlm_serve.models.adapters.low_rank import LowRank
+from vlm_serve.models.adapters.modules import DOWN, GATE_UP
 
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _INNER = ".base_layer"
 
 
@@ -138,8 +138,3 @@ def split(
 
 def _parts(kind: str) -> tuple[str, ...]:
     return ("gate_proj", "up_proj") if kind == GATE_UP else (DOWN,)
-
-
-def kind_of(module: str) -> str:
-    """Return which of an expert's tensors a projection of its own belongs to."""
-    return DOWN if module.endswith(DOWN) else GATE_UP

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from vlm_serve.errors import CheckpointError, ModelNotFoundError
+from vlm_serve.models.adapters.changes import LowRank
 from vlm_serve.models.adapters.experts import FusedExperts, fused, is_fused
 from vlm_serve.models.adapters.fields import CONFIG_FILE, AdapterFields, read_fields
-from vlm_serve.models.adapters.low_rank import LowRank
 from vlm_serve.models.files import fetched_adapter
 from vlm_serve.models.tensor_files import SafetensorsFile
 

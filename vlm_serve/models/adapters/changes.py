@@ -1,0 +1,257 @@
+"""An adapter's changes of a model's projections: its modules' factors, stacked by projection.
+
+A host holds factors once: those that a change holds whole are views of it. On a GPU, routed experts
+with weights in one piece are changed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+
+import torch
+
+from vlm_serve.kernels.linear.low_rank import AdapterChanges
+from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
+from vlm_serve.kernels.linear.packed import PANEL
+from vlm_serve.models.adapters.modules import Modules, Rows, is_vision, kind_of
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The change of one module's weight: `scale * up @ down`.
+
+    Attributes:
+        down: A, `[rank, in]`.
+        up: B, `[out, rank]`.
+        scale: alpha over the rank, or over its root.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Rows of A."""
+        return int(self.down.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both factors."""
+        return self.down.nbytes + self.up.nbytes
+
+    @property
+    def layout_bytes(self) -> int:
+        """Bytes of both factors as compiled code takes them, about: A in panels of 32 rows, B in
+        float32."""
+        panels = -(-self.rank // PANEL)
+        return panels * PANEL * self.down.shape[1] * self.down.itemsize + 4 * self.up.numel()
+
+
+def changes_of(named: Mapping[str, LowRank], modules: Modules) -> AdapterChanges:
+    """Return what an adapter's modules, which fit, change in a model or in a rank's share of it."""
+    downs: _Downs = {}
+    changes = {
+        number: (
+            _stacked_change(rows, modules.stacked[number], named)
+            if number in modules.stacked
+            else _change(rows, named, downs)
+        )
+        for number, (rows, _) in enumerate(modules.sites, 1)
+        if any(each.module in named for each in rows)
+    }
+    return AdapterChanges(changes, len(modules.sites), tower=any(map(is_vision, named)))
+
+
+def without_effect(
+    modules: Modules, experts: Collection[str] = (), room: Sequence[int] = ()
+) -> AdapterChanges:
+    """Return an adapter of rank 1 that adds zeros to every module; of routed experts only to those
+    in one piece, and to their projections `experts`. `room`: see `AdapterChanges`."""
+    return uniform(modules, 1, lambda rows, columns: torch.zeros(rows, columns), experts, room)
+
+
+def uniform(
+    modules: Modules,
+    rank: int,
+    factor: Callable[[int, int], torch.Tensor],
+    experts: Collection[str] = (),
+    room: Sequence[int] = (),
+) -> AdapterChanges:
+    """Return an adapter of one rank, with factors of the sizes that `factor` gets.
+
+    Args:
+        modules: of the model; it changes all but routed experts.
+        rank: of each module.
+        factor: returns `[rows, columns]`.
+        experts: projections of routed experts in one piece that it changes too, all experts alike.
+        room: see `AdapterChanges`.
+    """
+    named = {
+        name: LowRank(factor(rank, depth), factor(out, rank), 1.0)
+        for name, (out, depth) in modules.sizes.items()
+    }
+    changes = changes_of(named, modules)
+    stacked = {
+        number: _stacked_alike(modules.sites[number - 1][0], count, rank, factor)
+        for number, count in modules.stacked.items()
+        if kind_of(modules.sites[number - 1][0][0].module) in experts
+    }
+    own = {**changes.by_site, **stacked}
+    return AdapterChanges(own, len(modules.sites), tower=changes.tower, room=room)
+
+
+_Downs = dict[tuple[object, ...], torch.Tensor]
+"""Factors A of changes, by what they are made of."""
+
+
+def _change(rows: tuple[Rows, ...], named: Mapping[str, LowRank], known: _Downs) -> LowRankChange:
+    """Return an adapter's change of a projection of several parts; a module's parts share u.
+
+    `known`: of other projections. Gate and up of an expert may have one A.
+    """
+    offsets: dict[str, int] = {}
+    downs, scales, ups = list[torch.Tensor](), list[torch.Tensor](), list[Up]()
+    first = width = 0
+    for each in rows:
+        change = named.get(each.module)
+        if change is not None:
+            if each.module not in offsets:
+                offsets[each.module] = width
+                width += change.rank
+                downs.append(change.down[:, each.columns.start : each.columns.stop])
+                scales.append(torch.full((change.rank,), change.scale))
+            ups.append(Up(first, offsets[each.module], each.of(change.up)))
+        first += each.count
+    made_of = tuple((each.data_ptr(), each.shape, each.stride()) for each in downs)
+    if made_of not in known:
+        known[made_of] = torch.cat(downs)
+    return LowRankChange(known[made_of], torch.cat(scales), tuple(ups))
+
+
+def _stacked_change(
+    rows: Sequence[Rows], count: int, named: Mapping[str, LowRank]
+) -> LowRankChange:
+    """Return the changes of all experts of a weight.
+
+    Args:
+        rows: parts of every expert: gate and up, or down.
+        count: number of experts.
+        named: an adapter's modules; at least one is changed.
+    """
+    parts = len(rows) // count
+    experts = [rows[first : first + parts] for first in range(0, len(rows), parts)]
+    changed = [own for own in experts if any(each.module in named for each in own)]
+    own = [[named.get(each.module) for each in expert] for expert in changed]
+    ranks = [
+        max(0 if each is None else each.rank for each in part) for part in zip(*own, strict=True)
+    ]
+    shared = parts == 2 and all(_share(gate, up) for gate, up in own)
+    offsets = [0] * parts if shared else [0, *accumulate(ranks)][:parts]
+    kinds = [each.down.dtype for expert in own for each in expert if each is not None]
+    dtype, columns = reduce(torch.promote_types, kinds), rows[0].columns
+    width = max(first + rank for first, rank in zip(offsets, ranks, strict=True))
+    down = torch.zeros(len(changed), width, len(columns), dtype=dtype)
+    scales = torch.zeros(len(changed), width)
+    sizes = [each.count for each in experts[0]]
+    values = [
+        torch.zeros(len(changed), size, rank, dtype=dtype)
+        for size, rank in zip(sizes, ranks, strict=True)
+    ]
+    for place, (places, changes) in enumerate(zip(changed, own, strict=True)):
+        for part, (each, change) in enumerate(zip(places, changes, strict=True)):
+            if change is None:
+                continue
+            mine = slice(offsets[part], offsets[part] + change.rank)
+            down[place, mine] = change.down[:, columns.start : columns.stop].to(dtype)
+            scales[place, mine] = change.scale
+            values[part][place, :, : change.rank] = each.of(change.up).to(dtype)
+    firsts = [0, *accumulate(sizes)]
+    ups = tuple(Up(*each) for each in zip(firsts, offsets, values, strict=False))
+    return LowRankChange(down, scales, ups, _places(experts, named))
+
+
+def _stacked_alike(
+    rows: Sequence[Rows], count: int, rank: int, factor: Callable[[int, int], torch.Tensor]
+) -> LowRankChange:
+    """Return changes that all experts share, in the memory of one expert's; see `uniform`."""
+    own = rows[: len(rows) // count]
+    sizes = [each.count for each in own]
+    firsts = [0, *accumulate(sizes)]
+    ups = tuple(
+        Up(first, 0, factor(size, rank).unsqueeze(0))
+        for first, size in zip(firsts, sizes, strict=False)
+    )
+    down = factor(rank, len(rows[0].columns)).unsqueeze(0)
+    return LowRankChange(down, torch.ones(1, rank), ups, torch.zeros(count, dtype=torch.int32))
+
+
+def _share(gate: LowRank | None, up: LowRank | None) -> bool:
+    """Return True if gate and up have the same A, as experts in one tensor do."""
+    if gate is None or up is None:
+        return False
+    same = gate.down.data_ptr() == up.down.data_ptr() and gate.down.shape == up.down.shape
+    return same and gate.scale == up.scale
+
+
+def _places(experts: Sequence[Sequence[Rows]], named: Mapping[str, LowRank]) -> torch.Tensor:
+    changed = [any(each.module in named for each in own) for own in experts]
+    places = torch.tensor(changed, dtype=torch.int32).cumsum(0, dtype=torch.int32) - 1
+    places[~torch.tensor(changed)] = -1
+    return places
+
+
+def shared(
+    named: Mapping[str, LowRank], modules: Modules, changes: AdapterChanges
+) -> dict[str, LowRank]:
+    """Return an adapter's modules. A factor that a change holds whole is a view of that."""
+    found = dict(named)
+    for number, change in changes.by_site.items():
+        for module, down, up in _factors(modules.sites[number - 1][0], change, named):
+            own = found[module]
+            found[module] = LowRank(_same(down, own.down), _same(up, own.up), own.scale)
+    return found
+
+
+def to_send(named: Mapping[str, LowRank]) -> dict[str, LowRank]:
+    """Return an adapter's modules with factors in memory of their own. A pickle of a view has all
+    that its memory holds. Modules with one factor share it still."""
+    alone: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def own(factor: torch.Tensor) -> torch.Tensor:
+        key = factor.data_ptr(), factor.shape, factor.stride(), factor.dtype
+        if key not in alone:
+            whole = factor.untyped_storage().nbytes() == factor.nbytes
+            alone[key] = factor if whole else factor.clone()
+        return alone[key]
+
+    return {name: LowRank(own(each.down), own(each.up), each.scale) for name, each in named.items()}
+
+
+def _same(view: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return the view if it is the factor; a share of it, or its rows in another order, is not."""
+    same = view.shape == own.shape and view.dtype == own.dtype and torch.equal(view, own)
+    return view if same else own
+
+
+def _factors(
+    rows: Sequence[Rows], change: LowRankChange, named: Mapping[str, LowRank]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the changed modules of a projection, with A and B as its change holds them."""
+    if change.places is None:
+        changed = [each.module for each in rows if each.module in named]
+        for module, up in zip(changed, change.ups, strict=True):
+            rank = up.values.shape[1]
+            yield module, change.down[up.offset : up.offset + rank], up.values
+        return
+    parts = len(rows) // len(change.places)
+    for number, each in enumerate(rows):
+        expert, part = divmod(number, parts)
+        if each.module in named:
+            rank, up = named[each.module].rank, change.ups[part]
+            place = int(change.places[expert])
+            own = change.down[place, up.offset : up.offset + rank]
+            yield each.module, own, up.values[place, :, :rank]
