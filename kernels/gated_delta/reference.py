@@ -50,7 +50,7 @@ def steps_of(tokens: Tokens, state: torch.Tensor) -> Iterator[Step]:
     ):
         before = widened(state) * decay
         change = strength * (value - torch.bmm(key, before))
-        after = torch.baddbmm(before, key.mT, change)
+        after = before + key.mT * change
         state = after.to(state.dtype)
         yield torch.bmm(query, after), change, state
 
@@ -84,7 +84,7 @@ def fold_gated_delta(
         for entry in range(first, first + count):
             keys = updates.keys[entry].repeat_interleave(shared, 0)[:, :, None]
             before = state[row].float() * updates.decays[entry][:, None, None]
-            state[row] = torch.baddbmm(before, keys, updates.changes[entry][:, None])
+            state[row] = before + keys * updates.changes[entry][:, None]
 
 
 def gates(
