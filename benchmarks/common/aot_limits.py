@@ -95,7 +95,7 @@ ALLOWANCES = (
         spilled=80,
     ),
     Allowance(
-        r"moe (int8|float8|float4): (gate_up|down)_codes_kernel",
+        r"moe (int8|float8|float4): (gate_up|down)_kernel",
         ("sm_80", "sm_89", "sm_100", "sm_120"),
         "A few values in a conversion of codes, at 96 or 128 registers, which let five or "
         "four programs share a multiprocessor.",
@@ -109,7 +109,7 @@ ALLOWANCES = (
         spilled=64,
     ),
     Allowance(
-        r"moe changed.*: (experts_down|changed_gate_up|changed_down)_kernel",
+        r"moe changed.*: (experts_down|gate_up|down)_kernel",
         ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
         "Values around the loop over adapters, beside sums of tiles as large as the base's: other "
         "tiles would round rows without an adapter in another way. The most are in steps of "
@@ -123,7 +123,7 @@ ALLOWANCES = (
         spilled=8,
     ),
     Allowance(
-        r"(linear|moe) (int8|float8): \w*(linear|codes)_kernel",
+        r"(linear|moe) (int8|float8): (linear|gate_up|down)_kernel",
         ("sm_100",),
         "A group of 128 has two steps of 64, which the compiler unrolls: the group's copies are in "
         "flight while the first computes, and none while the last does.",

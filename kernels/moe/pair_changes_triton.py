@@ -33,14 +33,16 @@ class PairChanges(NamedTuple):
         adapters: of tokens, -1 for none.
         records: of adapters.
         u: float32 `[splits, pairs, width]`.
-        low_rank: constants, `sizes_of(u)`.
+        splits, parts, ranks: constants, `sizes_of(u)`.
     """
 
     adapters: torch.Tensor
     records: Rows
     u: torch.Tensor
     width: int
-    low_rank: Any
+    splits: Any
+    parts: Any
+    ranks: Any
 
 
 class _Sizes(NamedTuple):
@@ -130,9 +132,9 @@ def with_part(
     """
     expert, pairs, owner = tile
     count, slots = counts
-    SPLITS: tl.constexpr = changes.low_rank[0]
-    PARTS: tl.constexpr = changes.low_rank[1]
-    RANKS: tl.constexpr = changes.low_rank[2]
+    SPLITS: tl.constexpr = changes.splits
+    PARTS: tl.constexpr = changes.parts
+    RANKS: tl.constexpr = changes.ranks
     split, inside = tl.arange(0, PARTS), columns < SIZE
     row = pairs.to(tl.int64)
     for each in range(slots):
@@ -178,7 +180,7 @@ def pair_changes(
     splits, width = triton.cdiv(size, SPAN), RANKS * triton.cdiv(max(1, site.width), RANKS)
     u = torch.empty(splits, pairs, width, dtype=torch.float32, device=x.device)
     found = PairChanges(
-        site.groups.adapters, rows_of(site.records), u, width, tl.constexpr(sizes_of(u))
+        site.groups.adapters, rows_of(site.records), u, width, *map(tl.constexpr, sizes_of(u))
     )
     span = min(SPAN, DEPTH * triton.cdiv(size, DEPTH))
     precision = current_target().dot_precision
