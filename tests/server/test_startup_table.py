@@ -46,7 +46,7 @@ def rows(
         max_model_len=640,
         arithmetic=decide(config, torch.bfloat16, backend),
         weights=WeightBytes(projections=7 << 30, table=1 << 30, others=1 << 30, mapped=True),
-        preprocessor=SimpleNamespace(tool_form="hermes", template_traits=TemplateTraits()),
+        preprocessor=SimpleNamespace(template_traits=TemplateTraits(tool_form="hermes")),
         spec=SimpleNamespace(quantization=scheme, vision=vision),
         adapters=SimpleNamespace(all=list),
     )
