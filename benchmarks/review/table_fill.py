@@ -17,7 +17,8 @@ import checkout  # noqa: F401
 import torch
 from queued_device import QueuedDevice
 
-from vlm_serve.engine.decode_buffers import DecodeBuffers, DecodeLimits
+from vlm_serve.engine.step_buffers import StepBuffers
+from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
 from vlm_serve.engine.step_tables import HostRing
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.models.batch import ForwardBatch
@@ -62,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     for longest in given.lengths:
         for batch in given.batches:
-            limits = DecodeLimits(BLOCK, longest // BLOCK, 9)
-            buffers = DecodeBuffers(batch, limits, HostRing(AtOnce()), torch.device("cpu"))
+            limits = SequenceLimits(BLOCK, longest // BLOCK, 9)
+            ring, host = HostRing(AtOnce()), torch.device("cpu")
+            buffers = StepBuffers(StepSize(batch), limits, ring, host)
             step, spent = step_of(batch, min(longest // BLOCK, USED_BLOCKS)), []
             for _ in range(30):
                 begin = time.thread_time()
