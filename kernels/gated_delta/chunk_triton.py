@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.checks import MAX_CHUNK
+from vlm_serve.kernels.gated_delta.reference import Tokens
 from vlm_serve.kernels.gated_delta.step_triton import EPS, sizes_of, views
-from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.kernels.triton_support import current_target, launch
 from vlm_serve.kernels.triton_views import dots, slices

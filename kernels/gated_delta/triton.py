@@ -4,11 +4,19 @@ The state of one (sequence, value head, tile of value columns) stays in register
 row to the destination row: `Dk x 32` float32, 32 registers per thread at Dk = 128. The same pass
 makes the outputs, and a snapshot is one more store of the tile. So memory holds no per-chunk
 states, and between chunks the state never leaves the program.
+
+Over drafted tokens a tile stays in registers as well, from the row through all tokens of a slice.
+Updates of earlier tokens are folded in while the tile is read. New updates go to separate memory
+first: programs of other tiles may still have to read the old ones.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,19 +24,23 @@ import triton.language as tl
 
 from vlm_serve.kernels.checks import MAX_CHUNK
 from vlm_serve.kernels.gated_delta.chunk_triton import prepare_chunks
+from vlm_serve.kernels.gated_delta.reference import Tokens
 from vlm_serve.kernels.gated_delta.step_triton import (
     STEP_COLUMNS,
     advance,
+    load_token,
     sizes_of,
+    step,
     step_arguments,
     views,
 )
-from vlm_serve.kernels.gated_delta.tokens import Tokens
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
-from vlm_serve.kernels.triton_support import current_target, launch, needs_other_form
+from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
+from vlm_serve.kernels.triton_support import current_target, launch, needs_other_form, verify_tables
 from vlm_serve.kernels.triton_views import dots, moves, rows, slices
 
 _CHUNK = tl.constexpr(MAX_CHUNK)
+KEPT_TILE = 1024
+"""Values of an update that a program keeps."""
 
 
 @triton.jit
@@ -151,3 +163,151 @@ def recurrent_gated_delta(tokens: Tokens, state: torch.Tensor, meta: DecodeMeta)
     grid = (triton.cdiv(value_dim, STEP_COLUMNS), count, batch)
     launch(_step_kernel, grid, arguments, num_warps=4)
     return out
+
+
+class _Parts(NamedTuple):
+    """Unit keys, changes and decays of updates."""
+
+    keys: torch.Tensor
+    changes: torch.Tensor
+    decays: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["room"])
+def _verify_kernel(tokens, state, out, old, new, table, scale, room, SIZES: tl.constexpr):
+    head = tl.program_id(1)
+    key_head = head // SIZES.ratio
+    dims = tl.arange(0, SIZES.block_key)
+    columns = tl.program_id(0) * SIZES.columns + tl.arange(0, SIZES.columns)
+    inside = dims < SIZES.key_dim
+    inside_columns = columns < SIZES.value_dim
+    tile_inside = inside[:, None] & inside_columns[None, :]
+    table += tl.program_id(2) * 5
+    row = tl.load(table).to(tl.int64)
+    first = tl.load(table + 1).to(tl.int64)
+    folded = tl.load(table + 2)
+    tile = state.at + (row * state.stride + head * SIZES.key_dim * SIZES.value_dim)
+    tile = tile + dims[:, None] * SIZES.value_dim + columns[None, :]
+
+    current = tl.load(tile, mask=tile_inside, other=0.0).to(tl.float32)
+    for place in range(0, folded):
+        entry = first + place
+        held = old.keys.at + entry * old.keys.stride + key_head * SIZES.key_dim + dims
+        held_key = tl.load(held, mask=inside, other=0.0)
+        held = old.changes.at + entry * old.changes.stride + head * SIZES.value_dim + columns
+        held_change = tl.load(held, mask=inside_columns, other=0.0)
+        current *= tl.load(old.decays.at + entry * old.decays.stride + head)
+        current += held_key[:, None] * held_change[None, :]
+        current = current.to(state.at.dtype.element_ty).to(tl.float32)
+    if folded > 0:
+        tl.store(tile, current.to(state.at.dtype.element_ty), mask=tile_inside)
+    begin = tl.load(table + 3).to(tl.int64)
+    for place in range(0, tl.load(table + 4)):
+        token = begin + place
+        query, key, value, gate, strength = load_token(tokens, token, head, dims, columns, SIZES)
+        current, result, key, change, decay = step(
+            current, query, key, value, gate, strength, scale
+        )
+        current = current.to(state.at.dtype.element_ty).to(tl.float32)
+        own = (token * SIZES.heads + head) * SIZES.value_dim + columns
+        tl.store(out + own, result.to(out.dtype.element_ty), mask=inside_columns)
+        tl.store(new.changes + own, change, mask=inside_columns)
+        if tl.program_id(0) == 0:
+            tl.store(new.decays + token * SIZES.heads + head, decay)
+            if head % SIZES.ratio == 0:
+                shared = (token * (SIZES.heads // SIZES.ratio) + key_head) * SIZES.key_dim + dims
+                tl.store(new.keys + shared, key, mask=inside)
+    # Padding of a slice with a fixed place: later layers compute on it, so it must be finite.
+    for place in range(tl.load(table + 4), room):
+        own = ((begin + place) * SIZES.heads + head) * SIZES.value_dim + columns
+        tl.store(out + own, tl.zeros((SIZES.columns,), out.dtype.element_ty), mask=inside_columns)
+
+
+@triton.jit
+def _keep_kernel(
+    new,
+    kept,
+    entries,
+    KEYS: tl.constexpr,
+    CHANGES: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Keep a token's update in its entry; padding has none."""
+    token = tl.program_id(0).to(tl.int64)
+    entry = tl.load(entries + token).to(tl.int64)
+    if entry >= 0:
+        places = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        _keep_row(new.keys, token, kept.keys, entry, places, KEYS)
+        _keep_row(new.changes, token, kept.changes, entry, places, CHANGES)
+        _keep_row(new.decays, token, kept.decays, entry, places, HEADS)
+
+
+@triton.jit
+def _keep_row(new, token, kept, entry, places, SIZE: tl.constexpr):
+    values = tl.load(new + token * SIZE + places, mask=places < SIZE, other=0.0)
+    tl.store(kept.at + entry * kept.stride + places, values, mask=places < SIZE)
+
+
+def verify_gated_delta(
+    tokens: Tokens, state: torch.Tensor, updates: Updates, meta: VerifyMeta
+) -> torch.Tensor:
+    k, v = tokens.k, tokens.v
+    tables = verify_tables(meta, v.device)
+    made = _Parts(
+        *(
+            torch.empty(size, device=v.device, dtype=torch.float32)
+            for size in (k.shape, v.shape, v.shape[:2])
+        )
+    )
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    # In a captured step all slices have as much room, whatever tokens they have.
+    lengths = {end - begin for begin, end in pairwise(meta.cu_seqlens)}
+    room = lengths.pop() if len(lengths) == 1 else 0
+    _launch(tokens, state, out, updates, made, tables["slices"], room)
+    _keep(updates, made, tables["entries"])
+    return out
+
+
+def _keep(updates: Updates, made: _Parts, entries: torch.Tensor) -> None:
+    """Copy the tokens' updates to their entries."""
+    keys, changes, decays = made
+    sizes = keys[0].numel(), changes[0].numel(), decays.shape[1]
+    arguments = {
+        "new": made,
+        "kept": _views(updates),
+        "entries": entries,
+        **dict(zip(("KEYS", "CHANGES", "HEADS"), sizes, strict=True)),
+        "TILE": KEPT_TILE,
+    }
+    launch(_keep_kernel, (len(entries), triton.cdiv(max(sizes), KEPT_TILE)), arguments)
+
+
+def fold_gated_delta(
+    state: torch.Tensor, updates: Updates, folds: Sequence[tuple[int, int, int]]
+) -> None:
+    """Run the verify kernel on slices of no tokens, which only folds."""
+    device = state.device
+    table = torch.tensor([(*fold, 0, 0) for fold in folds], dtype=torch.int32, device=device)
+    keys, values = updates.keys[:0], updates.changes[:0]
+    gates = updates.decays[:0]
+    none = Tokens(keys, keys, values, gates, gates)
+    _launch(none, state, values, updates, _Parts(keys, values, gates), table, 0)
+
+
+def _launch(tokens, state, out, updates, made, table, room) -> None:
+    heads, value_dim = tokens.v.shape[1:]
+    arguments = {
+        **step_arguments(tokens, state, out),
+        "old": _views(updates),
+        "new": made,
+        "table": table,
+        "room": room,
+        "SIZES": sizes_of(tokens),
+    }
+    grid = (triton.cdiv(value_dim, STEP_COLUMNS), heads, table.shape[0])
+    launch(_verify_kernel, grid, arguments, num_warps=4)
+
+
+def _views(updates: Updates) -> _Parts:
+    return _Parts._make(map(rows, (updates.keys, updates.changes, updates.decays)))

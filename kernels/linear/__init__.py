@@ -5,8 +5,7 @@ A `Linear` owns its weight's format, its layout in memory and its arithmetic.
     dense.py           float32, bfloat16 and float16 weights, packed for compiled CPU code
     torch_dense.py     the same weights multiplied by torch: GPUs, and CPUs without a compiler
     torch_quantised.py codes multiplied by Triton on GPUs and by torch on CPUs without a compiler
-    integers.py        codes of 4, 6 or 8 bits, e2m1 among them, packed for compiled CPU code
-    float8.py          e4m3 codes, packed for compiled CPU code
+    packed_codes.py    codes of e4m3, and of 4, 6 or 8 bits, packed for compiled CPU code
     joined.py          weights of several formats side by side
     quantising.py      quantisation of plain weights
     low_rank.py        adapters' changes of products; low_rank_*.py: on a GPU
@@ -32,10 +31,8 @@ from vlm_serve.kernels.linear.base import (
 )
 from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.dense import PackedDense
-from vlm_serve.kernels.linear.float8 import PackedFloat8
-from vlm_serve.kernels.linear.integers import PackedIntegers
 from vlm_serve.kernels.linear.joined import Joined
-from vlm_serve.kernels.linear.packed_codes import packable
+from vlm_serve.kernels.linear.packed_codes import PackedFloat8, PackedIntegers, packable
 from vlm_serve.kernels.linear.runs import runs
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer
-from vlm_serve.kernels.paged_attention.fixed_parts import FIXED_PART
+from vlm_serve.kernels.paged_attention import FIXED_PART
 from vlm_serve.kernels.paged_attention.tiles_triton import (
     attend,
     attention_arguments,

@@ -27,7 +27,7 @@ from vlm_serve.kernels.linear.low_rank_factors import (
 )
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed
 
 COLUMNS, K = 96, 80
 OWNERS = (0, 1, -1, 2, 1, 0)
