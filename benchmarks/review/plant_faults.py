@@ -152,7 +152,7 @@ FAULTS = {
         _TABLES,
     ),
     "sampler_reads_row_above": Fault(
-        ENGINE + "sampling_rows.py",
+        ENGINE + "sampler.py",
         "logits[_index(drawn, logits.device)]\n",
         "logits[: len(drawn)]\n",
         "tests/engine/test_sampling_rows.py",

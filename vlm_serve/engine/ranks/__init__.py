@@ -4,6 +4,5 @@
 - `wire.py`: messages between the engine and a rank
 - `process.py`: a rank's process, seen from the engine
 - `worker.py`: main loop of a rank's process
-- `executor.py`: an `Executor` over all ranks
-- `transfer.py`: blocks and rows of all ranks, for the tiers
+- `executor.py`: an `Executor` over all ranks, and their blocks and rows for the tiers
 """
