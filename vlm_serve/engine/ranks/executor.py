@@ -14,9 +14,8 @@ from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.executor import ExecutorLostError, StepError
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
-from vlm_serve.engine.ranks.process import RankProcesses
+from vlm_serve.engine.ranks.process import ConnectionLostError, RankProcesses, ReplyTimeoutError
 from vlm_serve.engine.ranks.task import Pools
-from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError
 from vlm_serve.kernels.native_library import RanksApartError
 from vlm_serve.kernels.ranks import SharedRanks
 from vlm_serve.models import Model
