@@ -27,7 +27,7 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
-from vlm_serve.engine import graph_device
+from vlm_serve.engine import step_tables
 from vlm_serve.engine.step_tables import HostRing
 
 MODEL = CheckpointSpec(
@@ -105,7 +105,7 @@ def second_engine(checkpoint: Path, device: str) -> tuple[list[str], bool]:
     """Start an engine while another one answers, and compare what both say; then once more with
     captures that any thread's calls void."""
     told, good = _two_engines(checkpoint, device)
-    with patch.object(graph_device, "CAPTURE_ERRORS", "global"):
+    with patch.object(step_tables, "CAPTURE_ERRORS", "global"):
         fault = _two_engines(checkpoint, device)[0]
     return [
         f"- a second engine that starts while the first one answers: {told}",

@@ -23,8 +23,7 @@ from common.machine import add_isa_argument, describe, run_as
 
 from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
-from vlm_serve.kernels.linear.float8 import PackedFloat8
-from vlm_serve.kernels.linear.integers import PackedIntegers
+from vlm_serve.kernels.linear.packed_codes import PackedFloat8, PackedIntegers
 from vlm_serve.kernels.linear.quantising import GROUPS, SCALES
 from vlm_serve.system.host_memory import retain_freed_memory
 

@@ -23,7 +23,7 @@ import torch
 from vlm_serve.engine.build import find_checkpoint
 from vlm_serve.kernels.linear import Linear, Part, Shard, dense, quantising
 from vlm_serve.kernels.linear.codes import IntegerCodes, scale_values
-from vlm_serve.kernels.linear.integers import PackedIntegers
+from vlm_serve.kernels.linear.packed_codes import PackedIntegers
 from vlm_serve.kernels.linear.quantising import quantise
 from vlm_serve.models import read_spec
 from vlm_serve.models.model import Decoder

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.publishing import Publisher
 from vlm_serve.cache.records import LeaseState, Snapshot
-from vlm_serve.cache.rows import RowState
 
 if TYPE_CHECKING:
     from vlm_serve.cache.eviction import Evictor

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from vlm_serve.cache.ledger import Ledger, is_unit
 from vlm_serve.cache.logprobs import check_rows
+from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.records import NO_MEDIA, Block, Lease, LeaseState, Node, Snapshot
-from vlm_serve.cache.rows import RowState
 from vlm_serve.cache.suspension import Suspended
 from vlm_serve.cache.timed_pins import TimedPin
 

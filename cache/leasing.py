@@ -9,9 +9,9 @@ from vlm_serve.cache.eviction import Evictor
 from vlm_serve.cache.experts import record, seed
 from vlm_serve.cache.logprobs import RowPiece, keep
 from vlm_serve.cache.places import Places
+from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.publishing import LeftState, Publisher, give_row
 from vlm_serve.cache.records import Lease, LeaseState, Rows, Snapshot
-from vlm_serve.cache.rows import RowState
 from vlm_serve.cache.suspension import Suspended, Suspensions
 from vlm_serve.cache.timed_pins import TimedPins
 

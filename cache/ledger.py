@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.blocks import BlockPool
 from vlm_serve.cache.events import CacheEvents
-from vlm_serve.cache.ghosts import GhostMemory
 from vlm_serve.cache.lazy_heap import LazyHeap, Priority
 from vlm_serve.cache.logprobs import RowKeeper
 from vlm_serve.cache.policy import Use, make_policy
+from vlm_serve.cache.pools import BlockPool, RowPool, RowState
+from vlm_serve.cache.reasons import GhostMemory
 from vlm_serve.cache.records import Block, Node, Snapshot
-from vlm_serve.cache.rows import RowPool, RowState
 from vlm_serve.cache.trie import Trie
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.rows import RowState
+from vlm_serve.cache.pools import RowState
 
 if TYPE_CHECKING:
     from vlm_serve.cache.config import CacheConfig

@@ -18,7 +18,6 @@ from vlm_serve.cache.ledger import Ledger
 from vlm_serve.cache.listing import CacheUsage, usage
 from vlm_serve.cache.logprobs import RowPiece, WantedRows, kept_rows
 from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, walk
-from vlm_serve.cache.parting import junction, learn
 from vlm_serve.cache.publishing import LeftState
 from vlm_serve.cache.reasons import Evidence, miss_reason
 from vlm_serve.cache.records import Hit, Lease, Node
@@ -169,17 +168,45 @@ class PrefixCache(Leasing):
         num_prompt_tokens: int,
         positions: Mapping[int, str],
     ) -> None:
-        """Learn from a prompt's admission: its parting and its plans.
+        """Learn from a prompt's admission: its parting from known prompts, its misses, its plans.
 
         Args:
             positions: planned snapshots by position, each with its kind.
         """
-        if self.config.has_state and self.config.enabled:
-            learn(self._ledger, self.places, lease, match, keys, num_prompt_tokens, positions)
+        if not (self.config.has_state and self.config.enabled):
+            return
+        node, places = self._parting_node(match, keys), self.places
+        if node is not None and node.planned is not None:
+            places.parted(node.planned, match.kv_boundary)
+        if match.reason == "snapshot_evicted":
+            places.missed(match.kv_boundary - match.state_boundary)
+        lease.planned = places.plan(match.root, lease.boundary, num_prompt_tokens, positions)
+        if node is not None and positions.get(match.kv_boundary) == "junction":
+            node.planned = lease.planned  # the snapshot there is this request's
 
     def junction(self, match: Match, keys: PromptKeys) -> int:
         """Return a request's place for a snapshot by prompts parting there; 0: none."""
-        return junction(self._ledger, self.places, match, keys)
+        if match.junction:
+            return match.kv_boundary
+        gain = match.kv_boundary - match.state_boundary
+        if gain <= 0 or not self.config.has_state:
+            return 0
+        node = self._parting_node(match, keys)
+        if node is None or node.planned is None:
+            return 0
+        due = self.places.is_junction(node.planned, match.kv_boundary, gain)
+        return match.kv_boundary if due else 0
+
+    def _parting_node(self, match: Match, keys: PromptKeys) -> Node | None:
+        """Return the node with the last common token of a prompt and the trie at a cut."""
+        cut = match.kv_boundary
+        depth, rest = divmod(cut, keys.block_size)
+        if not cut:
+            return None
+        if not rest or depth < len(match.nodes):
+            return match.nodes[depth if rest else depth - 1]
+        parent = match.nodes[depth - 1] if depth else self._ledger.trie.root(keys.root)
+        return None if parent is None else parent.children.get(keys.tails[cut])
 
     # The rest of a request's life
 

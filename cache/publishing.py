@@ -6,9 +6,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.reasons import key_at, media_offset, media_starts
 from vlm_serve.cache.records import NO_MEDIA, Block, Branch, Lease, Node, Snapshot
-from vlm_serve.cache.rows import RowState
 
 if TYPE_CHECKING:
     from vlm_serve.cache.ledger import Ledger

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.publishing import LeftState, give_row
 from vlm_serve.cache.records import Lease, LeaseState
-from vlm_serve.cache.rows import RowState
 
 if TYPE_CHECKING:
     from vlm_serve.cache.ledger import Ledger

@@ -4,6 +4,9 @@ The sources are compiled once, where they run, for this processor or for VLM_SER
 does Triton with its launchers.) The library is cached under the digest of everything it depends on.
 It links no OpenMP: its symbols resolve to torch's libgomp, so both share one pool of worker
 threads. (Clang needs an OpenMP of its own, with its own pool.)
+
+Loading a truncated or changed library kills the process, by SIGBUS or SIGSEGV. A digest at the end
+of the file, which the loader ignores, detects such damage.
 """
 
 from __future__ import annotations
@@ -24,12 +27,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from vlm_serve.kernels.native_processor import (
-    lacking,
-    processor_identity,
-    tile_registers_refused,
-)
-from vlm_serve.kernels.native_seal import seal
+from vlm_serve.kernels.native_processor import lacking, processor_identity, tile_registers_refused
 from vlm_serve.system.private_files import cache_path, make_private
 
 SOURCES = (Path(__file__).parent / "native", Path(__file__).parents[1] / "models" / "native")
@@ -61,6 +59,8 @@ APART = "_VLM_SERVE_KERNELS"
 
 
 _log = logging.getLogger(__name__)
+_MARK = b"vlm-serve kernels 1"
+_DIGEST_BYTES = 32
 
 
 class BuildError(Exception):
@@ -307,3 +307,21 @@ def _run(deadline: float, *command: str, folder: str | None = None) -> str:
         lines = [line for line in lines if "error" in line] or lines
         raise _CompilerFailed(lines[0] if lines else f"it exits with {process.returncode}")
     return output
+
+
+def seal(path: Path) -> None:
+    """Append the digest to a file. Raises OSError."""
+    with path.open("r+b") as file:
+        digest = blake3(file.read()).digest()
+        file.write(digest + _MARK)
+        file.flush()
+        os.fsync(file.fileno())  # A power cut must not leave the name without its content.
+
+
+def is_sealed(descriptor: int) -> bool:
+    """Return True if a file is unchanged since `seal`. Raises OSError."""
+    with open(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        data = file.read()
+    content, end = data[: -_DIGEST_BYTES - len(_MARK)], data[-_DIGEST_BYTES - len(_MARK) :]
+    return bool(content) and end == blake3(content).digest() + _MARK

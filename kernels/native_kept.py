@@ -1,7 +1,7 @@
 """Cache of the compiled library, in the user's cache directory.
 
 A library is code: if another user owns it or could have written it, it is never loaded. A damaged
-one is rebuilt (`native_seal`).
+one is rebuilt (`native_build.is_sealed`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 
 from vlm_serve.kernels import native_build
-from vlm_serve.kernels.native_build import APART, BuildError, Recipe, apart
-from vlm_serve.kernels.native_seal import is_sealed
+from vlm_serve.kernels.native_build import APART, BuildError, Recipe, apart, is_sealed
 from vlm_serve.system.private_files import (
     UnsafePathError,
     cache_path,

@@ -2,7 +2,7 @@
 
 `make wheels` puts them into the folder `shipped`, beside an index (`release/wheels.py`). A source
 tree has none. The folder is as trusted as the Python code beside it, so owners and modes are not
-checked here; a damaged library (`native_seal`), or one of other sources, is not loaded.
+checked here; a damaged library (`native_build.is_sealed`), or one of other sources, is not loaded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vlm_serve.kernels import native_build, native_self_test
-from vlm_serve.kernels.native_build import BuildError
+from vlm_serve.kernels.native_build import BuildError, is_sealed
 from vlm_serve.kernels.native_processor import architecture, flags, tile_registers_refused
-from vlm_serve.kernels.native_seal import is_sealed
 
 FOLDER = Path(__file__).parent / "shipped"
 INDEX = "index.json"

@@ -20,12 +20,12 @@ from vlm_serve.kernels.native_build import (
     BuildError,
     Recipe,
     compile_to,
+    is_sealed,
     predefined,
     recipe,
     sources_digest,
 )
 from vlm_serve.kernels.native_processor import architecture, flags_of
-from vlm_serve.kernels.native_seal import is_sealed
 from vlm_serve.kernels.native_shipped import Shipped, write_index
 
 PROCESSORS = {

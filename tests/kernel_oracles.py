@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from vlm_serve.kernels.causal_conv.reference import convolve
-from vlm_serve.kernels.gated_delta.reference import steps_of
-from vlm_serve.kernels.gated_delta.tokens import Tokens
+from vlm_serve.kernels.gated_delta.reference import Tokens, steps_of
 from vlm_serve.kernels.kv_quant import pick
 from vlm_serve.kernels.metadata import KVLayer
 from vlm_serve.kernels.moe.reference import routed_experts

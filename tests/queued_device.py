@@ -19,13 +19,12 @@ from step_graphs import with_graphs, with_kernels
 
 from vlm_serve.cache.tiers.entry import Entry
 from vlm_serve.engine import build as building
-from vlm_serve.engine import graph_device
+from vlm_serve.engine import step_tables
 from vlm_serve.engine.draft_graphs import DraftGraphs
-from vlm_serve.engine.graph_device import CudaGraphs, Step
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.step_graphs import StepGraphs
-from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.step_tables import CudaGraphs, HostRing, Step
 from vlm_serve.engine.tier_transfer import Staged, TensorTransfer
 from vlm_serve.engine.tower_graphs import TowerGraphs
 from vlm_serve.models import Model
@@ -85,7 +84,7 @@ class QueuedDevice(CudaGraphs):
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        with patch.object(graph_device, "torch", FakeTorch(self.device)):
+        with patch.object(step_tables, "torch", FakeTorch(self.device)):
             yield
 
 
@@ -288,7 +287,7 @@ def _without_event(graphs: CudaGraphs, target: torch.Tensor, source: torch.Tenso
 
 def _on_a_stream_of_its_own(graphs: CudaGraphs, target: torch.Tensor, source: torch.Tensor) -> Step:
     """Send beside the steps: none of them waits for its tables."""
-    cuda = vars(graph_device)["torch"].cuda
+    cuda = vars(step_tables)["torch"].cuda
     with cuda.stream(cuda.Stream()):
         return _SEND(graphs, target, source)
 

@@ -6,8 +6,7 @@ import random
 
 from symbolic import VOCABULARY, chain, extended, next_token
 
-from vlm_serve.engine.drafts.base import Drafter
-from vlm_serve.engine.drafts.mtp import MtpDrafter
+from vlm_serve.engine.drafts.base import Drafter, MtpDrafter
 from vlm_serve.engine.sequence import Sequence
 
 

@@ -30,10 +30,10 @@ from triton.runtime.jit import create_function_from_signature
 
 from vlm_serve.engine import step_memory
 from vlm_serve.engine.arithmetic import Backend, Types, decide
-from vlm_serve.engine.graph_device import Step
 from vlm_serve.engine.kernel_check import CheckedSteps
 from vlm_serve.engine.step_graphs import StepGraphs
 from vlm_serve.engine.step_sizes import TOKENS, decode_sizes, prefill_sizes, verify_sizes
+from vlm_serve.engine.step_tables import Step
 from vlm_serve.engine.warm_up import warm_up
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.kv_write import copy_kv_rows

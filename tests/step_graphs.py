@@ -20,7 +20,7 @@ from triton_case import kernels
 
 from vlm_serve.engine import build as building
 from vlm_serve.engine import step_paths, step_sizes
-from vlm_serve.engine.graph_device import Step
+from vlm_serve.engine.step_tables import Step
 from vlm_serve.models.cache_layout import CacheTensors, Unit
 
 SPECS = {

@@ -77,7 +77,7 @@ SAMPLING = (
     ("SequenceSampler._changed", "`logit_bias` and penalties"),
     ("SequenceSampler._draw", "`temperature`, `top_k`, `top_p`, `min_p` and the draw"),
     ("_top_logprobs", "log-probabilities"),
-    ("choose_rows", "all of this for many rows at once, on a GPU (`engine/sampling_rows.py`)"),
+    ("choose_rows", "all of this for many rows at once, on a GPU (`engine/sampler.py`)"),
 )
 """Functions of engine/sampler.py and what they are for."""
 BEST = "find_argmax"

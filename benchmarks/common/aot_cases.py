@@ -22,17 +22,15 @@ from vlm_serve.kernels.gated_delta import (
     verify_gated_delta,
 )
 from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
-from vlm_serve.kernels.kv_write import copy_kv_rows, write_kv
-from vlm_serve.kernels.kv_write.rotated import Rotation, rotate_and_write
+from vlm_serve.kernels.kv_write import Rotation, copy_kv_rows, rotate_and_write, write_kv
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
 from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8, StoredIntegers
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe.beside import Beside
-from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.moe.reference import Beside
+from vlm_serve.kernels.norms import Normed, gated_rms_norm, rms_norm
 from vlm_serve.kernels.paged_attention import (
     attention_decode,
     attention_prefill,

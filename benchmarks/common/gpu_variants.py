@@ -29,7 +29,8 @@ from vlm_serve.kernels.linear.few_rows import Around, few_rows
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.moe import routed_experts
 from vlm_serve.kernels.moe import triton as moe_triton
-from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill, decode_triton
+from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
+from vlm_serve.kernels.paged_attention import triton as decode_triton
 from vlm_serve.kernels.paged_attention import triton as prefill_triton
 from vlm_serve.kernels.paged_attention.tiles_triton import Tile
 from vlm_serve.kernels.triton_support import launch

@@ -14,8 +14,7 @@ import checkout  # noqa: F401
 import torch
 
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
-from vlm_serve.kernels.paged_attention.decode_triton import attention_decode
-from vlm_serve.kernels.paged_attention.triton import attention_prefill
+from vlm_serve.kernels.paged_attention.triton import attention_decode, attention_prefill
 from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 
 HEADS, KEY_HEADS, WIDTH, BLOCK = 16, 4, 256, 64

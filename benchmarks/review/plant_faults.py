@@ -59,7 +59,7 @@ _EVENT = (
 )
 FAULTS = {
     "event_before_copy": Fault(
-        ENGINE + "graph_device.py", _SEND + _EVENT, _EVENT + _SEND, f"{_TABLES} {_TWINS}"
+        ENGINE + "step_tables.py", _SEND + _EVENT, _EVENT + _SEND, f"{_TABLES} {_TWINS}"
     ),
     "tower_rows_not_cloned": Fault(
         ENGINE + "local_executor.py",
@@ -104,13 +104,13 @@ FAULTS = {
         _DRAFTS,
     ),
     "never_replayed": Fault(
-        ENGINE + "graph_device.py",
+        ENGINE + "step_tables.py",
         "        return graph.replay",
         "        return lambda: None",
         f"{_TABLES} {_DECODE}",
     ),
     "capture_global": Fault(
-        ENGINE + "graph_device.py",
+        ENGINE + "step_tables.py",
         'CAPTURE_ERRORS = "thread_local"',
         'CAPTURE_ERRORS = "global"',
         f"{_TABLES} {_DECODE}",
@@ -152,7 +152,7 @@ FAULTS = {
         _TABLES,
     ),
     "sampler_reads_row_above": Fault(
-        ENGINE + "sampling_rows.py",
+        ENGINE + "sampler.py",
         "logits[_index(drawn, logits.device)]\n",
         "logits[: len(drawn)]\n",
         "tests/engine/test_sampling_rows.py",
@@ -170,7 +170,7 @@ FAULTS = {
         _DECODE,
     ),
     "table_memory_smallest_first": Fault(
-        ENGINE + "graph_device.py",
+        ENGINE + "step_tables.py",
         "    return [capture(size) for size in reversed(sizes)][::-1]",
         "    return [capture(size) for size in sizes]",
         f"{_DECODE} tests/engine/test_captured_rows.py",

@@ -54,9 +54,7 @@ def _verify_by_steps(
     return out
 
 
-_verify = Op(
-    _verify_by_steps, triton="vlm_serve.kernels.causal_conv.drafts_triton:causal_conv_verify"
-)
+_verify = Op(_verify_by_steps, triton="vlm_serve.kernels.causal_conv.triton:causal_conv_verify")
 
 
 def causal_conv_prefill(

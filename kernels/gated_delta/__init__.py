@@ -24,7 +24,7 @@ from vlm_serve.kernels.checks import (
 )
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.gated_delta import compiled, reference
-from vlm_serve.kernels.gated_delta.tokens import Tokens
+from vlm_serve.kernels.gated_delta.reference import Tokens
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
 
 _TRITON = "vlm_serve.kernels.gated_delta.triton"
@@ -39,13 +39,13 @@ _recurrent = Op(
     compiled=compiled.gated_delta,
     triton=f"{_TRITON}:recurrent_gated_delta",
 )
-_DRAFTS_TRITON = "vlm_serve.kernels.gated_delta.drafts_triton"
+_DRAFTS_TRITON = "vlm_serve.kernels.gated_delta.triton"
 _verify = Op(reference.verify_gated_delta, triton=f"{_DRAFTS_TRITON}:verify_gated_delta")
 _fold = Op(reference.fold_gated_delta, triton=f"{_DRAFTS_TRITON}:fold_gated_delta")
 _gates = Op(
     reference.gates,
     compiled=compiled.gates,
-    triton="vlm_serve.kernels.gated_delta.gates_triton:gates",
+    triton="vlm_serve.kernels.gated_delta.decoding_triton:gates",
 )
 
 

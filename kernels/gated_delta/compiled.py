@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from vlm_serve.kernels.gated_delta.tokens import Tokens
+from vlm_serve.kernels.gated_delta.reference import Tokens
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call

@@ -21,7 +21,7 @@ import torch
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import MAX_CHUNK
-from vlm_serve.kernels.gated_delta.tokens import Tokens
+from vlm_serve.kernels.gated_delta.reference import Tokens
 from vlm_serve.kernels.metadata import PrefillMeta
 
 PACKAGE, VERSION = "fla-core", "0.6.0"

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from vlm_serve.kernels.elementwise import softplus
 from vlm_serve.kernels.elementwise.reference import times_sigmoid
-from vlm_serve.kernels.gated_delta.tokens import Tokens
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.plain import sequences, widened
 
 EPS = 1e-6
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Tokens(NamedTuple):
+    """Inputs of the packed tokens; shapes and dtypes as `chunk_gated_delta` takes them.
+
+    Attributes:
+        q, k: queries and keys, not normalised.
+        v: values.
+        g: log decay.
+        beta: write strength.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
 
 
 def gated_delta(

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlm_serve.kernels.gated_delta.tokens import Tokens
+from vlm_serve.kernels.gated_delta.reference import Tokens
 from vlm_serve.kernels.triton_support import power_of_two
 from vlm_serve.kernels.triton_views import constants, heads, rows
 

@@ -1,17 +1,15 @@
-"""Writing this step's keys and values into their pages, and copying rows of pages."""
+"""Writing this step's keys and values into their pages, also with the norm and the rotation of
+queries and keys, and copying rows of pages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from vlm_serve.kernels.checks import (
-    FLOAT_DTYPES,
-    KernelArgumentError,
-    check_kv_layer,
-    check_tensor,
-)
+from vlm_serve.kernels import rope
+from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_kv_layer, check_tensor
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.kv_write import reference
 from vlm_serve.kernels.metadata import KVLayer
@@ -73,3 +71,61 @@ def copy_kv_rows(
     if scales is not None and scales.shape[:2] != kv_pool.shape[:2]:
         raise KernelArgumentError("scales", "blocks or layers differ from the pool's")
     _copy(kv_pool.device, kv_pool, scales, copies)
+
+
+class Rotation(NamedTuple):
+    """What norms and rotates the heads of tokens; as `qk_norm_rope` takes it."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    eps: float
+
+
+def _by_ops(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotation: Rotation,
+    kv: KVLayer,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Run both ops, each by the kernels that it has."""
+    q, k = rope.qk_norm_rope(q, k, *rotation)
+    write_kv(k, v, kv, slots)
+    return q
+
+
+_rotate = Op(_by_ops, triton=f"{_TRITON}:rotate_and_write")
+
+
+def rotate_and_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotation: Rotation,
+    kv: KVLayer,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Norm and rotate queries and keys; store keys and values at their slots.
+
+    Args:
+        q, k: `[T, heads, D]`, as `qk_norm_rope` takes them.
+        v: `[T, Hkv, D]`, as k.
+        rotation: norms and angles.
+        kv, slots: as `write_kv` takes them.
+
+    Returns:
+        The queries, a new contiguous tensor.
+
+    Raises:
+        KernelArgumentError: naming the argument at fault.
+    """
+    check_kv_layer(kv, q.device)
+    heads, dim = kv.k.shape[2:]
+    rope.check_heads(q, k, *rotation[:4])
+    check_tensor("k", k, (None, heads, dim), FLOAT_DTYPES, q.device)
+    check_tensor("v", v, k.shape, (k.dtype,), q.device)
+    check_tensor("slots", slots, (k.shape[0],), (torch.int64,), q.device)
+    return _rotate(q.device, q, k, v, rotation, kv, slots)

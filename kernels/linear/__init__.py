@@ -1,27 +1,31 @@
 """Projections: `x @ weight.T + bias` with a fused activation, product or sum on the output.
 
-A `Linear` owns its weight's format, its layout in memory and its arithmetic.
+A `Linear` owns its weight's format, its layout in memory and its arithmetic. Neighbouring parts of
+one format are one weight; weights of several formats stay side by side.
 
     dense.py           float32, bfloat16 and float16 weights, packed for compiled CPU code
     torch_dense.py     the same weights multiplied by torch: GPUs, and CPUs without a compiler
     torch_quantised.py codes multiplied by Triton on GPUs and by torch on CPUs without a compiler
-    integers.py        codes of 4, 6 or 8 bits, e2m1 among them, packed for compiled CPU code
-    float8.py          e4m3 codes, packed for compiled CPU code
-    joined.py          weights of several formats side by side
+    packed_codes.py    codes of e4m3, and of 4, 6 or 8 bits, packed for compiled CPU code
     quantising.py      quantisation of plain weights
     low_rank.py        adapters' changes of products; low_rank_*.py: on a GPU
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import itemgetter
 from typing import cast
 
 import torch
 
 from vlm_serve.kernels.linear.base import (
     Activation,
+    ChangedRows,
+    Epilogue,
     Linear,
     Part,
     Shard,
@@ -32,15 +36,139 @@ from vlm_serve.kernels.linear.base import (
 )
 from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.dense import PackedDense
-from vlm_serve.kernels.linear.float8 import PackedFloat8
-from vlm_serve.kernels.linear.integers import PackedIntegers
-from vlm_serve.kernels.linear.joined import Joined
-from vlm_serve.kernels.linear.packed_codes import packable
-from vlm_serve.kernels.linear.runs import runs
+from vlm_serve.kernels.linear.packed_codes import PackedFloat8, PackedIntegers, packable
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 
 __all__ = ["Activation", "Linear", "Part", "Shard", "Source", "WeightRecord", "dense", "load"]
+
+
+@dataclass(slots=True)
+class Run:
+    """Neighbouring parts of one kind.
+
+    Attributes:
+        kind: common kind of their codes; None for dense parts.
+        parts: in their order.
+    """
+
+    kind: Hashable | None
+    parts: list[Part] = field(default_factory=list)
+    _heads: list[Codes] = field(default_factory=list)
+    _tails: list[Iterator[Codes]] = field(default_factory=list)
+
+    @property
+    def floored(self) -> bool:
+        """Return True if its codes have minima."""
+        return any(isinstance(each, IntegerCodes) and each.floored for each in self._heads)
+
+    def add(self, part: Part, head: Codes | None, tail: Iterator[Codes]) -> None:
+        """Add a part; `head` is the first piece of its codes, `tail` yields the others."""
+        self.parts.append(part)
+        if head is not None:
+            self._heads.append(head)
+            self._tails.append(tail)
+
+    def pieces(self) -> Iterator[Codes]:
+        """Yield the codes of all parts, once.
+
+        They have zero points if any part has some, and blocks of as many rows as all parts allow.
+        """
+        heads = self._heads
+        zeros = any(isinstance(each, IntegerCodes) and each.zeros is not None for each in heads)
+        high = math.gcd(*(each.block[0] for each in heads if isinstance(each, Float8Codes)))
+        while self._heads:
+            for piece in chain([self._heads.pop(0)], self._tails.pop(0)):
+                if isinstance(piece, IntegerCodes):
+                    yield _with_zeros(piece) if zeros else piece
+                else:
+                    yield _in_rows(piece, high)
+
+
+def runs(source: Source, parts: Sequence[Part], shard: Shard | None) -> list[Run]:
+    """Group parts into runs of neighbours of one kind."""
+    found: list[Run] = []
+    for part in parts:
+        tail = source.codes(part, shard)
+        head = None if tail is None else next(tail)
+        kind = None if head is None else _kind(head)
+        if not found or found[-1].kind != kind:
+            found.append(Run(kind))
+        found[-1].add(part, head, iter(()) if tail is None else tail)
+    return found
+
+
+def _kind(codes: Codes) -> Hashable:
+    if isinstance(codes, IntegerCodes):
+        outer = None if codes.outer is None else (codes.outer.size, codes.floored)
+        return IntegerCodes, codes.bits, codes.float4, codes.group, codes.scales.dtype, outer
+    return Float8Codes, codes.block[1], codes.block[0] == 1, codes.scales.dtype
+
+
+def _with_zeros(piece: IntegerCodes) -> IntegerCodes:
+    if piece.zeros is not None:
+        return piece
+    middle = torch.full(piece.scales.shape, 1 << (piece.bits - 1), dtype=torch.uint8)
+    return replace(piece, zeros=middle)
+
+
+def _in_rows(piece: Float8Codes, high: int) -> Float8Codes:
+    """Cut blocks to `high` rows, or to the largest common divisor with their own height."""
+    high = math.gcd(high, piece.block[0])
+    if high == piece.block[0]:
+        return piece
+    rows = piece.codes.shape[0]
+    scales = piece.scales.repeat_interleave(piece.block[0] // high, 0)[: -(-rows // high)]
+    return replace(piece, scales=scales, block=(high, piece.block[1]))
+
+
+class Joined(Linear):
+    """Projections of one input with weights in several formats, side by side as one projection.
+
+    Each part keeps its own arithmetic. A row's bits depend on the row and the weights alone if this
+    holds for every part.
+
+    Args:
+        parts: of one depth, in the order of their columns.
+    """
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self.parts = tuple(parts)
+        self.columns = sum(part.columns for part in parts)
+        self.depth, self.dtype = parts[0].depth, parts[0].dtype
+
+    def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], self.columns)
+        first = 0
+        for part in self.parts:
+            own = slice(first, first + part.columns)
+            epilogue = after.of(itemgetter((slice(None), own)))
+            out[:, own] = part._multiply(x, epilogue, deterministic)
+            first = own.stop
+        return out
+
+    def _changed(
+        self, x: torch.Tensor, after: Epilogue, deterministic: bool, changes: ChangedRows | None
+    ) -> torch.Tensor:
+        if changes is None:
+            return self._multiply(x, after, deterministic)
+        parts, first = [], 0
+        for part in self.parts:
+            epilogue = after.of(itemgetter((slice(None), slice(first, first + part.columns))))
+            parts.append(part._changed(x, epilogue, deterministic, changes))
+            first += part.columns
+        return torch.cat(parts, 1)
+
+    def leaves(self) -> tuple[Linear, ...]:
+        return self.parts
+
+    def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
+        gate = self(x, activation="silu", deterministic=deterministic)
+        return up(x, times=gate, deterministic=deterministic)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
 def load(

@@ -16,7 +16,7 @@ from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.low_rank_factors import ExpertSites, Reduced
 from vlm_serve.kernels.native_layout import struct
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 

@@ -12,7 +12,7 @@ from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
 from vlm_serve.kernels.linear.base import Activation, ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.few_rows import Around, few_rows, serves
 from vlm_serve.kernels.linear.low_rank_factors import Reduced
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed
 
 MIN_ROWS = 16
 MIN_COLUMNS = 16

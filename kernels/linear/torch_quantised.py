@@ -18,7 +18,7 @@ from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.linear.torch_dense import MIN_COLUMNS, in_tiles, with_rows
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed
 
 
 class TorchQuantised(Linear):

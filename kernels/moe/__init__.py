@@ -16,7 +16,7 @@ from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.base import ChangedRows
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import reference
-from vlm_serve.kernels.moe.beside import Beside
+from vlm_serve.kernels.moe.reference import Beside
 
 _TRITON = "vlm_serve.kernels.moe.triton"
 _route = Op(reference.route, triton=f"{_TRITON}:route")

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from vlm_serve.kernels.linear.low_rank_factors import HEAD, PART, RANKS, SPAN, Site
 from vlm_serve.kernels.linear.low_rank_triton import DEPTH, _factor, sizes_of
-from vlm_serve.kernels.moe.align_triton import Plan
-from vlm_serve.kernels.moe.pairs_triton import tile_pairs
+from vlm_serve.kernels.moe.align_triton import Plan, tile_pairs
 from vlm_serve.kernels.triton_support import current_target, launch
 from vlm_serve.kernels.triton_views import Rows, constants
 from vlm_serve.kernels.triton_views import rows as rows_of

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.linear.codes_triton import grouped_product
+from vlm_serve.kernels.moe.align_triton import store_gated, store_weighted, tile_pairs
 from vlm_serve.kernels.moe.pair_changes_triton import with_part
-from vlm_serve.kernels.moe.pairs_triton import store_gated, store_weighted, tile_pairs
 
 
 class Plain(NamedTuple):

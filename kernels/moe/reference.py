@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +14,26 @@ from vlm_serve.kernels.linear.base import ChangedRows
 from vlm_serve.kernels.linear.low_rank import addition_of
 from vlm_serve.kernels.linear.low_rank_factors import ExpertSites, LowRankChange, Site, changes_at
 from vlm_serve.kernels.linear.stored_codes import Stored
-from vlm_serve.kernels.moe.beside import Beside
 from vlm_serve.kernels.plain import widened
 
 Weight = torch.Tensor | Stored | Sequence[Linear]
 Expert = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Rows `[n, H]`, their numbers in the step and an expert: what it makes of them, `[n, H]`."""
+
+
+class Beside(NamedTuple):
+    """Terms of a layer's sum beside the routed experts. Each sum is rounded: first that with the
+    shared expert, then that with the residual.
+
+    Attributes:
+        residual: `[T, H]`.
+        shared: `[T, H]`, result of the shared expert, before its gate; None: there is none.
+        gate: `[T, 1]`, logits of its gate.
+    """
+
+    residual: torch.Tensor
+    shared: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

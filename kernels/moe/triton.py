@@ -15,9 +15,9 @@ from vlm_serve.kernels.linear.codes_triton import code_arguments
 from vlm_serve.kernels.linear.low_rank_factors import ExpertSites
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe.align_triton import align
-from vlm_serve.kernels.moe.beside import Beside
 from vlm_serve.kernels.moe.pair_changes_triton import pair_changes
 from vlm_serve.kernels.moe.products_triton import Plain, Sizes, down_kernel, gate_up_kernel
+from vlm_serve.kernels.moe.reference import Beside
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
 from vlm_serve.kernels.triton_views import constants, dots
 from vlm_serve.kernels.triton_views import rows as rows_of

@@ -8,6 +8,7 @@ and a fresh one look the same to a query.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import cast
 
@@ -22,9 +23,14 @@ from vlm_serve.kernels.checks import (
     check_tensor,
 )
 from vlm_serve.kernels.dispatch import Op
+from vlm_serve.kernels.kv_quant import pick
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.paged_attention import compiled, reference
 
+FIXED_PART = 2048
+"""Keys of a part, for decoding whose bits depend on no other sequence of the step: its bounds
+follow from positions alone. A multiple of every tile."""
+_STEP = 64
 _TABLES = ("kv_lens", "block_tables")
 _TRITON = "vlm_serve.kernels.paged_attention.triton"
 _prefill = Op(
@@ -37,6 +43,57 @@ _decode = Op(
     compiled=compiled.attention,
     triton=f"{_TRITON}:attention_decode",
 )
+
+
+def fixed_part_bytes(heads: int, dim: int, keys: int) -> int:
+    """Return the bytes of one decode token's partial sums in one layer, all float32: for each head
+    and part a maximum, a norm and `dim` totals.
+
+    Args:
+        keys: tokens of the longest sequence of the step.
+    """
+    return 4 * heads * -(-keys // FIXED_PART) * (dim + 2)
+
+
+def without_first(
+    kv: KVLayer, meta: PrefillMeta, first: int, dtype: torch.dtype
+) -> tuple[KVLayer, PrefillMeta]:
+    """Copy keys and values without each sequence's first slots, into one page per sequence,
+    for kernels that begin at slot 0.
+
+    Args:
+        kv: the layer's pages.
+        meta: slices; `starts` count keys, and each table covers `first` slots more.
+        first: slots of a table before its first key.
+        dtype: of the copy.
+
+    Returns:
+        The copied pages, and the slices over them.
+    """
+    size = kv.k.shape[1]
+    lengths = [
+        start + end - begin
+        for start, (begin, end) in zip(meta.starts, pairwise(meta.cu_seqlens), strict=True)
+    ]
+    longest = -(-max(lengths) // _STEP) * _STEP
+    shape = (len(meta), longest, *kv.k.shape[2:])
+    pages = [torch.zeros(shape, dtype=dtype, device=kv.k.device) for _ in range(2)]
+    for place, (length, table) in enumerate(zip(lengths, meta.block_tables, strict=True)):
+        blocks = torch.tensor(
+            list(table[: -(-(length + first) // size)]), dtype=torch.int64, device=kv.k.device
+        )
+        parts = ((kv.k, kv.k_scale, kv.k_zero), (kv.v, kv.v_scale, kv.v_zero))
+        for page, (stored, scale, zero) in zip(pages, parts, strict=True):
+            rows = pick(stored, scale, zero, blocks, dtype).flatten(0, 1)
+            page[place, :length] = rows[first : first + length]
+    own = replace(
+        meta,
+        block_tables=tuple((place,) for place in range(len(meta))),
+        tensors={},
+        plans={},
+        checked=set(),
+    )
+    return KVLayer(*pages), own
 
 
 def _gated_by_ops(

@@ -6,19 +6,30 @@ of queries and of keys begin where their segment begins: a row's bits depend on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.segment_attention import reference
-from vlm_serve.kernels.segment_attention.tiles import ROWS, segment_tiles
 
-__all__ = ["ROWS", "segment_attention", "segment_tiles"]
-
+ROWS = 64
+"""Queries of a tile."""
 _attend = Op(
     reference.segment_attention,
     triton="vlm_serve.kernels.segment_attention.triton:segment_attention",
 )
+
+
+def segment_tiles(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (begin, end, first query) for each tile of packed segments, in their order."""
+    tiles, begin = list[tuple[int, int, int]](), 0
+    for length in lengths:
+        end = begin + length
+        tiles += [(begin, end, first) for first in range(begin, end, ROWS)]
+        begin = end
+    return tiles
 
 
 def segment_attention(

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlm_serve.kernels.segment_attention.tiles import ROWS
+from vlm_serve.kernels.segment_attention import ROWS
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch, power_of_two
 
 

@@ -14,8 +14,7 @@ import pytest
 from other_user import NOBODY, as_nobody, mode, needs_root, open_folder, umask
 from tier_entries import entry
 
-from vlm_serve.cache.tiers.disk import DiskStore
-from vlm_serve.cache.tiers.disk_place import APPLICATION_ID, FILE_NAME, SCHEMA, SUFFIXES
+from vlm_serve.cache.tiers.disk import APPLICATION_ID, FILE_NAME, SCHEMA, SUFFIXES, DiskStore
 from vlm_serve.cache.tiers.entry import Sealed
 
 SIZE = 1 << 20
@@ -287,9 +286,9 @@ sys.path[:0] = sys.argv[2:]
 from pathlib import Path
 from tier_entries import entry
 from vlm_serve.cache.tiers.disk import DiskStore
-from vlm_serve.cache.tiers import disk_file
+from vlm_serve.cache.tiers import disk
 from vlm_serve.cache.tiers.entry import Sealed
-disk_file.BUSY_SECONDS = 0.05
+disk.BUSY_SECONDS = 0.05
 for number, line in enumerate(sys.stdin):
     try:
         store = DiskStore(Path(line.strip()), 1 << 20)

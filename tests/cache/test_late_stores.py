@@ -21,8 +21,7 @@ import pytest
 from tier_entries import ORIGIN, entry, get, locate
 from waiting import wait_for
 
-from vlm_serve.cache.tiers.disk import DiskStore
-from vlm_serve.cache.tiers.disk_place import FILE_NAME
+from vlm_serve.cache.tiers.disk import FILE_NAME, DiskStore
 from vlm_serve.cache.tiers.entry import EntryId
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.late import LateStore

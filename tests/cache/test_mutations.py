@@ -15,11 +15,10 @@ import pytest
 from cache_traffic import drive
 
 from vlm_serve.cache import eviction, leasing, ledger, logprobs, matching
-from vlm_serve.cache.blocks import BlockPool
 from vlm_serve.cache.ledger import Ledger
 from vlm_serve.cache.logprobs import RowKeeper, RowPiece
+from vlm_serve.cache.pools import BlockPool, RowPool, RowState
 from vlm_serve.cache.records import Block, Lease, Node, Snapshot
-from vlm_serve.cache.rows import RowPool, RowState
 from vlm_serve.cache.suspension import Suspensions
 from vlm_serve.preprocess.keys import PromptKeys
 

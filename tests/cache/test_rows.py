@@ -6,7 +6,7 @@ import pytest
 from cache_texts import Text
 from cache_world import World, make_world
 
-from vlm_serve.cache.rows import RowPool, RowState
+from vlm_serve.cache.pools import RowPool, RowState
 
 
 def numbers(count: int, first: int = 10) -> list[int]:

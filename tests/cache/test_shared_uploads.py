@@ -10,7 +10,7 @@ from shared_stores import kv, sides
 from tier_entries import ORIGIN
 
 from vlm_serve.cache.tiers.entry import Entry, Kind
-from vlm_serve.cache.tiers.shared_commands import MAX_OTHER_BYTES
+from vlm_serve.cache.tiers.shared import MAX_OTHER_BYTES
 from vlm_serve.cache.tiers.shared_format import MAX_RECORD_BYTES
 
 

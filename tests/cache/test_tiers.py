@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from tier_entries import ORIGIN, entry, get, locate, sealed
 
-from vlm_serve.cache.tiers.disk import DiskStore
-from vlm_serve.cache.tiers.disk_place import FILE_NAME
+from vlm_serve.cache.tiers.disk import FILE_NAME, DiskStore
 from vlm_serve.cache.tiers.entry import (
     FORMAT_VERSION,
     BadEntryError,

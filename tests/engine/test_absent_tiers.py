@@ -20,7 +20,7 @@ from parity_cases import random_ids
 from redis_server import StoreServer, running
 from serving import wait_for
 
-from vlm_serve.cache.tiers.disk_place import FILE_NAME
+from vlm_serve.cache.tiers.disk import FILE_NAME
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine

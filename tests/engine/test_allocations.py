@@ -14,10 +14,9 @@ from peft_folders import random_factors, write_adapter
 
 from vlm_serve.engine import step_memory
 from vlm_serve.engine.adapters.table import SlotSizes, most_bytes
-from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.memory import StepMemory
-from vlm_serve.engine.step_memory import measure_step_memory, planned_step_memory
+from vlm_serve.engine.step_memory import measure_step_memory, peak_of, planned_step_memory
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.models import Model, load_model, read_spec
 from vlm_serve.models.adapters import place, read_adapter, uniform

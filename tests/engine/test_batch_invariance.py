@@ -25,7 +25,7 @@ from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.invariance import exact_only, promise
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.native_self_test import SelfTestDigests
-from vlm_serve.kernels.paged_attention import decode_triton
+from vlm_serve.kernels.paged_attention import triton as attention_triton
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
@@ -100,7 +100,7 @@ def test_torch_keeps_the_bits_that_it_promises(tmp_path: Path, name: str) -> Non
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton kernels for CPU tensors, and decode's splits of few keys."""
-    monkeypatch.setattr(decode_triton, "FIXED_PART", 32)
+    monkeypatch.setattr(attention_triton, "FIXED_PART", 32)
     with engines_on_triton():
         yield
 

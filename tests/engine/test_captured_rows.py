@@ -13,9 +13,8 @@ from make_checkpoint import make_checkpoint
 
 from vlm_serve.engine import step_paths
 from vlm_serve.engine.arithmetic import Backend, decide
-from vlm_serve.engine.graph_device import Step
 from vlm_serve.engine.step_sizes import CapturedRows
-from vlm_serve.engine.step_tables import StepTables
+from vlm_serve.engine.step_tables import Step, StepTables
 from vlm_serve.models import load_model, read_spec
 from vlm_serve.options.config import EngineConfig
 

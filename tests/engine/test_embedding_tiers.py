@@ -13,8 +13,8 @@ from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Origin
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store_calls import WaitBudget
-from vlm_serve.engine import embedding_tiers
-from vlm_serve.engine.embedding_tiers import EmbeddingForm, EmbeddingTiers
+from vlm_serve.engine import media_tiers
+from vlm_serve.engine.media_tiers import EmbeddingForm, EmbeddingTiers
 
 FORM = EmbeddingForm(8, torch.bfloat16)
 TOKENS = 4
@@ -95,7 +95,7 @@ def test_what_nobody_waits_for_any_more_is_not_kept(
 def test_one_request_brings_up_so_much_at_a_time(
     tiers: EmbeddingTiers, stack: TierStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding_tiers, "AHEAD_BYTES", 2 * TOKENS * FORM.token_bytes)
+    monkeypatch.setattr(media_tiers, "AHEAD_BYTES", 2 * TOKENS * FORM.token_bytes)
     assert tiers.poll(0, key(1), lambda: following(1, 2, 3, 4)) is None
     assert arrive(tiers, stack) == [[1, 2]]
     assert tiers.poll(0, key(3), lambda: following(3, 4)) is None

@@ -18,10 +18,9 @@ from vlm_serve.engine import kernel_check
 from vlm_serve.engine.arithmetic import Backend, decide
 from vlm_serve.engine.kernel_check import check_at_start, check_kernels
 from vlm_serve.errors import EngineError
-from vlm_serve.kernels import gated_delta, norms, triton_check
+from vlm_serve.kernels import gated_delta, kv_write, norms, triton_check
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.gated_delta import decoding
-from vlm_serve.kernels.kv_write import rotated
 from vlm_serve.kernels.linear import low_rank_triton
 from vlm_serve.kernels.triton_faults import faults_at
 from vlm_serve.models import load_model, read_spec
@@ -115,7 +114,7 @@ def test_a_wrong_change_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
 PLACES: list[tuple[Op[..., Any], Callable[[Any], torch.Tensor]]] = [
     (gated_delta._chunk, lambda args: args[1]),
     (decoding._mix, lambda args: args[1].state),
-    (rotated._rotate, lambda args: args[4].k),
+    (kv_write._rotate, lambda args: args[4].k),
 ]
 
 

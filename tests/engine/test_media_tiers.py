@@ -20,7 +20,7 @@ from make_checkpoint import make_checkpoint
 from parity import greedy, tapped
 from parity_cases import photograph, user, video
 
-from vlm_serve.cache.tiers.disk_place import FILE_NAME
+from vlm_serve.cache.tiers.disk import FILE_NAME
 from vlm_serve.cache.tiers.entry import Entry, Kind, Sealed, seal, unseal
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.engine.build import build

@@ -16,8 +16,8 @@ from parity_cases import photograph, random_ids, user
 from together import together
 
 from vlm_serve.engine.build import build
-from vlm_serve.engine.drafts.mtp import MtpDrafter
-from vlm_serve.engine.drafts.payoff_probe import PayoffProbe
+from vlm_serve.engine.drafting import PayoffProbe
+from vlm_serve.engine.drafts.base import MtpDrafter
 from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig

@@ -12,8 +12,7 @@ from recorded_ops import RecordedOps
 
 from vlm_serve.engine import sampler as sampling
 from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
-from vlm_serve.engine.sampler import SequenceSampler, sample
-from vlm_serve.engine.sampling_rows import draw_rows
+from vlm_serve.engine.sampler import SequenceSampler, draw_rows, sample
 from vlm_serve.sampling_params import SamplingParams
 
 VOCAB = 97

@@ -19,8 +19,7 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.commands.plan import make
-from vlm_serve.engine.build import build
-from vlm_serve.engine.context import longest_context
+from vlm_serve.engine.build import build, longest_context
 from vlm_serve.engine.memory import MemoryPlan, check_pools, host_memory, named_shortage
 from vlm_serve.engine.ranks.start import _rendezvous
 from vlm_serve.errors import ConfigError, InvalidRequestError

@@ -21,7 +21,7 @@ from parity_cases import CONVERSATIONS, random_ids
 from serving import wait_for
 from together import together
 
-from vlm_serve.cache.tiers.disk_place import FILE_NAME
+from vlm_serve.cache.tiers.disk import FILE_NAME
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine

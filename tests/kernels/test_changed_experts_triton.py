@@ -16,7 +16,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_factors import RECORD, LowRankChange, Up, held
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.moe import _changed, routed_experts
-from vlm_serve.kernels.moe.beside import Beside
+from vlm_serve.kernels.moe.reference import Beside
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 48, 24
 SITES = (1, 2)

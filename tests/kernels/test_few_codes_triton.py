@@ -17,7 +17,7 @@ from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.few_codes_triton import few_codes, tile_of
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.triton_support import Target, record_launches
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,7 +11,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import few_rows_triton
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows, serves
 from vlm_serve.kernels.linear.torch_dense import TorchDense
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -24,7 +24,7 @@ from vlm_serve.kernels.backends import LIBRARIES, choose, named
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.gated_delta import chunk_gated_delta, fla
-from vlm_serve.kernels.gated_delta.tokens import Tokens
+from vlm_serve.kernels.gated_delta.reference import Tokens
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.options.config import EngineConfig
 

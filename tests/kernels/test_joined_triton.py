@@ -13,11 +13,10 @@ from vlm_serve.kernels.causal_conv import causal_conv_decode
 from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.gated_delta import decoding_triton, gates, recurrent_gated_delta
 from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
-from vlm_serve.kernels.kv_write import write_kv
-from vlm_serve.kernels.kv_write.rotated import Rotation, rotate_and_write
+from vlm_serve.kernels.kv_write import Rotation, rotate_and_write, write_kv
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe.beside import Beside
+from vlm_serve.kernels.moe.reference import Beside
 from vlm_serve.kernels.norms import gated_rms_norm
 from vlm_serve.kernels.paged_attention import attention_decode, gated_attention_decode
 from vlm_serve.kernels.rope import qk_norm_rope

@@ -13,7 +13,7 @@ import torch
 from vlm_serve.kernels import large_pages
 from vlm_serve.kernels.large_pages import zeros
 from vlm_serve.kernels.linear.dense import PackedDense
-from vlm_serve.kernels.linear.integers import PackedIntegers
+from vlm_serve.kernels.linear.packed_codes import PackedIntegers
 from vlm_serve.kernels.linear.quantising import quantise
 
 LARGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")

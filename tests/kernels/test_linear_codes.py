@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels.linear import Linear, Part, Shard, load
+from vlm_serve.kernels.linear import Joined, Linear, Part, Shard, load, runs
 from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
-from vlm_serve.kernels.linear.integers import PackedIntegers
-from vlm_serve.kernels.linear.joined import Joined
+from vlm_serve.kernels.linear.packed_codes import PackedIntegers
 from vlm_serve.kernels.linear.quantising import quantise
-from vlm_serve.kernels.linear.runs import runs
 
 DEPTH, ROWS = 64, 40
 

@@ -11,11 +11,10 @@ from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_r
 
 from vlm_serve.engine.adapters.table import FixedRows, row_tables, write_changes
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.linear import low_rank
+from vlm_serve.kernels.linear import Joined, low_rank
 from vlm_serve.kernels.linear.base import Epilogue, Linear
 from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
-from vlm_serve.kernels.linear.joined import Joined
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges, Sums, _extended, _reduced
 from vlm_serve.kernels.linear.low_rank_factors import (
     MOST_PARTS,
@@ -27,7 +26,7 @@ from vlm_serve.kernels.linear.low_rank_factors import (
 )
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed
 
 COLUMNS, K = 96, 80
 OWNERS = (0, 1, -1, 2, 1, 0)

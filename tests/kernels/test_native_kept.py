@@ -19,9 +19,8 @@ import pytest
 from other_user import NOBODY, mode, needs_root, open_folder, umask
 
 from vlm_serve.kernels import native_build, native_kept, native_library, native_self_test
-from vlm_serve.kernels.native_build import APART, recipe
+from vlm_serve.kernels.native_build import APART, recipe, seal
 from vlm_serve.kernels.native_library import built, load
-from vlm_serve.kernels.native_seal import seal
 
 SOURCE = """#include <cstdint>
 extern "C" int answer() { return 42; }

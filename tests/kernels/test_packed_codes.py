@@ -11,9 +11,7 @@ from quantised_codes import dequantised, float4, rooted, widened
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes import FLOAT4_VALUES, Codes, Float8Codes, IntegerCodes
-from vlm_serve.kernels.linear.float8 import PackedFloat8
-from vlm_serve.kernels.linear.integers import PackedIntegers
-from vlm_serve.kernels.linear.packed_codes import PackedCodes
+from vlm_serve.kernels.linear.packed_codes import PackedCodes, PackedFloat8, PackedIntegers
 
 COLUMNS, DEPTH = 77, 256
 CUTS = (5, 40)

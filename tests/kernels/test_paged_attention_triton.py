@@ -15,7 +15,7 @@ from triton_pools import FORMS, filled
 
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
-from vlm_serve.kernels.paged_attention import decode_triton as paged_decode_triton
+from vlm_serve.kernels.paged_attention import triton as paged_triton
 
 
 def reference(
@@ -106,7 +106,7 @@ def check_decode(
     size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(paged_decode_triton, "split_count", lambda programs, longest: splits)
+    monkeypatch.setattr(paged_triton, "split_count", lambda programs, longest: splits)
     lengths = [1, 16, 100, 67]
     kv, tables = filled(lengths, heads[1], dim, form, dim, size)
     rows = (0,) * len(lengths)
@@ -126,7 +126,7 @@ def test_fixed_parts_give_a_token_its_bits_in_any_company(
     form: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside longer sequences there is room for more parts, and a part alone is merged too."""
-    monkeypatch.setattr(paged_decode_triton, "FIXED_PART", 32)
+    monkeypatch.setattr(paged_triton, "FIXED_PART", 32)
     lengths = [1, 32, 33, 100, 67]
     kv, tables = filled(lengths, 2, 64, form, seed=4)
     q = randn(len(lengths), 6, 64)
@@ -147,7 +147,7 @@ def test_fixed_parts_give_a_token_its_bits_in_any_company(
 
 
 def test_parts_fill_the_device_and_are_never_many_for_few_keys() -> None:
-    split_count = paged_decode_triton.split_count
+    split_count = paged_triton.split_count
     assert split_count(1, 255) == 1
     assert split_count(4, 100_000) == 64
     assert split_count(64, 100_000) == 4

@@ -11,7 +11,7 @@ from quantised_codes import generator, randn
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes import IntegerCodes, Outer
-from vlm_serve.kernels.linear.integers import PackedIntegers
+from vlm_serve.kernels.linear.packed_codes import PackedIntegers
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 
 COLUMNS, DEPTH = 77, 512

@@ -16,9 +16,8 @@ from make_checkpoint import make_checkpoint
 from model_driver import Driver, text_sequence
 from quantised_codes import widened
 
-from vlm_serve.kernels.linear import Linear
+from vlm_serve.kernels.linear import Joined, Linear
 from vlm_serve.kernels.linear.codes import IntegerCodes
-from vlm_serve.kernels.linear.joined import Joined
 from vlm_serve.kernels.linear.packed_codes import PackedCodes
 from vlm_serve.kernels.linear.quantising import quantised
 from vlm_serve.kernels.native_layout import constant

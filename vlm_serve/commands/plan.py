@@ -14,8 +14,7 @@ import torch
 
 from vlm_serve.engine.adapters.start import planned_bytes
 from vlm_serve.engine.arithmetic import Arithmetic, decide
-from vlm_serve.engine.build import find_checkpoint, with_block_size
-from vlm_serve.engine.context import changes_of, longest_context
+from vlm_serve.engine.build import changes_of, find_checkpoint, longest_context, with_block_size
 from vlm_serve.engine.drafts.start import with_drafts, with_mtp
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.memory import (

@@ -1,7 +1,12 @@
-"""Assembles an engine from a checkpoint and a config; decides the defaults that depend on both."""
+"""Assembles an engine from a checkpoint and a config; decides the defaults that depend on both.
+
+Among these are the context, the changes of config.json and the defaults of sampling: the
+checkpoint's, neutral ones, or those of another folder.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -14,15 +19,13 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.adapters.options import serves_adapters
 from vlm_serve.engine.adapters.start import make_adapters
 from vlm_serve.engine.arithmetic import decide, with_plain_ops
-from vlm_serve.engine.context import changes_of, longest_context
 from vlm_serve.engine.drafts.start import make_drafters, measure_costs, with_drafts, with_mtp
-from vlm_serve.engine.embedding_tiers import EmbeddingForm, EmbeddingTiers
 from vlm_serve.engine.endings import EndingMode
-from vlm_serve.engine.generation_defaults import generation_folder, with_generation
 from vlm_serve.engine.invariance import exact_only
 from vlm_serve.engine.kernel_check import check_at_start
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.media import MediaPlanner
+from vlm_serve.engine.media_tiers import EmbeddingForm, EmbeddingTiers, UploadTiers
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
     LOGPROB_CACHE_BYTES,
@@ -52,12 +55,13 @@ from vlm_serve.engine.step_paths import (
     graphs_wanted,
 )
 from vlm_serve.engine.tier_loading import make_tiers
-from vlm_serve.engine.upload_tiers import UploadTiers
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.backends import choose
 from vlm_serve.kernels.triton_support import keep_private
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
+from vlm_serve.models.changes import Changes
+from vlm_serve.models.config import read_json
 from vlm_serve.models.files import check_no_revision, check_no_tower
 from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.options.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
@@ -72,6 +76,9 @@ _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 MIN_STEP_TOKENS, GPU_MIN_STEP_TOKENS = 256, 1024
 """Prompt tokens that a step may always have. On a GPU the host takes tens of milliseconds to launch
 a step of any size."""
+GENERATION = "generation_config.json"
+CARDS_FACTOR = 4
+"""The largest YaRN factor that the model cards of Qwen3, Qwen3-VL, Qwen3-Next and Qwen3.5 name."""
 
 
 def build(
@@ -387,3 +394,69 @@ def _scheduler_config(
         min_step_tokens=max(least, block_size),
         answer_ends=cast(EndingMode, ends),
     )
+
+
+def with_generation(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """Return the model with the configured defaults of sampling.
+
+    Raises:
+        ConfigError: there is no generation_config.json in the named folder.
+        CheckpointError: the file cannot be read.
+    """
+    chosen = config.generation_config
+    if chosen == "vllm":
+        return replace(spec, generation={})
+    folder = generation_folder(config)
+    return spec if folder is None else replace(spec, generation=read_json(folder / GENERATION))
+
+
+def generation_folder(config: EngineConfig) -> Path | None:
+    """Return the folder of another generation_config.json; None: the checkpoint's own is used.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if config.generation_config in ("auto", "vllm"):
+        return None
+    folder = Path(config.generation_config)
+    if not (folder / GENERATION).is_file():
+        raise ConfigError(
+            f"generation_config must be auto, vllm or a folder with {GENERATION}, got "
+            f"{config.generation_config!r}",
+            param="generation_config",
+        )
+    return folder
+
+
+def longest_context(config: EngineConfig, model: ModelSpec, memory: MemoryPlan) -> int:
+    """Return the maximum number of tokens of a prompt with its answer.
+
+    Raises:
+        ConfigError: `max_model_len` exceeds the model's context, and that is not allowed.
+    """
+    context, most = config.max_model_len, model.max_position_embeddings
+    if context is not None and context > most and not config.allow_long_max_model_len:
+        raise ConfigError(
+            f"max_model_len is {context}, but this checkpoint is made for {most} tokens: lower it, "
+            f"{_longer(model, context)}, or pass --allow-long-max-model-len",
+            param="max_model_len",
+        )
+    context = context or most
+    return min(context, (memory.num_blocks - 1) * memory.block_size)
+
+
+def _longer(model: ModelSpec, context: int) -> str:
+    """Return the advice by which YaRN extends a model to a context, or how far it goes."""
+    yarn = model.rope.yarn
+    original = model.max_position_embeddings if yarn is None else yarn.original
+    factor = -(-context // original)
+    fields = {"factor": float(factor), "original_max_position_embeddings": original}
+    if factor > CARDS_FACTOR:
+        reach = CARDS_FACTOR * original
+        return f"to at most {reach} with YaRN (model cards go to a factor of {CARDS_FACTOR})"
+    return f"extend it by --rope-scaling '{json.dumps({'rope_type': 'yarn'} | fields)}'"
+
+
+def changes_of(config: EngineConfig) -> Changes:
+    """Return the changes of config.json that the options ask for."""
+    return Changes(config.hf_overrides or {}, config.rope_scaling or {})

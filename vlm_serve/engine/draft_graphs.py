@@ -15,7 +15,6 @@ from typing import Unpack
 
 import torch
 
-from vlm_serve.engine.graph_device import Step, largest_first
 from vlm_serve.engine.step_buffers import (
     index_table,
     place_tables,
@@ -27,7 +26,15 @@ from vlm_serve.engine.step_buffers import (
 )
 from vlm_serve.engine.step_graphs import StepLimits
 from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
-from vlm_serve.engine.step_tables import HostRing, StepTables, TableMemory, Tables, size_of
+from vlm_serve.engine.step_tables import (
+    HostRing,
+    Step,
+    StepTables,
+    TableMemory,
+    Tables,
+    largest_first,
+    size_of,
+)
 from vlm_serve.kernels.checks import check_block_tables
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.models import Model

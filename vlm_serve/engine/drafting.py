@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from typing import NamedTuple
 
-from vlm_serve.engine.drafts.acceptance import AcceptanceTracker
-from vlm_serve.engine.drafts.base import Drafter
-from vlm_serve.engine.drafts.lengths import Candidate, CostCurve, depths, share
-from vlm_serve.engine.drafts.mtp import MtpDrafter
-from vlm_serve.engine.drafts.payoff_probe import PayoffProbe
+from vlm_serve.engine.drafts.base import Drafter, MtpDrafter
+from vlm_serve.engine.drafts.lengths import AcceptanceTracker, Candidate, CostCurve, depths, share
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.sequence import Sequence
-from vlm_serve.engine.verifying import verify_capacity, verify_slice
 
+PROBED_STEPS = 16
+"""Number of steps that measure the cost of one way."""
+_MIN_PERIOD, _MAX_PERIOD = 256, 8192
+_OUTLIER = 4.0
+"""Cap on a step's duration, as a multiple of the median: the machine was busy otherwise."""
 MAX_DRAFTS_WHEN_FEW = 32
 """Maximum number of drafts per sequence and step while few sequences run."""
+
+
+class PayoffProbe:
+    """Alternates a feature on and off, then keeps the cheaper way for a while. After that it tries
+    the other way again, at longer and longer intervals as long as the result stays the same.
+
+    Attributes:
+        on: True if the next step uses the feature.
+    """
+
+    def __init__(self) -> None:
+        self.on = True
+        self._lately = deque[tuple[float, float]](maxlen=PROBED_STEPS)
+        self._costs: dict[bool, float] = {}
+        self._settled: bool | None = None
+        self._left, self._period = PROBED_STEPS, _MIN_PERIOD
+
+    def learn(self, seconds: float, tokens: float) -> None:
+        """Record the duration of a step (in any unit) and the tokens that it made. The step was
+        made as `on` said."""
+        self._lately.append((seconds, tokens))
+        self._left -= 1
+        if self._left:
+            return
+        self._costs[self.on] = self._cost()
+        self._lately.clear()
+        if self._settled == self.on or len(self._costs) < 2:
+            self.on, self._left = not self.on, PROBED_STEPS
+        else:
+            self._settle(self._costs[True] <= self._costs[False])
+
+    def _settle(self, on: bool) -> None:
+        again = self._settled == on
+        self._period = min(2 * self._period, _MAX_PERIOD) if again else _MIN_PERIOD
+        self.on = self._settled = on
+        self._left = self._period
+
+    def _cost(self) -> float:
+        """Return the mean cost per token of the latest steps."""
+        most = _OUTLIER * sorted(seconds for seconds, _ in self._lately)[len(self._lately) // 2]
+        seconds = sum(min(each, most) for each, _ in self._lately)
+        return seconds / sum(tokens for _, tokens in self._lately)
 
 
 def max_drafts(most: int, running: int, sequences: int) -> int:
@@ -151,7 +195,7 @@ class Drafting:
             zip(planned, proposals, lengths, strict=True)
         ):
             if length:
-                planned[place] = verify_slice(self._queues, item, drafts[:length])
+                planned[place] = self._queues.verify_slice(item, drafts[:length])
         for drafter, made in enumerate(self.drafters):
             if isinstance(made, MtpDrafter) and not self.skip_mtp:
                 known = {
@@ -191,7 +235,7 @@ class Drafting:
     def _propose(self, item: Slice, budget: int) -> tuple[int, ...]:
         sequence = self._queues[item.sequence]
         limit = max_drafts(self._most, len(self._queues.running), self._sequences)
-        limit = min(limit, budget, verify_capacity(self._queues, item, self._interval))
+        limit = min(limit, budget, self._queues.verify_capacity(item, self._interval))
         if limit <= 0 or self._skips_drafts(sequence):
             return ()
         best, most = tuple[int, ...](), 0.0

@@ -12,18 +12,16 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import ListedNode, NodeInfo, TreePage, describe
-from vlm_serve.engine.adapters.counts import AdapterCounts
-from vlm_serve.engine.adapters.store import ServedAdapter
+from vlm_serve.engine.adapters.store import AdapterCounts, ServedAdapter
 from vlm_serve.engine.affinity_map import AffinityMap
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.build import build
-from vlm_serve.engine.inspection import Inspector
+from vlm_serve.engine.inspection import Inspector, PinInfo
 from vlm_serve.engine.loop import EngineLoop
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.next_turns import PlainTurn
 from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.parts import EngineParts
-from vlm_serve.engine.pinning import Pins
 from vlm_serve.engine.pooling import check_task
 from vlm_serve.engine.request import NextTurn, Request, find_bad_words
 from vlm_serve.engine.sequence import SequenceGroup
@@ -34,6 +32,7 @@ from vlm_serve.engine.validation import (
     check_page,
     check_prompt,
     check_request,
+    check_ttl,
     with_token_limit,
 )
 from vlm_serve.errors import EngineClosedError
@@ -87,7 +86,7 @@ class Engine:
         self._numbers = itertools.count()
         self._make_group = partial(SequenceGroup, numbers=self._numbers, language=language)
         self.mirror = TreeMirror(parts.cache.events)
-        self.pins = Pins(self.call, self._inspector, self.mirror)
+        self.pins = Pins(self, self._inspector)
         self._affinity = AffinityMap(self.mirror, has_state=parts.cache.config.has_state)
         self._loop = EngineLoop(
             parts,
@@ -376,3 +375,54 @@ class Engine:
             "held_bytes": self._held_bytes(),
             "tiers": self._loop.tiers.stats(),
         }
+
+
+class Pins:
+    """Pins prefixes, lists the pins and lifts them; each call waits for the end of a step.
+
+    An owner is the key of a tenant's root.
+
+    Args:
+        engine: whose cache holds them.
+        inspector: the engine's.
+    """
+
+    def __init__(self, engine: Engine, inspector: Inspector) -> None:
+        self._engine = engine
+        self._inspector = inspector
+
+    def add(self, prompt: Prompt, ttl_seconds: float, owner: bytes | None = None) -> int:
+        """Keep KV and state of the prompt's deepest usable prefix for `ttl_seconds`.
+
+        Pinning it again moves the end. Return the number of tokens pinned; 0 if nothing of the
+        prompt is cached, or if pins would hold too much.
+
+        Args:
+            owner: None: the prompt's root.
+
+        Raises InvalidRequestError for an empty prompt or a time out of range.
+        """
+        check_prompt(prompt)
+        check_ttl(ttl_seconds)
+        return self._engine.call(lambda: self._inspector.pin(prompt, ttl_seconds, owner))
+
+    def add_node(self, key: bytes, ttl_seconds: float, owner: bytes | None = None) -> int:
+        """Keep a node, its ancestors and the deepest state among them for `ttl_seconds`. Return the
+        number of tokens pinned; 0 for an unknown node, or as `add` does. Without an owner, the
+        node's root owns the pin.
+
+        Raises InvalidRequestError for a time out of range.
+        """
+        check_ttl(ttl_seconds)
+        entry = self._engine.mirror.find(key)
+        if entry is None:
+            return 0
+        return self._engine.call(lambda: self._inspector.pin_node(entry.node, ttl_seconds, owner))
+
+    def listed(self, owner: bytes | None = None) -> tuple[PinInfo, ...]:
+        """Describe an owner's pins, None: all of them, earliest expiry first."""
+        return self._engine.call(lambda: self._inspector.pins(owner))
+
+    def lift(self, owner: bytes | None = None, key: bytes | None = None) -> int:
+        """Release pins of an owner, None: of all, with that key, None: any; return their number."""
+        return self._engine.call(lambda: self._inspector.lift_pins(owner, key))

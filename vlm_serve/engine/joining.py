@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vlm_serve.cache.matching import Match
-from vlm_serve.cache.meeting import shared_cut
+from vlm_serve.cache.matching import Match, shared_cut
 from vlm_serve.engine.admission import Admission
 from vlm_serve.engine.plan import Slice
 from vlm_serve.engine.queues import SequenceQueues

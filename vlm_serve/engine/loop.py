@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,7 +17,7 @@ from vlm_serve.engine.affinity_map import AffinityMap
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.executor import ExecutorLostError, StepError
 from vlm_serve.engine.inspection import Inspector
-from vlm_serve.engine.media_loading import MediaLoading
+from vlm_serve.engine.media import MediaLoading
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.next_turns import NextTurns
 from vlm_serve.engine.parts import EngineParts
@@ -24,7 +25,6 @@ from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.request import Request
 from vlm_serve.engine.scheduler import Event
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
-from vlm_serve.engine.step_times import StepTimes
 from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.engine.validation import check_request
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
@@ -33,6 +33,8 @@ from vlm_serve.system.host_threads import release_worker_threads
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+"""Upper bounds of the buckets, in seconds; a last bucket holds longer times."""
 
 
 class EngineLoop:
@@ -353,3 +355,33 @@ class EngineLoop:
         if self._adapters is not None:
             self._adapters.close()
         self._executor.close()
+
+
+class StepTimes:
+    """Histogram of each step's host time: planning, sampling, bookkeeping, callbacks and posted
+    commands, without the model's own work.
+
+    Attributes:
+        counts: steps per bucket, `len(BOUNDS) + 1` of them.
+        host_seconds, model_seconds: sums over all steps.
+    """
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.host_seconds = 0.0
+        self.model_seconds = 0.0
+
+    def record(self, seconds: float, model_seconds: float) -> None:
+        """Add a step with a total duration of `seconds`."""
+        host = seconds - model_seconds
+        self.counts[bisect_left(BOUNDS, host)] += 1
+        self.host_seconds += host
+        self.model_seconds += model_seconds
+
+    def as_dict(self) -> dict[str, float | dict[str, int]]:
+        bounds = [*(str(bound) for bound in BOUNDS), "+Inf"]
+        return {
+            "host_seconds": self.host_seconds,
+            "model_seconds": self.model_seconds,
+            "host_seconds_counts": dict(zip(bounds, self.counts, strict=True)),
+        }

@@ -1,14 +1,16 @@
 """Mirror of the cache's tree for other threads, so that they need not involve the cache's thread.
 
 It is updated from the cache's events. The cache's thread publishes all changes of a step at once.
-Readers copy the list of nodes, or follow the changes by number.
+Readers copy the list of nodes, or follow the changes by number. In few numbers, the mirror also
+tells what the cache has gained, lost and found in the last minutes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterator
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -16,13 +18,86 @@ from typing import Literal
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.listing import ListedNode
 from vlm_serve.cache.records import Hit, Node, Snapshot
-from vlm_serve.engine.recent_changes import RecentChanges
 
+MAX_KEPT = 200
+"""Maximum number of entries kept, each of about 300 bytes."""
+SECONDS = 300.0
+"""Older entries are not returned."""
 ChangeKind = Literal[
     "node_added", "node_evicted", "snapshot_ready", "snapshot_evicted", "hit", "pinned"
 ]
 MAX_CHANGES = 8192
 """Maximum number of changes kept for followers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PastChange:
+    """Changes of one kind in one batch, below one root.
+
+    Attributes:
+        time: when they were published, in monotonic seconds.
+        root: root key of the nodes, or of the prompt.
+        kind: see `mirror.ChangeKind`.
+        num_nodes: number of nodes concerned; 0 for a hit.
+        num_tokens: tokens in these nodes; 0 for a hit.
+        hit: the hit, for "hit".
+    """
+
+    time: float
+    root: bytes
+    kind: str
+    num_nodes: int = 0
+    num_tokens: int = 0
+    hit: Hit | None = None
+
+
+class RecentChanges:
+    """The latest changes; the cache's thread adds them, and any thread reads them.
+
+    Args:
+        clock: returns monotonic seconds.
+        limit: maximum number of entries kept.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, limit: int = MAX_KEPT) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kept: deque[PastChange] = deque(maxlen=limit)
+
+    def add(self, hits: Iterable[Hit], changed: Iterable[tuple[bytes, str, Node]]) -> None:
+        """Add one batch.
+
+        Args:
+            hits: look-ups of requests.
+            changed: root key, kind of change and node of each other change.
+        """
+        now = self._clock()
+        nodes: Counter[tuple[bytes, str]] = Counter()
+        tokens: Counter[tuple[bytes, str]] = Counter()
+        for root, kind, node in changed:
+            nodes[root, kind] += 1
+            tokens[root, kind] += node.num_tokens
+        with self._lock:
+            self._kept.extend(PastChange(now, hit.root, "hit", hit=hit) for hit in hits)
+            self._kept.extend(
+                PastChange(now, root, kind, number, tokens[root, kind])
+                for (root, kind), number in nodes.items()
+            )
+
+    def latest(self, roots: Container[bytes] | None = None) -> list[tuple[float, PastChange]]:
+        """Return the entries with their ages in seconds, oldest first.
+
+        Args:
+            roots: return only the entries below these roots; None: all entries.
+        """
+        with self._lock:
+            kept, now = list(self._kept), self._clock()
+        aged = ((max(0.0, now - each.time), each) for each in kept)
+        return [
+            (age, each)
+            for age, each in aged
+            if age <= SECONDS and (roots is None or each.root in roots)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,14 @@
-"""Engines that make vectors of prompts instead of answers (`--task embed` and `--task rerank`)."""
+"""Engines that make vectors of prompts instead of answers (`--task embed` and `--task rerank`):
+embeddings and scores."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig
@@ -14,6 +19,8 @@ JUDGEMENTS = ("yes", "no")
 """The tokens whose logits a reranker compares."""
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """A request for a prompt's vector; its token means nothing."""
+Vector = npt.NDArray[np.float32]
+_SMALLEST = 1e-12
 
 
 def pools(config: EngineConfig) -> bool:
@@ -78,3 +85,16 @@ def check_task(config: EngineConfig, *, pooled: bool) -> None:
         raise InvalidRequestError(
             f"this server generates no answers: it was started with --task {config.task}"
         )
+
+
+def embedding_of(hidden: Vector, dimensions: int | None = None) -> Vector:
+    """Return a hidden state, cut to its first dimensions, with a length of 1."""
+    cut = hidden if dimensions is None else hidden[:dimensions]
+    length = float(np.linalg.norm(cut.astype(np.float64)))
+    return (cut / max(length, _SMALLEST)).astype(np.float32)
+
+
+def score_of(logits: Vector) -> float:
+    """Return the probability of yes, from the logits of yes and no."""
+    yes, no = (float(each) for each in logits)
+    return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))

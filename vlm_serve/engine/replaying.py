@@ -12,7 +12,6 @@ from vlm_serve.engine.plan import Sampled, Slice
 from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.engine.update_slots import MAX_REPLAYS
-from vlm_serve.engine.verifying import verify_capacity, verify_slice
 
 
 @dataclass(slots=True)
@@ -76,11 +75,11 @@ class Replays:
         queues, sequence = self._queues, self._queues[item.sequence]
         if sequence.suspect_until or queues.cache.config.exact_only:
             return item
-        room = min(budget, verify_capacity(queues, item, self._interval))
+        room = min(budget, queues.verify_capacity(item, self._interval))
         if queues.update_size:
             room = min(room, queues.update_size - 1)
         ahead = sequence.forced[sequence.num_generated :]
-        return verify_slice(queues, item, ahead[: max(0, room)])
+        return queues.verify_slice(item, ahead[: max(0, room)])
 
     def count(self, sequence: Sequence, sampled: Sampled) -> None:
         """Count a token that is about to be accepted."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
+from vlm_serve.cache.experts import ExpertPiece
 from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.engine.answer import Answer
-from vlm_serve.engine.expert_log import ExpertLog, Gaps, Rows
 from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.engine.plan import PromptLogprobs, Sampled, SampleTask, SequenceInfo
 from vlm_serve.engine.prompt_rows import PromptLog
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
     from vlm_serve.cache.logprobs import WantedRows
     from vlm_serve.cache.records import Lease
     from vlm_serve.cache.suspension import Suspended
+
+Rows = npt.NDArray[Any]
+Gaps = tuple[tuple[int, int], ...]
+
+_FIRST_CAPACITY = 64
 
 
 class SequenceGroup:
@@ -248,3 +256,63 @@ class Sequence:
             return None, ()
         start = self.request.params.routed_experts_prompt_start
         return self.experts.take(start, self.num_tokens - 1)
+
+
+class ExpertLog:
+    """Routed experts of one choice, token by token, from its own steps or from the cache.
+
+    Rows `[tokens, layers, top_k]` of expert ids. There may be gaps: cached tokens without
+    recorded rows. Rows written again (after a preemption) replace the old ones."""
+
+    def __init__(self) -> None:
+        self._rows: Rows | None = None
+        self._known = np.zeros(0, dtype=bool)
+
+    def put(self, start: int, rows: Rows) -> None:
+        """Store the rows of tokens `[start, start + len(rows))`."""
+        end = start + len(rows)
+        if self._rows is None:
+            self._rows = np.zeros((0, *rows.shape[1:]), dtype=rows.dtype)
+        if end > len(self._known):
+            self._resize(max(end, 2 * len(self._known), _FIRST_CAPACITY))
+        self._rows[start:end] = rows
+        self._known[start:end] = True
+
+    def replay(self, pieces: Iterable[ExpertPiece]) -> None:
+        """Take over the rows of cached tokens. Where the cache has none, rows known already are
+        kept."""
+        for piece in pieces:
+            if piece.rows is not None:
+                self.put(piece.start, piece.rows[: piece.end - piece.start])
+
+    def num_unknown(self, end: int) -> int:
+        """Return how many of the tokens `[0, end)` have no row."""
+        return end - int(self._known[:end].sum())
+
+    def take(self, start: int, end: int) -> tuple[Rows, Gaps]:
+        """Return the rows of tokens `[start, end)`, zero where unknown, and the unknown positions
+        as (first, last + 1) pairs."""
+        assert self._rows is not None, "nothing was ever computed"
+        known = np.zeros(end - start, dtype=bool)
+        have = self._known[start:end]
+        known[: len(have)] = have
+        rows = np.zeros((end - start, *self._rows.shape[1:]), dtype=self._rows.dtype)
+        rows[: len(have)] = self._rows[start:end]
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], known, [True]))))
+        bounds = [int(edge) + start for edge in edges]
+        return rows, tuple(zip(bounds[::2], bounds[1::2], strict=True))
+
+    def copy(self) -> ExpertLog:
+        """Return an independent copy, for a choice that forks."""
+        twin = ExpertLog()
+        twin._rows = None if self._rows is None else self._rows.copy()
+        twin._known = self._known.copy()
+        return twin
+
+    def _resize(self, capacity: int) -> None:
+        assert self._rows is not None
+        rows = np.zeros((capacity, *self._rows.shape[1:]), dtype=self._rows.dtype)
+        rows[: len(self._rows)] = self._rows
+        known = np.zeros(capacity, dtype=bool)
+        known[: len(self._known)] = self._known
+        self._rows, self._known = rows, known

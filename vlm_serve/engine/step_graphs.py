@@ -16,11 +16,9 @@ from typing import NotRequired, TypedDict, Unpack
 import torch
 
 from vlm_serve.engine.adapters.table import AdapterTable
-from vlm_serve.engine.graph_device import GraphDevice, Step, largest_first
-from vlm_serve.engine.prefill_tables import TileForm, tile_forms
-from vlm_serve.engine.step_buffers import StepBuffers
+from vlm_serve.engine.step_buffers import StepBuffers, TileForm, tile_forms
 from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
-from vlm_serve.engine.step_tables import HostRing, TableMemory
+from vlm_serve.engine.step_tables import GraphDevice, HostRing, Step, TableMemory, largest_first
 from vlm_serve.kernels.checks import (
     check_block_tables,
     check_decode_meta,

@@ -8,16 +8,18 @@ the largest step and the largest picture run once on small pools.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlm_serve.engine.adapters.options import serves_adapters, slot_bytes
 from vlm_serve.engine.adapters.table import SlotSizes, idle_adapter, most_bytes
-from vlm_serve.engine.allocations import peak_of
 from vlm_serve.engine.arithmetic import Types
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.engine.ranks.start import ModelSource
@@ -29,6 +31,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.metadata import PrefillMeta
+from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model, ModelSpec
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
@@ -38,6 +41,10 @@ from vlm_serve.preprocess.processors import image_config
 
 REPORTED_LOGITS_BYTES = 256 << 20
 """Maximum bytes of prompt logits that one step computes for requested prompt log-probabilities."""
+_TARGET = Target("cuda", 90)
+"""Whose launches are prepared. Scratch memory is much the same on all."""
+_GRAIN = 512
+"""torch's CUDA allocator hands out multiples of this."""
 
 
 def try_steps(
@@ -290,3 +297,61 @@ def _fixed_tower(model: Model, patches: int) -> tuple[Callable[[], object], Call
         tower.run(patches, tiles)
 
     return run, keep
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """Return the most bytes held by a run at a time, beyond those at its beginning.
+
+    Triton's kernels are not run; what they write to is allocated by torch, and counts. Workspaces
+    of libraries do not.
+
+    Raises:
+        KernelArgumentError: Triton is not installed.
+    """
+    with record_launches(_TARGET) as launches:
+        allocations = _Allocations(launches)
+        with allocations:
+            run()
+    return allocations.peak
+
+
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, launches: list[Launch]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak: int = 0
+        self._launches = launches
+        self._living: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A recorded launch holds its arguments, which are free by then.
+        self._launches.clear()
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        known = {each.untyped_storage()._cdata for each in _tensors([args, kwargs])}
+        self._living = [each for each in self._living if not _expired(each[0])]
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if tensor.device.type == "meta" and storage._cdata not in known:
+                size = -(-storage.nbytes() // _GRAIN) * _GRAIN
+                self._living.append((_weak(storage), size))
+                known.add(storage._cdata)
+        self.peak = max(self.peak, sum(size for _, size in self._living))
+        return result
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _expired(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))

@@ -11,7 +11,6 @@ from vlm_serve.engine.adapters.options import serves_adapters
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
 from vlm_serve.engine.arithmetic import Backend
 from vlm_serve.engine.draft_graphs import DraftGraphs
-from vlm_serve.engine.graph_device import CudaGraphs, GraphDevice
 from vlm_serve.engine.step_graphs import StepGraphs, StepLimits, StepResults
 from vlm_serve.engine.step_sizes import (
     CapturedRows,
@@ -20,6 +19,7 @@ from vlm_serve.engine.step_sizes import (
     prefill_sizes,
     verify_sizes,
 )
+from vlm_serve.engine.step_tables import CudaGraphs, GraphDevice
 from vlm_serve.engine.tower_graphs import TowerGraphs, patch_sizes
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.dispatch import launching_on

@@ -25,7 +25,7 @@ from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.cache.tiers.up import Fetch, TierFetcher, TierReading
-from vlm_serve.engine.embedding_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers, Found
+from vlm_serve.engine.media_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers, Found
 from vlm_serve.engine.memory import check_host_cache
 from vlm_serve.engine.shared_store import SharedAddress
 from vlm_serve.errors import ConfigError, EngineClosedError

@@ -13,8 +13,14 @@ from collections.abc import Sequence
 
 import torch
 
-from vlm_serve.engine.graph_device import GraphDevice, Step, largest_first
-from vlm_serve.engine.step_tables import HostRing, StepTables, Table
+from vlm_serve.engine.step_tables import (
+    GraphDevice,
+    HostRing,
+    Step,
+    StepTables,
+    Table,
+    largest_first,
+)
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.segment_attention import ROWS, segment_tiles
 from vlm_serve.models import Model, ModelSpec

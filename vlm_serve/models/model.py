@@ -13,7 +13,7 @@ from vlm_serve.kernels.checks import check_folds
 from vlm_serve.kernels.dispatch import compiled_kernels
 from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.kernels.rope import mrope_cos_sin
 from vlm_serve.kernels.rope.compiled import axes

@@ -15,8 +15,7 @@ import torch
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Linear, Part
-from vlm_serve.kernels.norms import rms_norm
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed, rms_norm
 from vlm_serve.kernels.rope import mrope_cos_sin
 from vlm_serve.kernels.rope.compiled import axes
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vlm_serve.kernels.linear import Linear, WeightRecord
-from vlm_serve.kernels.linear.joined import Joined
+from vlm_serve.kernels.linear import Joined, Linear, WeightRecord
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_records import DTYPES, LANES
 from vlm_serve.kernels.ranks import ALONE, Ranks

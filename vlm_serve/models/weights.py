@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.kernels.linear import Linear, Part, Shard, load
+from vlm_serve.kernels.linear import Linear, Part, Shard, load, runs
 from vlm_serve.kernels.linear.base import shape as shape_of_parts
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.quantising import quantised
-from vlm_serve.kernels.linear.runs import runs
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.models.adapters.modules import Modules

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from vlm_serve.cache.experts import Rows
 from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
 from vlm_serve.engine.plan import PromptLogprobs
+from vlm_serve.engine.pooling import Vector
 from vlm_serve.engine.request import NextTurn
 from vlm_serve.engine.thought import Thought
-from vlm_serve.engine.vectors import Vector
 from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams

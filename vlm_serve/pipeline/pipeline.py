@@ -12,8 +12,7 @@ from typing import Any, TypeVar, overload
 from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import CacheReport, Delta
-from vlm_serve.engine.pooling import ONE_TOKEN, check_task
-from vlm_serve.engine.vectors import Vector, embedding_of, score_of
+from vlm_serve.engine.pooling import ONE_TOKEN, Vector, check_task, embedding_of, score_of
 from vlm_serve.errors import ConfigError, EngineClosedError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.many import (

@@ -15,8 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from vlm_serve.engine.mirror import TreeMirror
-from vlm_serve.engine.recent_changes import SECONDS
+from vlm_serve.engine.mirror import SECONDS, TreeMirror
 from vlm_serve.errors import EngineClosedError, OverloadedError
 from vlm_serve.server.http.errors import DrainingError
 

@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 
-from vlm_serve.engine.drafts.acceptance import Acceptance, AcceptanceTracker
 from vlm_serve.engine.drafts.base import MAX_EVIDENCE
+from vlm_serve.engine.drafts.lengths import Acceptance, AcceptanceTracker
 from vlm_serve.engine.sequence import Sequence
 
 WEAK, STRONG = 0, MAX_EVIDENCE

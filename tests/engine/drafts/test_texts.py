@@ -9,8 +9,17 @@ from array import array
 from letters import Letters
 from symbolic import make_prompt
 
-from vlm_serve.engine.drafts.suffix import BYTES_PER_TOKEN, CONTEXT_BYTES, SuffixDrafter
-from vlm_serve.engine.drafts.texts import MAX_TRIED, ORDER, Answers, Text, nearest, repeated
+from vlm_serve.engine.drafts.suffix import (
+    BYTES_PER_TOKEN,
+    CONTEXT_BYTES,
+    MAX_TRIED,
+    ORDER,
+    Answers,
+    SuffixDrafter,
+    Text,
+    nearest,
+    repeated,
+)
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.sampling_params import SamplingParams

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.engine.adapters.options import changed_experts, factors_dtype, serves_adapters
-from vlm_serve.engine.graph_device import GraphDevice
-from vlm_serve.engine.step_tables import HostRing, Table
+from vlm_serve.engine.step_tables import GraphDevice, HostRing, Table
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.elementwise import silu_times
 from vlm_serve.kernels.linear import Linear

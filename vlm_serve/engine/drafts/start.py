@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from vlm_serve.engine.drafts.base import Drafter
+from vlm_serve.engine.drafts.base import Drafter, MtpDrafter
 from vlm_serve.engine.drafts.lengths import CostCurve
-from vlm_serve.engine.drafts.mtp import MtpDrafter
 from vlm_serve.engine.drafts.suffix import SuffixDrafter
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.errors import ConfigError

@@ -1,9 +1,7 @@
 """A model over several ranks, one process each. The first rank is the engine's own process.
 
 - `task.py`: load task of a rank, as data
-- `wire.py`: messages between the engine and a rank
-- `process.py`: a rank's process, seen from the engine
+- `process.py`: a rank's process, seen from the engine, and the messages between both
 - `worker.py`: main loop of a rank's process
-- `executor.py`: an `Executor` over all ranks
-- `transfer.py`: blocks and rows of all ranks, for the tiers
+- `executor.py`: an `Executor` over all ranks, and their blocks and rows for the tiers
 """

@@ -10,9 +10,13 @@ from pathlib import Path
 import torch
 
 from vlm_serve.engine.arithmetic import Arithmetic
-from vlm_serve.engine.ranks.process import START_SECONDS, RankProcesses
+from vlm_serve.engine.ranks.process import (
+    START_SECONDS,
+    ConnectionLostError,
+    RankProcesses,
+    ReplyTimeoutError,
+)
 from vlm_serve.engine.ranks.task import RankTask, Rendezvous
-from vlm_serve.engine.ranks.wire import ConnectionLostError, ReplyTimeoutError
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, ModelSpec, load_model

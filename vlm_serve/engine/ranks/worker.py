@@ -13,8 +13,8 @@ import torch
 from vlm_serve.cache.tiers.entry import Entry
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import SequenceInfo, StepPlan
+from vlm_serve.engine.ranks.process import ConnectionLostError, Wire
 from vlm_serve.engine.ranks.task import Pools, RankTask
-from vlm_serve.engine.ranks.wire import ConnectionLostError, Wire
 from vlm_serve.models import Model
 from vlm_serve.models.adapters import LowRank, changes_of
 from vlm_serve.system.log_output import start_logging

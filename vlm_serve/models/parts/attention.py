@@ -12,18 +12,18 @@ import torch
 
 from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.kv_quant.compiled import pages_record
-from vlm_serve.kernels.kv_write.rotated import Rotation, rotate_and_write
+from vlm_serve.kernels.kv_write import Rotation, rotate_and_write
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.paged_attention import (
     attention_decode,
     attention_prefill,
     attention_verify,
+    fixed_part_bytes,
     gated_attention_decode,
+    without_first,
 )
-from vlm_serve.kernels.paged_attention.fixed_parts import fixed_part_bytes
-from vlm_serve.kernels.paged_attention.moved import without_first
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.kernels.rope.compiled import MAX_DIM
 from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool

@@ -13,7 +13,7 @@ from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.low_rank import RowChanges
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.program import Program, View

@@ -14,8 +14,8 @@ from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe.beside import Beside
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.moe.reference import Beside
+from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.parts.base import (
     FeedForward,

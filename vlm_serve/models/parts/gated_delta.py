@@ -28,8 +28,7 @@ from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.native_layout import constant, struct
-from vlm_serve.kernels.norms import gated_rms_norm
-from vlm_serve.kernels.norms.pending import Normed
+from vlm_serve.kernels.norms import Normed, gated_rms_norm
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.parts.base import (

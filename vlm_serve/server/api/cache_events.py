@@ -17,8 +17,7 @@ from starlette.responses import Response
 from vlm_serve.cache.listing import ListedNode, NodeInfo
 from vlm_serve.cache.records import Hit
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.mirror import Change, TreeListing
-from vlm_serve.engine.recent_changes import PastChange
+from vlm_serve.engine.mirror import Change, PastChange, TreeListing
 from vlm_serve.server.api.cache import (
     CacheNode,
     refuse_unknown,

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.vectors import Vector, embedding_of, score_of
+from vlm_serve.engine.pooling import Vector, embedding_of, score_of
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import AnswerStream, Event
 from vlm_serve.server.api.pooling.bodies import (

@@ -13,8 +13,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Scope
 
-from vlm_serve.engine.pooling import ONE_TOKEN
-from vlm_serve.engine.vectors import Vector
+from vlm_serve.engine.pooling import ONE_TOKEN, Vector
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.keys import KeyScope
 from vlm_serve.server.answers.generation import Task
