@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlm_serve.server import operators, status
 from vlm_serve.server.api import cache, cache_pins
-from vlm_serve.server.api.adapters.route import (
+from vlm_serve.server.api.adapters import (
     AdapterChanged,
     LoadAdapter,
     UnloadAdapter,
@@ -22,27 +22,37 @@ from vlm_serve.server.api.adapters.route import (
 )
 from vlm_serve.server.api.bodies import CacheReportBody, ErrorBody
 from vlm_serve.server.api.cache_events import cache_events
-from vlm_serve.server.api.chat.bodies import ChatCompletion
 from vlm_serve.server.api.chat.render import Rendered, render_chat
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
-from vlm_serve.server.api.chat.route import chat_completions
-from vlm_serve.server.api.completions.bodies import Completion
-from vlm_serve.server.api.completions.request import CompletionRequest
-from vlm_serve.server.api.completions.route import completions
+from vlm_serve.server.api.chat.route import ChatCompletion, chat_completions
+from vlm_serve.server.api.completions import Completion, CompletionRequest, completions
 from vlm_serve.server.api.fields import RequestModel
-from vlm_serve.server.api.generate.bodies import Generated
-from vlm_serve.server.api.generate.request import GenerateRequest
-from vlm_serve.server.api.generate.route import generate
+from vlm_serve.server.api.generate import Generated, GenerateRequest, generate
 from vlm_serve.server.api.listing import Page
-from vlm_serve.server.api.messages.request import MessagesPrompt, MessagesRequest
-from vlm_serve.server.api.messages.route import CountedTokens, count_message_tokens, create_message
-from vlm_serve.server.api.messages.stream import MessageBody, MessagesErrorBody
-from vlm_serve.server.api.pooling.bodies import Embeddings, Reranked, Scores
-from vlm_serve.server.api.pooling.request import EmbeddingsRequest, RerankRequest, ScoreRequest
-from vlm_serve.server.api.pooling.route import embeddings, rerank, score
+from vlm_serve.server.api.messages import (
+    CountedTokens,
+    MessageBody,
+    MessagesErrorBody,
+    MessagesPrompt,
+    MessagesRequest,
+    count_message_tokens,
+    create_message,
+)
+from vlm_serve.server.api.pooling import (
+    Embeddings,
+    EmbeddingsRequest,
+    Reranked,
+    RerankRequest,
+    ScoreRequest,
+    Scores,
+    embeddings,
+    rerank,
+    score,
+)
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.api.responses.route import (
     InputTokens,
+    ResponseBody,
     count_input_tokens,
     create_response,
 )
@@ -52,7 +62,6 @@ from vlm_serve.server.api.responses.stored import (
     get_response,
     list_input_items,
 )
-from vlm_serve.server.api.responses.stream import ResponseBody
 from vlm_serve.server.api.tokenization import (
     Detokenized,
     DetokenizeRequest,
