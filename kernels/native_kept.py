@@ -27,7 +27,7 @@ from vlm_serve.system.private_files import (
     runs,
     secure_cache,
 )
-from vlm_serve.system.temporary_folder import TemporaryFolder
+from vlm_serve.system.private_files import TemporaryFolder
 
 KEPT_FOR_S = 7 * 24 * 3600.0
 

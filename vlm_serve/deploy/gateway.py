@@ -16,8 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlm_serve.deploy.answer_progress import AnswerProgress, first_attempt, for_client
-from vlm_serve.deploy.forwarded_scope import forwarded_scope
-from vlm_serve.deploy.gateway_routes import response
+from vlm_serve.deploy.gateway_routes import forwarded_scope, response
 from vlm_serve.deploy.replica_pool import (
     BrokenAnswerError,
     ReplicaCall,

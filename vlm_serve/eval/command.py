@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.errors import ConfigError, InvalidRequestError
-from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS, THROUGH
 from vlm_serve.eval.comparing import Comparison
+from vlm_serve.eval.flags import DECODING, DEFAULT_PARTS, THROUGH
 from vlm_serve.eval.longbench import LongBenchOptions, longbench_parts
 from vlm_serve.eval.longbench_data import find_data, read_items
 from vlm_serve.eval.replies import BenchmarkPart
 from vlm_serve.eval.report import Subject, check_output, make_report, status_of, write_report
 from vlm_serve.eval.sides import opener_of, run_sides
-from vlm_serve.eval.video import VideoBenchmarkOptions, video_parts
-from vlm_serve.eval.video_data import read_videos
+from vlm_serve.eval.video import VideoBenchmarkOptions, read_videos, video_parts
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size, options_of
 from vlm_serve.system import child

@@ -18,10 +18,9 @@ from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.cache_status import cache_status
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.grammar_queue import GrammarQueue
-from vlm_serve.server.http.fetched_memory import FetchedMemory
 from vlm_serve.server.http.open_requests import OpenRequests
+from vlm_serve.server.http.request_memory import FetchedMemory
 from vlm_serve.server.idle_check import IdleCheck
-from vlm_serve.server.mailbox import Mailbox
 from vlm_serve.server.routes import MountedRoutes
 from vlm_serve.server.state import ServerState
 from vlm_serve.server.trimming import Trimmer
@@ -29,6 +28,13 @@ from vlm_serve.server.workers import Workers
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
+
+
+import contextlib
+import time
+from collections import deque
+
+from vlm_serve.engine.outputs import Delta
 
 Preparation = Prompt | Rendering | Callable[[Stop], Prompt]
 """A prompt, a rendering whose media are still to be loaded, or work that loads media itself until
@@ -172,3 +178,45 @@ class Service:
         await asyncio.to_thread(self.engine.close)
         if self.state.tracer is not None:
             await asyncio.to_thread(self.state.tracer.close)
+
+
+PATIENT_SECONDS = 0.25
+"""Least time between wake-ups for patient readers, which keep the loop's counters fresh."""
+
+
+class Mailbox:
+    """Carries deltas from the engine's thread into asyncio queues. `post` is thread-safe and never
+    blocks.
+
+    A step ends with one callback for each running sequence. Waking the loop costs a system call,
+    and its work takes processor time from the new step. So deltas posted while a wake-up is
+    pending share it, and deltas for patient readers do not cause one.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._posted: deque[tuple[asyncio.Queue[Delta], Delta]] = deque()
+        self._waking = False
+        self._delivered = 0.0
+
+    def post(self, queue: asyncio.Queue[Delta], delta: Delta, *, patient: bool = False) -> None:
+        """Put a delta into a queue of the loop, in the order of posting.
+
+        Args:
+            patient: the queue's reader only needs the last delta of each choice in time.
+        """
+        self._posted.append((queue, delta))
+        late = delta.time >= self._delivered + PATIENT_SECONDS
+        urgent = not patient or delta.finish_reason is not None or late
+        if urgent and not self._waking:
+            self._waking = True
+            # A closed loop has no readers either.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        # Reset first, so that a delta posted from here on causes another wake-up.
+        self._waking, self._delivered = False, time.monotonic()
+        while self._posted:
+            queue, delta = self._posted.popleft()
+            queue.put_nowait(delta)

@@ -21,10 +21,11 @@ from vlm_serve.engine.mirror import Change, TreeListing
 from vlm_serve.engine.recent_changes import PastChange
 from vlm_serve.server.api.cache import (
     CacheNode,
+    VisibleRoots,
     refuse_unknown,
+    visible_roots,
     with_own_number,
 )
-from vlm_serve.server.api.visible import VisibleRoots, visible_roots
 from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
 from vlm_serve.server.http.tenants import PermissionDeniedError, share_of
 from vlm_serve.server.service import Service

@@ -23,11 +23,11 @@ from vlm_serve.server.api.cache import (
     NodeKey,
     find_node,
     page_of,
+    pin_owner,
     preparation_of,
     refuse_unknown,
 )
 from vlm_serve.server.api.request_body import read_value
-from vlm_serve.server.api.visible import pin_owner
 from vlm_serve.server.http.errors import NotFoundError
 from vlm_serve.server.http.json_body import validate
 from vlm_serve.server.http.tenants import salt_of

@@ -21,7 +21,7 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_past
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.answers.json_text import decodable
+from vlm_serve.server.answers.json_calls import decodable
 from vlm_serve.server.api.answer import Event, Incoming, ResponseSpec, answer_prompt
 from vlm_serve.server.api.bodies import CacheReportBody, Optional, TokenLogprob
 from vlm_serve.server.api.conversation import (
