@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vlm_serve.server import operators, status
+from vlm_serve.server import status
 from vlm_serve.server.api import cache, cache_pins
 from vlm_serve.server.api.adapters import (
     AdapterChanged,
@@ -280,14 +280,14 @@ def _add_gets(app: DescribedApp, service: Service) -> None:
 def _add_for_operators(app: DescribedApp, service: Service) -> None:
     """Add routes that vLLM and SGLang have."""
     routes: list[tuple[str, str, Handler]] = [
-        ("GET", "/ping", operators.ping),
-        ("POST", "/ping", operators.ping),
-        ("GET", "/get_model_info", operators.model_info),
-        ("GET", "/model_info", operators.model_info),
-        ("GET", "/server_info", operators.server_info),
-        ("GET", "/get_server_info", operators.server_info),
-        ("POST", "/reset_prefix_cache", operators.reset_prefix_cache),
-        ("POST", "/flush_cache", operators.reset_prefix_cache),
+        ("GET", "/ping", status.ping),
+        ("POST", "/ping", status.ping),
+        ("GET", "/get_model_info", status.model_info),
+        ("GET", "/model_info", status.model_info),
+        ("GET", "/server_info", status.server_info),
+        ("GET", "/get_server_info", status.server_info),
+        ("POST", "/reset_prefix_cache", status.reset_prefix_cache),
+        ("POST", "/flush_cache", status.reset_prefix_cache),
     ]
     for method, path, handler in routes:
         name = f"{method.lower()}_{path[1:]}"

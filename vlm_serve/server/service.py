@@ -14,8 +14,7 @@ from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.admission import AdmissionControl
-from vlm_serve.server.cache_feed import CacheFeed
-from vlm_serve.server.cache_status import cache_status
+from vlm_serve.server.cache_feed import CacheFeed, cache_status
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.grammar_queue import GrammarQueue
 from vlm_serve.server.http.open_requests import OpenRequests

@@ -29,18 +29,16 @@ from vlm_serve.server.api.bodies import (
     Optional,
     PromptLogprobsBody,
     UsageBody,
-)
-from vlm_serve.server.api.fields import GenerationRequest, Items, Tokens, Whole, check_stream
-from vlm_serve.server.api.logprobs import completion_logprobs, prompt_logprobs_body
-from vlm_serve.server.api.prompts import prepare_tokens
-from vlm_serve.server.api.reports import (
     add_usage,
     cache_report_body,
     cache_report_fields,
     routed_experts_fields,
     usage_body,
 )
-from vlm_serve.server.api.request_affinity import affinity_of
+from vlm_serve.server.api.conversation import prepare_tokens
+from vlm_serve.server.api.fields import GenerationRequest, Items, Tokens, Whole, check_stream
+from vlm_serve.server.api.logprobs import completion_logprobs, prompt_logprobs_body
+from vlm_serve.server.api.request_body import affinity_of
 from vlm_serve.server.api.sampling import sampling_of, with_sampling
 from vlm_serve.server.api.structured import structured_outputs_of
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header

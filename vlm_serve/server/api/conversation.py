@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.request import NextTurn
 from vlm_serve.errors import ContextLengthError, FieldError, InvalidRequestError
@@ -33,10 +33,13 @@ from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm, form_of
 from vlm_serve.server.api.answer import Incoming
 from vlm_serve.server.api.fields import AnswerRequest
-from vlm_serve.server.api.request_affinity import affinity_of
+from vlm_serve.server.api.request_body import affinity_of
 from vlm_serve.server.api.structured import ToolChoice, with_tools
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.service import Preparation, Service
+
+if TYPE_CHECKING:
+    from vlm_serve.server.service import Service
 
 SCHEMES = ("data:", "http://", "https://", "file://")
 """Schemes of URLs that clients may name; the fetching code decides where a URL may point."""
@@ -128,6 +131,29 @@ def prepare(
         return rendering
     prompt: Prompt = preprocessor.finish(rendering, [])
     return prompt.last_tokens(last_tokens)
+
+
+def prepare_tokens(
+    service: Service, prompt: str | list[int], own: KeyScope, count: int | None = None
+) -> Prompt:
+    """Return the prompt for text or token ids; call it on a preparation thread.
+
+    Args:
+        own: whose prompt it is.
+        count: only so many tokens at the end are used; None: all are.
+
+    Raises:
+        InvalidRequestError: an id is outside the vocabulary.
+    """
+    preprocessor = service.engine.preprocessor
+    if not isinstance(prompt, str):
+        ids = prompt if count is None else prompt[-count:]
+    elif count is None:
+        ids = preprocessor.tokenizer.encode(prompt)
+    else:
+        ids = preprocessor.tokenizer.encode_end(prompt, count)
+    made: Prompt = preprocessor.prepare_tokens(ids, **own.options)
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,11 @@ from vlm_serve.server.api.bodies import (
     Optional,
     PromptLogprobsBody,
     UsageBody,
+    cache_report_body,
+    routed_experts_fields,
+    usage_body,
 )
+from vlm_serve.server.api.conversation import prepare_tokens
 from vlm_serve.server.api.fields import (
     AnswerRequest,
     RequestModel,
@@ -32,9 +36,7 @@ from vlm_serve.server.api.fields import (
     check_stream,
 )
 from vlm_serve.server.api.logprobs import LOWEST, prompt_logprobs_body, ranked
-from vlm_serve.server.api.prompts import prepare_tokens
-from vlm_serve.server.api.reports import cache_report_body, routed_experts_fields, usage_body
-from vlm_serve.server.api.request_affinity import affinity_of
+from vlm_serve.server.api.request_body import affinity_of
 from vlm_serve.server.api.sampling import sampling_of, with_sampling
 from vlm_serve.server.api.structured import structured_outputs_of
 from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED, ignored_fields, ignored_header

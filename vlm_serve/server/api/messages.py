@@ -17,7 +17,7 @@ from vlm_serve.preprocess.reading.values import text_of, unsupported
 from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import Event, Incoming, ResponseSpec, answer_prompt
-from vlm_serve.server.api.bodies import CacheReportBody, Optional
+from vlm_serve.server.api.bodies import CacheReportBody, Optional, cache_report_body
 from vlm_serve.server.api.conversation import (
     ConversationTask,
     ParsedRequest,
@@ -35,7 +35,6 @@ from vlm_serve.server.api.fields import (
     Whole,
 )
 from vlm_serve.server.api.output_blocks import BlockStream, OutputBlock
-from vlm_serve.server.api.reports import cache_report_body
 from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.sampling import sampling_names, sampling_of, with_sampling
 from vlm_serve.server.api.structured import ToolChoice, json_schema_form

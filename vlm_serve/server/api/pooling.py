@@ -24,9 +24,9 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.answers.generation import Generation, Task
 from vlm_serve.server.api.answer import AnswerStream, Event, ResponseSpec, respond
-from vlm_serve.server.api.bodies import CacheReportBody, Optional
+from vlm_serve.server.api.bodies import CacheReportBody, Optional, add_usage, cache_report_body
 from vlm_serve.server.api.chat.request import ChatMessage
-from vlm_serve.server.api.conversation import prepare
+from vlm_serve.server.api.conversation import prepare, prepare_tokens
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,
     AnswerRequest,
@@ -36,8 +36,6 @@ from vlm_serve.server.api.fields import (
     Tokens,
     Whole,
 )
-from vlm_serve.server.api.prompts import prepare_tokens
-from vlm_serve.server.api.reports import add_usage, cache_report_body
 from vlm_serve.server.api.request_body import read_value
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.json_body import validate

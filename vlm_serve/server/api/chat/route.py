@@ -26,16 +26,14 @@ from vlm_serve.server.api.bodies import (
     PromptLogprobsBody,
     TokenLogprob,
     UsageBody,
-)
-from vlm_serve.server.api.chat.request import ChatCompletionRequest
-from vlm_serve.server.api.conversation import ConversationTask, conversation_task
-from vlm_serve.server.api.logprobs import chat_logprobs, prompt_logprobs_body
-from vlm_serve.server.api.reports import (
     cache_report_body,
     cache_report_fields,
     routed_experts_fields,
     usage_body,
 )
+from vlm_serve.server.api.chat.request import ChatCompletionRequest
+from vlm_serve.server.api.conversation import ConversationTask, conversation_task
+from vlm_serve.server.api.logprobs import chat_logprobs, prompt_logprobs_body
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import Attempt, new_token
 from vlm_serve.server.service import Service

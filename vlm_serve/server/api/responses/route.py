@@ -23,7 +23,13 @@ from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.answers.json_calls import decodable
 from vlm_serve.server.api.answer import Event, Incoming, ResponseSpec, answer_prompt
-from vlm_serve.server.api.bodies import CacheReportBody, Optional, TokenLogprob
+from vlm_serve.server.api.bodies import (
+    CacheReportBody,
+    Optional,
+    TokenLogprob,
+    cache_report_body,
+    usage_body,
+)
 from vlm_serve.server.api.conversation import (
     ConversationTask,
     ParsedRequest,
@@ -32,7 +38,6 @@ from vlm_serve.server.api.conversation import (
 )
 from vlm_serve.server.api.logprobs import chat_logprobs
 from vlm_serve.server.api.output_blocks import BlockStream, OutputBlock
-from vlm_serve.server.api.reports import cache_report_body, usage_body
 from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.responses.new_turn import (
     NewTurn,
