@@ -56,8 +56,12 @@ def evaluate(
     except InvalidRequestError as error:  # Invalid sampling options.
         raise ConfigError(error.message, param=error.param) from None
     subject = Subject(title, model, data, _asked(options) | _shown(config))
-    opener = opener_of(model, config, options.lora, reasoning_parser)
-    compared = run_sides(opener, parts, options.concurrency)
+
+    def opened(caching: bool) -> Pipeline:
+        side = replace(config, enable_prefix_caching=caching)
+        return Pipeline(model, side, lora=options.lora, reasoning_parser=reasoning_parser)
+
+    compared = run_sides(opened, parts, options.concurrency)
     return report_on(subject, compared, options.output)
 
 
@@ -165,18 +169,6 @@ def _print_trouble(report: dict[str, Any], most: int = 20) -> None:
 
 Opener = Callable[[bool], AbstractContextManager[Pipeline]]
 """Opens a pipeline with prefix caching (True) or without (False)."""
-
-
-def opener_of(
-    model: str, config: EngineConfig, lora: str | None = None, reasoning_parser: str = "auto"
-) -> Opener:
-    """Return a function that opens a pipeline over a checkpoint; `lora`: one of its adapters."""
-    return lambda caching: Pipeline(
-        model,
-        replace(config, enable_prefix_caching=caching),
-        lora=lora,
-        reasoning_parser=reasoning_parser,
-    )
 
 
 def run_sides(

@@ -14,13 +14,14 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.recent_changes import SECONDS
 from vlm_serve.errors import EngineClosedError, OverloadedError
 from vlm_serve.server.http.errors import DrainingError
+from vlm_serve.server.http.open_requests import OpenRequests
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
@@ -55,23 +56,21 @@ class CacheFeed:
 
     Args:
         engine: the engine whose cache is watched.
-        status_of: makes a status message's body from a result of `Engine.stats`.
+        state, requests: the server's, for its status.
 
     Attributes:
         status: the latest status; empty before the first one.
         status_number: number of statuses so far.
     """
 
-    def __init__(
-        self, engine: Engine, status_of: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> None:
+    def __init__(self, engine: Engine, state: ServerState, requests: OpenRequests) -> None:
         self.status: dict[str, Any] = {}
         self.status_number = 0
         self._history: deque[tuple[float, dict[str, Any]]] = deque(maxlen=MAX_HISTORY)
         self._keeping: asyncio.Task[None] | None = None
         self._subscribers: Counter[bytes] = Counter()
         self._engine = engine
-        self._status_of = status_of
+        self._state, self._requests = state, requests
         self._polling: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._polled = asyncio.Event()
@@ -175,7 +174,8 @@ class CacheFeed:
         """Read the engine's counters; an engine in a long step answers after it."""
         try:
             stats = await asyncio.to_thread(self._engine.stats)
-            self.status = self._status_of(stats)
+            open_requests = self._requests.num_open
+            self.status = cache_status(self._engine.memory, self._state, open_requests, stats)
             self.status_number += 1
         except EngineClosedError:
             return

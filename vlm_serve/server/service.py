@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.prompt import Prompt
@@ -14,7 +14,7 @@ from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.admission import AdmissionControl
-from vlm_serve.server.cache_feed import CacheFeed, cache_status
+from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.grammar_queue import GrammarQueue
 from vlm_serve.server.http.open_requests import OpenRequests
@@ -81,7 +81,7 @@ class Service:
         self.idle_check = IdleCheck(engine, self.requests, failures.inc)
         if config.idle_check:
             self.admission.on_idle = self.idle_check.start
-        self.cache_feed = CacheFeed(engine, self._cache_status)
+        self.cache_feed = CacheFeed(engine, self.state, self.requests)
         self._mailbox: Mailbox | None = None
         self.mounted = tuple(mount(self) for mount in mounts)
         self.requests.on_drain = self._stop_mounted
@@ -140,9 +140,6 @@ class Service:
             stop.set()
         with stop.timed("finish"):
             return await self.workers.prepare(partial(preprocessor.finish, rendering, media))
-
-    def _cache_status(self, stats: dict[str, Any]) -> dict[str, Any]:
-        return cache_status(self.engine.memory, self.state, self.requests.num_open, stats)
 
     def _stop_mounted(self) -> None:
         for each in self.mounted:

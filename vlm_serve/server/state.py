@@ -61,7 +61,8 @@ class ServerState:
         responses: stored answers of /v1/responses; None: nothing is stored.
         metrics: metrics in Prometheus' form.
         tracer: exporter of traces; None: traces are off.
-        first_token_seconds, inter_token_seconds: latencies of the last minute.
+        first_token_seconds: latencies of the last minute, from a request's arrival.
+        inter_token_seconds: those between two tokens of one choice.
         num_generated_tokens: tokens generated so far for all requests.
         busy_since: monotonic time at which the engine last got work while it had none.
     """
@@ -127,10 +128,6 @@ class ServerState:
             param="model",
             code="model_not_found",
         )
-
-    def record_first_token(self, seconds: float) -> None:
-        """Record the seconds from a request's arrival to its first token."""
-        self.first_token_seconds.add(seconds)
 
     def record_next_token(self, seconds: float) -> None:
         """Record the seconds between two tokens of one choice."""

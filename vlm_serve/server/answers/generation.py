@@ -180,7 +180,7 @@ class Generation:
     def _observe_token(self, index: int, now: float) -> None:
         if self.first_token_time is None:
             self.first_token_time = now
-            self._state.record_first_token(now - self.task.arrival)
+            self._state.first_token_seconds.add(now - self.task.arrival)
         before = self._token_times.get(index)
         if before is not None:
             self._state.record_next_token(now - before)

@@ -157,7 +157,8 @@ async def tree(service: Service, request: Request) -> Response:
         InvalidRequestError: a query parameter is invalid or unknown.
     """
     offset, limit = page_of(request.query_params)
-    entries = visible_roots(service, request).below(service.engine.mirror.listing().entries)
+    visible = VisibleRoots(service, request).refresh()
+    entries = visible.below(service.engine.mirror.listing().entries)
     body = dataclasses.asdict(service.engine.page(entries, offset, limit))
     if is_tenant(request.scope):
         body["nodes"] = [with_own_number(each) for each in body["nodes"]]
@@ -199,7 +200,7 @@ def find_node(service: Service, request: Request, key: str) -> ListedNode:
         entry = service.engine.mirror.find(bytes.fromhex(key))
     except ValueError:
         entry = None
-    if entry is None or entry.root not in visible_roots(service, request):
+    if entry is None or entry.root not in VisibleRoots(service, request).refresh():
         raise NotFoundError(
             "the cache has no node with that key", param="key", code="node_not_found"
         )
@@ -287,13 +288,3 @@ class VisibleRoots:
             return entries
         roots = frozenset(self._known.values())
         return [entry for entry in entries if entry.root in roots]
-
-
-def pin_owner(service: Service, request: Request) -> bytes | None:
-    """Return the owner of a client's pins, see `VisibleRoots`."""
-    return VisibleRoots(service, request).owner
-
-
-def visible_roots(service: Service, request: Request) -> VisibleRoots:
-    """Return what a client sees now."""
-    return VisibleRoots(service, request).refresh()

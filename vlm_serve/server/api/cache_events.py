@@ -23,7 +23,6 @@ from vlm_serve.server.api.cache import (
     CacheNode,
     VisibleRoots,
     refuse_unknown,
-    visible_roots,
     with_own_number,
 )
 from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
@@ -78,7 +77,7 @@ async def cache_events(service: Service, request: Request) -> Response:
         raise PermissionDeniedError(
             "this stream is only for clients that can read the response", code="no_cors"
         )
-    visible = visible_roots(service, request)
+    visible = VisibleRoots(service, request).refresh()
     subscriber = _Subscriber(service, visible, share_of(request.scope))
     if request.scope.get("is_head"):
         return Response(media_type=EventStream.media_type)
