@@ -32,7 +32,7 @@ from parity_cases import assistant, photograph, random_ids, user
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.pipeline.many import returned
+from vlm_serve.pipeline.requests import returned
 from vlm_serve.preprocess.keys import PromptKeys
 from vlm_serve.preprocess.prompt import Prompt
 

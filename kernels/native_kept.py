@@ -18,6 +18,7 @@ from pathlib import Path
 from vlm_serve.kernels import native_build
 from vlm_serve.kernels.native_build import APART, BuildError, Recipe, apart, is_sealed
 from vlm_serve.system.private_files import (
+    TemporaryFolder,
     UnsafePathError,
     cache_path,
     check_path,
@@ -26,7 +27,6 @@ from vlm_serve.system.private_files import (
     runs,
     secure_cache,
 )
-from vlm_serve.system.temporary_folder import TemporaryFolder
 
 KEPT_FOR_S = 7 * 24 * 3600.0
 

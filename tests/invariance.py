@@ -26,8 +26,8 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.executor import StepError
 from vlm_serve.engine.plan import StepOutput, StepPlan
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.pipeline.many import returned
 from vlm_serve.pipeline.pipeline import Output, Pipeline
+from vlm_serve.pipeline.requests import returned
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 

@@ -18,8 +18,8 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.local_executor import LocalExecutor
 from vlm_serve.engine.plan import StepOutput, StepPlan
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
-from vlm_serve.pipeline.many import returned
 from vlm_serve.pipeline.pipeline import Output, Pipeline
+from vlm_serve.pipeline.requests import returned
 from vlm_serve.sampling_params import SamplingParams
 
 NEAR_TIE = 1e-4

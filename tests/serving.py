@@ -18,7 +18,7 @@ from vlm_serve.batch.file_store import FileStore
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.draining import DrainingServer
 from vlm_serve.server.http.listening import listen, url_of
-from vlm_serve.server.run import make_server
+from vlm_serve.server.main import make_server
 from vlm_serve.server.service import Service
 
 

@@ -15,14 +15,14 @@ from vlm_serve.sampling_params import SamplingParams, sampling_options
 from vlm_serve.server.api.cache import ProbeRequest
 from vlm_serve.server.api.cache_pins import PinRequest
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
-from vlm_serve.server.api.completions.request import CompletionRequest
-from vlm_serve.server.api.generate.request import (
+from vlm_serve.server.api.completions import CompletionRequest
+from vlm_serve.server.api.generate import (
     GENERATE_REFUSED,
     SAMPLING_REFUSED,
     GenerateRequest,
     TokenSampling,
 )
-from vlm_serve.server.api.messages.request import MESSAGES_REFUSED, MessagesRequest
+from vlm_serve.server.api.messages import MESSAGES_REFUSED, MessagesRequest
 from vlm_serve.server.api.responses.request import RESPONSES_REFUSED, ResponsesRequest
 from vlm_serve.server.api.tokenization import DetokenizeRequest, TokenizeRequest
 from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED

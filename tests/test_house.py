@@ -130,11 +130,10 @@ CONTENT_TYPES = {
 
 NAMING_CONTENT = {
     Path("vlm_serve/batch/video_qa.py"),  # It writes requests.
-    Path("vlm_serve/server/api/messages/stream.py"),  # It writes answers.
+    Path("vlm_serve/server/api/messages.py"),  # It writes answers.
     Path("vlm_serve/server/api/responses/new_turn.py"),  # It gives items ids by their types.
-    Path("vlm_serve/server/api/responses/output_items.py"),  # It writes answers.
     Path("vlm_serve/server/api/responses/stored.py"),  # It lists stored items in one form.
-    Path("vlm_serve/server/api/responses/stream.py"),  # It writes answers.
+    Path("vlm_serve/server/api/responses/route.py"),  # It writes answers.
 }
 """Other modules that name such a type, each for its own reason."""
 
@@ -195,7 +194,7 @@ KNOWN_ARROWS = {
     ("vlm_serve/engine/adapters/start.py", "vlm_serve/engine/ranks/start.py"),
     ("vlm_serve/engine/drafts/start.py", "vlm_serve/engine/local_executor.py"),
     # Chat's requests, which other endpoints read too.
-    ("vlm_serve/server/api/chat/render.py", "vlm_serve/server/api/generate/request.py"),
+    ("vlm_serve/server/api/chat/render.py", "vlm_serve/server/api/generate.py"),
     ("vlm_serve/server/api/unknown_fields.py", "vlm_serve/server/api/chat/request.py"),
     ("vlm_serve/cache/tiers/up.py", "vlm_serve/cache/prefix_cache.py"),
     # Benchmarks and examples.

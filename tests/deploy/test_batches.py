@@ -14,7 +14,7 @@ from process_tree import opened_by, processes_below, runs
 from server_process import ServerProcess, server_process
 from waiting import wait_for
 
-from vlm_serve.deploy.ray_folder import PREFIX
+from vlm_serve.deploy.cluster import PREFIX
 
 pytestmark = pytest.mark.ray
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from vlm_serve.deploy import channel
-from vlm_serve.deploy.channel import Channels, read_batches
-from vlm_serve.deploy.outbox import BEGUN, Outboxes
+from vlm_serve.deploy.channel import BEGUN, Channels, Outboxes, read_batches
 
 HOST = "127.0.0.1"
 

@@ -21,7 +21,7 @@ from process_tree import opened_by, processes_below, replica_pids
 from server_process import ServerProcess, server_process
 from serving import wait_for
 
-from vlm_serve.deploy.ray_folder import LONGEST, PREFIX
+from vlm_serve.deploy.cluster import LONGEST, PREFIX
 
 pytestmark = pytest.mark.ray
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from vlm_serve.deploy.metrics import labelled, own_metrics
+from vlm_serve.deploy.gateway_routes import labelled, own_metrics
 
 ONE = """# HELP a:b_total What a does
 # TYPE a:b_total counter

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from vlm_serve.deploy import outbox as outbox_module
-from vlm_serve.deploy.outbox import BEGUN, Outbox, Outboxes
+from vlm_serve.deploy import channel as channel_module
+from vlm_serve.deploy.channel import BEGUN, Outbox, Outboxes
 from vlm_serve.server.failover.attempt import TOKENS
 
 
@@ -54,7 +54,7 @@ def test_the_outbox_of_a_gateway_that_is_gone_is_dropped(
     old = outboxes["old"]
     old.put(1, BEGUN)
     assert outboxes["old"] is old
-    monkeypatch.setattr(outbox_module, "UNREAD_SECONDS", 0.0)
+    monkeypatch.setattr(channel_module, "UNREAD_SECONDS", 0.0)
     outboxes["new"]
     monkeypatch.undo()
     assert outboxes["old"] is not old
@@ -66,7 +66,7 @@ def body(text: bytes, tokens: list[int]) -> Message:
 
 
 def test_first_words_go_at_once_and_later_ones_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox_module, "PACE_SECONDS", 3600.0)
+    monkeypatch.setattr(channel_module, "PACE_SECONDS", 3600.0)
 
     async def work() -> None:
         outbox = Outbox()

@@ -13,12 +13,13 @@ import pytest
 from other_user import mode, umask
 
 import vlm_serve
-from vlm_serve.deploy.ray_folder import LONGEST, PREFIX, RayFolder, remove_leftovers
+from vlm_serve.deploy.cluster import LONGEST, PREFIX, RayFolder
 from vlm_serve.errors import EngineError
+from vlm_serve.system.private_files import remove_leftovers
 
 OWNER = """
 import os, sys
-from vlm_serve.deploy.ray_folder import RayFolder
+from vlm_serve.deploy.cluster import RayFolder
 
 folder = RayFolder()
 open(os.path.join(folder.path, "file"), "w").close()
@@ -62,7 +63,7 @@ def test_only_what_was_left_is_removed(temporary: Path) -> None:
     (temporary / f"{PREFIX}file").touch()
     (temporary / f"{PREFIX}link").symlink_to(others)
     with owner() as (killed, left), owner() as (_, kept):
-        remove_leftovers()
+        remove_leftovers(PREFIX)
         assert (left / "file").exists() and (kept / "file").exists()
         killed.kill()
         killed.wait()

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from vlm_serve.deploy.ray_log import RayLog
+from vlm_serve.deploy.cluster import RayLog
 
 NEEDLESS = (
     "ERROR 2026-01-02 03:04:05,678 controller 9 -- Exception when trying to get routing stats:",

@@ -26,8 +26,8 @@ from vlm_serve.engine.pooling import embedding_of, score_of
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.pipeline.many import returned
 from vlm_serve.pipeline.pipeline import Pipeline
+from vlm_serve.pipeline.requests import returned
 from vlm_serve.preprocess.pooled_prompts import embedding_messages, rerank_messages
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")

@@ -17,8 +17,8 @@ from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.engine.prompt_rows import PromptLog, logprob_rows
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.pipeline.many import returned
 from vlm_serve.pipeline.pipeline import Output, Pipeline
+from vlm_serve.pipeline.requests import returned
 from vlm_serve.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([[0.0, 1.0, 2.0, 3.0]])

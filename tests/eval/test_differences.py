@@ -16,12 +16,11 @@ from vlm_serve import EngineConfig, Output, Pipeline, SamplingParams
 from vlm_serve.cli import main
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.errors import EngineClosedError, EngineError
-from vlm_serve.eval.command import report_on
+from vlm_serve.eval.command import report_on, run_sides
 from vlm_serve.eval.longbench import LongBenchOptions, longbench_parts
 from vlm_serve.eval.longbench_data import read_items
 from vlm_serve.eval.replies import BenchmarkPart
 from vlm_serve.eval.report import Subject
-from vlm_serve.eval.sides import run_sides
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "eval" / "longbench.json"
 CONFIG = EngineConfig(cache_memory="64MiB")

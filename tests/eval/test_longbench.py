@@ -16,16 +16,17 @@ from sweeps import quick
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
 from vlm_serve.cli import main
 from vlm_serve.errors import ConfigError
-from vlm_serve.eval.longbench import LongBenchOptions, longbench_parts
-from vlm_serve.eval.longbench_data import LongBenchItem, read_items
-from vlm_serve.eval.longbench_prompts import (
+from vlm_serve.eval.command import run_part
+from vlm_serve.eval.longbench import (
+    LongBenchOptions,
     chosen_letter,
     direct_prompt,
+    longbench_parts,
     omitting_prompt,
     scoring_prompt,
 )
+from vlm_serve.eval.longbench_data import LongBenchItem, read_items
 from vlm_serve.eval.replies import Reply
-from vlm_serve.eval.sides import run_part
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "eval" / "longbench.json"
 SHORT = ("--max-tokens", "6", "--reasoning-tokens", "12")

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from vlm_serve.eval.comparing import compare
-from vlm_serve.eval.page import page
-from vlm_serve.eval.plots import Bars, draw, shown
+from vlm_serve.eval.page import Bars, draw, page, shown
 from vlm_serve.eval.replies import AnswerRun, Completion, Reply, TokenCounts
 from vlm_serve.eval.report import Subject, make_report, status_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import vlm_serve
-from vlm_serve.eval.truncating import fit, keep_ends
+from vlm_serve.eval.longbench import fit, keep_ends
 from vlm_serve.preprocess.tokenizer import Tokenizer
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from vlm_serve import EngineConfig, Pipeline
 from vlm_serve.cli import main
-from vlm_serve.eval.sides import run_part
-from vlm_serve.eval.video import VideoBenchmarkOptions, judged, video_parts
-from vlm_serve.eval.video_data import VideoItem, read_videos
+from vlm_serve.eval.command import run_part
+from vlm_serve.eval.video import VideoBenchmarkOptions, VideoItem, judged, read_videos, video_parts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLIP = EXAMPLES / "media" / "change.mp4"

@@ -37,7 +37,7 @@ from vlm_serve.kernels.metadata import KVLayer, PrefillMeta
 from vlm_serve.kernels.native_build import BuildError, recipe
 from vlm_serve.kernels.native_library import FUNCTIONS, built, call, load
 from vlm_serve.kernels.paged_attention.compiled import attention
-from vlm_serve.system import temporary_folder
+from vlm_serve.system import private_files
 
 REAL_SOURCES = native_build.SOURCES[0]
 HALVE = """#include "guard.h"
@@ -271,7 +271,7 @@ def test_nowhere_to_keep_it(sources: Path, monkeypatch: pytest.MonkeyPatch) -> N
     native_library._load.cache_clear()
     monkeypatch.setenv(native_build.APART, "")
     monkeypatch.setattr(tempfile, "tempdir", "/proc/no/such/folder")
-    monkeypatch.setattr(temporary_folder, "FALLBACKS", ())
+    monkeypatch.setattr(private_files, "FALLBACKS", ())
     with pytest.raises(BuildError, match="/proc"):
         load()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.pipeline.short_form import messages_of
+from vlm_serve.pipeline.requests import messages_of
 
 
 @pytest.mark.parametrize("wrong", [("alone",), ("a", "b", "c"), 5, None, (b"a", "b"), {"a": 1}])

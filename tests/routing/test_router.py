@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_serve.preprocess.affinity import AffinityDigest, affinity_keys_of_body, place_of
-from vlm_serve.routing import holdings, loads
+from vlm_serve.routing import holdings
+from vlm_serve.routing import router as routers
 from vlm_serve.routing.holdings import Digests, SentPrefixes
-from vlm_serve.routing.loads import Loads
-from vlm_serve.routing.rendezvous import RendezvousHash
-from vlm_serve.routing.router import Policy, Router
+from vlm_serve.routing.router import Loads, Policy, RendezvousHash, Router
 from vlm_serve.routing.view import ReplicaView, RequestUsage
 
 NAMES = ["a", "b", "c", "d"]
@@ -285,7 +284,7 @@ def test_a_fault_inside_leaves_a_choice(part: str, caplog: pytest.LogCaptureFixt
 
 
 def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads, "MAX_OPEN_KINDS", 100)
+    monkeypatch.setattr(routers, "MAX_OPEN_KINDS", 100)
     digests, sent, given_work = Digests(limit=1000), SentPrefixes(limit=1000), Loads(10.0)
     number = itertools.count()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_serve.server.latency_window import MAX_SAMPLES, LatencyWindow
+from vlm_serve.server.state import MAX_SAMPLES, LatencyWindow
 
 
 def test_what_is_older_than_a_minute_does_not_count() -> None:

@@ -22,7 +22,7 @@ from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.listening import listen
 from vlm_serve.server.idle_check import IDLE_CHECK_DELAY_SECONDS
-from vlm_serve.server.run import make_server
+from vlm_serve.server.main import make_server
 
 
 class Background:

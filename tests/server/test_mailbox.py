@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vlm_serve.engine.outputs import Delta, FinishReason
-from vlm_serve.server.mailbox import PATIENT_SECONDS, Mailbox
+from vlm_serve.server.service import PATIENT_SECONDS, Mailbox
 
 
 class CountingLoop:

@@ -108,7 +108,7 @@ def test_the_callers_trace_goes_on(fake: RunningServer, path: str, body: dict[st
 
 def test_nothing_is_imported_when_traces_are_off() -> None:
     code = (
-        "import sys, vlm_serve.server.run; "
+        "import sys, vlm_serve.server.main; "
         "sys.exit(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -215,7 +215,7 @@ NAMESPACE = """
 import ctypes, os, sys
 from pathlib import Path
 from vlm_serve.system.private_files import UnsafePathError, check_path
-from vlm_serve.system.temporary_folder import TemporaryFolder
+from vlm_serve.system.private_files import TemporaryFolder
 others = Path(sys.argv[1])
 libc = ctypes.CDLL(None)
 told, tells = os.pipe()

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp
 
 from vlm_serve.batch.file_store import FileStore, StoredFile
-from vlm_serve.batch.plan import InvalidInputError
 from vlm_serve.batch.record import Batch, Ending, Problem
-from vlm_serve.batch.run import BatchRun, Surroundings
+from vlm_serve.batch.run import BatchRun, InvalidInputError, Surroundings
 from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
 from vlm_serve.server.http.errors import DrainingError
 from vlm_serve.server.http.tenants import Owner

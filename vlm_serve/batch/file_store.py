@@ -1,4 +1,7 @@
-"""Files of clients, kept in a private temporary folder until the server ends."""
+"""Files of clients, kept in a private temporary folder until the server ends.
+
+Awaiting blocking work on them must not leave it going on behind its caller's back (`settled`).
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,20 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
+from typing import Any, TypeVar
 
-from vlm_serve.batch.settled import in_thread
 from vlm_serve.errors import ConfigError, InvalidRequestError, VlmServeError
 from vlm_serve.options.declared import format_size
 from vlm_serve.server.http.tenants import Owner
-from vlm_serve.system.temporary_folder import TemporaryFolder
+from vlm_serve.system.private_files import TemporaryFolder
 
 MAX_FILES = 10_000
 """Most files of one key."""
+T = TypeVar("T")
 
 
 class StoreFullError(InvalidRequestError):
@@ -285,3 +290,23 @@ def _refusal(error: OSError) -> StorageError:
         f"the server cannot store the file: {error.strerror or 'input/output error'}",
         code="storage_error",
     )
+
+
+async def settled(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of work on other threads; if cancelled, wait for its end first.
+
+    A thread cannot be cancelled. It may still use files that its cancelled caller would close.
+    """
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        if not running.cancelled():
+            running.exception()  # retrieved, so that asyncio does not report it
+        raise
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run blocking work on a thread; see `settled`."""
+    return await settled(asyncio.to_thread(work))

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vlm_serve.batch.asgi import Reply
+from vlm_serve.batch.asgi import Reply, reply_json
 from vlm_serve.batch.journal import Row
 from vlm_serve.batch.order import ReuseKey, reuse_key_of
-from vlm_serve.batch.replies import reply_json
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.http.json_body import count_json, parse_json
 

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
-from vlm_serve.batch.asgi import Reply, post
+from vlm_serve.batch.asgi import Reply, error_code, post
 from vlm_serve.batch.order import ReuseQueue
-from vlm_serve.batch.replies import error_code
 from vlm_serve.errors import EngineClosedError
 
 RETRY_SECONDS = 0.2

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vlm_serve.batch.asgi import TokenUsage
 from vlm_serve.batch.file_store import StoredFile
-from vlm_serve.batch.replies import TokenUsage
 from vlm_serve.server.http.tenants import Owner
 
 Status = Literal[

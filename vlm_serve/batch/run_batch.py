@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from vlm_serve.batch.asgi import Reply
+from vlm_serve.batch.asgi import Reply, usage_of
 from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
 from vlm_serve.batch.lines import (
     Line,
@@ -19,7 +19,6 @@ from vlm_serve.batch.lines import (
     read_request,
 )
 from vlm_serve.batch.progress import Progress, verdict
-from vlm_serve.batch.replies import usage_of
 from vlm_serve.batch.runner import BatchJob, run_jobs
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from vlm_serve.batch.asgi import Reply
+from vlm_serve.batch.asgi import Reply, reply_json, usage_of
 from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
 from vlm_serve.batch.order import reuse_key_of
 from vlm_serve.batch.progress import Progress, percent, verdict
-from vlm_serve.batch.replies import reply_json, usage_of
 from vlm_serve.batch.runner import BatchJob, run_jobs
 from vlm_serve.batch.video_questions import VideoQuestion, read_questions
 from vlm_serve.errors import ConfigError

@@ -1,15 +1,15 @@
-"""Reads questions about videos from a folder, a CSV file or JSON lines."""
+"""Reads questions about videos from a folder, a CSV file or JSON lines, with line numbers."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlm_serve.batch.rows import SUFFIXES, read_rows
 from vlm_serve.errors import ConfigError
 
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".3gp")
@@ -102,3 +102,46 @@ def _fields(row: dict[str, Any], path: Path, number: int) -> Fields:
     ):
         raise ConfigError(f"{path}, line {number}: video and question must be texts", param="input")
     return video, text, name
+
+
+SUFFIXES = (".csv", ".jsonl")
+
+
+def read_rows(path: Path, param: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield line numbers and rows of a file; its suffix must be one of `SUFFIXES`.
+
+    Raises:
+        ConfigError: the file cannot be read, is not UTF-8, or a line is not a row; `param` is the
+            option with the file's name.
+    """
+    rows = _csv_rows if path.suffix == ".csv" else _json_rows
+    try:
+        yield from rows(path, param)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", param=param) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: it is not UTF-8 text", param=param) from None
+
+
+def _csv_rows(path: Path, param: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        try:
+            for row in reader:
+                yield reader.line_num, row
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {reader.line_num}: {error}", param=param) from None
+
+
+def _json_rows(path: Path, param: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}, line {number}: it is not a JSON object", param=param)
+            yield number, row

@@ -6,8 +6,7 @@ from typing import Any
 
 from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.options.declared import from_mapping, options_of
-from vlm_serve.options.yaml_file import read_mapping
+from vlm_serve.options.declared import from_mapping, options_of, read_mapping
 from vlm_serve.server.config import ServerConfig
 
 DEMO_MODEL = "demo"

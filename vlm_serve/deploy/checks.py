@@ -19,24 +19,16 @@ def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> N
             "tenant_keys, or pass --without-keys",
             param="host",
         )
-    if server.allow_runtime_lora and deploy.most > 1:
-        raise ConfigError(
-            "allow_runtime_lora needs one replica: an adapter would be loaded by one of them only; "
-            "name adapters by lora_modules",
-            param="allow_runtime_lora",
-        )
-    if server.response_store is not None and deploy.most > 1:
-        raise ConfigError(
-            "response_store needs one replica: responses are kept in the memory of one process",
-            param="response_store",
-        )
-    if server.batch_store is not None and deploy.most > 1:
-        raise ConfigError(
-            "batch_store needs one replica: files and batches belong to one process",
-            param="batch_store",
-        )
-    if engine.disk_cache_path is not None and deploy.most > 1:
-        raise ConfigError(
-            "disk_cache_path needs one replica: a folder belongs to one process",
-            param="disk_cache_path",
-        )
+    if deploy.most == 1:
+        return
+    loaded = "an adapter would be loaded by one of them only; name adapters by lora_modules"
+    kept = "responses are kept in the memory of one process"
+    of_one = (
+        ("allow_runtime_lora", server.allow_runtime_lora or None, loaded),
+        ("response_store", server.response_store, kept),
+        ("batch_store", server.batch_store, "files and batches belong to one process"),
+        ("disk_cache_path", engine.disk_cache_path, "a folder belongs to one process"),
+    )
+    for name, given, reason in of_one:
+        if given is not None:
+            raise ConfigError(f"{name} needs one replica: {reason}", param=name)

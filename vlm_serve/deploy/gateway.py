@@ -1,23 +1,24 @@
 """The deployment's public server: it admits requests and forwards them to replicas.
 
-It reads a body only as far as affinity keys need. Nothing here imports torch.
+It reads a body only as far as affinity keys need, and tracks the delivered part of an answer for
+another replica to resume it. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from urllib.parse import parse_qsl, urlencode
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlm_serve.deploy.answer_progress import AnswerProgress, first_attempt, for_client
-from vlm_serve.deploy.forwarded_scope import forwarded_scope
-from vlm_serve.deploy.gateway_routes import response
+from vlm_serve.deploy.gateway_routes import forwarded_scope, response
 from vlm_serve.deploy.replica_pool import (
     BrokenAnswerError,
     ReplicaCall,
@@ -28,8 +29,16 @@ from vlm_serve.deploy.replica_pool import (
 from vlm_serve.deploy.request_keys import keys_of
 from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.failover.attempt import TOKENS, Attempt, Delivery
 from vlm_serve.server.http.body import read_body
-from vlm_serve.server.http.errors import DrainingError, error_for, public_error
+from vlm_serve.server.http.errors import (
+    DrainingError,
+    envelope,
+    error_for,
+    is_anthropic,
+    messages_envelope,
+    public_error,
+)
 from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.http.request_id import request_id_of
 from vlm_serve.server.http.request_memory import Intake, RequestMemory
@@ -231,3 +240,75 @@ def _broken(error: Exception) -> VlmServeError:
     if isinstance(error, BrokenAnswerError):
         return VlmServeError("a replica failed at this request", code="internal_error")
     return OverloadedError("the replica with this request was lost", code="replica_lost")
+
+
+MAX_TOKENS = 1 << 20
+"""An answer with more tokens cannot be resumed."""
+INTERNAL = "vlm_serve."
+"""Prefix of message keys that are for the gateway only."""
+
+
+class AnswerProgress:
+    """Progress of one request's answer; sees every message to the client.
+
+    Args:
+        attempt: everything fixed before any replica has the request.
+
+    Attributes:
+        started: the client has received a status.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.started = False
+        self._delivery = Delivery(attempt)
+        self._streams = False
+        self._num_tokens = 0
+
+    def record(self, message: Message) -> None:
+        """Record a message sent to the client."""
+        self._num_tokens += sum(map(len, message.get(TOKENS, {}).values()))
+        if message["type"] == "http.response.start":
+            self.started = True
+            self._streams = any(
+                name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+                for name, value in message.get("headers", ())
+            )
+        if self._num_tokens <= MAX_TOKENS:
+            self._delivery.passed(message)
+
+    def can_resume(self, *, died: bool) -> bool:
+        """Return True if another replica may resume the answer.
+
+        Args:
+            died: the last replica died; False if it shut down in order.
+        """
+        if died and self.attempt.deaths:
+            return False
+        return not self.started or self._num_tokens <= MAX_TOKENS
+
+    def resume(self, *, died: bool) -> None:
+        """Set `attempt` to one that resumes from here."""
+        self.attempt = self._delivery.next if died else self._delivery.moved
+        self._delivery = Delivery(self.attempt)
+
+    def error_event(self, scope: Scope, error: VlmServeError) -> bytes | None:
+        """Return the event that ends a broken stream; None if the answer is not a stream."""
+        if not self._streams:
+            return None
+        if is_anthropic(scope):
+            body, head = messages_envelope(error, request_id_of(scope)), "event: error\n"
+        else:
+            body, head = envelope(error), ""
+        return f"{head}data: {json.dumps(body)}\n\n".encode()
+
+
+def for_client(message: Message) -> Message:
+    """Return the message without its internal keys."""
+    return {name: value for name, value in message.items() if not name.startswith(INTERNAL)}
+
+
+def first_attempt(scope: Scope, request_timeout: float | None) -> Attempt:
+    """Fix everything random or dated before any replica has the request."""
+    deadline = None if request_timeout is None else time.time() + request_timeout
+    return Attempt.first(request_id_of(scope), deadline)

@@ -1,18 +1,21 @@
-"""The gateway's own routes: they merge the replies of all replicas."""
+"""The gateway's own routes: they merge the replies of all replicas, and their metrics into one text
+of Prometheus' exposition format."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastapi import Request
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope
 
-from vlm_serve.deploy.forwarded_scope import forwarded_scope
-from vlm_serve.deploy.metrics import labelled, own_metrics
 from vlm_serve.deploy.replica_pool import (
     BrokenAnswerError,
     ReplicaCall,
@@ -186,3 +189,90 @@ ROUTES: Mapping[tuple[str, str], Callable[[GatewayState, Request], Awaitable[Res
     ("POST", "/reset_prefix_cache"): flush,
     ("POST", "/flush_cache"): flush,
 }
+
+
+_SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(\{)?")
+
+
+def labelled(texts: Mapping[str, str]) -> str:
+    """Merge texts into one, with a label `replica` on every sample. Families stay together.
+
+    Args:
+        texts: exposition texts by replica name.
+    """
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for name, text in texts.items():
+        headers, samples = families.setdefault("", ([], []))
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                family = line.split(" ", 3)[2]
+                headers, samples = families.setdefault(family, ([], []))
+                if not samples:
+                    headers[:] = [line]
+            elif line.startswith("#"):
+                if line not in headers:
+                    headers.append(line)
+            elif line:
+                samples.append(_with_label(line, name))
+    lines = [line for headers, samples in families.values() for line in (*headers, *samples)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _with_label(line: str, replica: str) -> str:
+    found = _SAMPLE.match(line)
+    assert found is not None, line
+    rest = line[found.end() :]
+    label = f'replica="{replica}"'
+    return f"{found[1]}{{{label},{rest}" if found[2] else f"{found[1]}{{{label}}}{rest}"
+
+
+def own_metrics(replicas: int, num_open: int, num_lost: int) -> str:
+    """Return the gateway's own metrics."""
+    lost = "Requests that moved to another replica because theirs was lost"
+    registry = CollectorRegistry()
+    registry.register(
+        _Families(
+            GaugeMetricFamily("vlm_serve:replicas", "Replicas that are reachable", replicas),
+            GaugeMetricFamily(
+                "vlm_serve:front_open_requests", "Requests that the gateway has open", num_open
+            ),
+            CounterMetricFamily("vlm_serve:failovers", lost, num_lost),
+        )
+    )
+    return generate_latest(registry).decode()
+
+
+class _Families(Collector):
+    """A collector of given families."""
+
+    def __init__(self, *families: Metric) -> None:
+        self._families = families
+
+    def collect(self) -> tuple[Metric, ...]:
+        return self._families
+
+
+STATE = ("request_id", "tenant_salt", "api_key_digest")
+"""Set by the gateway's authentication; clients cannot set it."""
+CREDENTIALS = (b"authorization", b"x-api-key")
+
+
+def forwarded_scope(scope: Scope, query: bytes | None = None) -> dict[str, Any]:
+    """Return a request's scope for a replica: plain data, without credentials."""
+    state = scope.get("state", {})
+    headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": scope["http_version"],
+        "method": scope["method"],
+        "scheme": scope["scheme"],
+        "path": scope["path"],
+        "raw_path": scope.get("raw_path", scope["path"].encode()),
+        "root_path": "",
+        "query_string": scope["query_string"] if query is None else query,
+        "headers": [pair for pair in headers if pair[0] not in CREDENTIALS],
+        "client": scope["client"],
+        "server": scope["server"],
+        "state": {name: state[name] for name in STATE if name in state},
+    }

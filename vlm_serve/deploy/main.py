@@ -1,23 +1,28 @@
-"""`vlm-serve deploy`: starts Ray and the replicas, and serves until a signal ends it."""
+"""`vlm-serve deploy`: starts Ray and the replicas, and serves until a signal ends it.
+
+SIGUSR1 replaces the replicas one by one while the others answer.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
+import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.util import find_spec
+from threading import Lock, Thread
 from typing import Any, NoReturn
 
 from vlm_serve.deploy.checks import check
 from vlm_serve.deploy.cluster import Cluster, end_on_signals
 from vlm_serve.deploy.options import DeployConfig
-from vlm_serve.deploy.restart import Restarts
 from vlm_serve.engine.adapters.options import named_adapters
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.options.config import EngineConfig
@@ -149,3 +154,30 @@ def startup_rows(
     yield "replicas", f"{options.replicas}{grow}"
     yield "API keys", str(len(config.api_key)) if config.api_key else "none: open to everyone"
     yield "URL", f"{url}/v1"
+
+
+class Restarts:
+    """Installs the signal handler. A second signal waits for the end of the first restart.
+
+    Args:
+        run: starts the replicas of a generation, which replace older ones, and waits for them.
+    """
+
+    def __init__(self, run: Callable[[int], object]) -> None:
+        self._run = run
+        self._generations = itertools.count(1)
+        self._restarting = Lock()
+        signal.signal(signal.SIGUSR1, lambda number, frame: self._begin())
+
+    def _begin(self) -> None:
+        Thread(target=self._restart, name="restart", daemon=True).start()
+
+    def _restart(self) -> None:
+        with self._restarting:
+            _log.info("replacing the replicas")
+            try:
+                self._run(next(self._generations))
+            except Exception:
+                _log.exception("the replicas could not be replaced")
+            else:
+                _log.info("all replicas have been replaced")

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message
 
-from vlm_serve.deploy.channel import Address, Channels
-from vlm_serve.deploy.loopback import bind_replica
-from vlm_serve.deploy.outbox import BEGUN, Outboxes
+from vlm_serve.deploy.channel import BEGUN, Address, Channels, Outboxes
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.body import receiver
@@ -72,7 +70,7 @@ class EngineReplica:
         if setup.folder is not None:
             os.chdir(setup.folder)
         if setup.loopback:
-            bind_replica()
+            _bind_to_loopback()
         logging.basicConfig(level=setup.server.log_level.upper(), format=FORMAT)
         sys.setswitchinterval(SWITCH_SECONDS)
         self.name = replica_name()
@@ -178,3 +176,17 @@ def node_address() -> str:
     """Return this machine's address in the cluster."""
     util: Any = import_module("ray.util")
     return str(util.get_node_ip_address())
+
+
+def _bind_to_loopback() -> None:
+    """Make Serve's port for calls between deployments listen on loopback; nothing here uses it.
+
+    Serve would listen on all addresses. Call this in a replica's process before Serve opens it.
+    """
+    replica: Any = import_module("ray.serve._private.replica")
+    add_port = replica.add_port_to_grpc_server
+
+    def add_loopback_port(server: Any, address: str) -> int:
+        return int(add_port(server, address.replace("[::]", "127.0.0.1")))
+
+    replica.add_port_to_grpc_server = add_loopback_port

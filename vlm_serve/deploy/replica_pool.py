@@ -20,8 +20,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Message
 
-from vlm_serve.deploy.channel import read_batches
-from vlm_serve.deploy.outbox import BEGUN, NumberedMessage
+from vlm_serve.deploy.channel import BEGUN, NumberedMessage, read_batches
 from vlm_serve.deploy.shared_state import SHARED_STATE
 from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.routing.view import RequestUsage

@@ -1,26 +1,32 @@
-"""`vlm-serve eval`: read the questions, ask both sides, write the report."""
+"""`vlm-serve eval`: read the questions, ask both sides, write the report.
+
+The sides are an engine with prefix caching and one without.
+"""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vlm_serve.errors import ConfigError, InvalidRequestError
-from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS, THROUGH
-from vlm_serve.eval.comparing import Comparison
+from vlm_serve.errors import ConfigError, EngineClosedError, InvalidRequestError, VlmServeError
+from vlm_serve.eval.comparing import Comparison, compare
+from vlm_serve.eval.flags import DECODING, DEFAULT_PARTS, THROUGH
 from vlm_serve.eval.longbench import LongBenchOptions, longbench_parts
 from vlm_serve.eval.longbench_data import find_data, read_items
-from vlm_serve.eval.replies import BenchmarkPart
+from vlm_serve.eval.replies import AnswerRun, BenchmarkPart, Case, Reply, TokenCounts
 from vlm_serve.eval.report import Subject, check_output, make_report, status_of, write_report
-from vlm_serve.eval.sides import opener_of, run_sides
-from vlm_serve.eval.video import VideoBenchmarkOptions, video_parts
-from vlm_serve.eval.video_data import read_videos
+from vlm_serve.eval.video import VideoBenchmarkOptions, read_videos, video_parts
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size, options_of
+from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.system import child
 
 
@@ -50,8 +56,12 @@ def evaluate(
     except InvalidRequestError as error:  # Invalid sampling options.
         raise ConfigError(error.message, param=error.param) from None
     subject = Subject(title, model, data, _asked(options) | _shown(config))
-    opener = opener_of(model, config, options.lora, reasoning_parser)
-    compared = run_sides(opener, parts, options.concurrency)
+
+    def opened(caching: bool) -> Pipeline:
+        side = replace(config, enable_prefix_caching=caching)
+        return Pipeline(model, side, lora=options.lora, reasoning_parser=reasoning_parser)
+
+    compared = run_sides(opened, parts, options.concurrency)
     return report_on(subject, compared, options.output)
 
 
@@ -155,3 +165,52 @@ def _print_trouble(report: dict[str, Any], most: int = 20) -> None:
         print(line, file=sys.stderr)
     if len(lines) > most:
         print(f"and {len(lines) - most} more", file=sys.stderr)
+
+
+Opener = Callable[[bool], AbstractContextManager[Pipeline]]
+"""Opens a pipeline with prefix caching (True) or without (False)."""
+
+
+def run_sides(
+    open_side: Opener, parts: Sequence[BenchmarkPart], concurrency: int = 1
+) -> list[Comparison]:
+    """Ask both sides all parts, the side with caching first, with one engine at a time.
+
+    Args:
+        concurrency: groups of a part to ask concurrently.
+
+    Raises:
+        CheckpointError, ConfigError: an engine cannot be built.
+        EngineClosedError: an engine has stopped.
+    """
+    sides: list[list[AnswerRun]] = []
+    for caching in (True, False):
+        with open_side(caching) as pipe:
+            how = "with caching" if caching else "without"
+            runs = []
+            for part in parts:
+                runs.append(run_part(pipe, part, concurrency))
+                done = f"{part.name}, {how}: {len(runs[-1].replies)} items"
+                print(f"{done} in {runs[-1].seconds:.1f} s", file=sys.stderr, flush=True)
+            sides.append(runs)
+    return [compare(part.name, part.note, *runs) for part, *runs in zip(parts, *sides, strict=True)]
+
+
+def run_part(pipe: Pipeline, part: BenchmarkPart, concurrency: int = 1) -> AnswerRun:
+    """Ask all questions of a part, starting with an empty cache. Raises like `run_sides`."""
+    pipe.engine.flush()
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="vlm-serve-eval") as pool:
+        groups = pool.map(lambda group: [_ask(pipe, each) for each in group], part.groups)
+        replies = tuple(reply for group in groups for reply in group)
+    seconds = time.perf_counter() - begin
+    return AnswerRun(replies, seconds, TokenCounts.sum(reply.tokens for reply in replies))
+
+
+def _ask(pipe: Pipeline, case: Case) -> Reply:
+    try:
+        return case.ask(pipe)
+    except EngineClosedError:  # No later request could succeed.
+        raise
+    except VlmServeError as error:
+        return Reply(case.item, error=error.message)

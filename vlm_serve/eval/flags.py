@@ -1,4 +1,4 @@
-"""Arguments of `vlm-serve eval`."""
+"""Arguments of `vlm-serve eval`, and their choices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS, PARTS, THROUGH
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import options_of
 from vlm_serve.options.flags import add_options, positive
@@ -15,6 +14,13 @@ from vlm_serve.server.config import SPLITTING
 
 Adder = Callable[[argparse.ArgumentParser], None]
 _COMPARED = "enable_prefix_caching"
+PARTS = ("direct", "two-turn", "two-turn-omitting", "scoring")
+"""Parts of LongBench v2."""
+DEFAULT_PARTS = ("direct", "two-turn", "scoring")
+DECODING = ("greedy", "seeded")
+"""Decoding of answers."""
+THROUGH = ("server", "pipeline")
+"""Interfaces between lmms-eval and the model."""
 
 
 def add_eval_commands(

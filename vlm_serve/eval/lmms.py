@@ -15,14 +15,14 @@ from typing import Any
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import EvaluationError
-from vlm_serve.eval.choices import THROUGH
 from vlm_serve.eval.comparing import Comparison, compare
+from vlm_serve.eval.flags import THROUGH
 from vlm_serve.eval.lmms_samples import read_samples, with_log
 from vlm_serve.eval.replies import AnswerRun, Reply, TokenCounts
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.listening import listen, url_of
-from vlm_serve.server.run import make_server
+from vlm_serve.server.main import make_server
 
 _NOTES = {
     "server": "lmms-eval's OpenAI client asks a server on the loopback address. Its "

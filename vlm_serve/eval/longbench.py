@@ -1,22 +1,20 @@
-"""LongBench v2: direct answers, answers after a turn of reasoning, and scored choices."""
+"""LongBench v2: direct answers, answers after a turn of reasoning, and scored choices.
+
+The prompts are the published ones (Bai et al., 2024), word for word: scores are comparable with
+published ones only for identical prompts. Texts are truncated in the middle, since instructions are
+at both ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from vlm_serve.eval.choices import DECODING, DEFAULT_PARTS
+from vlm_serve.eval.flags import DECODING, DEFAULT_PARTS
 from vlm_serve.eval.longbench_data import LongBenchItem
-from vlm_serve.eval.longbench_prompts import (
-    CONCLUSION,
-    chosen_letter,
-    direct_prompt,
-    omitting_prompt,
-    reasoning_prompt,
-    scoring_prompt,
-)
 from vlm_serve.eval.replies import (
     BenchmarkPart,
     Case,
@@ -25,8 +23,8 @@ from vlm_serve.eval.replies import (
     sampling_of,
     tokens_of,
 )
-from vlm_serve.eval.truncating import fit, keep_ends
 from vlm_serve.pipeline.pipeline import Output, Pipeline
+from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 
 _NOTES = {
@@ -183,3 +181,86 @@ def _fit(pipe: Pipeline, text: str, reserved: int, messages: Any) -> str:
 
 def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
+
+
+def keep_ends(token_ids: Sequence[int], count: int) -> list[int]:
+    """Return the first and the last `count / 2` tokens, or all if there are at most `count`."""
+    if len(token_ids) <= count:
+        return list(token_ids)
+    first = count // 2
+    return [*token_ids[:first], *token_ids[len(token_ids) - (count - first) :]]
+
+
+def fit(text: str, tokenizer: Tokenizer, limit: int, length_of: Callable[[str], int]) -> str:
+    """Return the text, cut in the middle until its prompt fits; it may become empty.
+
+    Args:
+        limit: tokens of the whole prompt.
+        length_of: returns the tokens of the prompt with a given text. It is called only with texts
+            of at most `limit` tokens.
+    """
+    ids = tokenizer.encode_plain(text)
+    kept = min(limit, len(ids))
+    while kept > 0:
+        shorter = text if kept == len(ids) else tokenizer.decode(keep_ends(ids, kept))
+        # A character or word that was cut may encode to more tokens than before.
+        excess = max(len(tokenizer.encode_plain(shorter)), kept) - limit
+        if excess <= 0:
+            excess = length_of(shorter) - limit
+        if excess <= 0:
+            return shorter
+        kept -= excess
+    return ""
+
+
+_OMITTED = "\n\nThe text is too long and omitted here.\n\n"
+_FORMAT = 'Format your response as follows: "The correct answer is (insert answer here)".'
+_READ_ONE = "Please read the following text and answer the question below."
+_READ = "Please read the following text and answer the questions below."
+_THINK = "\n\nLet’s think step by step:"
+CONCLUSION = f"Based on the above, what is the single, most likely answer choice? {_FORMAT}"
+"""The question of the second prompt, after the reasoning."""
+_ANSWERS = (
+    re.compile(r"The correct answer is \(([A-D])\)"),
+    re.compile(r"The correct answer is ([A-D])"),
+)
+
+
+def direct_prompt(item: LongBenchItem) -> str:
+    """Return the 0-shot prompt."""
+    return f"{_READ_ONE}{_document(item)}{_question(item)}\n\n{_FORMAT}"
+
+
+def reasoning_prompt(item: LongBenchItem) -> str:
+    """Return the first prompt of the 0-shot chain of thought."""
+    return f"{_READ}{_document(item)}{_question(item)}{_THINK}"
+
+
+def omitting_prompt(item: LongBenchItem, reasoning: str) -> str:
+    """Return the complete second prompt, which omits the document."""
+    return f"{_READ}{_OMITTED}{_question(item)}{_THINK} {reasoning.strip()}\n\n{CONCLUSION}"
+
+
+def scoring_prompt(item: LongBenchItem) -> str:
+    """Return the prefix of scored choices: the 0-shot prompt, ended as in lm-evaluation-harness."""
+    return f"{_READ_ONE}{_document(item)}{_question(item)}\n\nAnswer:"
+
+
+def chosen_letter(response: str) -> str:
+    """Return the letter that an answer gives in the requested format; "" if it gives none."""
+    for form in _ANSWERS:
+        found = form.search(response.replace("*", ""))
+        if found is not None:
+            return found[1]
+    return ""
+
+
+def _document(item: LongBenchItem) -> str:
+    return f"\n\n<text>\n{item.context.strip()}\n</text>\n\n"
+
+
+def _question(item: LongBenchItem) -> str:
+    choices = zip("ABCD", item.choices, strict=True)
+    listed = "\n".join(f"({letter}) {choice.strip()}" for letter, choice in choices)
+    asked = item.question.strip()
+    return f"What is the correct answer to this question: {asked}\nChoices:\n{listed}"

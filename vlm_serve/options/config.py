@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_serve.options.config_checks import BLOCK_SIZES, conflicts_of, read_media_limits
 from vlm_serve.options.declared import normalise_all, refuse, section
 
 DEMO_BLOCK_SIZE = 16
 DEFAULT_BLOCK_SIZE = 64
+BLOCK_SIZES = (16, 32, 64, 128)
 MAX_GDN_CHUNK = 64
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KV_DTYPES = (*_DTYPES, "fp8", "int8")
 _STATE_DTYPES = ("auto", "float32", "bfloat16")
+_LIMIT = re.compile(r"(image|video)\s*=\s*(\d{1,6})", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 _model = section("model")
 _cache = section("cache")
@@ -367,13 +368,26 @@ class EngineConfig:
         if isinstance(self.device, str) and not _DEVICE.fullmatch(self.device):
             problems.append(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         if not problems:  # The next checks compare options of valid values.
-            problems += conflicts_of(
-                self.block_size,
-                self.max_num_seqs,
-                self.max_num_batched_tokens,
-                self.prefix_cache_decode_state_interval,
-            )
+            problems += self._conflicts()
         refuse(problems)
+
+    def _conflicts(self) -> list[str]:
+        """Return the conflicts between options whose values are valid, one line each."""
+        problems = []
+        # Unknown before the checkpoint is read; the smallest block demands the least.
+        block_size = self.block_size or min(BLOCK_SIZES)
+        least = self.max_num_seqs + block_size
+        if self.max_num_batched_tokens < least:
+            problems.append(
+                f"max_num_batched_tokens must be at least max_num_seqs + block_size = {least}, "
+                f"got {self.max_num_batched_tokens}"
+            )
+        if self.prefix_cache_decode_state_interval % block_size:
+            problems.append(
+                f"prefix_cache_decode_state_interval must be a multiple of the block size "
+                f"{block_size}, got {self.prefix_cache_decode_state_interval}"
+            )
+        return problems
 
     @property
     def cache_memory_bytes(self) -> int | None:
@@ -397,3 +411,21 @@ class EngineConfig:
         """`prefix_cache_state_interval`, by default the blocks of 1 024 tokens."""
         assert self.block_size is not None, "resolve block_size first"
         return self.prefix_cache_state_interval or max(1, 1024 // self.block_size)
+
+
+def read_media_limits(text: str) -> dict[str, int] | None:
+    """Return the most media of a prompt by modality; None if the text is malformed.
+
+    Args:
+        text: such as `image=4,video=1`, or the JSON object that vLLM takes.
+    """
+    limits: dict[str, int] = {}
+    text = text.strip()
+    if text.startswith("{"):
+        text = text.strip("{}").replace('"', "").replace(":", "=")
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        found = _LIMIT.fullmatch(part)
+        if found is None or found[1] in limits:
+            return None
+        limits[found[1]] = int(found[2])
+    return limits

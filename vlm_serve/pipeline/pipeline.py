@@ -15,21 +15,24 @@ from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.pooling import ONE_TOKEN, Vector, check_task, embedding_of, score_of
 from vlm_serve.errors import ConfigError, EngineClosedError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.pipeline.many import (
+from vlm_serve.pipeline.output import Choice as Choice
+from vlm_serve.pipeline.output import Output as Output
+from vlm_serve.pipeline.requests import (
+    FormOf,
+    Messages,
     OnError,
     Params,
+    Requests,
     Results,
+    ShortForm,
     attempted,
     check_names,
     items_of,
+    messages_of,
     params_for,
     returned,
     settled,
 )
-from vlm_serve.pipeline.output import Choice as Choice
-from vlm_serve.pipeline.output import Output as Output
-from vlm_serve.pipeline.requests import FormOf, Requests
-from vlm_serve.pipeline.short_form import Messages, ShortForm, messages_of
 from vlm_serve.preprocess.keys import NO_ADAPTER
 from vlm_serve.preprocess.pooled_prompts import (
     Content,

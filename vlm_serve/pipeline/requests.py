@@ -1,14 +1,22 @@
-"""Requests of a pipeline: prompts that the engine answers, and their answers collected."""
+"""Requests of a pipeline: prompts that the engine answers, and their answers collected.
+
+Calls with many prompts go on when some of them fail. The short form of a question is a text with
+its media, in place of messages.
+"""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import Delta
-from vlm_serve.pipeline.many import attempted, returned
+from vlm_serve.errors import FailedItemsError, InvalidRequestError
+from vlm_serve.options.declared import did_you_mean
 from vlm_serve.pipeline.output import Collector, Output, TextForm, split_delta
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
@@ -117,3 +125,132 @@ class Requests:
             pooled=pooled,
             next_turn=form.next_turn(prompt),
         )
+
+
+_T = TypeVar("_T")
+OnError = Literal["raise", "return"]
+Params = SamplingParams | Iterable[SamplingParams] | None
+Results = list[_T | Any]
+"""Results of many prompts. With errors="return" exceptions are among them; the type says Any for
+those, so that a caller whose errors raise has nothing to check."""
+_SAMPLING = frozenset(each.name for each in fields(SamplingParams))
+
+
+def items_of(given: Iterable[_T], name: str) -> list[_T]:
+    """Return the items of a list or of any other iterable.
+
+    Raises InvalidRequestError for a text or a mapping, which a caller gives by mistake.
+    """
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise InvalidRequestError(f"{name} must be a list", param=name)
+    return list(given)
+
+
+def params_for(count: int, params: Params) -> list[SamplingParams]:
+    """Return the sampling options of each prompt.
+
+    Raises InvalidRequestError for anything else, and for a list of another length.
+    """
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    given: Any = params
+    listed: list[Any] = [given]
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        listed = list(given)
+    if not all(isinstance(each, SamplingParams) for each in listed):
+        raise InvalidRequestError("params must be a SamplingParams, or a list with one per prompt")
+    if len(listed) != count:
+        raise InvalidRequestError(f"{len(listed)} SamplingParams for {count} prompts")
+    return listed
+
+
+def check_names(options: Iterable[str], known: Collection[str]) -> None:
+    """Raise InvalidRequestError for an option that is not known."""
+    for name in options:
+        if name in _SAMPLING:
+            raise InvalidRequestError(
+                f"{name} belongs to params: SamplingParams({name}=...)", param=name
+            )
+        if name not in known:
+            raise InvalidRequestError(
+                f"there is no option {name!r}{did_you_mean(name, known)}", param=name
+            )
+
+
+def attempted(function: Callable[..., _T], *arguments: Any) -> _T | Exception:
+    """Return a function's result, or its exception."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return error
+
+
+def returned(result: _T | Exception) -> _T:
+    """Return a result; raise it if it is an exception."""
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def settled(run: Callable[[], Sequence[_T | Exception]], errors: OnError) -> Results[_T]:
+    """Run all prompts and return their results, with the exceptions among them.
+
+    Raises FailedItemsError if there are exceptions and they are to be raised; InvalidRequestError
+    before the run if `errors` is anything but "raise" and "return".
+    """
+    if errors not in ("raise", "return"):
+        raise InvalidRequestError(
+            f'errors must be "raise" or "return", not {errors!r}', param="errors"
+        )
+    results = run()
+    failed = {i: each for i, each in enumerate(results) if isinstance(each, Exception)}
+    if not failed or errors == "return":
+        return list(results)
+    outputs = [None if i in failed else each for i, each in enumerate(results)]
+    raise FailedItemsError(outputs, failed) from next(iter(failed.values()))
+
+
+Messages = Sequence[Mapping[str, Any]]
+ShortForm = str | tuple[str, Any]
+
+
+def messages_of(inputs: ShortForm) -> Messages:
+    """Return the conversation of a text, (text, media) or (text, [media, ...]).
+
+    Raises InvalidRequestError for anything else.
+    """
+    pair: Any = (inputs, []) if isinstance(inputs, str) else inputs
+    if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise InvalidRequestError("the short form is text, (text, media) or (text, [media, ...])")
+    text, media = pair
+    items = list(media) if isinstance(media, list | tuple) else [media]
+    parts = [_media_part(item) for item in items]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+_VIDEO_SUFFIXES = (
+    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mpg", ".mpeg", ".3gp"),
+    *(".flv", ".wmv"),
+)
+
+
+def _media_part(item: Any) -> dict[str, Any]:
+    """Return the part for a medium; arrays of four axes, and video names or bytes, are videos."""
+    if getattr(item, "ndim", 0) == 4 or _looks_like_video(item):
+        return {"type": "video", "video": item}
+    return {"type": "image", "image": item}
+
+
+def _looks_like_video(item: Any) -> bool:
+    if isinstance(item, bytes):
+        # ISO media ("ftyp", but not its still-image brands), Matroska / WebM, RIFF AVI.
+        is_iso = item[4:8] == b"ftyp" and item[8:12] not in (b"avif", b"heic", b"heix", b"mif1")
+        return is_iso or item[:4] == b"\x1aE\xdf\xa3" or item[8:12] == b"AVI "
+    if isinstance(item, str | Path):
+        name = str(item)
+        if name.startswith("data:"):
+            return name.startswith("data:video/")
+        return name.lower().split("?", 1)[0].endswith(_VIDEO_SUFFIXES)
+    return False

@@ -7,19 +7,18 @@ a home replica, unless another one has it cached or the home is overloaded.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import logging
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_serve.preprocess.affinity import KEY_BYTES, MAX_KEYS, AffinityDigest, place_of
+from vlm_serve.preprocess.affinity import KEY_BYTES, MAX_KEYS, AffinityDigest, AffinityKey, place_of
 from vlm_serve.routing.holdings import Digests, SentPrefixes
-from vlm_serve.routing.loads import Loads
-from vlm_serve.routing.rendezvous import RendezvousHash
-from vlm_serve.routing.sizes import SizeEstimator
 from vlm_serve.routing.view import ReplicaView, RequestUsage
 
 _log = logging.getLogger(__name__)
@@ -258,3 +257,190 @@ def _loads_of(replicas: Iterable[ReplicaView]) -> dict[str, float]:
             usable = isinstance(load, int | float) and math.isfinite(load) and load > 0
             loads[name] = float(load) if usable and load is not None else 0.0
     return loads
+
+
+_MASK = (1 << 64) - 1
+_MIX = 0x9E3779B97F4A7C15
+MAX_REPLICAS_REMEMBERED = 4096
+
+
+class RendezvousHash:
+    """Ranks replicas for a key (Thaler and Ravishankar, 1998), the same in all routers.
+
+    They need no communication. When a replica joins or leaves, only its own share of keys moves.
+    Caches the hashes of at most MAX_REPLICAS_REMEMBERED ids.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def first(self, key: bytes, ids: Iterable[str], count: int) -> list[str]:
+        """Return the `count` replicas with the highest weight for a key, highest first."""
+        weights = self.weights(key, ids)
+        return heapq.nlargest(count, weights, key=weights.__getitem__)
+
+    def weights(self, key: bytes, ids: Iterable[str]) -> dict[str, int]:
+        """Return the weights of replicas for a key."""
+        base, numbers, weights = _number(key), self._numbers, dict[str, int]()
+        for replica in ids:
+            number = numbers.get(replica)
+            if number is None:
+                number = self._remember(replica)
+            mixed = ((base ^ number) * _MIX) & _MASK
+            weights[replica] = ((mixed ^ (mixed >> 32)) * _MIX) & _MASK
+        return weights
+
+    def _remember(self, replica: str) -> int:
+        if len(self._numbers) >= MAX_REPLICAS_REMEMBERED:
+            self._numbers.clear()
+        number = self._numbers[replica] = _number(replica.encode("utf-8", "surrogatepass"))
+        return number
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+RATE = 1 / 8
+"""Weight of a new request in the moving averages."""
+MIN_FACTOR, MAX_FACTOR = 1 / 64, 8.0
+MAX_ANSWER_TOKENS = 65_536
+
+
+class SizeEstimator:
+    """Estimates the tokens of requests and of their answers.
+
+    The tokens per byte of an upload depend on the model, and a router does not decode uploads. So
+    the guess from the key is multiplied by a learned factor. There is one factor per power of two
+    of the guessed size per medium, to separate images from larger clips, and one for texts.
+
+    Args:
+        answer_tokens: initial estimate for answers.
+
+    Attributes:
+        answer: estimated tokens of an answer.
+    """
+
+    def __init__(self, answer_tokens: float) -> None:
+        self.answer = answer_tokens
+        self._factors: dict[int, float] = {}
+
+    def guess(self, key: AffinityKey) -> float:
+        """Estimate the tokens of a request from its longest key."""
+        return place_of(key).tokens * self.factor(key)
+
+    def factor(self, key: AffinityKey) -> float:
+        """Return the correction factor for requests with this longest key."""
+        return self._factors.get(_magnitude(key), 1.0)
+
+    def learn(self, key: AffinityKey, prompt_tokens: float, answer_tokens: float) -> None:
+        """Learn from the token counts of an ended request, given its longest key."""
+        self.answer += RATE * (min(max(answer_tokens, 0.0), MAX_ANSWER_TOKENS) - self.answer)
+        factor = self.factor(key)
+        found = prompt_tokens / max(1, place_of(key).tokens)
+        factor += RATE * (min(max(found, MIN_FACTOR), MAX_FACTOR) - factor)
+        self._factors[_magnitude(key)] = factor
+
+
+def _magnitude(key: AffinityKey) -> int:
+    """Return the bit length of the guessed size per medium, 0 to 16; -1 without media."""
+    place = place_of(key)
+    return (place.media_units // place.media).bit_length() if place.media else -1
+
+
+MAX_REPLICAS = 4096
+MAX_OPEN_KINDS = 65_536
+"""Kinds of open requests: pairs of a replica and a longest key."""
+_MAX_AGE = 50.0
+
+
+class Loads:
+    """Tokens to compute, by replica.
+
+    Args:
+        memory_seconds: time constant: after so long, assigned work counts 1/e.
+    """
+
+    def __init__(self, memory_seconds: float) -> None:
+        self._memory_seconds = memory_seconds
+        # All work decays alike, so it is stored as of `_since`, and later work is added scaled up.
+        self._work: dict[str, float] = {}
+        self._since = 0.0
+        self._open: dict[str, float] = {}
+        self._kinds: OrderedDict[tuple[str, bytes], list[float]] = OrderedDict()
+
+    def works(self, now: float) -> tuple[dict[str, float], float]:
+        """Return recent tokens by replica, read-only, and their scale factor."""
+        return self._work, self._growth(now)
+
+    def work(self, replica: str, now: float) -> float:
+        """Return the tokens assigned to a replica recently, with decay."""
+        return self._work.get(replica, 0.0) / self._growth(now)
+
+    def _growth(self, now: float) -> float:
+        age = (now - self._since) / self._memory_seconds
+        if age > _MAX_AGE:
+            growth = math.exp(min(age, 700.0))
+            self._work = {name: work / growth for name, work in self._work.items()}
+            self._since, age = now, 0.0
+        return math.exp(age)
+
+    def open(self, replica: str) -> float:
+        """Return the tokens of a replica's open requests."""
+        return self._open.get(replica, 0.0)
+
+    def add_new(self, replicas: Iterable[str]) -> None:
+        """Add new replicas, with the average work of the others.
+
+        Starting at zero, a new replica would attract all requests.
+        """
+        new = [each for each in replicas if each not in self._work]
+        if not new:
+            return
+        if len(self._work) + len(new) > MAX_REPLICAS:
+            self._work.clear()
+            self._open.clear()
+        average = sum(self._work.values()) / len(self._work) if self._work else 0.0
+        self._work.update(dict.fromkeys(new, average))
+
+    def sent(self, replica: str, kind: bytes, tokens: float, now: float) -> None:
+        """Add a request for a replica, with the tokens to compute."""
+        growth = self._growth(now)
+        self._work[replica] = self._work.get(replica, 0.0) + tokens * growth
+        self._open[replica] = self.open(replica) + tokens
+        entry = self._kinds.setdefault((replica, kind), [0.0, 0.0])
+        entry[0] += 1
+        entry[1] += tokens
+        if len(self._kinds) > MAX_OPEN_KINDS:
+            (other, _), (_, forgotten) = self._kinds.popitem(last=False)
+            self._close(other, forgotten)
+
+    def ended(self, replica: str, kind: bytes, now: float, computed: float | None = None) -> None:
+        """Remove a request of that kind; an unknown kind changes nothing.
+
+        Args:
+            computed: tokens that were computed, if known; they replace the expected ones.
+        """
+        entry = self._kinds.get((replica, kind))
+        if entry is None:
+            return
+        tokens = entry[1] / entry[0]
+        if computed is not None:
+            more = (computed - tokens) * self._growth(now)
+            self._work[replica] = max(0.0, self._work.get(replica, 0.0) + more)
+        entry[0] -= 1
+        entry[1] -= tokens
+        if entry[0] < 1:
+            del self._kinds[replica, kind]
+        self._close(replica, tokens)
+
+    def remove(self, replica: str) -> None:
+        """Forget a replica."""
+        self._work.pop(replica, None)
+        self._open.pop(replica, None)
+        for each in [each for each in self._kinds if each[0] == replica]:
+            del self._kinds[each]
+
+    def _close(self, replica: str, tokens: float) -> None:
+        if replica in self._open:
+            self._open[replica] = max(0.0, self._open[replica] - tokens)

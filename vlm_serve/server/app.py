@@ -11,9 +11,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vlm_serve.server import operators, status
+from vlm_serve.server import status
 from vlm_serve.server.api import cache, cache_pins
-from vlm_serve.server.api.adapters.route import (
+from vlm_serve.server.api.adapters import (
     AdapterChanged,
     LoadAdapter,
     UnloadAdapter,
@@ -22,27 +22,37 @@ from vlm_serve.server.api.adapters.route import (
 )
 from vlm_serve.server.api.bodies import CacheReportBody, ErrorBody
 from vlm_serve.server.api.cache_events import cache_events
-from vlm_serve.server.api.chat.bodies import ChatCompletion
 from vlm_serve.server.api.chat.render import Rendered, render_chat
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
-from vlm_serve.server.api.chat.route import chat_completions
-from vlm_serve.server.api.completions.bodies import Completion
-from vlm_serve.server.api.completions.request import CompletionRequest
-from vlm_serve.server.api.completions.route import completions
+from vlm_serve.server.api.chat.route import ChatCompletion, chat_completions
+from vlm_serve.server.api.completions import Completion, CompletionRequest, completions
 from vlm_serve.server.api.fields import RequestModel
-from vlm_serve.server.api.generate.bodies import Generated
-from vlm_serve.server.api.generate.request import GenerateRequest
-from vlm_serve.server.api.generate.route import generate
+from vlm_serve.server.api.generate import Generated, GenerateRequest, generate
 from vlm_serve.server.api.listing import Page
-from vlm_serve.server.api.messages.request import MessagesPrompt, MessagesRequest
-from vlm_serve.server.api.messages.route import CountedTokens, count_message_tokens, create_message
-from vlm_serve.server.api.messages.stream import MessageBody, MessagesErrorBody
-from vlm_serve.server.api.pooling.bodies import Embeddings, Reranked, Scores
-from vlm_serve.server.api.pooling.request import EmbeddingsRequest, RerankRequest, ScoreRequest
-from vlm_serve.server.api.pooling.route import embeddings, rerank, score
+from vlm_serve.server.api.messages import (
+    CountedTokens,
+    MessageBody,
+    MessagesErrorBody,
+    MessagesPrompt,
+    MessagesRequest,
+    count_message_tokens,
+    create_message,
+)
+from vlm_serve.server.api.pooling import (
+    Embeddings,
+    EmbeddingsRequest,
+    Reranked,
+    RerankRequest,
+    ScoreRequest,
+    Scores,
+    embeddings,
+    rerank,
+    score,
+)
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.api.responses.route import (
     InputTokens,
+    ResponseBody,
     count_input_tokens,
     create_response,
 )
@@ -52,7 +62,6 @@ from vlm_serve.server.api.responses.stored import (
     get_response,
     list_input_items,
 )
-from vlm_serve.server.api.responses.stream import ResponseBody
 from vlm_serve.server.api.tokenization import (
     Detokenized,
     DetokenizeRequest,
@@ -271,14 +280,14 @@ def _add_gets(app: DescribedApp, service: Service) -> None:
 def _add_for_operators(app: DescribedApp, service: Service) -> None:
     """Add routes that vLLM and SGLang have."""
     routes: list[tuple[str, str, Handler]] = [
-        ("GET", "/ping", operators.ping),
-        ("POST", "/ping", operators.ping),
-        ("GET", "/get_model_info", operators.model_info),
-        ("GET", "/model_info", operators.model_info),
-        ("GET", "/server_info", operators.server_info),
-        ("GET", "/get_server_info", operators.server_info),
-        ("POST", "/reset_prefix_cache", operators.reset_prefix_cache),
-        ("POST", "/flush_cache", operators.reset_prefix_cache),
+        ("GET", "/ping", status.ping),
+        ("POST", "/ping", status.ping),
+        ("GET", "/get_model_info", status.model_info),
+        ("GET", "/model_info", status.model_info),
+        ("GET", "/server_info", status.server_info),
+        ("GET", "/get_server_info", status.server_info),
+        ("POST", "/reset_prefix_cache", status.reset_prefix_cache),
+        ("POST", "/flush_cache", status.reset_prefix_cache),
     ]
     for method, path, handler in routes:
         name = f"{method.lower()}_{path[1:]}"

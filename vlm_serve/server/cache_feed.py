@@ -3,6 +3,8 @@
 With subscribers, the mirror is polled ten times a second, and the engine's thread is asked only for
 its counters, once a second. Without any, the counters are read every few seconds, as long as the
 engine works, so that a new subscriber can be shown the last minutes.
+
+A status message holds the totals of a server: memory, usage, queue, tokens, latencies.
 """
 
 from __future__ import annotations
@@ -12,15 +14,26 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.mirror import SECONDS, TreeMirror
 from vlm_serve.errors import EngineClosedError, OverloadedError
 from vlm_serve.server.http.errors import DrainingError
+from vlm_serve.server.http.open_requests import OpenRequests
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
+
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vlm_serve.engine.memory import EMBEDDING_CACHE_BYTES, LOGPROB_CACHE_BYTES
+from vlm_serve.server.state import ServerState
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.memory import MemoryPlan
 
 _log = logging.getLogger(__name__)
 
@@ -42,23 +55,21 @@ class CacheFeed:
 
     Args:
         engine: the engine whose cache is watched.
-        status_of: makes a status message's body from a result of `Engine.stats`.
+        state, requests: the server's, for its status.
 
     Attributes:
         status: the latest status; empty before the first one.
         status_number: number of statuses so far.
     """
 
-    def __init__(
-        self, engine: Engine, status_of: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> None:
+    def __init__(self, engine: Engine, state: ServerState, requests: OpenRequests) -> None:
         self.status: dict[str, Any] = {}
         self.status_number = 0
         self._history: deque[tuple[float, dict[str, Any]]] = deque(maxlen=MAX_HISTORY)
         self._keeping: asyncio.Task[None] | None = None
         self._subscribers: Counter[bytes] = Counter()
         self._engine = engine
-        self._status_of = status_of
+        self._state, self._requests = state, requests
         self._polling: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._polled = asyncio.Event()
@@ -162,9 +173,73 @@ class CacheFeed:
         """Read the engine's counters; an engine in a long step answers after it."""
         try:
             stats = await asyncio.to_thread(self._engine.stats)
-            self.status = self._status_of(stats)
+            open_requests = self._requests.num_open
+            self.status = cache_status(self._engine.memory, self._state, open_requests, stats)
             self.status_number += 1
         except EngineClosedError:
             return
         except Exception:
             _log.exception("the status of the cache could not be read")
+
+
+def cache_status(
+    plan: MemoryPlan, state: ServerState, open_requests: int, stats: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the data of an event `status`.
+
+    Args:
+        plan: the engine's memory plan.
+        state: the server's state.
+        open_requests: number of open requests.
+        stats: fresh result of `Engine.stats`.
+    """
+    cache = stats["cache"]
+    return {
+        "time": time.time(),
+        "memory": memory_used(plan, stats),
+        "memory_limits": memory_limits(plan),
+        "usage": stats["usage"],
+        "tiers": stats["tiers"],
+        "running": stats["num_running"],
+        "waiting": stats["num_waiting"],
+        "joined": stats["num_joined"],
+        "open_requests": open_requests,
+        "requests": cache["requests"],
+        "prompt_tokens": cache["query_tokens"],
+        "hit_tokens": cache["hit_tokens"],
+        "joined_requests": cache["joined_requests"],
+        "joined_tokens": cache["joined_tokens"],
+        "generated_tokens": state.num_generated_tokens,
+        "reasons": cache["reasons"],
+        "evictions": cache["evictions"],
+        "steps": stats["num_steps"],
+        "preemptions": stats["num_preemptions"],
+        "time_to_first_token_seconds": state.first_token_seconds.percentiles(),
+        "inter_token_seconds": state.inter_token_seconds.percentiles(),
+    }
+
+
+def memory_used(plan: MemoryPlan, stats: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes in use by bucket."""
+    usage = stats["usage"]
+    rows = usage["rows"]
+    return {
+        "kv": (usage["blocks"] - usage["free_blocks"]) * plan.block_bytes,
+        "snapshots": (rows["ready"] + rows["reserved"] + rows["private"]) * plan.snapshot_bytes,
+        "live_states": rows["live"] * plan.snapshot_bytes,
+        "embeddings": stats["embedding_bytes"],
+        "experts": usage["expert_bytes"],
+        "logprobs": usage["logprob_bytes"],
+    }
+
+
+def memory_limits(plan: MemoryPlan) -> dict[str, int | None]:
+    """Return the most bytes of each bucket; None: it depends on the other buckets."""
+    return {
+        "kv": plan.num_blocks * plan.block_bytes,
+        "snapshots": plan.num_snapshot_rows * plan.snapshot_bytes,
+        "live_states": plan.live_state_bytes,
+        "embeddings": EMBEDDING_CACHE_BYTES,
+        "experts": None,
+        "logprobs": LOGPROB_CACHE_BYTES,
+    }

@@ -6,30 +6,41 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vlm_serve.engine.described import engine_rows
 from vlm_serve.engine.engine import Engine
+from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size
 from vlm_serve.server.answers.pieces import form_of
 from vlm_serve.server.answers.reasoning import reasoning_form
+from vlm_serve.server.app import create_app
 from vlm_serve.server.bounds import total
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.browsers import is_loopback
+from vlm_serve.server.http.browsers import for_browsers, is_loopback
+from vlm_serve.server.http.connections import Connections
 from vlm_serve.server.http.draining import (
     SWITCH_SECONDS,
+    DrainingServer,
     format_table,
     ignore_user_signals,
     print_notice,
+    uvicorn_config,
 )
 from vlm_serve.server.http.listening import close_listener, listen, tls_context, url_of
+from vlm_serve.server.http.root_path import below_root
 from vlm_serve.server.http.tenants import read_tenant_keys
-from vlm_serve.server.run import make_server, stop_with_engine
-from vlm_serve.server.service import Mount
+from vlm_serve.server.service import Mount, Service
 from vlm_serve.system.log_output import start_logging
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.engine import Engine
+    from vlm_serve.server.tracing import RequestTracer
 
 _log = logging.getLogger(__name__)
 
@@ -148,3 +159,61 @@ def startup_rows(
         yield "files and batches", f"{format_size(config.batch_store)} on disk per API key"
     yield "API keys", str(len(config.api_key)) if config.api_key else "none: everybody may ask"
     yield "URL", f"{url}/v1"
+
+
+def _tracer(endpoint: str, model: str) -> RequestTracer:
+    """Return the tracer for an OTLP endpoint."""
+    try:
+        from vlm_serve.server.tracing import RequestTracer
+    except ImportError:
+        raise ConfigError(
+            "otlp_traces_endpoint needs the extra `otel`: pip install 'vlm-serve[otel]'",
+            param="otlp_traces_endpoint",
+        ) from None
+    return RequestTracer.to_endpoint(endpoint, model)
+
+
+def make_server(
+    engine: Engine,
+    config: ServerConfig,
+    model_names: tuple[str, ...],
+    on_listening: Callable[[], None] = lambda: None,
+    on_second_signal: Callable[[], None] = lambda: None,
+    mounts: Sequence[Mount] = (),
+) -> DrainingServer[Service]:
+    """Return a server; start it with `run(sockets=[...])`.
+
+    Args:
+        engine: the engine that answers; the server closes it.
+        config: the server's options.
+        model_names: names under which requests may ask for the model; the first is canonical.
+        on_listening: called when the server accepts connections.
+        on_second_signal: called when a signal arrives while the server is stopping.
+        mounts: see `Service`.
+
+    Raises:
+        ConfigError: the file of tenants' keys is bad, or traces cannot be exported.
+    """
+    service = Service(engine, config, model_names, mounts)
+    if config.otlp_traces_endpoint is not None:
+        service.state.tracer = _tracer(config.otlp_traces_endpoint, model_names[0])
+    connections = Connections(config)
+    app = for_browsers(create_app(service, read_tenant_keys(config.tenant_keys)), config)
+    settings = uvicorn_config(below_root(app, config.root_path), connections)
+    return DrainingServer(settings, service, connections, on_listening, on_second_signal)
+
+
+def stop_with_engine(server: DrainingServer[Service], engine: Engine) -> threading.Event:
+    """Stop the server when its engine ends by itself. Return an event that is set then.
+
+    Without an engine every answer is a 503: whoever supervises the process can start another one.
+    """
+    ended = threading.Event()
+
+    def wait() -> None:
+        engine.wait()
+        if server.stop():
+            ended.set()
+
+    threading.Thread(target=wait, name="vlm-serve-end", daemon=True).start()
+    return ended

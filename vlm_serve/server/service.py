@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.prompt import Prompt
@@ -15,13 +15,11 @@ from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.admission import AdmissionControl
 from vlm_serve.server.cache_feed import CacheFeed
-from vlm_serve.server.cache_status import cache_status
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.grammar_queue import GrammarQueue
-from vlm_serve.server.http.fetched_memory import FetchedMemory
 from vlm_serve.server.http.open_requests import OpenRequests
+from vlm_serve.server.http.request_memory import FetchedMemory
 from vlm_serve.server.idle_check import IdleCheck
-from vlm_serve.server.mailbox import Mailbox
 from vlm_serve.server.routes import MountedRoutes
 from vlm_serve.server.state import ServerState
 from vlm_serve.server.trimming import Trimmer
@@ -29,6 +27,13 @@ from vlm_serve.server.workers import Workers
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
+
+
+import contextlib
+import time
+from collections import deque
+
+from vlm_serve.engine.outputs import Delta
 
 Preparation = Prompt | Rendering | Callable[[Stop], Prompt]
 """A prompt, a rendering whose media are still to be loaded, or work that loads media itself until
@@ -76,7 +81,7 @@ class Service:
         self.idle_check = IdleCheck(engine, self.requests, failures.inc)
         if config.idle_check:
             self.admission.on_idle = self.idle_check.start
-        self.cache_feed = CacheFeed(engine, self._cache_status)
+        self.cache_feed = CacheFeed(engine, self.state, self.requests)
         self._mailbox: Mailbox | None = None
         self.mounted = tuple(mount(self) for mount in mounts)
         self.requests.on_drain = self._stop_mounted
@@ -136,9 +141,6 @@ class Service:
         with stop.timed("finish"):
             return await self.workers.prepare(partial(preprocessor.finish, rendering, media))
 
-    def _cache_status(self, stats: dict[str, Any]) -> dict[str, Any]:
-        return cache_status(self.engine.memory, self.state, self.requests.num_open, stats)
-
     def _stop_mounted(self) -> None:
         for each in self.mounted:
             each.stop()
@@ -172,3 +174,45 @@ class Service:
         await asyncio.to_thread(self.engine.close)
         if self.state.tracer is not None:
             await asyncio.to_thread(self.state.tracer.close)
+
+
+PATIENT_SECONDS = 0.25
+"""Least time between wake-ups for patient readers, which keep the loop's counters fresh."""
+
+
+class Mailbox:
+    """Carries deltas from the engine's thread into asyncio queues. `post` is thread-safe and never
+    blocks.
+
+    A step ends with one callback for each running sequence. Waking the loop costs a system call,
+    and its work takes processor time from the new step. So deltas posted while a wake-up is
+    pending share it, and deltas for patient readers do not cause one.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._posted: deque[tuple[asyncio.Queue[Delta], Delta]] = deque()
+        self._waking = False
+        self._delivered = 0.0
+
+    def post(self, queue: asyncio.Queue[Delta], delta: Delta, *, patient: bool = False) -> None:
+        """Put a delta into a queue of the loop, in the order of posting.
+
+        Args:
+            patient: the queue's reader only needs the last delta of each choice in time.
+        """
+        self._posted.append((queue, delta))
+        late = delta.time >= self._delivered + PATIENT_SECONDS
+        urgent = not patient or delta.finish_reason is not None or late
+        if urgent and not self._waking:
+            self._waking = True
+            # A closed loop has no readers either.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        # Reset first, so that a delta posted from here on causes another wake-up.
+        self._waking, self._delivered = False, time.monotonic()
+        while self._posted:
+            queue, delta = self._posted.popleft()
+            queue.put_nowait(delta)

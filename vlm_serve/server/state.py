@@ -14,13 +14,16 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.finished_request import FinishedRequest
 from vlm_serve.server.http.request_memory import RequestMemory
 from vlm_serve.server.http.tenants import salt_of
-from vlm_serve.server.latency_window import LatencyWindow
 from vlm_serve.server.metrics import Metrics
 from vlm_serve.server.response_store import ResponseStore
 
 if TYPE_CHECKING:
     from vlm_serve.engine.adapters.store import AdapterStore
     from vlm_serve.engine.engine import Engine
+
+
+from collections import deque
+from collections.abc import Callable
 
 
 class KeyedBody(Protocol):
@@ -58,7 +61,8 @@ class ServerState:
         responses: stored answers of /v1/responses; None: nothing is stored.
         metrics: metrics in Prometheus' form.
         tracer: exporter of traces; None: traces are off.
-        first_token_seconds, inter_token_seconds: latencies of the last minute.
+        first_token_seconds: latencies of the last minute, from a request's arrival.
+        inter_token_seconds: those between two tokens of one choice.
         num_generated_tokens: tokens generated so far for all requests.
         busy_since: monotonic time at which the engine last got work while it had none.
     """
@@ -125,10 +129,6 @@ class ServerState:
             code="model_not_found",
         )
 
-    def record_first_token(self, seconds: float) -> None:
-        """Record the seconds from a request's arrival to its first token."""
-        self.first_token_seconds.add(seconds)
-
     def record_next_token(self, seconds: float) -> None:
         """Record the seconds between two tokens of one choice."""
         self.metrics.inter_token_latency.observe(seconds)
@@ -158,3 +158,39 @@ class ServerState:
         await asyncio.wait({reading}, timeout=timeout)
         if reading.done() and reading.exception() is None:
             self.metrics.engine_stats.update(reading.result())
+
+
+WINDOW_SECONDS = 60.0
+MAX_SAMPLES = 4096
+"""Beyond this the oldest samples are dropped."""
+
+
+class LatencyWindow:
+    """Samples of the last minute, for percentiles of latencies.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
+
+    def add(self, value: float) -> None:
+        """Add a sample."""
+        self._samples.append((self._clock(), value))
+
+    def percentiles(self) -> dict[str, float | int | None]:
+        """Return median, 99th percentile and number of the samples; None without samples."""
+        oldest = self._clock() - WINDOW_SECONDS
+        while self._samples and self._samples[0][0] < oldest:
+            self._samples.popleft()
+        values = sorted(value for _, value in self._samples)
+        if not values:
+            return {"p50": None, "p99": None, "count": 0}
+        last = len(values) - 1
+        return {
+            "p50": values[round(last * 0.5)],
+            "p99": values[round(last * 0.99)],
+            "count": len(values),
+        }

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, TypeVar
 
-from vlm_serve.server.http.fetched_memory import call_in_loop
-from vlm_serve.server.http.request_memory import current_share
+from vlm_serve.server.http.request_memory import call_in_loop, current_share
 
 _T = TypeVar("_T")
 

@@ -116,7 +116,7 @@ def test_files_expire(
         expires_after={"anchor": "created_at", "seconds": 3600},
     )
     assert file.expires_at == file.created_at + 3600
-    monkeypatch.setattr("vlm_serve.batch.api.upload.LEAST_SECONDS", 1)
+    monkeypatch.setattr("vlm_serve.batch.api.files.LEAST_SECONDS", 1)
     form = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "1"}
     soon = upload(server, data=form).json()["id"]
     assert server.client.get(f"/v1/files/{soon}").status_code == 200

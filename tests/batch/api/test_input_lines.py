@@ -59,7 +59,7 @@ def test_empty_and_wholly_bad_files(client: Batcher, lines: list[str], code: str
 
 
 def test_too_many_lines_are_refused(client: Batcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlm_serve.batch.plan.MAX_LINES", 3)
+    monkeypatch.setattr("vlm_serve.batch.run.MAX_LINES", 3)
     assert client.ended(client.start(*map(line, "abc"))).status == "completed"
     batch = client.ended(client.start(*map(line, "abcd")))
     assert batch.status == "failed" and batch.errors.data[0].code == "too_many_requests"

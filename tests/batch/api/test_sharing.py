@@ -13,8 +13,8 @@ from serving import RunningServer, running, wait_for
 
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.server.answers.generation import BEHIND
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.priority import BEHIND
 
 if TYPE_CHECKING:
     import openai

@@ -11,8 +11,7 @@ import pytest
 
 from vlm_serve.errors import OverloadedError
 from vlm_serve.preprocess.stopping import Stop, StoppedError
-from vlm_serve.server.http.fetched_memory import FetchedMemory
-from vlm_serve.server.http.request_memory import RequestMemory, Share
+from vlm_serve.server.http.request_memory import FetchedMemory, RequestMemory, Share
 
 
 class Fetcher:

@@ -20,8 +20,8 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.api.cache import FlushRequest, ProbeRequest
 from vlm_serve.server.api.cache_pins import PinRequest
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
-from vlm_serve.server.api.completions.request import CompletionRequest
-from vlm_serve.server.api.messages.request import MessagesRequest
+from vlm_serve.server.api.completions import CompletionRequest
+from vlm_serve.server.api.messages import MessagesRequest
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.api.tokenization import DetokenizeRequest, TokenizeRequest
 from vlm_serve.server.http import json_body

@@ -9,25 +9,28 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from vlm_serve.batch.api.batch_bodies import BatchBody, BatchRequest
 from vlm_serve.batch.api.batches import (
     BATCHES_PATH,
+    BatchBody,
+    BatchRequest,
     cancel_batch,
     create_batch,
     get_batch,
     list_batches,
 )
-from vlm_serve.batch.api.file_bodies import FileBody, FileDeleted
 from vlm_serve.batch.api.files import (
     FILE_CONTENT,
     FILES_PATH,
+    UPLOAD_CONTENT,
+    FileBody,
+    FileDeleted,
+    create_file,
     delete_file,
     get_file,
     get_file_content,
     list_files,
 )
 from vlm_serve.batch.api.served import ServedBatches
-from vlm_serve.batch.api.upload import UPLOAD_CONTENT, create_file
 from vlm_serve.server.api.bodies import ErrorBody
 from vlm_serve.server.api.listing import Page
 from vlm_serve.server.http.openapi import DescribedApp

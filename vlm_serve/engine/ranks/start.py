@@ -23,7 +23,7 @@ from vlm_serve.models import Model, ModelSpec, load_model
 from vlm_serve.models.changes import Changes
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size
-from vlm_serve.system.temporary_folder import TemporaryFolder
+from vlm_serve.system.private_files import TemporaryFolder
 
 
 @dataclass(frozen=True, slots=True)

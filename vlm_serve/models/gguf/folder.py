@@ -21,7 +21,7 @@ from vlm_serve.models.gguf.tensors import GgufTensors, Made, types_of
 from vlm_serve.models.gguf.text_config import Tensors, architecture_of, text_config
 from vlm_serve.models.gguf.tokenizer import tokenizer_files
 from vlm_serve.models.gguf.vision import processors, vision_config, vision_tensors
-from vlm_serve.system.temporary_folder import TemporaryFolder
+from vlm_serve.system.private_files import TemporaryFolder
 
 POINTER = "gguf.json"
 _PREFIX = "vlm-serve-gguf-"

@@ -1,11 +1,16 @@
-"""One prompt in the engine, seen from the event loop as a source of deltas."""
+"""One prompt in the engine, seen from the event loop as a source of deltas.
+
+Work in the background runs behind the requests of clients who wait for their answers
+(`in_background`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,11 +33,10 @@ from vlm_serve.server.answers.reasoning import (
     thought_behind,
 )
 from vlm_serve.server.failover.attempt import Attempt
-from vlm_serve.server.failover.attempt_part import AttemptPart
+from vlm_serve.server.failover.covering import AttemptPart
 from vlm_serve.server.finished_request import FinishedRequest
 from vlm_serve.server.http.errors import RequestTimeoutError, renamed_params
 from vlm_serve.server.http.request_memory import current_share
-from vlm_serve.server.priority import effective_priority
 from vlm_serve.server.service import Preparation, Service
 
 TOKEN_BYTES = 128
@@ -176,7 +180,7 @@ class Generation:
     def _observe_token(self, index: int, now: float) -> None:
         if self.first_token_time is None:
             self.first_token_time = now
-            self._state.record_first_token(now - self.task.arrival)
+            self._state.first_token_seconds.add(now - self.task.arrival)
         before = self._token_times.get(index)
         if before is not None:
             self._state.record_next_token(now - before)
@@ -327,3 +331,24 @@ def _timeout_error(service: Service) -> RequestTimeoutError:
     limit = service.config.request_timeout
     allowed = "allowed" if limit is None else f"{limit:g} s"
     return RequestTimeoutError(f"the request took longer than {allowed}", code="timeout")
+
+
+BEHIND = 1 << 33
+"""Added to the priority of work in the background: more than requests can differ by."""
+
+_offset: ContextVar[int] = ContextVar("priority_offset", default=0)
+
+
+@contextmanager
+def in_background() -> Iterator[None]:
+    """Run the requests that are made inside the block behind all others."""
+    token = _offset.set(BEHIND)
+    try:
+        yield
+    finally:
+        _offset.reset(token)
+
+
+def effective_priority(priority: int) -> int:
+    """Return the engine's priority for a request's own; lower values run first."""
+    return priority + _offset.get()

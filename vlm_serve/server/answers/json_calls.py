@@ -16,9 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vlm_serve.preprocess.reading.values import begins_json
-from vlm_serve.server.answers.call_forms import BLOCK_MARKS
-from vlm_serve.server.answers.call_reader import HELD, CallReader, Found
-from vlm_serve.server.answers.json_text import DECODABLE, decodable
+from vlm_serve.server.answers.call_reader import BLOCK_MARKS, HELD, CallReader, Found
 from vlm_serve.server.answers.pieces import TOOL_START, Call, Reading, Tools
 from vlm_serve.server.answers.tool_values import as_json, strict_json
 
@@ -322,3 +320,21 @@ def _past(text: str, at: int, sign: str) -> int:
     while at < len(text) and (text[at].isspace() or text[at] == sign):
         at += 1
     return at
+
+
+DECODABLE = re.compile(r'(?:[^"\\]+|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
+"""The content of a string up to its end or to an escape that is not complete."""
+_HIGH_SURROGATE = re.compile("[\ud800-\udbff]$")
+
+
+def decodable(text: str) -> tuple[str, int]:
+    """Return what the start of a string's content stands for, and its length.
+
+    An escape that is not complete, and what follows a quotation mark, is left.
+    """
+    found = DECODABLE.match(text)
+    assert found is not None
+    made, size = json.loads(f'"{found.group()}"', strict=False), found.end()
+    if _HIGH_SURROGATE.search(made) and text[:size][-6:].startswith("\\u"):
+        made, size = made[:-1], size - 6  # its other half may follow
+    return made, size

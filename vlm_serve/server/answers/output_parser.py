@@ -1,6 +1,6 @@
 """Splitting a streamed answer into reasoning, content and tool calls.
 
-Text before `</think>` is reasoning. Tool calls have one of the forms in `call_forms`. A short call
+Text before `</think>` is reasoning. Tool calls have one of the forms in `call_reader`. A short call
 is emitted when it is complete, since unparsable text is plain text. Long arguments are emitted as
 they come; then the call stays incomplete if its end cannot be read. So does a call that the token
 limit cuts.
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import zip_longest
 
-from vlm_serve.server.answers.call_reader import CallReader
-from vlm_serve.server.answers.calls import ReaderMaker
+from vlm_serve.server.answers.call_reader import FORMS, CallReader
+from vlm_serve.server.answers.json_calls import JsonReader
 from vlm_serve.server.answers.pieces import (
     THINK_END,
     THINK_START,
@@ -33,7 +34,7 @@ from vlm_serve.server.answers.pieces import (
     Tools,
     begun,
 )
-from vlm_serve.server.answers.quoting import Quoting
+from vlm_serve.server.answers.tag_calls import TagReader
 
 
 class _State(Enum):
@@ -304,3 +305,88 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
 def _first(text: str, markers: tuple[str, ...]) -> re.Match[str] | None:
     """Return the first match of a marker in a text."""
     return _pattern(markers).search(text) if markers else None
+
+
+_NESTED_READINGS = 8
+
+
+class ReaderMaker:
+    """Makes readers for one answer.
+
+    Args:
+        single: at most one call is read.
+        enforced: a grammar enforces the calls outside of thoughts.
+
+    Attributes:
+        openings: texts that may begin a call.
+    """
+
+    def __init__(
+        self, form: ToolForm, tools: Tools, *, single: bool = False, enforced: bool = False
+    ) -> None:
+        self._form, self._tools, self._single = form, tools, single
+        self._enforced = enforced
+        self.openings = FORMS[form].openings if form in FORMS else (TOOL_START,)
+        self._nested: list[TagReader] = []
+
+    def reader(self, *, thought: bool, streamed: bool) -> CallReader:
+        """Make a reader for a text that begins with one of the openings.
+
+        Args:
+            thought: the text is inside a thought, which `</think>` may end anywhere.
+            streamed: long arguments are told before the call is complete.
+        """
+        enforced = self._enforced and not thought
+        options = {"thought": thought, "streamed": streamed, "single": self._single}
+        options["enforced"] = enforced
+        if self._form not in FORMS:
+            return JsonReader(self._tools, **options)
+        # Text with a quoted call may be read twice. This bounds the time of an answer.
+        nested = sum(reader.nested for reader in self._nested)
+        nesting = nested < _NESTED_READINGS
+        reader = TagReader(self._form, self._tools, nesting=nesting, **options)
+        self._nested = [*(each for each in self._nested if each.nested), reader]
+        return reader
+
+
+_MARK = re.compile(r"(?:\A|[\s(\[{:=])[`\"'“‘«]\Z")
+_FENCE = re.compile(r"`{3,}[^\n`]{0,64}\n\s*\Z")
+_KEPT = 160
+
+
+@dataclass(slots=True)
+class Quoting:
+    """The text before a call, reduced to possible quotation marks.
+
+    Attributes:
+        tail: the last characters.
+        fenced: an odd number of code fences precedes.
+        ticks: number of backticks at the very end; more may follow.
+    """
+
+    tail: str = ""
+    fenced: bool = False
+    ticks: int = 0
+
+    def add(self, text: str) -> None:
+        """Add the next text."""
+        for run in re.findall(r"`+|[^`]+", text):
+            if run[0] == "`":
+                self.ticks += len(run)
+            else:
+                self._end_ticks()
+        self.tail = (self.tail + text)[-_KEPT:]
+
+    def quotes(self, space: str) -> bool:
+        """Return True if a call after this white space is quoted.
+
+        It is if a quotation mark precedes it directly, or the line before opens a code block.
+        """
+        before = self.tail + space
+        if not space and _MARK.search(before):
+            return True
+        return self.fenced != (self.ticks >= 3) and _FENCE.search(before) is not None
+
+    def _end_ticks(self) -> None:
+        self.fenced ^= self.ticks >= 3
+        self.ticks = 0

@@ -1,5 +1,6 @@
-"""The HTTP APIs: one folder per API, and the modules that several APIs share.
+"""The HTTP APIs: a module or folder per API, and the modules that several APIs share.
 
-In each folder, `request` declares the request body and parses it for the engine. `stream` turns the
-engine's deltas into a response. `route` connects the two.
+An API declares its request body and parses it for the engine, turns the engine's deltas into a
+response, and connects the two in its route. Large APIs have the body in `request` and the rest in
+`route`.
 """

@@ -1,11 +1,14 @@
-"""Routes under /v1/cache: inspect the prefix cache and flush it."""
+"""Routes under /v1/cache: inspect the prefix cache and flush it.
+
+A tenant sees its own part of the cache, everybody else all of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -17,15 +20,14 @@ from starlette.responses import Response
 from vlm_serve.cache.listing import ListedNode
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.server.api.conversation import prepare
+from vlm_serve.server.api.bodies import cache_report_body
+from vlm_serve.server.api.chat.request import PromptOrMessages
+from vlm_serve.server.api.conversation import prepare, prepare_tokens
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
-from vlm_serve.server.api.prompts import PromptOrMessages, prepare_tokens
-from vlm_serve.server.api.reports import cache_report_body
 from vlm_serve.server.api.request_body import read_json, read_prompt
 from vlm_serve.server.api.unknown_fields import ignored_header
-from vlm_serve.server.api.visible import visible_roots
 from vlm_serve.server.http.errors import NotFoundError
-from vlm_serve.server.http.tenants import is_tenant, refuse_tenants
+from vlm_serve.server.http.tenants import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.service import Preparation, Service
 
 DEFAULT_TREE_NODES = 100
@@ -155,7 +157,8 @@ async def tree(service: Service, request: Request) -> Response:
         InvalidRequestError: a query parameter is invalid or unknown.
     """
     offset, limit = page_of(request.query_params)
-    entries = visible_roots(service, request).below(service.engine.mirror.listing().entries)
+    visible = VisibleRoots(service, request).refresh()
+    entries = visible.below(service.engine.mirror.listing().entries)
     body = dataclasses.asdict(service.engine.page(entries, offset, limit))
     if is_tenant(request.scope):
         body["nodes"] = [with_own_number(each) for each in body["nodes"]]
@@ -197,7 +200,7 @@ def find_node(service: Service, request: Request, key: str) -> ListedNode:
         entry = service.engine.mirror.find(bytes.fromhex(key))
     except ValueError:
         entry = None
-    if entry is None or entry.root not in visible_roots(service, request):
+    if entry is None or entry.root not in VisibleRoots(service, request).refresh():
         raise NotFoundError(
             "the cache has no node with that key", param="key", code="node_not_found"
         )
@@ -247,3 +250,41 @@ def _number(query: Mapping[str, str], name: str, default: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise InvalidRequestError(f"{name} must be a number, got {text[:64]!r}", param=name)
     return int(text)
+
+
+class VisibleRoots:
+    """Root keys below which a client sees the cache: of its salt, without an adapter and with each
+    served one. An adapter that leaves while this lives stays visible, as its nodes do.
+
+    Attributes:
+        everything: the client sees all nodes.
+        owner: the root without an adapter, which owns the client's pins; None: those of all.
+    """
+
+    def __init__(self, service: Service, request: Request) -> None:
+        self.everything = not is_tenant(request.scope)
+        self.owner: bytes | None = None
+        self._adapters = service.engine.adapters
+        self._preprocessor = service.engine.preprocessor
+        self._known: dict[str, bytes] = {}
+        if not self.everything:
+            self._salt = salt_of(request.scope, None)
+            self.owner = self._known[""] = self._preprocessor.root_key(self._salt)
+
+    def __contains__(self, root: object) -> bool:
+        return self.everything or root in self._known.values()
+
+    def refresh(self) -> VisibleRoots:
+        """Add the roots of adapters that were loaded since."""
+        for served in () if self.everything else self._adapters.all():
+            digest = served.identity.whole
+            if digest not in self._known:
+                self._known[digest] = self._preprocessor.root_key(self._salt, digest)
+        return self
+
+    def below(self, entries: Sequence[ListedNode]) -> Sequence[ListedNode]:
+        """Return the visible ones of some nodes."""
+        if self.everything:
+            return entries
+        roots = frozenset(self._known.values())
+        return [entry for entry in entries if entry.root in roots]

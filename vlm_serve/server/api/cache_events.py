@@ -20,10 +20,10 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.mirror import Change, PastChange, TreeListing
 from vlm_serve.server.api.cache import (
     CacheNode,
+    VisibleRoots,
     refuse_unknown,
     with_own_number,
 )
-from vlm_serve.server.api.visible import VisibleRoots, visible_roots
 from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
 from vlm_serve.server.http.tenants import PermissionDeniedError, share_of
 from vlm_serve.server.service import Service
@@ -76,7 +76,7 @@ async def cache_events(service: Service, request: Request) -> Response:
         raise PermissionDeniedError(
             "this stream is only for clients that can read the response", code="no_cors"
         )
-    visible = visible_roots(service, request)
+    visible = VisibleRoots(service, request).refresh()
     subscriber = _Subscriber(service, visible, share_of(request.scope))
     if request.scope.get("is_head"):
         return Response(media_type=EventStream.media_type)

@@ -21,13 +21,13 @@ from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.api.cache import (
     CachePrompt,
     NodeKey,
+    VisibleRoots,
     find_node,
     page_of,
     preparation_of,
     refuse_unknown,
 )
 from vlm_serve.server.api.request_body import read_value
-from vlm_serve.server.api.visible import pin_owner
 from vlm_serve.server.http.errors import NotFoundError
 from vlm_serve.server.http.json_body import validate
 from vlm_serve.server.http.tenants import salt_of
@@ -80,7 +80,7 @@ async def pin(service: Service, request: Request) -> Response:
     with service.admission.admitted():
         if isinstance(target, ListedNode):
             length, key = target.node.end, target.node.key
-            owner = pin_owner(service, request)
+            owner = VisibleRoots(service, request).owner
             pinned = await asyncio.to_thread(pins.add_node, key, body.ttl_seconds, owner)
         else:
             prompt = await service.prepare(target)
@@ -101,7 +101,8 @@ async def list_pins(service: Service, request: Request) -> Response:
     """
     offset, limit = page_of(request.query_params)
     check_page(offset, limit)
-    found = await asyncio.to_thread(service.engine.pins.listed, pin_owner(service, request))
+    owner = VisibleRoots(service, request).owner
+    found = await asyncio.to_thread(service.engine.pins.listed, owner)
     shown = [PinBody(**dataclasses.asdict(each)) for each in found[offset : offset + limit]]
     return JSONResponse(PinList(total=len(found), offset=offset, pins=shown).model_dump())
 
@@ -131,7 +132,7 @@ async def lift_pins(service: Service, request: Request) -> Response:
 
 
 async def _lift(service: Service, request: Request, key: bytes | None) -> int:
-    owner = pin_owner(service, request)
+    owner = VisibleRoots(service, request).owner
     return await asyncio.to_thread(service.engine.pins.lift, owner, key)
 
 

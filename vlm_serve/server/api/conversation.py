@@ -1,15 +1,18 @@
-"""A request for one answer to a conversation, in a form common to all APIs."""
+"""A request for one answer to a conversation, in a form common to all APIs.
+
+With `truncation: "auto"` the oldest turns of one longer than the context are dropped.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.request import NextTurn
-from vlm_serve.errors import FieldError, InvalidRequestError
+from vlm_serve.errors import ContextLengthError, FieldError, InvalidRequestError
 from vlm_serve.preprocess.keys import KeyScope
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
@@ -30,11 +33,13 @@ from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm, form_of
 from vlm_serve.server.api.answer import Incoming
 from vlm_serve.server.api.fields import AnswerRequest
-from vlm_serve.server.api.request_affinity import affinity_of
+from vlm_serve.server.api.request_body import affinity_of
 from vlm_serve.server.api.structured import ToolChoice, with_tools
-from vlm_serve.server.api.truncation import prepare_truncated
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.service import Preparation, Service
+
+if TYPE_CHECKING:
+    from vlm_serve.server.service import Service
 
 SCHEMES = ("data:", "http://", "https://", "file://")
 """Schemes of URLs that clients may name; the fetching code decides where a URL may point."""
@@ -126,6 +131,29 @@ def prepare(
         return rendering
     prompt: Prompt = preprocessor.finish(rendering, [])
     return prompt.last_tokens(last_tokens)
+
+
+def prepare_tokens(
+    service: Service, prompt: str | list[int], own: KeyScope, count: int | None = None
+) -> Prompt:
+    """Return the prompt for text or token ids; call it on a preparation thread.
+
+    Args:
+        own: whose prompt it is.
+        count: only so many tokens at the end are used; None: all are.
+
+    Raises:
+        InvalidRequestError: an id is outside the vocabulary.
+    """
+    preprocessor = service.engine.preprocessor
+    if not isinstance(prompt, str):
+        ids = prompt if count is None else prompt[-count:]
+    elif count is None:
+        ids = preprocessor.tokenizer.encode(prompt)
+    else:
+        ids = preprocessor.tokenizer.encode_end(prompt, count)
+    made: Prompt = preprocessor.prepare_tokens(ids, **own.options)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,3 +311,65 @@ def _enforceable(service: Service, choice: ToolChoice) -> ToolChoice:
             "tool_choice: this server runs without a tool call parser", param="tool_choice"
         )
     return ToolChoice("none", (), parallel=True)
+
+
+def prepare_truncated(
+    conversation: Conversation, prepare: Callable[[Conversation], Prompt], max_tokens: int
+) -> Prompt:
+    """Return the conversation's prompt, without its oldest turns if it is too long.
+
+    A turn begins with a user's message and ends before the next one. System messages at the
+    beginning stay.
+
+    Turns are dropped in steps that grow with the conversation. The kept part then begins at the
+    same turn for several requests, so the cache has its prefix.
+
+    Args:
+        max_tokens: maximum number of the prompt's tokens.
+
+    Raises:
+        ContextLengthError: even the last turn does not fit. `prepare` may raise other errors.
+    """
+
+    def fitting_prompt(dropped: int) -> Prompt | None:
+        try:
+            prompt = prepare(drop_turns(conversation, starts, dropped))
+        except ContextLengthError:
+            return None
+        return prompt if len(prompt) <= max_tokens else None
+
+    starts = turn_starts(conversation)
+    last = max(len(starts) - 1, 0)
+    whole = fitting_prompt(0)
+    if whole is not None:
+        return whole
+    low, high = 0, last  # Dropping `low` turns is too few; `high` is the most.
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fitting_prompt(middle) is not None else (middle, high)
+    step = 1 << max((last + 1 - high) // 4, 1).bit_length() - 1
+    dropped = min(-(-high // step) * step, last)
+    return prepare(drop_turns(conversation, starts, dropped))
+
+
+def turn_starts(conversation: Conversation) -> list[int]:
+    """Return the index of each turn's first message; initial system messages belong to no turn."""
+    starts = []
+    for index, message in enumerate(conversation.messages):
+        before = conversation.messages[index - 1]["role"] if index else "system"
+        if message["role"] == "user" and before != "user":
+            starts.append(index)
+    return starts
+
+
+def drop_turns(conversation: Conversation, starts: list[int], dropped: int) -> Conversation:
+    """Return the conversation without its first `dropped` turns and their media."""
+    if not dropped:
+        return conversation
+    turns = conversation.turns()
+    kept = turns[: starts[0]] + turns[starts[dropped] :]
+    return replace(
+        conversation,
+        messages=[message for message, _ in kept],
+        media=[medium for _, media in kept for medium in media],
+    )

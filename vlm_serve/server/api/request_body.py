@@ -1,4 +1,7 @@
-"""Reading a request's JSON body into its model."""
+"""Reading a request's JSON body into its model.
+
+A request's affinity keys are set by a deployment's gateway, or computed from the parsed body.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from starlette.requests import ClientDisconnect
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
-from vlm_serve.server.api.request_affinity import note_affinity
 from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.errors import MediaTypeError
 from vlm_serve.server.http.json_body import (
@@ -29,6 +31,13 @@ from vlm_serve.server.http.streaming import until_disconnected
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service
+
+
+from starlette.types import Scope
+
+from vlm_serve.preprocess.affinity import AffinityKey, affinity_keys
+from vlm_serve.preprocess.reading.reader import APIS
+from vlm_serve.server.http.tenants import salt_of
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -147,3 +156,28 @@ async def read_value(service: Service, request: Request, use: Callable[[Any], T]
     if share is not None:
         share.shrink(kept)
     return made
+
+
+AFFINITY = "vlm_serve.affinity"
+"""Key of the ASGI scope, where no client can write."""
+
+
+def note_affinity(scope: Scope, conversation: Conversation, model: str) -> None:
+    """Store a conversation's affinity keys in the request's scope, unless it has some already.
+
+    It takes time in proportion to the body.
+
+    Args:
+        scope: the request's ASGI scope.
+        model: the canonical name of the model that answers, or its adapter's.
+    """
+    if AFFINITY in scope or scope.get("path", "") not in APIS:
+        return
+    salt = salt_of(scope, conversation.cache_salt)
+    scope[AFFINITY] = affinity_keys(conversation, salt=salt, model=model)
+
+
+def affinity_of(scope: Scope) -> tuple[AffinityKey, ...]:
+    """Return the keys of a request, the longest prefix first."""
+    keys: tuple[AffinityKey, ...] = scope.get(AFFINITY, ())
+    return keys

@@ -299,7 +299,7 @@ def _element(form: StructuredOutputs, field: str) -> dict[str, Any]:
 
 
 def _tag(name: str, schema: Any, tool_form: ToolForm) -> dict[str, Any]:
-    """Return the tag of one call, see `call_forms`."""
+    """Return the tag of one call, see `CallForm`."""
     if not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
         raise InvalidRequestError(
             f"the function name {name[:64]!r} must consist of letters, digits, '_', '-' and '.' "

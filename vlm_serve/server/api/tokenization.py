@@ -16,11 +16,11 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
 from vlm_serve.server.api.bodies import Optional
+from vlm_serve.server.api.chat.request import PromptOrMessages
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import RequestModel
 from vlm_serve.server.api.fields import Tokens as TokenIds
 from vlm_serve.server.api.logprobs import token_text
-from vlm_serve.server.api.prompts import PromptOrMessages
 from vlm_serve.server.api.request_body import read_prompt, read_request
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.service import Service

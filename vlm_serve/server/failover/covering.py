@@ -1,17 +1,18 @@
-"""Attaching the covered tokens to every message of an answer."""
+"""The answer of an attempt: its state for each prompt, and the covered tokens of each message."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from vlm_serve.engine.outputs import Delta
-from vlm_serve.server.failover.attempt import FAILURE, REPORT, TOKENS, USAGE
-from vlm_serve.server.failover.attempt_part import AttemptPart, report_fields
+from vlm_serve.engine.outputs import CacheReport, Delta, PromptMedia, PromptSegment, Usage
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.failover.attempt import FAILURE, REPORT, TOKENS, USAGE, Attempt, tokens_of
 
 
 class Coverage:
@@ -75,3 +76,127 @@ class CoveredResponse(Response):
             await send({**message, **self._extra} if body else message)
 
         await super().__call__(scope, receive, covered)
+
+
+class AttemptPart:
+    """Follows the answer to one prompt, and makes its reports independent of the replica and of
+    how its steps are batched.
+
+    Args:
+        attempt: the attempt to answer the request.
+        prompt: index of the prompt in the request.
+        params: the prompt's sampling parameters.
+
+    Attributes:
+        choices: number of choices.
+        forced: tokens that the choices begin with.
+        counted: usage so far, for the next attempt.
+        report: cache report of the first attempt that had one; None: there is none yet.
+    """
+
+    def __init__(self, attempt: Attempt, prompt: int, params: SamplingParams) -> None:
+        self.choices = params.n
+        self.forced = tokens_of(attempt, prompt, params.n)
+        self.counted: Usage | None = None
+        self.report: CacheReport | None = None
+        self._first: Usage | None = None
+        if attempt.usage is not None and (counts := attempt.usage[prompt]) is not None:
+            self._first = Usage(**counts)
+        if attempt.cache_report is not None:
+            self.report = _report(attempt.cache_report[prompt])
+        self._seed = attempt.seed + prompt * params.n
+        self._resumed = attempt.resumed
+        self._taken = 0
+        self._deltas = RoundRobin(params.n)
+
+    def seeded(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the attempt's seed unless the request has its own."""
+        return params if params.seed is not None else replace(params, seed=self._seed)
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta from the engine."""
+        self._deltas.add(delta)
+
+    def next(self) -> Delta | None:
+        """Return the next delta in round-robin order; None: it has not arrived."""
+        return self._deltas.next()
+
+    @property
+    def replayed(self) -> bool:
+        """True if the last token had been delivered by an earlier attempt."""
+        return self._taken <= sum(map(len, self.forced))
+
+    def usage(self, delta: Delta, *, ended: bool) -> Usage:
+        """Count a delta and return the prompt's usage so far.
+
+        Counts of drafts are included at the end only, since they depend on the steps' timing.
+        """
+        self._taken += len(delta.token_ids)
+        own = delta.usage
+        first = self._first or Usage(cached_tokens=own.cached_tokens)
+        counts = (own.prompt_tokens, self._taken, first.cached_tokens)
+        self.counted = Usage(
+            *counts,
+            first.accepted_prediction_tokens + own.accepted_prediction_tokens,
+            first.rejected_prediction_tokens + own.rejected_prediction_tokens,
+        )
+        return self.counted if ended else Usage(*counts)
+
+    def cache_report(self, delta: Delta, *, ended: bool) -> CacheReport | None:
+        """Return the cache report of the first attempt with one.
+
+        At the end it also gives the number of resumptions. It does not if all tokens had been
+        delivered before: then the report itself may have been delivered, too.
+        """
+        self.report = self.report or delta.cache_report
+        if self.report is None or not ended or self.replayed:
+            return self.report
+        return replace(self.report, resumed=self._resumed)
+
+
+class RoundRobin:
+    """Orders the deltas of several choices independently of their timing.
+
+    Each unfinished choice gives one delta in its turn. An engine gives several deltas of one choice
+    in a step, and none of a waiting choice.
+    """
+
+    def __init__(self, choices: int) -> None:
+        self._queues: dict[int, deque[Delta]] = {index: deque() for index in range(choices)}
+        self._open = list(range(choices))
+        self._turn = 0
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta of any choice."""
+        self._queues[delta.index].append(delta)
+
+    def next(self) -> Delta | None:
+        """Return the next delta; None: it has not arrived, or all choices have ended."""
+        if not self._open:
+            return None
+        self._turn %= len(self._open)
+        queue = self._queues[self._open[self._turn]]
+        if not queue:
+            return None
+        delta = queue.popleft()
+        if delta.finish_reason is not None:
+            del self._open[self._turn]
+        else:
+            self._turn += 1
+        return delta
+
+
+def report_fields(report: CacheReport | None) -> dict[str, Any] | None:
+    """Return a report as plain data for the next attempt."""
+    return None if report is None else asdict(report)
+
+
+def _report(fields: Mapping[str, Any] | None) -> CacheReport | None:
+    """Return the report for the result of `report_fields`."""
+    if fields is None:
+        return None
+    made = {
+        "segments": tuple(PromptSegment(**each) for each in fields["segments"]),
+        "media": tuple(PromptMedia(**each) for each in fields["media"]),
+    }
+    return CacheReport(**{**fields, **made})

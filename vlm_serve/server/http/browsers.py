@@ -32,7 +32,7 @@ def refuse_foreign_scripts(scope: Scope, config: ServerConfig) -> None:
         return
     if origin.partition("://")[2] != headers.get(b"host"):
         raise PermissionDeniedError(
-            "scripts of that origin may not do that; --allowed-origins names those that may",
+            "pages of other websites may not do that; --allowed-origins names exceptions",
             code="origin_not_allowed",
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlm_serve.errors import ConfigError, InvalidRequestError, VlmServeError
-from vlm_serve.options.yaml_file import read_mapping
+from vlm_serve.options.declared import read_mapping
 
 RESERVED_PREFIX = "tenant:"
 """Prefix of bound salts. Clients' own salts must not have it, so none can name a tenant's salt."""

@@ -20,7 +20,7 @@ from vlm_serve.server.api.bodies import Optional
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
 from vlm_serve.server.api.chat.route import chat_task
 from vlm_serve.server.api.conversation import ConversationTask
-from vlm_serve.server.api.generate.request import TokenSampling
+from vlm_serve.server.api.generate import TokenSampling
 from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.service import Service

@@ -1,4 +1,4 @@
-"""The request body of POST /v1/chat/completions, and parsing it."""
+"""The request body of POST /v1/chat/completions, and parsing it; parts that other routes share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vlm_serve.errors import FieldError
+from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.sampling_params import MAX_LOGPROBS
@@ -122,3 +122,15 @@ class ChatCompletionRequest(TemplateFields, GenerationRequest):
         if top and not self.logprobs:
             raise FieldError("top_logprobs", "needs logprobs: true")
         return (top or 0) if self.logprobs else None
+
+
+class PromptOrMessages(TemplateFields):
+    """A request with either `messages` or `prompt`. Subclasses declare `prompt`."""
+
+    model: str | None = None
+    messages: Items[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
+
+    def check_alternatives(self, prompt: object) -> None:
+        """Raise InvalidRequestError if both messages and a prompt were given."""
+        if prompt is not None and self.messages is not None:
+            raise InvalidRequestError("give either prompt or messages", param="prompt")

@@ -1,19 +1,41 @@
-"""The route of POST /v1/chat/completions."""
+"""The route of POST /v1/chat/completions, and its response, complete and as a stream.
+
+The bodies are OpenAI's; docs/http-api.md lists the additions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 from fastapi import Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
+from vlm_serve.engine.outputs import Delta
 from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.answer import Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.answers.output_parser import OutputParser
+from vlm_serve.server.answers.pieces import Piece
+from vlm_serve.server.api.answer import AnswerStream, Event, Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.bodies import (
+    CacheReportBody,
+    ChatLogprobs,
+    Optional,
+    PromptLogprobsBody,
+    TokenLogprob,
+    UsageBody,
+    cache_report_body,
+    cache_report_fields,
+    routed_experts_fields,
+    usage_body,
+)
 from vlm_serve.server.api.chat.request import ChatCompletionRequest
-from vlm_serve.server.api.chat.stream import ChatStream
 from vlm_serve.server.api.conversation import ConversationTask, conversation_task
+from vlm_serve.server.api.logprobs import chat_logprobs, prompt_logprobs_body
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.failover.attempt import Attempt, new_token
 from vlm_serve.server.service import Service
 
 
@@ -45,3 +67,270 @@ def _spec(
         return ChatStream(body, chat, incoming.service.tokenizer, generations[0])
 
     return ResponseSpec([chat.task], stream_of, bool(body.stream), headers)
+
+
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: str | None = None
+    reasoning: Optional[str] = None
+    reasoning_content: Optional[str] = None
+    tool_calls: Optional[list[ToolCall]] = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str
+    stop_reason: Optional[int | str] = None
+    token_ids: Optional[list[int]] = None
+    routed_experts: Optional[str] = None
+    routed_experts_gaps: Optional[list[tuple[int, int]]] = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    cache_report: Optional[CacheReportBody] = None
+    prompt_token_ids: Optional[list[int]] = None
+    prompt_logprobs: Optional[PromptLogprobsBody] = None
+
+
+class ChatChoiceState:
+    """Gathers the deltas of one choice.
+
+    Args:
+        index: index of the choice.
+        parser: splits its text.
+        tokenizer: decodes tokens for logprobs.
+        top_logprobs: alternatives per token; None: no logprobs.
+        keep_token_ids: token ids were requested.
+        attempt: source of ids; None: they are random.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        parser: OutputParser,
+        tokenizer: Tokenizer,
+        top_logprobs: int | None,
+        keep_token_ids: bool,
+        attempt: Attempt | None = None,
+    ) -> None:
+        self._index = index
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._top_logprobs = top_logprobs
+        self._keep_token_ids = keep_token_ids
+        self._attempt = attempt
+        self._started = False
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._token_ids: list[int] = []
+        self._finish_reason = ""
+        self._stop_reason: int | str | None = None
+        self._experts: dict[str, Any] = {}
+
+    def push(self, delta: Delta) -> list[dict[str, Any]]:
+        """Add a delta and return the stream's parts for it; the first part has the role."""
+        parts = []
+        if not self._started:
+            self._started = True
+            parts.append(self._part({"role": "assistant", "content": ""}))
+        pieces = self._parser.feed(delta.text) if delta.text else []
+        if delta.finish_reason is not None:
+            pieces += self._parser.finish(cut=delta.finish_reason == "length")
+        fields = self._take(pieces)
+        logprobs = self._take_logprobs(delta)
+        if self._keep_token_ids:
+            self._token_ids += delta.token_ids
+        if fields or logprobs or (self._keep_token_ids and delta.token_ids):
+            part = self._part(fields or {"content": ""})
+            if logprobs:
+                part["logprobs"] = ChatLogprobs(content=logprobs).model_dump()
+            if self._keep_token_ids:
+                part["token_ids"] = list(delta.token_ids)
+            parts.append(part)
+        if delta.finish_reason is not None:
+            parts.append(self._finish(delta))
+        return parts
+
+    def _part(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self._index, "delta": fields, "logprobs": None, "finish_reason": None}
+
+    def _take(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+        """Keep the pieces, and return them as the fields of a stream's `delta`."""
+        fields: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            if piece.kind == "content":
+                self._content.append(piece.text)
+                fields["content"] = fields.get("content", "") + piece.text
+            elif piece.kind == "reasoning":
+                self._reasoning.append(piece.text)
+                for name in ("reasoning", "reasoning_content"):
+                    fields[name] = fields.get(name, "") + piece.text
+            elif piece.kind == "tool_name":
+                function = FunctionCall(name=piece.text, arguments="")
+                token = new_token(self._attempt, "call", self._index, len(self._calls))
+                call = ToolCall(id=f"call_{token}", function=function)
+                self._calls.append(call)
+                calls[piece.call] = {"index": piece.call, **call.model_dump()}
+            else:
+                self._calls[piece.call].function.arguments += piece.text
+                entry = calls.setdefault(
+                    piece.call, {"index": piece.call, "function": {"arguments": ""}}
+                )
+                entry["function"]["arguments"] += piece.text
+        if calls:
+            fields["tool_calls"] = list(calls.values())
+        return fields
+
+    def _take_logprobs(self, delta: Delta) -> list[TokenLogprob]:
+        if self._top_logprobs is None or not delta.logprobs:
+            return []
+        entries = chat_logprobs(
+            self._tokenizer, delta.token_ids, delta.logprobs, self._top_logprobs
+        )
+        self._logprobs += entries
+        return entries
+
+    def _finish(self, delta: Delta) -> dict[str, Any]:
+        assert delta.finish_reason in ("stop", "length")
+        whole = self._calls and not self._parser.unfinished
+        called = delta.finish_reason == "stop" and whole
+        self._finish_reason = "tool_calls" if called else delta.finish_reason
+        self._stop_reason = delta.stop_reason
+        part = self._part({})
+        part["finish_reason"] = self._finish_reason
+        if self._stop_reason is not None:
+            part["stop_reason"] = self._stop_reason
+        self._experts = routed_experts_fields(delta)
+        return part | self._experts
+
+    def result(self) -> ChatChoice:
+        """Return the complete choice, after its last delta."""
+        assert self._finish_reason, "the choice has not ended"
+        reasoning = "".join(self._reasoning) or None
+        content = "".join(self._content)
+        return ChatChoice(
+            index=self._index,
+            message=AssistantMessage(
+                content=content or (None if reasoning or self._calls else ""),
+                reasoning=reasoning,
+                reasoning_content=reasoning,
+                tool_calls=self._calls or None,
+            ),
+            logprobs=None if self._top_logprobs is None else ChatLogprobs(content=self._logprobs),
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+            token_ids=self._token_ids if self._keep_token_ids else None,
+            **self._experts,
+        )
+
+
+class ChatStream(AnswerStream):
+    """The chunks of all choices, then the usage if requested."""
+
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        chat: ConversationTask,
+        tokenizer: Tokenizer,
+        generation: Generation,
+    ) -> None:
+        self._body = body
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._generation = generation
+        self._choices = [
+            ChatChoiceState(
+                index=index,
+                parser=chat.parser(generation),
+                tokenizer=tokenizer,
+                top_logprobs=body.top_logprobs or 0 if body.logprobs else None,
+                keep_token_ids=bool(body.return_token_ids),
+                attempt=chat.task.attempt,
+            )
+            for index in range(chat.task.params.n)
+        ]
+        # Fields of the first chunk.
+        self._extra: dict[str, Any] = {}
+        if body.return_token_ids:
+            self._extra["prompt_token_ids"] = list(generation.prompt.token_ids)
+
+    @property
+    def _id(self) -> str:
+        return f"chatcmpl-{self._chat.task.request_id}"
+
+    def push(self, prompt: int, delta: Delta) -> list[Event]:
+        parts = self._choices[delta.index].push(delta)
+        chunks = []
+        for part in parts:
+            chunk, self._extra = self._chunk([part]) | self._extra, {}
+            if self._body.stream_option("include_usage"):
+                continuous = self._body.stream_option("continuous_usage_stats")
+                chunk["usage"] = self._usage() if continuous else None
+            chunks.append(chunk)
+        ended = not self._generation.unfinished
+        if chunks and ended and not self._body.stream_option("include_usage"):
+            chunks[-1] |= self._final_fields()
+        return chunks
+
+    def end(self) -> list[Event]:
+        if not self._body.stream_option("include_usage"):
+            return []
+        return [self._chunk([]) | {"usage": self._usage()} | self._final_fields()]
+
+    def result(self) -> ChatCompletion:
+        body, generation = self._body, self._generation
+        prompt = generation.prompt
+        return ChatCompletion(
+            id=self._id,
+            created=self._chat.created,
+            model=self._chat.model,
+            choices=[choice.result() for choice in self._choices],
+            usage=usage_body(generation.usage, prompt),
+            cache_report=cache_report_body(generation.cache_report) if body.cache_report else None,
+            prompt_token_ids=list(prompt.token_ids) if body.return_token_ids else None,
+            prompt_logprobs=prompt_logprobs_body(
+                self._tokenizer, prompt.token_ids, generation.prompt_logprobs
+            ),
+        )
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> Event:
+        return {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._chat.created,
+            "model": self._chat.model,
+            "choices": choices,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_body(self._generation.usage, self._generation.prompt).model_dump()
+
+    def _final_fields(self) -> dict[str, Any]:
+        report = self._generation.cache_report
+        if not self._body.cache_report or report is None:
+            return {}
+        return {"cache_report": cache_report_fields(report)}

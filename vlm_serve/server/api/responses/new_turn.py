@@ -1,14 +1,19 @@
-"""The turn of a response request in a stored conversation, and storing its answer."""
+"""The turn of a response request in a stored conversation, and storing its answer.
+
+Clients may send references to items of stored responses instead of the items.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Scope
 
 from vlm_serve.errors import FieldError, InvalidRequestError, UnsupportedFieldError
+from vlm_serve.preprocess.reading.items import is_reference
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.failover.attempt import Attempt, attempt_of, new_token
 from vlm_serve.server.http.errors import NotFoundError
@@ -140,3 +145,37 @@ def _with_id(item: dict[str, Any], attempt: Attempt | None, index: int) -> dict[
         return item
     prefix = _ID_PREFIXES.get(str(item.get("type")), "msg_")
     return item | {"id": prefix + new_token(attempt, "item", index)}
+
+
+def with_references(
+    service: Service, scope: Scope, body: ResponsesRequest, value: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return a parsed request with the items to which it refers; `body` gets them, too.
+
+    Raises:
+        UnsupportedFieldError: there are references, but the server stores no responses.
+        NotFoundError: the owner has no stored item of that id.
+    """
+    if isinstance(body.input, str):
+        return value
+    named = {item["id"]: at for at, item in enumerate(body.input) if is_reference(item)}
+    if not named:
+        return value
+    responses = service.state.responses
+    if responses is None:
+        place = f"input[{next(iter(named.values()))}]"
+        raise UnsupportedFieldError(
+            f"{place}: item_reference needs a server that runs with --response-store",
+            param=place,
+            code="unsupported_field",
+        )
+    found = responses.find_items(owner_of(scope, body.cache_salt), named.keys())
+    for item_id, at in named.items():
+        if item_id not in found:
+            raise NotFoundError(
+                f"input[{at}]: there is no stored item {item_id[:128]!r}",
+                param=f"input[{at}]",
+                code="item_not_found",
+            )
+    body.input = [found[item["id"]] if is_reference(item) else item for item in body.input]
+    return {**value, "input": body.input}

@@ -1,4 +1,7 @@
-"""The routes of POST /v1/responses and /v1/responses/input_tokens."""
+"""The routes of POST /v1/responses and /v1/responses/input_tokens, and the response.
+
+The response is complete or a stream of events.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,49 @@ from typing import Any, Literal
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from pydantic_core import from_json
 from starlette.responses import Response
 
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_past
+from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.answer import Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.answers.json_calls import decodable
+from vlm_serve.server.api.answer import Event, Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.bodies import (
+    CacheReportBody,
+    Optional,
+    TokenLogprob,
+    cache_report_body,
+    usage_body,
+)
 from vlm_serve.server.api.conversation import (
+    ConversationTask,
     ParsedRequest,
     conversation_task,
     count_tokens,
 )
+from vlm_serve.server.api.logprobs import chat_logprobs
+from vlm_serve.server.api.output_blocks import BlockStream, OutputBlock
 from vlm_serve.server.api.request_body import read_prompt
-from vlm_serve.server.api.responses.new_turn import bytes_of_past, items_until, new_turn, parent_of
-from vlm_serve.server.api.responses.references import with_references
+from vlm_serve.server.api.responses.new_turn import (
+    NewTurn,
+    bytes_of_past,
+    items_until,
+    new_turn,
+    parent_of,
+    with_references,
+)
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
-from vlm_serve.server.api.responses.stream import ResponseStream
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.tenants import owner_of
 from vlm_serve.server.service import Service
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+_BEGINNING = '{"input": "'
+_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
 
 class InputTokens(BaseModel):
@@ -92,3 +119,274 @@ def _spec(incoming: Incoming, body: ResponsesRequest, conversation: Conversation
     return ResponseSpec(
         [chat.task], stream_of, bool(body.stream), ignored_header(ignored), named=True
     )
+
+
+def _input_of(arguments: str) -> str:
+    """Return the one text of a call's arguments, which the token limit may have cut."""
+    given = from_json(arguments or "{}", allow_partial="trailing-strings")
+    found = given.get("input", "") if isinstance(given, dict) else ""
+    return found if isinstance(found, str) else arguments
+
+
+class CustomInput:
+    """The text of a call whose arguments are still coming.
+
+    Arguments in another form than that of one text are told when they are complete.
+    """
+
+    def __init__(self) -> None:
+        self._unread = ""
+        self._begun = False
+        self._told = 0
+
+    def grow(self, arguments: str) -> str:
+        """Take more of the arguments and return more of the text."""
+        self._unread += arguments
+        if not self._begun and self._unread.startswith(_BEGINNING):
+            self._begun, self._unread = True, self._unread.removeprefix(_BEGINNING)
+        if not self._begun:
+            return ""
+        text, size = decodable(self._unread)
+        self._unread = self._unread[size:]
+        self._told += len(text)
+        return text
+
+    def rest(self, text: str) -> str:
+        """Return what is left of the whole text."""
+        return text[self._told :]
+
+
+def _item_id(block: OutputBlock, *, custom: bool) -> str:
+    """Return the id of a block's item.
+
+    Args:
+        custom: the block calls a tool that takes one text.
+    """
+    return ("ctc_" if custom else _PREFIXES[block.kind]) + block.token
+
+
+def _part_of(block: OutputBlock) -> dict[str, Any]:
+    """Return the part of a block's item that holds its text."""
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    part = {"type": "output_text", "text": block.text, "annotations": []}
+    return part | {"logprobs": list(block.logprobs)}
+
+
+def _item_of(block: OutputBlock, status: str, *, custom: bool) -> dict[str, Any]:
+    """Return a block's item; see `_item_id`."""
+    item: dict[str, Any] = {"id": _item_id(block, custom=custom), "status": status}
+    if block.kind == "call":
+        call = {"call_id": f"call_{block.token}", "name": block.name}
+        if custom:
+            return item | {"type": "custom_tool_call"} | call | {"input": _input_of(block.text)}
+        return item | {"type": "function_call"} | call | {"arguments": block.text}
+    parts = [] if status == "in_progress" else [_part_of(block)]
+    if block.kind == "reasoning":
+        return item | {"type": "reasoning", "summary": [], "content": parts}
+    return item | {"type": "message", "role": "assistant", "content": parts}
+
+
+class ResponseBody(BaseModel):
+    """The response body of /v1/responses, also in the events of its stream."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, Any] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    temperature: float | None
+    top_logprobs: int = 0
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+    usage: dict[str, Any] | None = None
+    cache_report: Optional[CacheReportBody] = None
+
+
+class ResponseStream(BlockStream):
+    """The events of one response."""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        chat: ConversationTask,
+        tokenizer: Tokenizer,
+        generation: Generation,
+        turn: NewTurn,
+    ) -> None:
+        super().__init__(chat.parser(generation), chat.task.attempt)
+        self._custom_tools = body.custom_tools
+        self._chat = chat
+        self._tokenizer = tokenizer
+        self._request = body
+        self._turn = turn
+        self._generation = generation
+        self._number = 0
+        self._input = CustomInput()
+        self._items: list[dict[str, Any]] = []
+
+    def start(self) -> list[Event]:
+        return [
+            self._event(f"response.{name}", response=self._body("in_progress").model_dump())
+            for name in ("created", "in_progress")
+        ]
+
+    def opened(self, block: OutputBlock) -> list[Event]:
+        self._input = CustomInput()
+        events = [self._item_event("added", block, self._item(block, "in_progress"))]
+        if block.kind != "call":
+            events.append(self._part_event("added", block))
+        return events
+
+    def grown(self, block: OutputBlock, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        if self._is_custom(block):
+            text = self._input.grow(text)
+            return [self._text_event("delta", block, [], delta=text)] if text else []
+        return [self._text_event("delta", block, logprobs, delta=text)]
+
+    def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
+        top = self._chat.task.params.logprobs
+        if top is None:
+            return []
+        entries = chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, top)
+        return [_logprob(entry) for entry in entries]
+
+    def closed(self, block: OutputBlock) -> list[Event]:
+        cut = self.finish_reason == "length" or self.is_unfinished(block)
+        item = self._item(block, "incomplete" if cut else "completed")
+        self._items.append(item)
+        if self._is_custom(block):
+            rest = self._input.rest(item["input"])
+            return [
+                *([self._text_event("delta", block, [], delta=rest)] if rest else []),
+                self._text_event("done", block, [], input=item["input"]),
+                self._item_event("done", block, item),
+            ]
+        if block.kind == "call":
+            done = {"arguments": block.text, "name": block.name}
+            return [
+                self._text_event("done", block, [], **done),
+                self._item_event("done", block, item),
+            ]
+        return [
+            self._text_event("done", block, block.logprobs, text=block.text),
+            self._part_event("done", block),
+            self._item_event("done", block, item),
+        ]
+
+    def end(self) -> list[Event]:
+        body = self.result()
+        return [self._event(f"response.{body.status}", response=body.model_dump())]
+
+    def failed(self, error: VlmServeError) -> list[Event]:
+        body = self._body("failed")
+        body.error = {"code": "server_error", "message": error.message}
+        return [self._event("response.failed", response=body.model_dump())]
+
+    def result(self) -> ResponseBody:
+        generation = self._generation
+        cut = self.finish_reason == "length"
+        body = self._body("incomplete" if cut else "completed")
+        body.incomplete_details = {"reason": "max_output_tokens"} if cut else None
+        counts = usage_body(generation.usage, generation.prompt)
+        cached = counts.prompt_tokens_details.model_dump()
+        body.usage = {
+            "input_tokens": counts.prompt_tokens,
+            "input_tokens_details": cached | {"cache_write_tokens": 0},
+            "output_tokens": counts.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": counts.total_tokens,
+        }
+        if self._request.cache_report:
+            body.cache_report = cache_report_body(generation.cache_report)
+        self._turn.store(body.model_dump())
+        return body
+
+    def _body(self, status: Status) -> ResponseBody:
+        request, params = self._request, self._chat.task.params
+        return ResponseBody(
+            id=self._turn.response_id or f"resp_{self._chat.task.request_id}",
+            created_at=self._chat.created,
+            status=status,
+            instructions=request.instructions,
+            max_output_tokens=params.max_tokens,
+            metadata=request.metadata or {},
+            model=self._chat.model,
+            output=list(self._items),
+            previous_response_id=request.previous_response_id,
+            store=self._turn.response_id is not None,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            temperature=params.temperature,
+            top_logprobs=request.top_logprobs or 0,
+            text={
+                "format": (request.text or {}).get("format") or {"type": "text"},
+                "verbosity": request.verbosity or "medium",
+            },
+            tool_choice=request.tool_choice or "auto",
+            tools=[
+                dict.fromkeys(("parameters", "strict") if tool.type == "function" else ())
+                | tool.model_dump(exclude_unset=True)
+                for tool in request.tools or []
+            ],
+            top_p=params.top_p,
+            truncation=request.truncation or "disabled",
+        )
+
+    def _is_custom(self, block: OutputBlock) -> bool:
+        return block.kind == "call" and block.name in self._custom_tools
+
+    def _item(self, block: OutputBlock, status: str) -> dict[str, Any]:
+        return _item_of(block, status, custom=self._is_custom(block))
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _item_event(self, name: str, block: OutputBlock, item: dict[str, Any]) -> Event:
+        return self._event(f"response.output_item.{name}", output_index=block.index, item=item)
+
+    def _part_event(self, name: str, block: OutputBlock) -> Event:
+        place = {
+            "item_id": _item_id(block, custom=self._is_custom(block)),
+            "output_index": block.index,
+            "content_index": 0,
+        }
+        return self._event(f"response.content_part.{name}", **place, part=_part_of(block))
+
+    def _text_event(
+        self, step: str, block: OutputBlock, logprobs: list[dict[str, Any]], **fields: Any
+    ) -> Event:
+        place: dict[str, Any] = {
+            "item_id": _item_id(block, custom=self._is_custom(block)),
+            "output_index": block.index,
+        }
+        if block.kind != "call":
+            place["content_index"] = 0
+        if block.kind == "text":
+            place["logprobs"] = logprobs
+        kind = {"text": "output_text", "reasoning": "reasoning_text"}.get(block.kind)
+        if kind is None:
+            custom = self._is_custom(block)
+            kind = "custom_tool_call_input" if custom else "function_call_arguments"
+        return self._event(f"response.{kind}.{step}", **place, **fields)
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    """Return a logprobs entry in this API's format: without text, `bytes` is empty instead of
+    null."""
+    made = entry.model_dump()
+    for each in (made, *made["top_logprobs"]):
+        each["bytes"] = each["bytes"] or []
+    return made

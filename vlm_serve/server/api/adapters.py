@@ -1,4 +1,4 @@
-"""Loading and unloading adapters while the server runs, as vLLM's clients ask for it."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM's clients ask for them."""
 
 from __future__ import annotations
 

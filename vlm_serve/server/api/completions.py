@@ -1,0 +1,336 @@
+"""POST /v1/completions: prompts as text or token ids, without a chat template.
+
+The bodies are OpenAI's; docs/http-api.md lists the additions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.plan import PromptLogprobs
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.sampling_params import SamplingParams
+from vlm_serve.server.answers.generation import Generation
+from vlm_serve.server.api.answer import AnswerStream, Event, Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.bodies import (
+    CacheReportBody,
+    CompletionLogprobs,
+    Optional,
+    PromptLogprobsBody,
+    UsageBody,
+    add_usage,
+    cache_report_body,
+    cache_report_fields,
+    routed_experts_fields,
+    usage_body,
+)
+from vlm_serve.server.api.conversation import prepare_tokens
+from vlm_serve.server.api.fields import GenerationRequest, Items, Tokens, Whole, check_stream
+from vlm_serve.server.api.logprobs import completion_logprobs, prompt_logprobs_body
+from vlm_serve.server.api.request_body import affinity_of
+from vlm_serve.server.api.sampling import sampling_of, with_sampling
+from vlm_serve.server.api.structured import structured_outputs_of
+from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.service import Service
+
+MAX_PROMPTS = 128
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+@with_sampling("completions")
+class CompletionRequest(GenerationRequest):
+    prompt: str | Items[str] | Tokens | Items[Tokens]
+    max_tokens: Whole | None = None
+    logprobs: Whole | None = None
+    echo: bool | None = None
+
+    @property
+    def only_echo(self) -> bool:
+        """Only the prompt is wanted, for its logprobs."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters.
+
+        Raises:
+            InvalidRequestError: a field is out of range; the error names it.
+        """
+        check_stream(self.stream, self.stream_options, self.prompt_logprobs)
+        limit = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        echoed = self.echo and self.prompt_logprobs is None
+        return sampling_of(
+            "completions",
+            self,
+            # The engine generates at least one token; the response omits it.
+            max_tokens=1 if self.only_echo else limit,
+            prompt_logprobs=self.logprobs if echoed else self.prompt_logprobs,
+            structured_outputs=structured_outputs_of(
+                self.response_format, self.structured_outputs, self.regex
+            ),
+        )
+
+
+def checked_prompts(conversation: Conversation) -> list[str] | list[list[int]]:
+    """Return the prompts of a request.
+
+    Raises:
+        InvalidRequestError: there are no prompts, too many, or empty ones.
+    """
+    prompts = conversation.prompts
+    if not prompts or not all(prompts):
+        raise InvalidRequestError("prompt must not be empty", param="prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequestError(f"at most {MAX_PROMPTS} prompts per request", param="prompt")
+    return prompts
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: Optional[int | str] = None
+    token_ids: Optional[list[int]] = None
+    prompt_token_ids: Optional[list[int]] = None
+    prompt_logprobs: Optional[PromptLogprobsBody] = None
+    routed_experts: Optional[str] = None
+    routed_experts_gaps: Optional[list[tuple[int, int]]] = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody
+    cache_report: Optional[CacheReportBody | list[CacheReportBody]] = None
+
+
+class CompletionChoiceState:
+    """Gathers the deltas of one choice."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, body: CompletionRequest, index: int, prompt: Prompt
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._body = body
+        self.index = index
+        self._prompt = prompt
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._reported: list[int] = []
+        self._logprobs: list[dict[int, float] | None] = []
+        self._reports: tuple[PromptLogprobs, ...] | None = None
+        self._length = 0
+        self._last: Delta | None = None
+
+    def push(self, delta: Delta) -> CompletionChoice | None:
+        """Add a delta and return the stream's part for it, or None if it has nothing to report."""
+        if self._body.only_echo:
+            delta = _without_answer(delta)
+        text, body, first = delta.text, self._body, self._last is None
+        tokens: tuple[int, ...] = delta.token_ids
+        logprobs: tuple[dict[int, float] | None, ...] = delta.logprobs
+        if first:
+            self._reports = delta.prompt_logprobs
+        if body.echo and first:
+            text = self._echo() + text
+            if body.logprobs is not None and delta.prompt_logprobs is not None:
+                tokens = (*self._prompt.token_ids, *tokens)
+                unknown = len(self._prompt) - len(delta.prompt_logprobs)
+                known = (each.logprobs for each in delta.prompt_logprobs)
+                logprobs = (*[None] * unknown, *known, *logprobs)
+        offset = self._length
+        self._length += len(text)
+        self._last = delta
+        self._text.append(text)
+        self._tokens += delta.token_ids
+        self._reported += tokens
+        self._logprobs += logprobs
+        has_tokens = body.return_token_ids and delta.token_ids
+        if not (text or delta.logprobs or delta.finish_reason or has_tokens):
+            return None
+        reported = (tokens, logprobs)
+        return self._part(text, delta.token_ids, reported, offset, with_prompt=first)
+
+    def result(self) -> CompletionChoice:
+        reported = (self._reported, self._logprobs)
+        choice = self._part("".join(self._text), self._tokens, reported, 0, with_prompt=True)
+        if self._body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs_body(
+                self._tokenizer, self._prompt.token_ids, self._reports
+            )
+        return choice
+
+    def _echo(self) -> str:
+        return self._tokenizer.decode(self._prompt.token_ids, skip_special_tokens=False)
+
+    def _part(
+        self,
+        text: str,
+        tokens: Sequence[int],
+        reported: tuple[Sequence[int], Sequence[dict[int, float] | None]],
+        offset: int,
+        *,
+        with_prompt: bool,
+    ) -> CompletionChoice:
+        body, last = self._body, self._last
+        assert last is not None
+        return CompletionChoice(
+            index=self.index,
+            text=text,
+            logprobs=None
+            if body.logprobs is None
+            else completion_logprobs(self._tokenizer, *reported, body.logprobs, offset),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            token_ids=list(tokens) if body.return_token_ids else None,
+            prompt_token_ids=list(self._prompt.token_ids)
+            if body.return_token_ids and with_prompt
+            else None,
+            **routed_experts_fields(last),
+        )
+
+
+def _without_answer(delta: Delta) -> Delta:
+    ended: Literal["length"] | None = None if delta.finish_reason is None else "length"
+    return dataclasses.replace(
+        delta, text="", token_ids=(), logprobs=(), finish_reason=ended, stop_reason=None
+    )
+
+
+class CompletionStream(AnswerStream):
+    """The chunks of all choices. Choice `p * n + i` is the i-th of prompt p."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        tokenizer: Tokenizer,
+        generations: Sequence[Generation],
+        *,
+        model: str,
+        created: int,
+    ) -> None:
+        self._body = body
+        self._generations = generations
+        self._id = f"cmpl-{generations[0].task.request_id}"
+        self._model, self._created = model, created
+        self._choices = [
+            [
+                CompletionChoiceState(tokenizer, body, number * count + index, generation.prompt)
+                for index in range(count)
+            ]
+            for number, generation in enumerate(generations)
+            for count in [generation.task.params.n]
+        ]
+        # Choices whose last delta has not been pushed; the generations may be ahead.
+        self._unfinished = sum(map(len, self._choices))
+
+    def push(self, prompt: int, delta: Delta) -> list[Event]:
+        body = self._body
+        part = self._choices[prompt][delta.index].push(delta)
+        self._unfinished -= delta.finish_reason is not None
+        if part is None:
+            return []
+        chunk = self._chunk([part.model_dump()])
+        if body.stream_option("include_usage"):
+            continuous = body.stream_option("continuous_usage_stats")
+            chunk["usage"] = self._usage().model_dump() if continuous else None
+        elif not self._unfinished:
+            chunk |= self._final_fields()
+        return [chunk]
+
+    def end(self) -> list[Event]:
+        if not self._body.stream_option("include_usage"):
+            return []
+        return [self._chunk([]) | {"usage": self._usage().model_dump()} | self._final_fields()]
+
+    def result(self) -> Completion:
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[choice.result() for choices in self._choices for choice in choices],
+            usage=self._usage(),
+            cache_report=self._report() if self._body.cache_report else None,
+        )
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> Event:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _usage(self) -> UsageBody:
+        total = add_usage([generation.usage for generation in self._generations])
+        if self._body.only_echo:
+            total = dataclasses.replace(total, completion_tokens=0)
+        return usage_body(total, *(generation.prompt for generation in self._generations))
+
+    def _report(self) -> CacheReportBody | list[CacheReportBody] | None:
+        """Return the prompt's cache report, or a list of reports for several prompts."""
+        bodies = [cache_report_body(generation.cache_report) for generation in self._generations]
+        found = [body for body in bodies if body is not None]
+        return found[0] if len(bodies) == 1 and found else found or None
+
+    def _final_fields(self) -> dict[str, Any]:
+        if not self._body.cache_report:
+            return {}
+        reports = [
+            cache_report_fields(generation.cache_report)
+            for generation in self._generations
+            if generation.cache_report
+        ]
+        return {"cache_report": reports[0] if len(self._generations) == 1 else reports}
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """Continue one or several prompts. It raises as `respond` does."""
+    return await answer_prompt(service, request, "completions", CompletionRequest, _spec)
+
+
+def _spec(incoming: Incoming, body: CompletionRequest, conversation: Conversation) -> ResponseSpec:
+    headers = ignored_header(ignored_fields(body.model_extra or {}))
+    params, service = body.sampling_params(), incoming.service
+    own = incoming.key_scope(body)
+    model = service.state.resolve_model(body.model)
+    names = {"messages": "prompt", "structured_outputs": body.form_field}
+
+    def stream_of(generations: Sequence[Generation]) -> CompletionStream:
+        return CompletionStream(
+            body,
+            service.tokenizer,
+            generations,
+            model=model,
+            created=incoming.created,
+        )
+
+    kept = params.kept_prompt_tokens(service.engine.max_model_len)
+    prompts: Iterable[tuple[int, str | list[int]]] = enumerate(checked_prompts(conversation))
+    tasks = [
+        incoming.task(
+            body,
+            partial(prepare_tokens, service, prompt, own, kept),
+            params,
+            names=names,
+            number=number,
+        )
+        for number, prompt in prompts
+    ]
+    tasks[0] = dataclasses.replace(tasks[0], affinity=affinity_of(incoming.scope))
+    return ResponseSpec(tasks, stream_of, bool(body.stream), headers)

@@ -1,1 +1,0 @@
-"""POST /v1/completions: prompts as text or token ids, without a chat template."""

@@ -1,1 +1,0 @@
-"""POST /inference/v1/generate: token ids in, token ids out, in vLLM's format."""

@@ -1,0 +1,314 @@
+"""POST /v1/messages and /v1/messages/count_tokens: chat requests in Anthropic's format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
+from starlette.responses import Response
+
+from vlm_serve.errors import FieldError, VlmServeError
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.values import text_of, unsupported
+from vlm_serve.preprocess.template_traits import TemplateTraits
+from vlm_serve.server.answers.generation import Generation
+from vlm_serve.server.api.answer import Event, Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.bodies import CacheReportBody, Optional, cache_report_body
+from vlm_serve.server.api.conversation import (
+    ConversationTask,
+    ParsedRequest,
+    conversation_task,
+    count_tokens,
+    set_variables,
+)
+from vlm_serve.server.api.fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    AnswerRequest,
+    Items,
+    RequestModel,
+    Table,
+    Whole,
+)
+from vlm_serve.server.api.output_blocks import BlockStream, OutputBlock
+from vlm_serve.server.api.request_body import read_prompt
+from vlm_serve.server.api.sampling import sampling_names, sampling_of, with_sampling
+from vlm_serve.server.api.structured import ToolChoice, json_schema_form
+from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header, unimplemented_in
+from vlm_serve.server.http.errors import messages_envelope, renamed_params
+from vlm_serve.server.http.tenants import salt_of
+from vlm_serve.server.service import Service
+from vlm_serve.structured_outputs import StructuredOutputs
+
+MESSAGES_REFUSED: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "output_format": (),
+}
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NAMES = sampling_names("messages") | {"thinking_token_budget": "thinking.budget_tokens"}
+
+
+class MessageParam(RequestModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | Items[Table[Any]] | None
+
+
+class MessagesTool(RequestModel):
+    type: str | None = Field(None, max_length=64)
+    name: str | None = Field(None, min_length=1, max_length=128)
+    description: str | None = None
+    input_schema: Table[Any] | None = None
+
+
+class OutputConfig(RequestModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    effort: Effort | None = None
+    format: Table[Any] | None = None
+
+
+class MessagesPrompt(AnswerRequest):
+    """Fields of the prompt; the body of POST /v1/messages/count_tokens."""
+
+    messages: Items[MessageParam] = Field(max_length=MAX_MESSAGES)
+    system: str | Items[Table[Any]] | None = None
+    tools: Items[MessagesTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Table[Any] | None = None
+    thinking: Table[Any] | None = None
+    chat_template_kwargs: Table[Any] | None = None
+    output_config: OutputConfig | None = None
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.output_config is None else self.output_config.effort
+
+    def parsed(self, conversation: Conversation, traits: TemplateTraits) -> ParsedRequest:
+        """Parse the request.
+
+        Raises:
+            InvalidRequestError: a field is invalid; the error names it.
+        """
+        thinking = None
+        if self.thinking is not None:
+            thinking = self.thinking.get("type") != "disabled"
+        conversation.default_kwargs(enable_thinking=thinking)
+        conversation = set_variables(
+            conversation,
+            traits,
+            effort=self.effort,
+            effort_name="output_config.effort",
+            switched=False,
+        )
+        with renamed_params(_NAMES):
+            budget = (self.thinking or {}).get("budget_tokens")
+            params = sampling_of(
+                "messages", self, structured_outputs=self._form(), thinking_token_budget=budget
+            )
+        choice = self._tool_choice(list(conversation.functions))
+        return ParsedRequest(conversation, params, choice, "output_config", _NAMES, clamped=True)
+
+    def _form(self) -> StructuredOutputs | None:
+        form = self.output_config.format if self.output_config is not None else None
+        if form is None:
+            return None
+        if form.get("type") != "json_schema":
+            raise FieldError("output_config.format.type", "must be json_schema")
+        return json_schema_form(form, "output_config.format")
+
+    def _tool_choice(self, names: list[str]) -> ToolChoice:
+        choice = self.tool_choice or {}
+        kind = choice.get("type")
+        parallel = False if choice.get("disable_parallel_tool_use") else None
+        if self.tool_choice is None:
+            return ToolChoice.of(None, names, parallel)
+        if kind == "tool":
+            return ToolChoice.function(text_of(choice, "name", "tool_choice"), names)
+        if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
+            raise unsupported("tool_choice.type", kind)
+        return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
+
+
+@with_sampling("messages")
+class MessagesRequest(MessagesPrompt):
+    max_tokens: Whole
+
+
+# Counting ignores the fields that only the answer needs, so the same body serves both endpoints.
+MESSAGES_UNIMPLEMENTED = {
+    name: neutral
+    for name, neutral in (unimplemented_in("messages") | MESSAGES_REFUSED).items()
+    if name not in MessagesRequest.model_fields
+}
+
+
+class MessageBody(BaseModel):
+    """The response body of /v1/messages."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: dict[str, int]
+    cache_report: Optional[CacheReportBody] = None
+
+
+class MessagesErrorDetails(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(BaseModel):
+    type: Literal["error"]
+    error: MessagesErrorDetails
+    request_id: str
+
+
+class MessageStream(BlockStream):
+    """The events of one message."""
+
+    def __init__(
+        self, body: MessagesRequest, chat: ConversationTask, generation: Generation
+    ) -> None:
+        super().__init__(chat.parser(generation), chat.task.attempt)
+        self._request = body
+        self._chat = chat
+        self._generation = generation
+
+    def start(self) -> list[Event]:
+        body = self._body([])
+        body.usage["output_tokens"] = 0
+        return [{"type": "message_start", "message": body.model_dump()}]
+
+    def opened(self, block: OutputBlock) -> list[Event]:
+        empty = OutputBlock(block.kind, block.index, block.token, block.name)
+        start = {"type": "content_block_start", "index": block.index}
+        return [start | {"content_block": _content(empty)}]
+
+    def grown(self, block: OutputBlock, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        kind, name = {
+            "text": ("text_delta", "text"),
+            "reasoning": ("thinking_delta", "thinking"),
+            "call": ("input_json_delta", "partial_json"),
+        }[block.kind]
+        delta = {"type": kind, name: text}
+        return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
+
+    def closed(self, block: OutputBlock) -> list[Event]:
+        return [{"type": "content_block_stop", "index": block.index}]
+
+    def end(self) -> list[Event]:
+        body = self.result()
+        delta = {"stop_reason": body.stop_reason, "stop_sequence": body.stop_sequence}
+        last: Event = {"type": "message_delta", "delta": delta, "usage": body.usage}
+        if body.cache_report is not None:
+            last["cache_report"] = body.cache_report.model_dump()
+        return [last, {"type": "message_stop"}]
+
+    def failed(self, error: VlmServeError) -> list[Event]:
+        return [messages_envelope(error, self._chat.task.request_id)]
+
+    def result(self) -> MessageBody:
+        body = self._body([_content(block) for block in self.blocks])
+        if self.finish_reason == "length":
+            cut = self._generation.clamped
+            body.stop_reason = "model_context_window_exceeded" if cut else "max_tokens"
+        elif isinstance(self.stop_reason, str):
+            body.stop_reason, body.stop_sequence = "stop_sequence", self.stop_reason
+        elif self.called:
+            body.stop_reason = "tool_use"
+        else:
+            body.stop_reason = "end_turn"
+        if self._request.cache_report:
+            body.cache_report = cache_report_body(self._generation.cache_report)
+        return body
+
+    def _body(self, content: list[dict[str, Any]]) -> MessageBody:
+        usage = self._generation.usage
+        return MessageBody(
+            id=f"msg_{self._chat.task.request_id}",
+            model=self._chat.model,
+            content=content,
+            stop_reason=None,
+            stop_sequence=None,
+            usage={
+                # In this API `input_tokens` excludes tokens read from the cache.
+                "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+                "cache_read_input_tokens": usage.cached_tokens,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": usage.completion_tokens,
+            },
+        )
+
+
+def _content(block: OutputBlock) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    # The token limit may have cut the call. Keep its complete part, as clients do with a stream.
+    arguments = from_json(block.text or "{}", allow_partial=True)
+    return {
+        "type": "tool_use",
+        "id": f"toolu_{block.token}",
+        "name": block.name,
+        "input": arguments,
+    }
+
+
+class CountedTokens(BaseModel):
+    """The response body of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+async def count_message_tokens(service: Service, request: Request) -> Response:
+    """Count the prompt tokens of a message request.
+
+    Raises:
+        VlmServeError: the request is invalid, or the server does not admit it.
+    """
+
+    def parse(
+        body: MessagesPrompt, conversation: Conversation
+    ) -> tuple[dict[str, str], ParsedRequest, str]:
+        service.state.resolve_model(body.model)
+        salt = salt_of(request.scope, body.cache_salt)
+        return *_parsed(service, body, conversation), salt
+
+    headers, parsed, salt = await read_prompt(service, request, "messages", MessagesPrompt, parse)
+    answer = CountedTokens(input_tokens=await count_tokens(service, parsed, salt))
+    return JSONResponse(answer.model_dump(), headers=headers)
+
+
+def _parsed(
+    service: Service, body: MessagesPrompt, conversation: Conversation
+) -> tuple[dict[str, str], ParsedRequest]:
+    """Return the parsed request, after the headers that name what is ignored."""
+    ignored = ignored_fields(body.model_extra or {}, MESSAGES_UNIMPLEMENTED)
+    parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
+    return ignored_header(ignored + parsed.conversation.ignored), parsed
+
+
+async def create_message(service: Service, request: Request) -> Response:
+    """Answer a conversation. It raises as `respond` does."""
+    return await answer_prompt(service, request, "messages", MessagesRequest, _spec)
+
+
+def _spec(incoming: Incoming, body: MessagesRequest, conversation: Conversation) -> ResponseSpec:
+    headers, parsed = _parsed(incoming.service, body, conversation)
+    chat = conversation_task(incoming, body, parsed)
+
+    def stream_of(generations: Sequence[Generation]) -> MessageStream:
+        return MessageStream(body, chat, generations[0])
+
+    return ResponseSpec([chat.task], stream_of, bool(body.stream), headers, named=True)

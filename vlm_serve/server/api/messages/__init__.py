@@ -1,1 +1,0 @@
-"""POST /v1/messages: a chat request in Anthropic's format."""

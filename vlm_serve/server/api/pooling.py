@@ -1,0 +1,404 @@
+"""POST /v1/embeddings (OpenAI's), /v1/rerank and /v1/score (vLLM's)."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+from starlette.types import Scope
+
+from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.pooling import ONE_TOKEN, Vector, embedding_of, score_of
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.keys import KeyScope
+from vlm_serve.preprocess.pooled_prompts import embedding_messages, rerank_messages
+from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.reader import read_conversation
+from vlm_serve.server.answers.generation import Generation, Task
+from vlm_serve.server.api.answer import AnswerStream, Event, ResponseSpec, respond
+from vlm_serve.server.api.bodies import CacheReportBody, Optional, add_usage, cache_report_body
+from vlm_serve.server.api.chat.request import ChatMessage
+from vlm_serve.server.api.conversation import prepare, prepare_tokens
+from vlm_serve.server.api.fields import (
+    MAX_MESSAGES,
+    AnswerRequest,
+    Items,
+    RequestModel,
+    Table,
+    Tokens,
+    Whole,
+)
+from vlm_serve.server.api.request_body import read_value
+from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.http.json_body import validate
+from vlm_serve.server.http.request_id import request_id_of, trace_context_of
+from vlm_serve.server.service import Preparation, Service
+
+MAX_INPUTS = 1024
+
+Work = Callable[[], Preparation]
+
+
+class PoolingRequest(AnswerRequest):
+    """The fields that all three bodies share."""
+
+    instruction: str | None = None
+    user: str | None = None
+    mm_processor_kwargs: Table[Any] | None = None
+    media_io_kwargs: Table[Any] | None = None
+
+
+class EmbeddingsRequest(PoolingRequest):
+    input: str | Items[str] | Tokens | Items[Tokens] | None = None
+    messages: Items[ChatMessage] | None = Field(None, max_length=MAX_MESSAGES)
+    dimensions: Whole | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class PairContent(RequestModel):
+    """Parts of a message, as in a chat."""
+
+    content: str | Items[Table[Any]]
+
+
+PairSide = str | PairContent
+
+
+class RerankRequest(PoolingRequest):
+    query: PairSide
+    documents: Items[PairSide]
+    top_n: Whole | None = None
+    return_documents: bool | None = None
+
+
+class ScoreRequest(PoolingRequest):
+    text_1: PairSide | Items[PairSide]
+    text_2: PairSide | Items[PairSide]
+
+
+def check_number(count: int, field: str) -> None:
+    """Raise InvalidRequestError if a list is empty or too long."""
+    if not count:
+        raise InvalidRequestError(f"{field} must not be empty", param=field)
+    if count > MAX_INPUTS:
+        raise InvalidRequestError(f"{field} has {count} items, at most {MAX_INPUTS}", param=field)
+
+
+def content_of(side: PairSide) -> str | list[dict[str, Any]]:
+    """Return a text or the parts of one side of a pair."""
+    return side if isinstance(side, str) else side.content
+
+
+def pairs_of(body: ScoreRequest) -> list[tuple[PairSide, PairSide]]:
+    """Return the pairs of a score request: one to one, or one to many.
+
+    Raises:
+        InvalidRequestError: the lists do not fit each other.
+    """
+    first, second = (
+        each if isinstance(each, list) else [each] for each in (body.text_1, body.text_2)
+    )
+    check_number(len(first), "text_1")
+    check_number(len(second), "text_2")
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise InvalidRequestError(
+            f"text_1 has {len(first)} items and text_2 has {len(second)}: give one for all, or as "
+            "many",
+            param="text_1",
+        )
+    return list(zip(first, second, strict=True))
+
+
+class PoolingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    cached_tokens: int
+
+
+class Pooled(BaseModel):
+    """The fields that all three bodies share. Reports are those of the prompts, in their order."""
+
+    id: str
+    model: str
+    usage: PoolingUsage
+    cache_report: Optional[list[CacheReportBody]] = None
+
+
+class Embedding(BaseModel):
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str
+
+
+class Embeddings(Pooled):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+
+
+class RerankResult(BaseModel):
+    index: int
+    relevance_score: float
+    document: Optional[dict[str, Any]] = None
+
+
+class Reranked(Pooled):
+    results: list[RerankResult]
+
+
+class Score(BaseModel):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class Scores(Pooled):
+    object: Literal["list"] = "list"
+    created: int
+    data: list[Score]
+
+
+def embedding_work(
+    service: Service, body: EmbeddingsRequest, value: Mapping[str, Any], own: KeyScope
+) -> list[Work]:
+    """Return the work for each input of an embeddings request.
+
+    Args:
+        service: what answers.
+        body: the request.
+        value: its JSON, from which messages are read.
+        own: whose prompts they are.
+
+    Raises:
+        InvalidRequestError: there is no input, or it is given twice.
+    """
+    if (body.input is None) == (body.messages is None):
+        raise InvalidRequestError("give either input or messages", param="input")
+    if body.messages is not None:
+        return [partial(prepare, service, read_conversation("chat", value), own)]
+    given = body.input
+    assert given is not None
+    inputs: Sequence[Any] = [given] if _is_one(given) else given
+    check_number(len(inputs), "input")
+    return [_of_input(service, body, each, own) for each in inputs]
+
+
+def _is_one(given: object) -> bool:
+    """Return True for one text or one list of token ids."""
+    return isinstance(given, str) or (
+        isinstance(given, list) and bool(given) and isinstance(given[0], int)
+    )
+
+
+def _of_input(
+    service: Service, body: PoolingRequest, given: str | list[int], own: KeyScope
+) -> Work:
+    if not isinstance(given, str):
+        return partial(prepare_tokens, service, given, own)
+    conversation = _conversation(body, embedding_messages(given, body.instruction))
+    return partial(prepare, service, conversation, own)
+
+
+def pair_work(
+    service: Service, body: PoolingRequest, query: PairSide, document: PairSide, own: KeyScope
+) -> Work:
+    """Return the work for the prompt that judges a pair; it raises as `read_conversation`."""
+    messages = rerank_messages(content_of(query), content_of(document), body.instruction)
+    conversation = _conversation(body, messages)
+    return partial(prepare, service, conversation, own)
+
+
+def _conversation(body: PoolingRequest, messages: list[dict[str, Any]]) -> Conversation:
+    options = {
+        "mm_processor_kwargs": body.mm_processor_kwargs,
+        "media_io_kwargs": body.media_io_kwargs,
+    }
+    return read_conversation("chat", {"messages": messages, **options})
+
+
+@dataclass
+class PooledAnswer(AnswerStream):
+    """The answer to a pooling request, which is never a stream.
+
+    Attributes:
+        generations: one per prompt.
+        make: makes the body of the vectors in the order of prompts, and of the fields that all
+            bodies share.
+        response_id, model: of the response.
+        reports: whether it has the prompts' cache reports.
+    """
+
+    generations: Sequence[Generation]
+    make: Callable[[list[Vector], dict[str, Any]], BaseModel]
+    response_id: str
+    model: str
+    reports: bool
+    _vectors: dict[int, Vector] = field(default_factory=dict)
+
+    def push(self, prompt: int, delta: Delta) -> list[Event]:
+        if delta.vector is not None:
+            self._vectors[prompt] = delta.vector
+        return []
+
+    def result(self) -> BaseModel:
+        usage = add_usage([generation.usage for generation in self.generations])
+        shared: dict[str, Any] = {
+            "id": self.response_id,
+            "model": self.model,
+            "usage": PoolingUsage(
+                prompt_tokens=usage.prompt_tokens,
+                total_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+            ),
+        }
+        if self.reports:
+            found = [cache_report_body(each.cache_report) for each in self.generations]
+            shared["cache_report"] = [each for each in found if each is not None]
+        return self.make([each for _, each in sorted(self._vectors.items())], shared)
+
+
+def embeddings_body(
+    body: EmbeddingsRequest, vectors: list[Vector], shared: dict[str, Any]
+) -> Embeddings:
+    """Return the embeddings of vectors, as numbers or as base64 of little-endian float32."""
+    made = [embedding_of(each, body.dimensions) for each in vectors]
+    coded: list[list[float] | str] = [
+        base64.b64encode(each.astype("<f4").tobytes()).decode()
+        if body.encoding_format == "base64"
+        else each.tolist()
+        for each in made
+    ]
+    data = [Embedding(index=index, embedding=each) for index, each in enumerate(coded)]
+    return Embeddings(data=data, **shared)
+
+
+def rerank_body(body: RerankRequest, vectors: list[Vector], shared: dict[str, Any]) -> Reranked:
+    """Return the documents' scores, the best first."""
+    results = [
+        RerankResult(
+            index=index,
+            relevance_score=score_of(vector),
+            document=_shown(body, index) if body.return_documents else None,
+        )
+        for index, vector in enumerate(vectors)
+    ]
+    results.sort(key=lambda each: -each.relevance_score)
+    return Reranked(results=results[: body.top_n], **shared)
+
+
+def _shown(body: RerankRequest, index: int) -> dict[str, Any]:
+    content = content_of(body.documents[index])
+    return {"text": content} if isinstance(content, str) else {"content": content}
+
+
+def scores_body(vectors: list[Vector], shared: dict[str, Any]) -> Scores:
+    """Return the scores of pairs, in their order."""
+    data = [Score(index=index, score=score_of(each)) for index, each in enumerate(vectors)]
+    return Scores(data=data, created=int(time.time()), **shared)
+
+
+B = TypeVar("B", bound=PoolingRequest)
+
+
+async def embeddings(service: Service, request: Request) -> Response:
+    """Embed texts, token ids or a conversation. It raises as `respond` does."""
+
+    def parsed(body: EmbeddingsRequest, value: Any, own: KeyScope) -> _Parsed:
+        size = service.engine.spec.hidden_size
+        if body.dimensions is not None and not 1 <= body.dimensions <= size:
+            raise InvalidRequestError(f"dimensions must be 1 to {size}", param="dimensions")
+        work = embedding_work(service, body, value, own)
+        return _Parsed(work, partial(embeddings_body, body))
+
+    return await _answer(service, request, "embed", EmbeddingsRequest, parsed)
+
+
+async def rerank(service: Service, request: Request) -> Response:
+    """Sort documents by how well they meet a query. It raises as `respond` does."""
+
+    def parsed(body: RerankRequest, value: Any, own: KeyScope) -> _Parsed:
+        check_number(len(body.documents), "documents")
+        if body.top_n is not None and body.top_n < 1:
+            raise InvalidRequestError("top_n must be at least 1", param="top_n")
+        work = [pair_work(service, body, body.query, each, own) for each in body.documents]
+        return _Parsed(work, partial(rerank_body, body))
+
+    return await _answer(service, request, "rerank", RerankRequest, parsed)
+
+
+async def score(service: Service, request: Request) -> Response:
+    """Score pairs. It raises as `respond` does."""
+
+    def parsed(body: ScoreRequest, value: Any, own: KeyScope) -> _Parsed:
+        work = [pair_work(service, body, *pair, own) for pair in pairs_of(body)]
+        return _Parsed(work, scores_body)
+
+    return await _answer(service, request, "rerank", ScoreRequest, parsed)
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """The work for each prompt, and what makes the body of their vectors."""
+
+    work: Sequence[Work]
+    make: Callable[[list[Vector], dict[str, Any]], BaseModel]
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    task: str,
+    model: type[B],
+    parsed: Callable[[B, Any, KeyScope], _Parsed],
+) -> Response:
+    arrival, made = time.monotonic(), service.engine.config.task
+    if made != task:
+        raise InvalidRequestError(
+            f"this route needs a server that was started with --task {task}, and this one has "
+            f"--task {made}"
+        )
+
+    def read(value: Any) -> ResponseSpec:
+        body = validate(value, model)
+        if body.stream:
+            raise InvalidRequestError("stream is not possible here", param="stream")
+        own = service.state.key_scope(request.scope, body)
+        return _spec(service, request.scope, arrival, body, parsed(body, value, own))
+
+    return await respond(service, request, await read_value(service, request, read))
+
+
+def _spec(
+    service: Service, scope: Scope, arrival: float, body: PoolingRequest, parsed: _Parsed
+) -> ResponseSpec:
+    request_id = body.request_id or request_id_of(scope)
+    name = service.state.resolve_model(body.model)
+    tasks = [
+        Task(
+            work,
+            ONE_TOKEN,
+            request_id,
+            arrival,
+            body.priority or 0,
+            trace=trace_context_of(scope),
+            number=number,
+            pooled=True,
+        )
+        for number, work in enumerate(parsed.work)
+    ]
+    return ResponseSpec(
+        tasks,
+        lambda generations: PooledAnswer(
+            generations, parsed.make, f"pool-{request_id}", name, bool(body.cache_report)
+        ),
+        False,
+        ignored_header(ignored_fields(body.model_extra or {})),
+    )
