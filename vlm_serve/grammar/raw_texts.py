@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vlm_serve.grammar import searching
-from vlm_serve.grammar.keywords import KEYWORDS_OF
+from vlm_serve.grammar.forms import KEYWORDS_OF
 from vlm_serve.grammar.kinds import allowed, kind_of, own_kinds
 from vlm_serve.grammar.lark import Lark, constant, either, pattern
 from vlm_serve.grammar.lengths import Bounds
