@@ -7,7 +7,7 @@ import json
 from vlm_serve.engine.memory import MemoryPlan
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec
-from vlm_serve.models.changes import Changes
+from vlm_serve.models.config import Changes
 from vlm_serve.options.config import EngineConfig
 
 CARDS_FACTOR = 4

@@ -14,18 +14,16 @@ from vlm_serve.kernels.segment_attention import segment_attention
 from vlm_serve.models.compiled_tower import CompiledTower
 from vlm_serve.models.parts.base import Loader
 from vlm_serve.models.program import UnsupportedError
-from vlm_serve.models.vision_grid import (
-    GridMemory,
-    axial_frequencies,
-    block_order,
-    interpolate_positions,
-)
 from vlm_serve.models.vision_parts import (
+    GridMemory,
     Merger,
     Products,
     Reader,
     VisionBlock,
     attend,
+    axial_frequencies,
+    block_order,
+    interpolate_positions,
     layer_norm,
 )
 

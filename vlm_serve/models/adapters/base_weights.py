@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from vlm_serve.errors import CheckpointError
+from vlm_serve.models.adapters.changes import unprefixed
 from vlm_serve.models.adapters.folder import WEIGHTS_FILE, AdapterFile
-from vlm_serve.models.adapters.modules import unprefixed
-from vlm_serve.models.tensor_files import SafetensorsFile, TensorFile, open_files
+from vlm_serve.models.files import SafetensorsFile, TensorFile, open_files
 
 _HEAD, _EMBEDDINGS = "lm_head", "embed_tokens"
 _PLAIN = {"weight", "bias"}

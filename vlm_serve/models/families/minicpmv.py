@@ -8,7 +8,7 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, Defaults
-from vlm_serve.models.families import qwen3_5, rotation
+from vlm_serve.models.families import qwen3_5, shared
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.models.vision_windows import WindowVisionSpec
 from vlm_serve.preprocess.family import family_of
@@ -44,7 +44,7 @@ def spec(config: Config) -> ModelSpec:
     text = config.section("text_config", "Qwen3_5TextConfig")
     text.expect("model_type", "qwen3_5_text")
     family = family_of(config.raw["model_type"])
-    rope = rotation.rope(text, partial=True, sections=family.positions == "canvas")
+    rope = shared.rope(text, partial=True, sections=family.positions == "canvas")
     model = qwen3_5.language_model(config, text, None, rope)
     return replace(model, vision=_vision(config, text), family=family)
 

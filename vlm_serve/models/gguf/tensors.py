@@ -9,9 +9,8 @@ from typing import Literal
 import torch
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.gguf.block_types import BlockType
 from vlm_serve.models.gguf.blocks import decode
-from vlm_serve.models.gguf.reader import GgufFile
+from vlm_serve.models.gguf.reader import BlockType, GgufFile
 
 _AT_ONCE = 1 << 22
 """Values of blocks that become numbers at a time."""

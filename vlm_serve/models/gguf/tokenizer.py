@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.gguf.metadata import Metadata
+from vlm_serve.models.gguf.reader import Metadata
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _PATTERNS = ("qwen2", "qwen35")

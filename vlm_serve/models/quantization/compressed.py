@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.quantization.activations import of_group, of_keys
 from vlm_serve.models.quantization.base import GROUPS, Format
-from vlm_serve.models.quantization.fields import PLAIN, Fields
+from vlm_serve.models.quantization.fields import (
+    PLAIN,
+    Fields,
+    Rule,
+    expression,
+    of_group,
+    of_keys,
+    rule,
+)
 from vlm_serve.models.quantization.float4 import Float4, Mxfp4, Nvfp4
 from vlm_serve.models.quantization.float8 import MXFP8_BLOCK, Float8
 from vlm_serve.models.quantization.integers import Packed
-from vlm_serve.models.quantization.rules import Rule, expression, rule
 
 _ANY = "Linear"
 """The class name of every projection."""

@@ -9,12 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.quantization.activations import of_group, of_keys
 from vlm_serve.models.quantization.base import Format
-from vlm_serve.models.quantization.fields import Fields
+from vlm_serve.models.quantization.fields import Fields, Rule, of_group, of_keys, rule, wildcard
 from vlm_serve.models.quantization.float4 import Nvfp4
 from vlm_serve.models.quantization.float8 import MXFP8_BLOCK, Float8
-from vlm_serve.models.quantization.rules import Rule, rule, wildcard
 
 _SECTION = "modelopt"
 _MIXED = "MIXED_PRECISION"

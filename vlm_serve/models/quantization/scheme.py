@@ -9,15 +9,22 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.patterns import patterns_of_one_file
-from vlm_serve.models.quantization.activations import described, of_auto_round, of_keys
 from vlm_serve.models.quantization.base import GROUPS, Format, Names, Tensors
 from vlm_serve.models.quantization.compressed import groups_of
-from vlm_serve.models.quantization.fields import PLAIN, Fields
+from vlm_serve.models.quantization.fields import (
+    PLAIN,
+    Fields,
+    Rule,
+    described,
+    expression,
+    of_auto_round,
+    of_keys,
+    rule,
+)
 from vlm_serve.models.quantization.float8 import Float8
 from vlm_serve.models.quantization.gguf import type_rules
 from vlm_serve.models.quantization.integers import Awq, Gptq
 from vlm_serve.models.quantization.modelopt import modelopt_rules
-from vlm_serve.models.quantization.rules import Rule, expression, rule
 
 _PLAIN_BITS = 16
 """From this width on a module of auto-round is dense."""
