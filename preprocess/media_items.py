@@ -17,7 +17,6 @@ import PIL.Image
 
 from vlm_serve.errors import InvalidRequestError, MediaError
 from vlm_serve.preprocess.decoders import Decoders
-from vlm_serve.preprocess.decoding_path import decoding_path
 from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding, naming
 from vlm_serve.preprocess.keys import embedding_key
 from vlm_serve.preprocess.known_frames import KnownVideo
@@ -37,7 +36,7 @@ from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
 from vlm_serve.preprocess.media_sources import digest_of, is_data_url, read_source
 from vlm_serve.preprocess.processors import fingerprint
-from vlm_serve.preprocess.raw_index import RawIndex, raw_digest, raw_key
+from vlm_serve.preprocess.raw_index import RawIndex, decoding_path, raw_digest, raw_key
 from vlm_serve.preprocess.reading.conversation import MediaPart
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.upload_records import UploadRecords, upload_key

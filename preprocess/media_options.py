@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.processors import PixelConfig, VideoConfig
+from vlm_serve.preprocess.processors import (
+    MERGES,
+    PixelConfig,
+    SliceConfig,
+    SliceVideoConfig,
+    VideoConfig,
+)
 from vlm_serve.preprocess.reading.conversation import MediaPart
-from vlm_serve.preprocess.slice_config import MERGES, SliceConfig, SliceVideoConfig
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

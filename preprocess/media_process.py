@@ -1,4 +1,7 @@
-"""Turns decoded pixels into the vision tower's input: samples, resizes and hashes them."""
+"""Turns decoded pixels into the vision tower's input: samples, resizes and hashes them.
+
+A hash names the pixels that the model sees (docs/architecture.md#identity).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from blake3 import blake3
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.hashing import content_hash, patch_hash
+from vlm_serve.preprocess.keys import tagged
 from vlm_serve.preprocess.media_frames import Video
 from vlm_serve.preprocess.media_image import Pixels
 from vlm_serve.preprocess.media_options import ImageOptions, VideoOptions
@@ -25,6 +29,9 @@ from vlm_serve.preprocess.sizes import (
     uniform_indices,
     video_size,
 )
+
+_DOMAIN = b"vlm-serve content 1"
+_PATCH_DOMAIN = b"vlm-serve temporal patch 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,3 +324,38 @@ def filled(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
     if missing:
         frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
     return frames
+
+
+def content_hash(modality: Modality, pixels: torch.Tensor, grid: tuple[int, int, int]) -> bytes:
+    """Return the 32-byte BLAKE3 of an image, or of a frame or slice of a video.
+
+    Args:
+        modality: part of the hash: an image and a video frame of equal pixels are different media.
+        pixels: post-resize uint8 `[3, height, width]`, contiguous.
+        grid: (1, h, w) in patches.
+    """
+    assert pixels.dtype == torch.uint8 and pixels.is_contiguous()
+    fields = (
+        tagged("domain", _DOMAIN),
+        tagged("modality", modality),
+        tagged("dtype", "uint8"),
+        tagged("shape", ",".join(map(str, pixels.shape))),
+        tagged("grid", ",".join(map(str, grid))),
+    )
+    hasher = blake3(b"".join(fields))
+    # The pixels come last and the shape gives their length: no prefix and no copy is needed.
+    hasher.update(pixels.numpy().reshape(-1).data)
+    return hasher.digest()
+
+
+def patch_hash(frames: Sequence[bytes], size: int) -> bytes:
+    """Return the 32-byte hash of a temporal patch, from the content hashes of its frames.
+
+    So a patch of known frames has a known hash, without their pixels.
+
+    Args:
+        frames: at most `size` hashes; the last frame is repeated to fill the patch.
+    """
+    filled = [*frames, *[frames[-1]] * (size - len(frames))]
+    fields = (tagged("domain", _PATCH_DOMAIN), tagged("frames", b"".join(filled)))
+    return blake3(b"".join(fields)).digest()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.decoders import Decoders
@@ -19,6 +20,8 @@ from vlm_serve.preprocess.documents import Documents
 from vlm_serve.preprocess.expand import (
     Expander,
     Expansion,
+    PromptPiece,
+    common_length,
     last_pieces,
     mrope_positions,
     shared_tokens,
@@ -34,14 +37,12 @@ from vlm_serve.preprocess.keys import (
     RootFields,
     Roots,
 )
-from vlm_serve.preprocess.limiter import ConcurrencyLimiter
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.media_items import MediaLoader
 from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media_processors import find_processors, missing_files
 from vlm_serve.preprocess.media_sources import is_remote
-from vlm_serve.preprocess.next_turn import SharedByNextTurn
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
 from vlm_serve.preprocess.reading.conversation import Conversation
@@ -62,6 +63,9 @@ _THREADS = 64
 _DECODED_AT_ONCE = 8
 _FETCHED_AT_ONCE = 16
 DEFAULT_RAW_INDEX_BYTES = 16 << 20
+
+
+T = TypeVar("T")
 
 
 class Preprocessor:
@@ -391,3 +395,120 @@ class Preprocessor:
 def _vocab_size(config: Mapping[str, Any]) -> int:
     text_config = config.get("text_config") or config
     return int(text_config.get("vocab_size") or 0)
+
+
+class ConcurrencyLimiter(Generic[T]):
+    """Runs tasks in order on an executor, at most `limit` at a time.
+
+    A request with hundreds of tasks occupies only some of the executor's threads, so other requests
+    do not wait for all of them.
+
+    Args:
+        executor: runs the tasks. Once it rejects new ones, all queued tasks are cancelled.
+        tasks: the tasks, in order.
+        limit: maximum number of tasks submitted at a time.
+
+    Attributes:
+        futures: one per task. A task whose future is cancelled before its start is skipped.
+    """
+
+    def __init__(self, executor: Executor, tasks: Sequence[Callable[[], T]], limit: int) -> None:
+        self._executor = executor
+        self.futures: list[Future[T]] = [Future() for _ in tasks]
+        self._queued = list(zip(self.futures, tasks, strict=True))[::-1]
+        self._lock = threading.Lock()
+        for _ in range(min(limit, len(tasks))):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        with self._lock:
+            while self._queued and self._queued[-1][0].cancelled():
+                self._queued.pop()
+            if not self._queued:
+                return
+            future, task = self._queued.pop()
+        try:
+            running = self._executor.submit(self._run, future, task)
+        except RuntimeError:  # it has been shut down
+            self._cancel(future)
+            return
+
+        def ended(running: Future[None]) -> None:
+            if running.cancelled():
+                self._cancel(future)
+
+        running.add_done_callback(ended)
+
+    def _run(self, future: Future[T], task: Callable[[], T]) -> None:
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            self._start_next()
+
+    def _cancel(self, future: Future[T]) -> None:
+        """Cancel a future and all queued ones.
+
+        Calls no method of the executor, which may be in the middle of its shutdown.
+        """
+        with self._lock:
+            queued, self._queued = self._queued, []
+        for each in (future, *(other for other, _ in queued)):
+            each.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedByNextTurn:
+    """Compares the tokens of one prompt and its answers with the prompt of the next turn.
+
+    Templates trim answers, drop their thoughts and write the arguments of calls anew, and a text
+    may be tokenised differently. So the conversation is rendered again, with the answer as clients
+    send it back and one more turn behind it.
+
+    Attributes:
+        tokenizer: the checkpoint's.
+        rendering, expansion: the prompt.
+    """
+
+    tokenizer: Tokenizer
+    rendering: Rendering
+    expansion: Expansion
+
+    def __call__(self, answer: Mapping[str, Any], token_ids: Sequence[int]) -> int:
+        """Return the number of leading tokens of prompt and answer that both share.
+
+        Args:
+            answer: the assistant's message in OpenAI's form, as a client sends it back.
+            token_ids: the answer's tokens.
+
+        Raises InvalidRequestError if the template refuses the answer.
+        """
+        request, typed = self.rendering.request, self.rendering.typed
+        conversation = read_conversation("chat", {"messages": [answer]})
+        text = request.render_answered(typed, conversation)
+        pattern = self.tokenizer.special_pattern
+        return self._shared(tuple(split_pieces(text, pattern)), token_ids)
+
+    def _shared(self, other: Sequence[PromptPiece], token_ids: Sequence[int]) -> int:
+        """Count shared tokens from the first piece on that differs; its media, if any, come before
+        it in both."""
+        pieces = self.rendering.pieces
+        same = common_length(pieces, other)
+        # The last piece of a prompt is text that the answer continues.
+        whole = len(self.expansion.token_ids)
+        at = whole if same == len(pieces) else self.expansion.piece_starts[same]
+        own = [*self.expansion.token_ids[at:], *token_ids]
+        count = 0
+        for piece in other[same:]:
+            for token in self._encode(piece):
+                if count == len(own) or own[count] != token:
+                    return at + count
+                count += 1
+        return at + count
+
+    def _encode(self, piece: PromptPiece) -> Sequence[int]:
+        if piece.is_special:
+            return (self.tokenizer.special_tokens[piece.text],)
+        return self.tokenizer.encode_plain(self.rendering.typed.restore(piece.text))

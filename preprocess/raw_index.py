@@ -2,23 +2,49 @@
 
 The key covers everything that decides the outcome: the tenant's salt, the bytes, the modality,
 every effective option and the processors' fingerprint (docs/architecture.md#identity).
+
+The decoding path names everything else that turns a file's bytes into pixels. This name is part of
+the key of upload records, and of nothing else. A content hash is made from the pixels themselves,
+so servers with different decoders still share cached entries.
 """
 
 from __future__ import annotations
 
+import platform
+from functools import cache
+from importlib import import_module
+
 import numpy as np
 import numpy.typing as npt
+import PIL
+import torch
 from blake3 import blake3
+from PIL import features
 
 from vlm_serve.preprocess.keys import tagged
 from vlm_serve.preprocess.known_frames import FrameIndex, SizedIndex
+from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_image import plugins
 from vlm_serve.preprocess.media_process import MediaRecord
+from vlm_serve.preprocess.pdf_pages import renderer
 
 _DOMAIN = b"vlm-serve raw media 2"
 _CONTENT_DOMAIN = b"vlm-serve raw content 1"
 # Memory of an entry without its hashes and times, and per hash: measured, rounded up.
 _ENTRY_BYTES = 512
 _HASH_BYTES = 128
+
+
+_PATH_DOMAIN = b"vlm-serve decoding path 2"
+_LIMITS = (
+    "max_image_pixels",
+    "max_image_scans",
+    "max_video_pixels",
+    "max_video_frames",
+    "max_video_seconds",
+)
+"""Media beyond these limits are refused, so a server must not reuse records made under other
+limits."""
 
 
 def raw_digest(data: bytes | str | npt.NDArray[np.uint8]) -> bytes:
@@ -89,3 +115,37 @@ class RawIndex(SizedIndex[MediaRecord]):
         """Remove all records, and all knowledge of frames."""
         self.frames.clear()
         super().clear()
+
+
+def decoding_path(limits: MediaLimits) -> bytes:
+    """Return 32 bytes that name the decoders, the resize and the limits."""
+    fields = [tagged("domain", _PATH_DOMAIN)]
+    fields += [tagged(name, version) for name, version in sorted(libraries().items())]
+    fields += [tagged(name, str(getattr(limits, name))) for name in _LIMITS]
+    return blake3(b"".join(fields)).digest()
+
+
+@cache
+def libraries() -> dict[str, str]:
+    """Return the versions of everything that decodes and resizes.
+
+    Loads FFmpeg, which otherwise only the decoding processes load.
+    """
+    av = import_module("av")
+    codecs = {name: features.version_codec(name) for name in features.codecs}
+    modules = {name: features.version_module(name) for name in ("webp", "avif")}
+    extras = {name: features.version_feature(name) for name in ("libjpeg_turbo", "zlib_ng")}
+    found = {
+        f"Pillow {name}": str(version) for name, version in (codecs | modules | extras).items()
+    }
+    found |= {f"FFmpeg {name}": str(version) for name, version in av.library_versions.items()}
+    found |= {f"plugin {form}": package for form, package in plugins().items()}
+    if (pages := renderer()) is not None:
+        found["plugin PDF"] = pages
+    found["PyAV"] = str(av.__version__)
+    found["Pillow"] = PIL.__version__
+    # torch does the resize, and its result differs between processors.
+    found["torch"] = torch.__version__
+    found["torch CPU capability"] = torch.backends.cpu.get_cpu_capability()
+    found["machine"] = platform.machine()
+    return found

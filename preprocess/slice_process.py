@@ -12,7 +12,6 @@ from itertools import chain
 
 import torch
 
-from vlm_serve.preprocess.hashing import content_hash
 from vlm_serve.preprocess.media_frames import Video
 from vlm_serve.preprocess.media_image import Pixels
 from vlm_serve.preprocess.media_options import SliceOptions, SliceVideoOptions
@@ -21,11 +20,12 @@ from vlm_serve.preprocess.media_process import (
     Processed,
     Slices,
     channels_first,
+    content_hash,
     counted_indices,
     grid_frames,
     stacked,
 )
-from vlm_serve.preprocess.processors import resize
+from vlm_serve.preprocess.processors import SliceConfig, SliceVideoConfig, resize
 from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.sampled_frames import sample
 from vlm_serve.preprocess.sizes import (
@@ -35,7 +35,6 @@ from vlm_serve.preprocess.sizes import (
     slice_size,
     whole_size,
 )
-from vlm_serve.preprocess.slice_config import SliceConfig, SliceVideoConfig
 
 
 def process_sliced_image(pixels: Pixels, options: SliceOptions, config: SliceConfig) -> Processed:

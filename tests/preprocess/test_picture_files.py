@@ -17,7 +17,7 @@ from vlm_serve.errors import InvalidRequestError, MediaError
 from vlm_serve.preprocess.file_kinds import file_kind
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_animation import AnimatedPicture, is_picture
-from vlm_serve.preprocess.picture_plugins import plugins
+from vlm_serve.preprocess.media_image import plugins
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
 
