@@ -39,10 +39,9 @@ from vlm_serve.preprocess.keys import (
 )
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.loaded_media import LoadedMedia
-from vlm_serve.preprocess.media_items import MediaLoader
-from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
+from vlm_serve.preprocess.media_items import MediaLoader, is_remote
+from vlm_serve.preprocess.media_options import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media_processors import find_processors, missing_files
-from vlm_serve.preprocess.media_sources import is_remote
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.raw_index import RawIndex
 from vlm_serve.preprocess.reading.conversation import Conversation

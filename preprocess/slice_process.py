@@ -23,11 +23,11 @@ from vlm_serve.preprocess.media_process import (
     content_hash,
     counted_indices,
     grid_frames,
+    sample,
     stacked,
 )
 from vlm_serve.preprocess.processors import SliceConfig, SliceVideoConfig, resize
 from vlm_serve.preprocess.reading.conversation import Modality
-from vlm_serve.preprocess.sampled_frames import sample
 from vlm_serve.preprocess.sizes import (
     check_ratio,
     second_indices,

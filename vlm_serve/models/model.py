@@ -399,8 +399,9 @@ def _check_count(
 
 
 class UnreadWeights(Weights):
-    """Tensors on the device "meta", in the shapes that a checkpoint would have. What a step allocates
-    follows from shapes alone.
+    """Tensors on the device "meta", in the shapes that a checkpoint would have.
+
+    What a step allocates follows from shapes alone.
 
     Args:
         dtype: of projections and of the table; quantised ones count as dense, as what is computed

@@ -1,10 +1,9 @@
 """LoRA adapters: read from PEFT's folders, placed beside a model's projections.
 
-folder.py        adapter_config.json, and the tensors by module
-base_weights.py  the model's own tensors among them
-beside.py        a tokenizer or chat template beside them
-changes.py       a model's modules, their factors, and an adapter's share of each projection
-placing.py       an adapter's modules matched with a model's
+folder.py   adapter_config.json, and the tensors by module
+beside.py   the model's own tensors, tokenizer and chat template beside them
+changes.py  a model's modules, their factors, and an adapter's share of each projection
+placing.py  an adapter's modules matched with a model's
 """
 
 from vlm_serve.models.adapters.changes import (

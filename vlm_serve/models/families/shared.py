@@ -12,7 +12,7 @@ from vlm_serve.models.parts.attention import Attention
 from vlm_serve.models.parts.base import FeedForward, Routing
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
-from vlm_serve.models.rope import Rope, Yarn, yarn_scale
+from vlm_serve.models.spec import Rope, Yarn, yarn_scale
 from vlm_serve.models.vision import VisionSpec
 
 VISION_DEFAULTS: dict[str, Any] = {
