@@ -1,4 +1,4 @@
-"""Converts encoded images and PIL images to upright 8-bit RGB.
+"""Converts encoded images and PIL images to upright 8-bit RGB, and animated ones to videos.
 
 Transparency is composed over white with the same Pillow calls as in transformers
 (`image_transforms.convert_to_rgb`), hence with the same bits. Three things left open by
@@ -24,9 +24,11 @@ import io
 import re
 import struct
 import threading
+import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -40,8 +42,9 @@ from PIL.PngImagePlugin import PngImageFile
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.file_kinds import PDF, VIDEO_KINDS, file_kind
-from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.limits import MediaLimits, check_deadline, check_video
 from vlm_serve.preprocess.pdf_pages import is_page, render_page
+from vlm_serve.preprocess.video_times import FrameTimes, measure
 
 Pixels = npt.NDArray[np.uint8]
 NewPixels = Callable[[tuple[int, int, int]], Pixels]
@@ -105,6 +108,13 @@ _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _BARE = frozenset({0x01, 0xD8})
 _START_OF_SCAN, _END = 0xDA, 0xD9
 _PADS = (bytes(64), b"\x2a\xd5" * 32)
+
+
+_ANIMATED = ("GIF", "WEBP", "PNG", "AVIF")
+_ANIMATED_KINDS = frozenset({"a GIF picture", "a WebP picture", "a PNG picture", "an AVIF picture"})
+_SHORTEST_MS, _DEFAULT_MS = 11, 100
+"""Browsers show a frame with a shorter duration for as long as the default."""
+_MILLISECOND = Fraction(1, 1000)
 
 
 class MediaMemoryError(MediaError):
@@ -416,3 +426,76 @@ def ended_twice(data: bytes) -> tuple[bytes, bytes]:
     blocks = data.rstrip(_JPEG_END[:1])  # half of the marker may be there
     first, second = (blocks + pad + _JPEG_END for pad in _PADS)
     return first, second
+
+
+def may_be_animated(data: bytes | memoryview) -> bool:
+    """Return True for a possibly animated picture: GIF, WebP, PNG or AVIF."""
+    return file_kind(data) in _ANIMATED_KINDS
+
+
+class AnimatedPicture:
+    """An animated picture in memory; a `Video`.
+
+    Args:
+        data: the file.
+        fps: replaces the file's durations.
+        limits: limits on bytes, frames, pixels, length and decoding time.
+
+    Raises MediaError for a still or damaged picture, and beyond a limit.
+    """
+
+    cut_short, sound = False, True
+    num_decoded = 0
+
+    def __init__(self, data: bytes | memoryview, fps: float | None, limits: MediaLimits) -> None:
+        self._limits = limits
+        self._deadline = time.monotonic() + limits.max_decode_seconds
+        with _damage_told():
+            self._image = PIL.Image.open(io.BytesIO(bytes(data)), formats=_ANIMATED)
+            size = self._image.height, self._image.width
+            total = int(getattr(self._image, "n_frames", 1))
+            check_video(total, None, size, limits)
+            if total < 2:
+                kind = self._image.format
+                raise MediaError(f"a still {kind} picture; send it as an image")
+            found = self._find_times(total, fps)
+        self.times, self.fps, self.steady = found.seconds, found.fps, found.steady
+        check_video(total, self.times[-1] + 1 / self.fps, size, limits)
+
+    def _find_times(self, total: int, fps: float | None) -> FrameTimes:
+        if fps is not None:
+            return FrameTimes.even(total, fps)
+        shown, at = [], 0
+        for index in range(total):
+            self._seek(index)
+            shown.append(at)
+            duration = round(float(self._image.info.get("duration") or 0))
+            at += duration if duration >= _SHORTEST_MS else _DEFAULT_MS
+        return measure(shown, total, _MILLISECOND, 0.0)
+
+    def _seek(self, index: int) -> None:
+        check_deadline(self._deadline, self._limits)
+        self._image.seek(index)
+        self._image.load()
+
+    def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
+        """See `Video.frames`. Raises MediaError if the file proves to be damaged."""
+        self._deadline = time.monotonic() + self._limits.max_decode_seconds
+        for index in indices:
+            with _damage_told():
+                self._seek(index)
+                pixels = image_to_rgb(self._image, self._limits)
+            self.num_decoded = index + 1  # a picture is made from those before it
+            yield pixels
+
+
+@contextlib.contextmanager
+def _damage_told() -> Iterator[None]:
+    """Turn the block's other errors into MediaError: Pillow's plugins raise any kind on broken
+    data."""
+    try:
+        yield
+    except MediaError:
+        raise
+    except Exception:
+        raise MediaError("the animated picture is damaged") from None

@@ -39,10 +39,16 @@ from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
 from vlm_serve.preprocess.pdf_pages import PdfPage
 from vlm_serve.preprocess.processors import fingerprint
-from vlm_serve.preprocess.raw_index import RawIndex, decoding_path, raw_digest, raw_key
+from vlm_serve.preprocess.raw_index import (
+    RawIndex,
+    UploadRecords,
+    decoding_path,
+    raw_digest,
+    raw_key,
+    upload_key,
+)
 from vlm_serve.preprocess.reading.conversation import MediaPart
 from vlm_serve.preprocess.stopping import Stop
-from vlm_serve.preprocess.upload_records import UploadRecords, upload_key
 from vlm_serve.system.host_threads import releasing
 
 _CONVERSIONS = 2

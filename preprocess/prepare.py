@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.decoders import Decoders
@@ -22,12 +21,13 @@ from vlm_serve.preprocess.expand import (
     Expansion,
     PromptPiece,
     common_length,
+    find_expander,
+    find_vision_tokens,
     last_pieces,
     mrope_positions,
     shared_tokens,
     split_pieces,
 )
-from vlm_serve.preprocess.expand_slices import find_expander, find_vision_tokens
 from vlm_serve.preprocess.family import Family
 from vlm_serve.preprocess.fetch import Holding
 from vlm_serve.preprocess.keys import (
@@ -43,17 +43,16 @@ from vlm_serve.preprocess.media_items import MediaLoader, is_remote
 from vlm_serve.preprocess.media_options import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media_processors import find_processors, missing_files
 from vlm_serve.preprocess.prompt import Prompt
-from vlm_serve.preprocess.raw_index import RawIndex
+from vlm_serve.preprocess.raw_index import RawIndex, UploadRecords
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
 from vlm_serve.preprocess.rendering import ChatRequest, Rendering, texts_of
-from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.preprocess.stopping import ConcurrencyLimiter, Stop
 from vlm_serve.preprocess.template import ChatTemplate, load_template, named_chat_template
 from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.preprocess.tokenizer import Tokenizer, checked_ids, read_json
 from vlm_serve.preprocess.typed_text import TypedText
-from vlm_serve.preprocess.upload_records import UploadRecords
 
 _log = logging.getLogger(__name__)
 _SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{0,128}")
@@ -62,9 +61,6 @@ _THREADS = 64
 _DECODED_AT_ONCE = 8
 _FETCHED_AT_ONCE = 16
 DEFAULT_RAW_INDEX_BYTES = 16 << 20
-
-
-T = TypeVar("T")
 
 
 class Preprocessor:
@@ -394,68 +390,6 @@ class Preprocessor:
 def _vocab_size(config: Mapping[str, Any]) -> int:
     text_config = config.get("text_config") or config
     return int(text_config.get("vocab_size") or 0)
-
-
-class ConcurrencyLimiter(Generic[T]):
-    """Runs tasks in order on an executor, at most `limit` at a time.
-
-    A request with hundreds of tasks occupies only some of the executor's threads, so other requests
-    do not wait for all of them.
-
-    Args:
-        executor: runs the tasks. Once it rejects new ones, all queued tasks are cancelled.
-        tasks: the tasks, in order.
-        limit: maximum number of tasks submitted at a time.
-
-    Attributes:
-        futures: one per task. A task whose future is cancelled before its start is skipped.
-    """
-
-    def __init__(self, executor: Executor, tasks: Sequence[Callable[[], T]], limit: int) -> None:
-        self._executor = executor
-        self.futures: list[Future[T]] = [Future() for _ in tasks]
-        self._queued = list(zip(self.futures, tasks, strict=True))[::-1]
-        self._lock = threading.Lock()
-        for _ in range(min(limit, len(tasks))):
-            self._start_next()
-
-    def _start_next(self) -> None:
-        with self._lock:
-            while self._queued and self._queued[-1][0].cancelled():
-                self._queued.pop()
-            if not self._queued:
-                return
-            future, task = self._queued.pop()
-        try:
-            running = self._executor.submit(self._run, future, task)
-        except RuntimeError:  # it has been shut down
-            self._cancel(future)
-            return
-
-        def ended(running: Future[None]) -> None:
-            if running.cancelled():
-                self._cancel(future)
-
-        running.add_done_callback(ended)
-
-    def _run(self, future: Future[T], task: Callable[[], T]) -> None:
-        try:
-            if future.set_running_or_notify_cancel():
-                future.set_result(task())
-        except BaseException as error:
-            future.set_exception(error)
-        finally:
-            self._start_next()
-
-    def _cancel(self, future: Future[T]) -> None:
-        """Cancel a future and all queued ones.
-
-        Calls no method of the executor, which may be in the middle of its shutdown.
-        """
-        with self._lock:
-            queued, self._queued = self._queued, []
-        for each in (future, *(other for other, _ in queued)):
-            each.cancel()
 
 
 @dataclass(frozen=True, slots=True)

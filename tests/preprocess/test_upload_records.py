@@ -19,9 +19,8 @@ from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_process import MediaRecord, Slices
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt, UnconfirmedError
-from vlm_serve.preprocess.raw_index import decoding_path
+from vlm_serve.preprocess.raw_index import decoding_path, pack_record, unpack_record, upload_key
 from vlm_serve.preprocess.stopping import Stop
-from vlm_serve.preprocess.upload_records import pack_record, unpack_record, upload_key
 
 
 class Shelf:

@@ -14,7 +14,7 @@ from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import READ_LIMIT
 from vlm_serve.preprocess.keys import tagged
 from vlm_serve.preprocess.media_process import MediaRecord
-from vlm_serve.preprocess.upload_records import pack_record, unpack_record
+from vlm_serve.preprocess.raw_index import pack_record, unpack_record
 
 LAYOUT = "upload 1"
 

@@ -28,8 +28,7 @@ from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.compiled_step import CompiledStep
 from vlm_serve.models.config import Changes
 from vlm_serve.models.decoder import Decoder
-from vlm_serve.models.files import resolve_checkpoint
-from vlm_serve.models.fingerprint import fingerprint
+from vlm_serve.models.files import fingerprint, resolve_checkpoint
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.parts.base import Step
 from vlm_serve.models.program import Program

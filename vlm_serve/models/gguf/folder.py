@@ -14,9 +14,8 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.gguf.files import ModelFiles, check_parts
-from vlm_serve.models.gguf.names import TextNames
 from vlm_serve.models.gguf.reader import GgufFile, Metadata
-from vlm_serve.models.gguf.tensors import GgufTensors, Made, types_of
+from vlm_serve.models.gguf.tensors import GgufTensors, Made, TextNames, types_of
 from vlm_serve.models.gguf.text_config import Tensors, architecture_of, text_config
 from vlm_serve.models.gguf.vision import processors, vision_config, vision_tensors
 from vlm_serve.system.temporary_folder import TemporaryFolder
