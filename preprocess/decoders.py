@@ -229,7 +229,7 @@ class DecodedVideo:
         message, descriptor = _receive(process, "video", seconds, self._deadline())
         self.fps = float(message["fps"])
         self.steady, self.cut_short = bool(message["steady"]), bool(message["cut_short"])
-        times = take_array(descriptor, (int(message["count"]),), np.float64)
+        times = _take_array(descriptor, (int(message["count"]),), np.float64)
         self.times: Sequence[float] = times.tolist()
         self.sound, self.num_decoded = True, 0
         self._open = True
@@ -248,7 +248,7 @@ class DecodedVideo:
             seconds = self._limits.max_decode_seconds
             message, descriptor = _receive(self._process, "video", seconds, deadline)
             self._asked -= 1
-            pixels = take_pixels(message, descriptor)
+            pixels = _take_pixels(message, descriptor)
             self.sound, self.num_decoded = bool(message["sound"]), int(message["decoded"])
             ahead = max(1, min(MOST_AHEAD, _AHEAD_BYTES // max(1, pixels.nbytes)))
             yield pixels
@@ -270,7 +270,7 @@ def _decoded(
     light = {} if heavy else {"max_work": LIGHT_WORK, "max_bytes": LIGHT_DECODE_BYTES}
     _ask(process, "image", data, limits, **{"max_work": None, **light})
     message, descriptor = _receive(process, "image", limits.max_image_decode_seconds)
-    return take_pixels(message, descriptor) if descriptor >= 0 else None
+    return _take_pixels(message, descriptor) if descriptor >= 0 else None
 
 
 def _ask(
@@ -545,12 +545,12 @@ class DecodeProcess:
         return message, descriptor
 
 
-def take_pixels(message: dict[str, Any], descriptor: int) -> npt.NDArray[np.uint8]:
+def _take_pixels(message: dict[str, Any], descriptor: int) -> npt.NDArray[np.uint8]:
     """Map the uint8 `[height, width, 3]` of a reply. Raises as `map_array` does."""
-    return take_array(descriptor, tuple(map(int, message["shape"])), np.uint8)
+    return _take_array(descriptor, tuple(map(int, message["shape"])), np.uint8)
 
 
-def take_array(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def _take_array(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Map the array behind a descriptor and close the descriptor. Raises as `map_array` does."""
     try:
         return map_array(descriptor, shape, dtype)

@@ -291,7 +291,7 @@ class SliceTokens:
     line: int | None
 
 
-def find_slice_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> SliceTokens:
+def _find_slice_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> SliceTokens:
     """Find the slice tokens of a checkpoint.
 
     Raises CheckpointError if one is not a special token, or config.json gives a different id.
@@ -346,7 +346,7 @@ class SliceExpander(Expander):
         markers = {around.vision_start, around.vision_end, slices.slice_start, slices.slice_end}
         if slices.line is not None:
             markers.add(slices.line)
-        return canvas_positions(expansion.token_ids, expansion.spans, expansion.layouts, markers)
+        return _canvas_positions(expansion.token_ids, expansion.spans, expansion.layouts, markers)
 
     def _add_image(self, out: Expansion, record: MediaRecord, item: int) -> None:
         self._add_medium(out, record, item)
@@ -448,7 +448,9 @@ def find_expander(
     if tokenizer.family.slice_start is None:
         return Expander(tokenizer, vision)
     numbered = all(each.numbered for each in configs if isinstance(each, SliceConfig))
-    return SliceExpander(tokenizer, vision, find_slice_tokens(tokenizer, config), numbered=numbered)
+    return SliceExpander(
+        tokenizer, vision, _find_slice_tokens(tokenizer, config), numbered=numbered
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,7 +479,7 @@ class _Picture:
         return self.layout.rows * height, self.layout.columns * width
 
 
-def canvas_positions(
+def _canvas_positions(
     token_ids: Sequence[int],
     spans: Sequence[MediaSpan],
     layouts: Sequence[Slices | None],

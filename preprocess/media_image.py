@@ -89,13 +89,13 @@ _DAMAGED = "the image is truncated or damaged"
 _ELSEWHERE = {PDF: "a part of the type file takes it"}
 
 
-REMEDIES = {
+_REMEDIES = {
     "a HEIC picture": "install vlm-serve[media] to read it",
     "a HEIF picture": "install vlm-serve[media] to read it",
     "a JPEG XL picture": "install pillow-jxl-plugin to read it",
 }
 """What helps, by kind of file (`file_kind`)."""
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _CHUNK = struct.Struct(">I4s")
 _CHECKSUM = struct.Struct(">I")
 _MATTERS = frozenset({b"tRNS", b"acTL", b"fcTL", b"fdAT"})
@@ -159,9 +159,9 @@ def open_image(data: bytes, limits: MediaLimits) -> OpenedImage:
         image = render_page(data, limits)
         return OpenedImage(image, None, image.width * image.height)
     try:
-        data, twin = without_broken_notes(data), None
-        if lacks_end(data):
-            data, other = ended_twice(data)
+        data, twin = _without_broken_notes(data), None
+        if _lacks_end(data):
+            data, other = _ended_twice(data)
             twin = PIL.Image.open(io.BytesIO(other), formats=FORMATS)
         image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
     except PIL.UnidentifiedImageError:
@@ -251,7 +251,7 @@ def _unsupported(data: bytes) -> MediaError:
     kind = file_kind(data)
     known = f"not an image of a supported format ({', '.join(FORMATS)})"
     found = f": it is {kind}" if kind else ""
-    remedies = dict.fromkeys(VIDEO_KINDS, "send it as a video") | REMEDIES | _ELSEWHERE
+    remedies = dict.fromkeys(VIDEO_KINDS, "send it as a video") | _REMEDIES | _ELSEWHERE
     remedy = f"; {remedies[kind]}" if kind in remedies else ""
     return MediaError(known + found + remedy)
 
@@ -384,15 +384,15 @@ def count_scans(data: bytes, most: int) -> int:
     return scans
 
 
-def without_broken_notes(data: bytes) -> bytes:
+def _without_broken_notes(data: bytes) -> bytes:
     """Return a PNG file without descriptive chunks of a wrong checksum.
 
     Other bytes come back as they are.
     """
-    if not data.startswith(PNG_SIGNATURE):
+    if not data.startswith(_PNG_SIGNATURE):
         return data
     view = memoryview(data)
-    kept, at, dropped = [view[: len(PNG_SIGNATURE)]], len(PNG_SIGNATURE), False
+    kept, at, dropped = [view[: len(_PNG_SIGNATURE)]], len(_PNG_SIGNATURE), False
     while at + _CHUNK.size <= len(data):
         size, kind = _CHUNK.unpack_from(data, at)
         body = at + _CHUNK.size
@@ -412,12 +412,12 @@ def without_broken_notes(data: bytes) -> bytes:
     return b"".join([*kept, view[at:]]) if dropped else data
 
 
-def lacks_end(data: bytes) -> bool:
+def _lacks_end(data: bytes) -> bool:
     """Return True for a JPEG file without a marker at its end."""
     return data.startswith(_JPEG_START) and data.rfind(_JPEG_END, max(0, len(data) - _SEARCHED)) < 0
 
 
-def ended_twice(data: bytes) -> tuple[bytes, bytes]:
+def _ended_twice(data: bytes) -> tuple[bytes, bytes]:
     """Return a JPEG file with two different ends.
 
     Bytes behind the last block do not change a picture. So both give the same pixels, unless blocks

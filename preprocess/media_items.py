@@ -198,16 +198,16 @@ class MediaLoader:
         chosen = options_key(options)
         # A data: URL's text identifies its bytes, and hashing it is faster than decoding base64.
         url_key = None
-        if is_data_url(part.source):
+        if _is_data_url(part.source):
             url_key = key_of(raw_digest(part.source), options=chosen)
         known = self._raw_index.get(url_key) if url_key is not None else None
         if known is not None and url_key is not None:
             self._count("index")
-            read = partial(read_source, part, self._limits)
+            read = partial(_read_source, part, self._limits)
             upload = _Upload(part, options, processor, key_of, (url_key,), read)
             return self._item(known, upload, 0.0)
-        source = read_source(part, self._limits, stop, hold)
-        digest = digest_of(source)
+        source = _read_source(part, self._limits, stop, hold)
+        digest = _digest_of(source)
         key = key_of(digest, options=chosen) if digest is not None else None
         keys = tuple(each for each in (key, url_key) if each is not None)
         upload = _Upload(part, options, processor, key_of, keys, lambda _: source, digest)
@@ -372,7 +372,7 @@ def _image_pixels(source: Any, limits: MediaLimits) -> Pixels:
     raise MediaError("an image must be a PIL image, an array, bytes, a path or a URL")
 
 
-def read_source(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None = None) -> Any:
+def _read_source(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None = None) -> Any:
     """Return the bytes of a file, `FrameFiles`, or what a Python caller gave.
 
     Raises MediaFetchError, MediaError or InvalidRequestError, which name the part; OverloadedError
@@ -389,7 +389,7 @@ def _read(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None) -
     frames = frame_sources(source) if not is_image else None
     if frames is not None:
         check_frame_count(frames)
-        read = (read_source(each, limits, stop, hold) for each in places(part, frames))
+        read = (_read_source(each, limits, stop, hold) for each in places(part, frames))
         return FrameFiles(tuple(read))
     if isinstance(source, PdfPage):
         return source.packed
@@ -418,7 +418,7 @@ def is_remote(part: MediaPart) -> bool:
     return any(isinstance(each, str) and each[:5].lower().startswith("http") for each in sources)
 
 
-def digest_of(source: Any) -> bytes | None:
+def _digest_of(source: Any) -> bytes | None:
     """Return `raw_digest` of what was read; None for pictures of Python callers."""
     if isinstance(source, FrameFiles):
         return raw_digest(source.packed)
@@ -427,7 +427,7 @@ def digest_of(source: Any) -> bytes | None:
     return None
 
 
-def is_data_url(source: Any) -> bool:
+def _is_data_url(source: Any) -> bool:
     """Return True for the text of a data: URL."""
     return isinstance(source, str) and source[:5].lower() == "data:" and source.isascii()
 

@@ -84,12 +84,12 @@ class EncodedVideo:
             raise MediaError("the video is empty")
         if len(data) > limits.max_video_bytes:
             raise MediaError(f"the video is over {limits.max_video_bytes} bytes")
-        self._data, self._limits = readable_part(memoryview(data)), limits
+        self._data, self._limits = _readable_part(memoryview(data)), limits
         self.cut_short = len(self._data) < len(data)
         self.sound, self.num_decoded = True, 0
         self._converter = VideoReformatter()
         self._deadline = time.monotonic() + limits.max_decode_seconds
-        if lacks_index(self._data):
+        if _lacks_index(self._data):
             raise MediaError(self._why_unread())
         try:
             self._index_packets(fps)
@@ -100,7 +100,7 @@ class EncodedVideo:
 
     def _why_unread(self) -> str:
         kind = file_kind(self._data)
-        if kind == MP4 and lacks_index(self._data):
+        if kind == MP4 and _lacks_index(self._data):
             return (
                 "the video has no index (moov): it was cut short or is still being written; write "
                 "fragmented MP4, MPEG-TS or Matroska to read a recording in progress"
@@ -360,7 +360,7 @@ class Reader:
         return self._at
 
 
-def readable_part(data: memoryview) -> memoryview:
+def _readable_part(data: memoryview) -> memoryview:
     """Return a file without the incomplete head of a last fragment.
 
     FFmpeg gives up on the whole of a fragmented MP4 with a cut last `moof` box. A recording in
@@ -373,7 +373,7 @@ def readable_part(data: memoryview) -> memoryview:
     return data
 
 
-def lacks_index(data: memoryview) -> bool:
+def _lacks_index(data: memoryview) -> bool:
     """Return True for an MP4 without a whole `moov` box, so that nothing can be read."""
     boxes = {kind: start + size <= len(data) for kind, start, size in _boxes(data)}
     return b"ftyp" in boxes and not boxes.get(b"moov", False)
@@ -419,7 +419,7 @@ def upright(
 
     Raises MediaError for frames over the pixel limit.
     """
-    width = shown_width(frame, aspect)
+    width = _shown_width(frame, aspect)
     if max(width, frame.width) * frame.height > limits.max_video_pixels:
         raise MediaError(f"the video is over {limits.max_video_pixels} pixels")
     alpha = _has_alpha(frame)
@@ -429,7 +429,7 @@ def upright(
     return np.ascontiguousarray(_turned(stretched(pixels, width), _matrix(frame)))
 
 
-def shown_width(frame: Any, aspect: Fraction | None) -> int:
+def _shown_width(frame: Any, aspect: Fraction | None) -> int:
     """Return the width of a frame with square pixels, in pixels."""
     if not aspect or not Fraction(1, MAX_PIXEL_ASPECT) <= aspect <= MAX_PIXEL_ASPECT:
         return int(frame.width)

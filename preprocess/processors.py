@@ -104,14 +104,14 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
 
 
-def image_fields(directory: Path | str) -> dict[str, Any]:
+def _image_fields(directory: Path | str) -> dict[str, Any]:
     """Return the image processor's fields in the checkpoint's files; {} if it has none."""
     directory = Path(directory)
     raw = read_json(directory / "processor_config.json").get("image_processor")
     return raw or read_json(directory / "preprocessor_config.json")
 
 
-def video_fields(directory: Path | str) -> dict[str, Any]:
+def _video_fields(directory: Path | str) -> dict[str, Any]:
     """Return the video processor's fields in the checkpoint's files; {} if it has none."""
     directory = Path(directory)
     raw = read_json(directory / "processor_config.json").get("video_processor")
@@ -125,10 +125,10 @@ def image_config(directory: Path | str) -> PixelConfig | None:
 
     Raises CheckpointError for settings that are not supported.
     """
-    raw = image_fields(directory)
+    raw = _image_fields(directory)
     if not raw:
         return None
-    shared = shared_fields(raw, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD)
+    shared = _shared_fields(raw, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD)
     return PixelConfig(**shared, **_bounds(raw, 56 * 56, 28 * 28 * 1280))
 
 
@@ -137,7 +137,7 @@ def video_config(directory: Path | str) -> VideoConfig | None:
 
     Raises CheckpointError for settings that are not supported.
     """
-    raw = video_fields(directory)
+    raw = _video_fields(directory)
     if not raw:
         return None
     num_frames = raw.get("num_frames")
@@ -145,7 +145,7 @@ def video_config(directory: Path | str) -> VideoConfig | None:
     if fps is not None and num_frames is not None:
         raise CheckpointError("the video processor config sets both fps and num_frames")
     return VideoConfig(
-        **shared_fields(raw, patch_size=16, mean=_HALF, std=_HALF),
+        **_shared_fields(raw, patch_size=16, mean=_HALF, std=_HALF),
         **_bounds(raw, 128 * 32 * 32, 32 * 32 * 768),
         sample_fps=None if fps is None else float(fps),
         num_frames=num_frames,
@@ -157,7 +157,7 @@ def video_config(directory: Path | str) -> VideoConfig | None:
     )
 
 
-def shared_fields(
+def _shared_fields(
     raw: Mapping[str, Any], *, patch_size: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> dict[str, Any]:
     """Return the fields of `PictureConfig`, with defaults for fields missing in the file."""
@@ -165,9 +165,9 @@ def shared_fields(
     if resample not in _MODES:
         raise CheckpointError(f"resample {resample} of the processor config is not supported")
     return {
-        "patch_size": size_field(raw, "patch_size", patch_size),
-        "temporal_patch_size": size_field(raw, "temporal_patch_size", 2),
-        "merge_size": size_field(raw, "merge_size", 2),
+        "patch_size": _size_field(raw, "patch_size", patch_size),
+        "temporal_patch_size": _size_field(raw, "temporal_patch_size", 2),
+        "merge_size": _size_field(raw, "merge_size", 2),
         "do_resize": bool(raw.get("do_resize", True)),
         "resample": resample,
         "do_rescale": bool(raw.get("do_rescale", True)),
@@ -178,7 +178,7 @@ def shared_fields(
     }
 
 
-def size_field(raw: Mapping[str, Any], name: str, default: int) -> int:
+def _size_field(raw: Mapping[str, Any], name: str, default: int) -> int:
     """Read a positive integer. Raises CheckpointError."""
     value = raw.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -313,7 +313,7 @@ def slice_image_config(directory: Path | str) -> SliceConfig | None:
 
     Raises CheckpointError for settings that are not supported.
     """
-    raw = image_fields(directory)
+    raw = _image_fields(directory)
     return SliceConfig(**_slice_fields(raw, directory)) if raw else None
 
 
@@ -322,20 +322,20 @@ def slice_video_config(directory: Path | str) -> SliceVideoConfig | None:
 
     Raises CheckpointError for settings that are not supported.
     """
-    raw = video_fields(directory)
+    raw = _video_fields(directory)
     if not raw:
         return None
     if raw.get("stack_frames", 1) != 1:
         raise _unsupported("stack_frames", raw["stack_frames"], 1)
     return SliceVideoConfig(
         **_slice_fields(raw, directory),
-        max_frames=size_field(raw, "max_num_frames", 128),
+        max_frames=_size_field(raw, "max_num_frames", 128),
         do_sample_frames=bool(raw.get("do_sample_frames", True)),
     )
 
 
 def _slice_fields(raw: Mapping[str, Any], directory: Path | str) -> dict[str, Any]:
-    shared = shared_fields(raw, patch_size=14, mean=_HALF, std=_HALF)
+    shared = _shared_fields(raw, patch_size=14, mean=_HALF, std=_HALF)
     if not shared["do_resize"]:
         raise _unsupported("do_resize", False, True)
     mode = raw.get("downsample_mode", "16x")
@@ -346,8 +346,8 @@ def _slice_fields(raw: Mapping[str, Any], directory: Path | str) -> dict[str, An
         # Each frame is its own temporal patch, and the tower reorders patches itself.
         "temporal_patch_size": 1,
         "merge_size": 1,
-        "max_slices": size_field(raw, "max_slice_nums", 9) if sliced else 1,
-        "side": size_field(raw, "scale_resolution", 448),
+        "max_slices": _size_field(raw, "max_slice_nums", 9) if sliced else 1,
+        "side": _size_field(raw, "scale_resolution", 448),
         "downsample": MERGES[mode],
         "numbered": _numbered(Path(directory)),
     }
@@ -356,7 +356,7 @@ def _slice_fields(raw: Mapping[str, Any], directory: Path | str) -> dict[str, An
 def _numbered(directory: Path) -> bool:
     """Read `use_image_id` of the processor, or else of its image processor; true by default."""
     outer = read_json(directory / "processor_config.json").get("use_image_id")
-    inner = image_fields(directory).get("use_image_id", True)
+    inner = _image_fields(directory).get("use_image_id", True)
     return bool(inner if outer is None else outer)
 
 

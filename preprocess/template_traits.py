@@ -195,7 +195,7 @@ def find_traits(
         },
         no_content=no_content,
         late_systems=_in_order(shown([first, question, answered, second, question])),
-        thinking=find_thinking(shown, tree, variables, question),
+        thinking=_find_thinking(shown, tree, variables, question),
         tool_form=_find_tool_form(shown([question, calling]), source),
     )
 
@@ -309,7 +309,7 @@ def effort_for(thinking: Thinking, wanted: str) -> str | None:
     return LEVELS[min(higher) if higher else max(ranks)]
 
 
-def find_thinking(
+def _find_thinking(
     shown: Shown, tree: jinja2.nodes.Template, variables: frozenset[str], question: Message
 ) -> Thinking:
     """Probe a template for thoughts.

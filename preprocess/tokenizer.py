@@ -68,7 +68,7 @@ class Tokenizer:
         vocab_size: number of ids, added tokens included.
         special_tokens: content -> id of the special tokens; plain text never encodes to them.
         special_pattern: matches every special token, the longest first.
-        eos_ids: ids that end a generation, see `find_ends`.
+        eos_ids: ids that end a generation, see `_find_ends`.
         end_of_turn_ids: ids followed by a cut point.
         special_names: "eos_token" and the like -> content, as chat templates see them.
 
@@ -107,7 +107,7 @@ class Tokenizer:
         own = self.special_names.get("eos_token", "")
         ids = map(self.token_to_id, (self.family.end_of_turn, own))
         self.end_of_turn_ids = frozenset(token_id for token_id in ids if token_id is not None)
-        self.eos_ids = find_ends(
+        self.eos_ids = _find_ends(
             own,
             self.family.end_of_turn,
             read_json((generation or directory) / "generation_config.json"),
@@ -361,7 +361,7 @@ def special_names(*configs: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def find_ends(
+def _find_ends(
     eos_token: str,
     end_of_turn: str,
     generation: Mapping[str, Any],

@@ -262,7 +262,7 @@ class Rewriter:
             return
         if not ("properties" in given or "required" in given or combined):
             return
-        names, is_map = names_of(node, self._document)
+        names, is_map = _names_of(node, self._document)
         if is_map or "additionalProperties" in out or "patternProperties" in out:
             return
         if not names and combined:
@@ -350,7 +350,7 @@ def exclusive(branches: list[Any], document: Document) -> list[list[str]] | None
     return [sorted(everything - names) for names in needed]
 
 
-def names_of(node: Any, document: Document) -> tuple[list[str], bool]:
+def _names_of(node: Any, document: Document) -> tuple[list[str], bool]:
     """Return the properties that a schema and its combinations name, and whether it is a map."""
     names: dict[str, None] = {}
     is_map = False

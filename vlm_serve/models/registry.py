@@ -139,7 +139,7 @@ def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
         return spec_of(_with_sidecar(path), changes)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the checkpoint has no config.json{other_weights(path)}")
-    spec = without_lost_tower(spec_of(_with_sidecar(path / "config.json"), changes), path)
+    spec = _without_lost_tower(spec_of(_with_sidecar(path / "config.json"), changes), path)
     file = path / "generation_config.json"
     return replace(spec, generation=read_json(file) if file.is_file() else {})
 
@@ -187,7 +187,7 @@ def _class_of(source: str) -> Any:
     return getattr(transformers, source, None)
 
 
-def without_lost_tower(spec: ModelSpec, path: Path) -> ModelSpec:
+def _without_lost_tower(spec: ModelSpec, path: Path) -> ModelSpec:
     """Return the model without its vision tower if the weight files hold no tensor of one.
 
     Republications of a vision-language model's text part are like that: their config.json still has

@@ -28,7 +28,7 @@ from vlm_serve.preprocess.tokenizer import read_json
 _log = logging.getLogger(__name__)
 
 
-TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_FILE = "tokenizer.json"
 _MATCHED_BY = ("single_word", "lstrip", "rstrip", "normalized")
 """Flags of an added token that decide where a text has it; `special` does not."""
 _DEFAULTS = {"add_prefix_space": True, "use_regex": True, "invert": False}
@@ -58,7 +58,7 @@ def check_beside(checkpoint: Path, folder: Path, *, template: str | None = None)
     Raises:
         CheckpointError: the adapter has another tokenizer or another chat template.
     """
-    if (folder / TOKENIZER_FILE).is_file() and (checkpoint / TOKENIZER_FILE).is_file():
+    if (folder / _TOKENIZER_FILE).is_file() and (checkpoint / _TOKENIZER_FILE).is_file():
         _check_tokens(checkpoint, folder)
     name, own = named_chat_template(folder)
     if not own:
@@ -75,20 +75,20 @@ def check_beside(checkpoint: Path, folder: Path, *, template: str | None = None)
 
 
 def _check_tokens(checkpoint: Path, folder: Path) -> None:
-    tokens, model, family = read_tokens(folder), read_tokens(checkpoint), family_in(checkpoint)
+    tokens, model, family = _read_tokens(folder), _read_tokens(checkpoint), _family_in(checkpoint)
     other = difference(tokens, model, family)
     if other:
         raise CheckpointError(
-            f"the adapter has a {TOKENIZER_FILE} with other tokens than the model's, which is not "
+            f"the adapter has a {_TOKENIZER_FILE} with other tokens than the model's, which is not "
             f"supported: it has {other}; without that file it gets the model's"
         )
-    if lacks_marks(tokens, model, family):
+    if _lacks_marks(tokens, model, family):
         _log.warning(
             "the adapter in %s has a %s that splits words at combining marks, as the class "
             "Qwen2Tokenizer of transformers writes it, and the model's does not: such words may "
             "have other tokens than in training",
             folder.name,
-            TOKENIZER_FILE,
+            _TOKENIZER_FILE,
         )
 
 
@@ -132,14 +132,14 @@ class Tokens:
     padding: str | None
 
 
-def read_tokens(folder: Path) -> Tokens:
+def _read_tokens(folder: Path) -> Tokens:
     """Read the tokenizer of a folder with a tokenizer.json.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
     try:
-        raw = json.loads((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
+        raw = json.loads((folder / _TOKENIZER_FILE).read_text(encoding="utf-8"))
         config = read_json(folder / "tokenizer_config.json")
         listed = read_json(folder / "added_tokens.json")
         model = {"type": "BPE", **raw["model"]}
@@ -159,7 +159,7 @@ def read_tokens(folder: Path) -> Tokens:
             padding=_padding(config.get("pad_token")),
         )
     except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{TOKENIZER_FILE} cannot be read") from error
+        raise CheckpointError(f"{_TOKENIZER_FILE} cannot be read") from error
 
 
 def _entry(index: int, flags: Mapping[str, Any]) -> tuple[int, _Flags]:
@@ -276,10 +276,10 @@ def _other_steps(tokens: Tokens, model: Tokens, family: Family) -> str | None:
     if tokens.normalizer != model.normalizer and not (split and tokens.normalizer == normal):
         return "another normalizer"
     same = tokens.pre_tokenizer in (model.pre_tokenizer, split)
-    return None if same or lacks_marks(tokens, model, family) else "another pre-tokenizer"
+    return None if same or _lacks_marks(tokens, model, family) else "another pre-tokenizer"
 
 
-def lacks_marks(tokens: Tokens, model: Tokens, family: Family) -> bool:
+def _lacks_marks(tokens: Tokens, model: Tokens, family: Family) -> bool:
     r"""Return True if texts are split as by Qwen2, where the model's pattern has `\p{M}` as well.
 
     The class Qwen2Tokenizer of transformers writes so for all models that name it.
@@ -303,7 +303,7 @@ def _splits(family: Family) -> list[_Step]:
     ]
 
 
-def family_in(checkpoint: Path) -> Family:
+def _family_in(checkpoint: Path) -> Family:
     """Return the family that a checkpoint's config.json names. Raises CheckpointError."""
     return family_of(str(read_json(checkpoint / "config.json").get("model_type", "")))
 

@@ -236,7 +236,7 @@ def read_adapter(name: str | Path, dtype: torch.dtype | None = None) -> AdapterF
             supported.
     """
     path = find_adapter(name)
-    fields = read_fields(_json(path / CONFIG_FILE))
+    fields = _read_fields(_json(path / CONFIG_FILE))
     weights = path / WEIGHTS_FILE
     if not weights.is_file():
         old = " (adapter_model.bin is a pickle: save it anew with safe_serialization)"
@@ -245,8 +245,8 @@ def read_adapter(name: str | Path, dtype: torch.dtype | None = None) -> AdapterF
     file = SafetensorsFile(weights)
     base = [name for name in sorted(file.names()) if _is_base(name)]
     factors = _factors(file, set(file.names()) - set(base), dtype)
-    together = {name: own for name, own in factors.items() if is_fused(name)}
-    apart = {name: _pair(name, own, fields) for name, own in factors.items() if not is_fused(name)}
+    together = {name: own for name, own in factors.items() if _is_fused(name)}
+    apart = {name: _pair(name, own, fields) for name, own in factors.items() if not _is_fused(name)}
     return AdapterFile(path, apart, fused(together, fields), base)
 
 
@@ -307,7 +307,7 @@ def _pair(module: str, own: Mapping[str, torch.Tensor], fields: AdapterFields) -
     return LowRank(down, up, fields.scale_of(module, stated))
 
 
-def read_fields(raw: Mapping[str, Any]) -> AdapterFields:
+def _read_fields(raw: Mapping[str, Any]) -> AdapterFields:
     """Read the content of adapter_config.json.
 
     Raises:
@@ -382,7 +382,7 @@ def _matching(patterns: Sequence[tuple[Pattern, float]], module: str, otherwise:
     return next((value for pattern, value in patterns if pattern.match(module)), otherwise)
 
 
-def is_fused(module: str) -> bool:
+def _is_fused(module: str) -> bool:
     """Tell whether a module of an adapter's file holds all experts of a layer."""
     return module.removesuffix(_INNER).endswith(".experts")
 

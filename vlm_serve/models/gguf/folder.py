@@ -142,7 +142,7 @@ class _Model:
 
     def contents(self) -> dict[str, str]:
         """Return the files of the folder by their names."""
-        found = tokenizer_files(self._metadata, self._text["vocab_size"])
+        found = _tokenizer_files(self._metadata, self._text["vocab_size"])
         found["config.json"] = json.dumps(self._config())
         parts = [str(each.absolute()) for each in self._files.parts]
         tower = None if self._files.tower is None else str(self._files.tower.absolute())
@@ -183,7 +183,7 @@ class _Model:
         return _DTYPES.get(most, "bfloat16")
 
 
-def tokenizer_files(metadata: Metadata, vocab_size: int) -> dict[str, str]:
+def _tokenizer_files(metadata: Metadata, vocab_size: int) -> dict[str, str]:
     """Return the contents of the files by their names.
 
     Args:
