@@ -20,21 +20,19 @@ from vlm_serve.preprocess.media_process import (
     Processed,
     Slices,
     channels_first,
+    check_ratio,
     content_hash,
     counted_indices,
     grid_frames,
     sample,
-    stacked,
-)
-from vlm_serve.preprocess.processors import SliceConfig, SliceVideoConfig, resize
-from vlm_serve.preprocess.reading.conversation import Modality
-from vlm_serve.preprocess.sizes import (
-    check_ratio,
     second_indices,
     slice_grid,
     slice_size,
+    stacked,
     whole_size,
 )
+from vlm_serve.preprocess.processors import SliceConfig, SliceVideoConfig, resize
+from vlm_serve.preprocess.reading.conversation import Modality
 
 
 def process_sliced_image(pixels: Pixels, options: SliceOptions, config: SliceConfig) -> Processed:
