@@ -51,7 +51,7 @@ from make_checkpoint import make_checkpoint
 from peft_folders import random_adapter
 from quantised_weights import FORMATS
 
-from vlm_serve.models.gguf.block_types import BY_NAME
+from vlm_serve.models.gguf.reader import BY_NAME
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 

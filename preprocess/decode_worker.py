@@ -31,11 +31,12 @@ import PIL.Image
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.decode_wire import GoneError, SharedArray, map_array, receive, send
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_animation import AnimatedPicture, is_picture
 from vlm_serve.preprocess.media_image import (
+    AnimatedPicture,
     MediaMemoryError,
     Pixels,
     decode_opened,
+    may_be_animated,
     open_image,
 )
 from vlm_serve.preprocess.media_video import EncodedVideo
@@ -175,7 +176,7 @@ def _serve_video(sock: socket.socket, data: Any, limits: MediaLimits, fps: float
 
     The owner asks for a few frames ahead.
     """
-    animated = is_picture(data.data)
+    animated = may_be_animated(data.data)
     video = (AnimatedPicture if animated else EncodedVideo)(data.data, fps, limits)
     with _shared((len(video.times),), np.float64) as times:
         times.array[:] = video.times

@@ -11,22 +11,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import select
+import socket
+import subprocess
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
-from vlm_serve.preprocess.decode_process import DecodeProcess, ForkServer, take_array, take_pixels
-from vlm_serve.preprocess.decode_slots import DecodeSlots
-from vlm_serve.preprocess.decode_wire import GoneError, share
+from vlm_serve.preprocess.decode_wire import GoneError, map_array, receive, send, share
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_image import Pixels
 from vlm_serve.preprocess.pdf_pages import is_page
 from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.system import child, children
 
 LIGHT_FILE_BYTES = 2 << 20
 LIGHT_WORK = 1 << 22
@@ -45,6 +49,23 @@ _MOST_STARTS = 3
 MOST_AHEAD = 8
 """Decoded frames of a video that wait for their resize: enough for a decoder's uneven pace."""
 _AHEAD_BYTES = 64 << 20
+
+
+# Waiting decodes are served by arrival time plus a penalty: one second for this many bytes of file.
+_BYTES_PER_SECOND = 1 << 20
+_START_SECONDS = 120.0
+_FORK_SECONDS = 5.0
+"""A fork of a fork server that has already answered takes milliseconds. After this time the fork
+server is stopped, or hangs."""
+_END_SECONDS = 5.0
+# Math libraries get one thread: FFmpeg's own suffice, and each further one takes address space.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+    # Allocations of picture size are mapped, so freeing them returns the memory to the system.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+}
 
 
 def default_slots() -> tuple[int, int]:
@@ -208,7 +229,7 @@ class DecodedVideo:
         message, descriptor = _receive(process, "video", seconds, self._deadline())
         self.fps = float(message["fps"])
         self.steady, self.cut_short = bool(message["steady"]), bool(message["cut_short"])
-        times = take_array(descriptor, (int(message["count"]),), np.float64)
+        times = _take_array(descriptor, (int(message["count"]),), np.float64)
         self.times: Sequence[float] = times.tolist()
         self.sound, self.num_decoded = True, 0
         self._open = True
@@ -227,7 +248,7 @@ class DecodedVideo:
             seconds = self._limits.max_decode_seconds
             message, descriptor = _receive(self._process, "video", seconds, deadline)
             self._asked -= 1
-            pixels = take_pixels(message, descriptor)
+            pixels = _take_pixels(message, descriptor)
             self.sound, self.num_decoded = bool(message["sound"]), int(message["decoded"])
             ahead = max(1, min(MOST_AHEAD, _AHEAD_BYTES // max(1, pixels.nbytes)))
             yield pixels
@@ -249,7 +270,7 @@ def _decoded(
     light = {} if heavy else {"max_work": LIGHT_WORK, "max_bytes": LIGHT_DECODE_BYTES}
     _ask(process, "image", data, limits, **{"max_work": None, **light})
     message, descriptor = _receive(process, "image", limits.max_image_decode_seconds)
-    return take_pixels(message, descriptor) if descriptor >= 0 else None
+    return _take_pixels(message, descriptor) if descriptor >= 0 else None
 
 
 def _ask(
@@ -281,3 +302,257 @@ def _close_all(processes: set[DecodeProcess], fork_server: ForkServer) -> None:
     while processes:
         processes.pop().close()
     fork_server.close()
+
+
+class DecodeSlots:
+    """A fixed number of slots for decoding. Thread-safe.
+
+    Args:
+        count: number of slots.
+
+    Attributes:
+        busy: slots in use.
+        waiting: callers waiting for a slot.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._changed = threading.Condition()
+        self._queue: list[tuple[float, object]] = []
+        self._closed = False
+        self.busy = 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def close(self) -> None:
+        """Fail all waiters with EngineClosedError and wait until no slot is in use."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self.busy)
+
+    @contextlib.contextmanager
+    def acquire(self, num_bytes: int, stop: Stop) -> Iterator[None]:
+        """Hold a slot for the block. Raises StoppedError, EngineClosedError."""
+        self._acquire(num_bytes, stop)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.busy -= 1
+                self._changed.notify_all()
+
+    def _acquire(self, num_bytes: int, stop: Stop) -> None:
+        ticket = (time.monotonic() + num_bytes / _BYTES_PER_SECOND, object())
+
+        def is_next() -> bool:
+            first = min(self._queue, key=lambda each: each[0])
+            return stop.is_set or self._closed or (self.busy < self._count and first is ticket)
+
+        def wake() -> None:
+            with self._changed:
+                self._changed.notify_all()
+
+        with stop.timed("place"), stop.calling(wake), self._changed:
+            self._queue.append(ticket)
+            try:
+                self._changed.wait_for(is_next)
+                stop.check()
+                if self._closed:
+                    raise EngineClosedError("the engine is closed")
+                self.busy += 1
+            finally:
+                self._queue.remove(ticket)
+                self._changed.notify_all()
+
+
+class ForkServer:
+    """The process from which all decoding processes are forked.
+
+    It has already imported everything they need. A fork is ready within milliseconds and shares
+    most of its memory with the fork server.
+
+    It is started on first use, and again if it has died or does not answer. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._answered = False
+
+    def fork(self, niceness: int) -> Fork:
+        """Start a process. Raises VlmServeError if the fork server cannot be started."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, self._lock:
+                if self._process is None or self._process.poll() is not None:
+                    self._start()
+                assert self._sock is not None
+                send(self._sock, {"niceness": niceness}, theirs.fileno())
+                return Fork(ours, self._process, self._answered)
+        except (OSError, GoneError):
+            ours.close()
+            raise VlmServeError("the media decoder did not start") from None
+
+    def answered(self, fork: Fork) -> None:
+        """Note that a process has started, so that later ones are expected soon."""
+        with self._lock:
+            self._answered = self._answered or fork.server is self._process
+
+    def replace(self, fork: Fork) -> None:
+        """End the fork server that this process did not come from; the next fork starts another."""
+        with self._lock:
+            if fork.server is self._process:
+                self._end()
+
+    def close(self) -> None:
+        """End the fork server; processes forked from it end with their owner."""
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        self._end()
+        self._sock, theirs = socket.socketpair()
+        with theirs:
+            self._process = children.start(
+                "vlm_serve.preprocess.decode_worker",
+                str(theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=child.environment(**_ENVIRONMENT),
+            )
+
+    def _end(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._sock = self._process = None
+        self._answered = False
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A requested process.
+
+    Attributes:
+        sock: the owner's end of the connection to it.
+        server: the fork server that was asked.
+        proven: that fork server has forked before, so it has imported all it needs.
+    """
+
+    sock: socket.socket
+    server: subprocess.Popen[bytes] | None
+    proven: bool
+
+
+class DecodeProcess:
+    """A decoding process that handles one task at a time. It starts in the background.
+
+    Attributes:
+        awaiting: a reply is outstanding, so the process cannot take another task.
+        pid: its process id once it is ready, 0 before.
+
+    Raises VlmServeError if it does not start.
+    """
+
+    def __init__(self, fork_server: ForkServer, niceness: int) -> None:
+        self.awaiting = False
+        self.pid = 0
+        self._lock = threading.Lock()
+        self._lifeline = -1
+        self._fork_server = fork_server
+        self._fork = fork_server.fork(niceness)
+        self._sock = self._fork.sock
+        seconds = _FORK_SECONDS if self._fork.proven else _START_SECONDS
+        self._deadline = time.monotonic() + seconds
+
+    def wait_until_ready(self) -> bool:
+        """Wait until the process accepts tasks.
+
+        Returns False if it does not start although others did: its fork server is stopped, hangs
+        or has died, and is replaced.
+
+        Raises VlmServeError if it does not start.
+        """
+        try:
+            message, lifeline = receive(self._sock, self._deadline)
+        except (GoneError, TimeoutError):
+            self._fork_server.replace(self._fork)
+            if self._fork.proven:
+                return False
+            raise VlmServeError("the media decoder did not start") from None
+        self._fork_server.answered(self._fork)
+        with self._lock:
+            self._lifeline, self.pid = lifeline, int(message["pid"])
+        return True
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended(0)
+
+    def kill(self) -> None:
+        """End the process, from any thread; a thread waiting for it gets GoneError."""
+        with self._lock:
+            if self._lifeline >= 0:
+                os.close(self._lifeline)  # which ends the worker, see `decode_worker`
+            elif not self.pid:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+            self._lifeline = -1
+
+    def close(self) -> None:
+        """End the process and free its resources."""
+        self.kill()
+        self._ended(_END_SECONDS)
+        self._sock.close()
+
+    def _ended(self, seconds: float) -> bool:
+        """Return True if the process has ended or ends within this time.
+
+        Its socket hangs up when it ends.
+        """
+        if self._sock.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, 0)
+        return any(event & select.POLLHUP for _, event in poll.poll(1000 * seconds))
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message without a reply. Raises GoneError."""
+        send(self._sock, message)
+
+    def ask(self, message: dict[str, Any], descriptor: int | None = None) -> None:
+        """Send a request; `receive` returns its reply. Raises GoneError."""
+        self.awaiting = True
+        send(self._sock, message, descriptor)
+
+    def receive(self, deadline: float) -> tuple[dict[str, Any], int]:
+        """Return a reply and its descriptor, -1 if it carries none.
+
+        Raises MediaError if decoding failed; GoneError; TimeoutError.
+        """
+        message, descriptor = receive(self._sock, deadline)
+        self.awaiting = False
+        if "error" in message:
+            raise MediaError(str(message["error"]))
+        return message, descriptor
+
+
+def _take_pixels(message: dict[str, Any], descriptor: int) -> npt.NDArray[np.uint8]:
+    """Map the uint8 `[height, width, 3]` of a reply. Raises as `map_array` does."""
+    return _take_array(descriptor, tuple(map(int, message["shape"])), np.uint8)
+
+
+def _take_array(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Map the array behind a descriptor and close the descriptor. Raises as `map_array` does."""
+    try:
+        return map_array(descriptor, shape, dtype)
+    finally:
+        os.close(descriptor)

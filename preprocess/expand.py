@@ -1,21 +1,33 @@
-"""Turns rendered text and media into token ids, media spans and M-RoPE positions."""
+"""Turns rendered text and media into token ids, media spans and M-RoPE positions.
+
+Pictures seen in slices follow transformers' `MiniCPMV4_6Processor` and `MiniCPMV4_7Processor`:
+`<image>` and the whole picture, then each of its slices, with a line break after every row of
+slices but the last.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 
-from vlm_serve.errors import InvalidRequestError
+from vlm_serve.errors import CheckpointError, InvalidRequestError
+from vlm_serve.preprocess.keys import tagged
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.media_process import MediaRecord, Slices
+from vlm_serve.preprocess.media_processors import Processor
+from vlm_serve.preprocess.processors import SliceConfig
 from vlm_serve.preprocess.prompt import MediaSpan
 from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.preprocess.typed_text import TypedText
+
+_DOMAIN = b"vlm-serve picture on a canvas 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,3 +275,300 @@ def mrope_positions(length: int, spans: Sequence[MediaSpan]) -> tuple[torch.Tens
     positions[:, at:] = np.arange(position, position + length - at)
     delta = int(positions.max()) + 1 - length if length else 0
     return torch.from_numpy(positions), delta
+
+
+@dataclass(frozen=True, slots=True)
+class SliceTokens:
+    """Ids of the tokens around slices and around picture numbers.
+
+    `line` is the token of a line break on a canvas, if the checkpoint names one.
+    """
+
+    slice_start: int
+    slice_end: int
+    id_start: int
+    id_end: int
+    line: int | None
+
+
+def _find_slice_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> SliceTokens:
+    """Find the slice tokens of a checkpoint.
+
+    Raises CheckpointError if one is not a special token, or config.json gives a different id.
+    """
+    family = tokenizer.family
+
+    def find(name: str, usual: str | None) -> int:
+        token = tokenizer.special_names.get(f"{name}_token", usual)
+        token_id = None if token is None else tokenizer.special_tokens.get(token)
+        if token_id is None:
+            raise CheckpointError(f"{token!r} of the checkpoint is not a special token")
+        given = config.get(f"{name}_id")
+        if given not in (None, token_id):
+            raise CheckpointError(f"{name}_id {given!r} in config.json is not {token!r}")
+        return token_id
+
+    line = config.get("newline_id")
+    if family.positions == "canvas" and not isinstance(line, int):
+        raise CheckpointError(f"newline_id in config.json must be a token's id, not {line!r}")
+    return SliceTokens(
+        slice_start=find("slice_start", family.slice_start),
+        slice_end=find("slice_end", family.slice_end),
+        id_start=find("image_id_start", family.id_start),
+        id_end=find("image_id_end", family.id_end),
+        line=line,
+    )
+
+
+class SliceExpander(Expander):
+    """An `Expander` for pictures with slices.
+
+    Args:
+        tokenizer: the checkpoint's.
+        vision, slices: the checkpoint's tokens.
+        numbered: put numbers before pictures, for the media that the family numbers.
+    """
+
+    joins_text = frozenset()
+
+    def __init__(
+        self, tokenizer: Tokenizer, vision: VisionTokens, slices: SliceTokens, *, numbered: bool
+    ) -> None:
+        super().__init__(tokenizer, vision)
+        self._around, self._slices = vision, slices
+        self._numbered = tokenizer.family.numbered if numbered else ()
+        self._on_canvas = tokenizer.family.positions == "canvas"
+
+    def positions(self, expansion: Expansion) -> tuple[torch.Tensor, int]:
+        if not self._on_canvas:
+            return mrope_positions(len(expansion.token_ids), ())
+        around, slices = self._around, self._slices
+        markers = {around.vision_start, around.vision_end, slices.slice_start, slices.slice_end}
+        if slices.line is not None:
+            markers.add(slices.line)
+        return _canvas_positions(expansion.token_ids, expansion.spans, expansion.layouts, markers)
+
+    def _add_image(self, out: Expansion, record: MediaRecord, item: int) -> None:
+        self._add_medium(out, record, item)
+
+    def _add_video(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
+        assert not text
+        self._add_medium(out, record, item)
+
+    def _add_medium(self, out: Expansion, record: MediaRecord, item: int) -> None:
+        if record.modality in self._numbered:
+            number = sum(each == record.modality for each in out.modalities)
+            out.token_ids.append(self._slices.id_start)
+            self._add_text(out, str(number))
+            out.token_ids.append(self._slices.id_end)
+        out.modalities.append(record.modality)
+        out.layouts.append(record.slices)
+        size = 1 if record.slices is None else 1 + record.slices.count
+        for first in range(0, len(record.hashes), size):
+            self._add_picture(out, record, item, first)
+
+    def _add_picture(self, out: Expansion, record: MediaRecord, item: int, first: int) -> None:
+        slices = record.slices
+        self._add_between(
+            out, (self._around.vision_start, self._around.vision_end), record, item, first
+        )
+        if slices is None:
+            return
+        for row in range(slices.rows):
+            if row:
+                self._add_text(out, "\n")
+            for column in range(slices.columns):
+                patch = first + 1 + row * slices.columns + column
+                around = (self._slices.slice_start, self._slices.slice_end)
+                self._add_between(out, around, record, item, patch)
+
+    def _add_between(
+        self, out: Expansion, around: tuple[int, int], record: MediaRecord, item: int, patch: int
+    ) -> None:
+        out.token_ids.append(around[0])
+        self._add_span(out, record, item, patch)
+        out.token_ids.append(around[1])
+
+    def _identity(self, record: MediaRecord, patch: int) -> bytes:
+        """Return the content hash; on a canvas, hash the slice layout of a whole picture with it.
+
+        Its tokens' positions follow from the layout, but the slices themselves come later in the
+        prompt.
+        """
+        slices, known = record.slices, record.hashes[patch]
+        if not self._on_canvas or slices is None or patch % (1 + slices.count):
+            return known
+        layout = (slices.rows, slices.columns, *slices.grid)
+        fields = (
+            tagged("domain", _DOMAIN),
+            tagged("content", known),
+            tagged("slices", ",".join(map(str, layout))),
+        )
+        return blake3(b"".join(fields)).digest()
+
+
+def find_vision_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> VisionTokens:
+    """Return the vision tokens in config.json, by default the family's.
+
+    Raises CheckpointError if one is not a special token.
+    """
+    family = tokenizer.family
+
+    def find(name: str, token: str) -> int:
+        given = config.get(name)
+        token_id = tokenizer.token_to_id(token) if given is None else given
+        if not isinstance(token_id, int) or not tokenizer.is_special(token_id):
+            raise CheckpointError(f"{name} of the checkpoint is not a special token")
+        return token_id
+
+    around = ("vision_start_token_id", "vision_end_token_id")
+    if family.slice_start is not None:
+        around = ("image_start_id", "image_end_id")
+    return VisionTokens(
+        image_pad=find("image_token_id", family.image_pad),
+        video_pad=find("video_token_id", family.video_pad),
+        vision_start=find(around[0], family.vision_start),
+        vision_end=find(around[1], family.vision_end),
+    )
+
+
+def find_expander(
+    tokenizer: Tokenizer,
+    config: Mapping[str, Any],
+    vision: VisionTokens,
+    *processors: Processor | None,
+) -> Expander:
+    """Return the expander of placeholders for a model with these processors.
+
+    Raises CheckpointError if the processors disagree or a token is missing.
+    """
+    configs = [each.config for each in processors if each is not None]
+    if len({each.merge_size for each in configs}) > 1:
+        raise CheckpointError("image and video processors disagree on merge_size")
+    if tokenizer.family.slice_start is None:
+        return Expander(tokenizer, vision)
+    numbered = all(each.numbered for each in configs if isinstance(each, SliceConfig))
+    return SliceExpander(
+        tokenizer, vision, _find_slice_tokens(tokenizer, config), numbered=numbered
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Picture:
+    """A whole picture and its slices; `layout` is None if it has none."""
+
+    whole: MediaSpan
+    slices: Sequence[MediaSpan]
+    layout: Slices | None
+
+    @property
+    def start(self) -> int:
+        """Index of the marker before the picture."""
+        return self.whole.start - 1
+
+    @property
+    def columns(self) -> int:
+        return 1 if self.layout is None else self.layout.columns
+
+    @property
+    def canvas(self) -> tuple[int, int]:
+        """(height, width) in tokens."""
+        if self.layout is None:
+            return _tokens(self.whole)
+        height, width = _tokens(self.slices[0])
+        return self.layout.rows * height, self.layout.columns * width
+
+
+def _canvas_positions(
+    token_ids: Sequence[int],
+    spans: Sequence[MediaSpan],
+    layouts: Sequence[Slices | None],
+    markers: Collection[int],
+) -> tuple[torch.Tensor, int]:
+    """Compute the positions of every token on the three axes, and the offset of generated tokens.
+
+    The slices of a picture lie side by side, under the whole picture, which is much smaller and is
+    stretched over all of them.
+
+    Follows transformers' `MiniCPMV4_7Model.get_rope_index`. Text counts up on all axes alike. A
+    picture takes one step in time and advances the count by the longer side of its canvas. Markers
+    around its parts lie at their corners. Markers and line breaks right after a picture lie at its
+    origin.
+
+    Args:
+        layouts: how the pictures of each medium are cut.
+        markers: the tokens around pictures and slices, and the line break.
+
+    Returns:
+        int64 `[3, length]`, and the highest position plus one minus the length.
+    """
+    length = len(token_ids)
+    positions = torch.empty((3, length), dtype=torch.int64)
+    at, position = 0, 0
+    for picture in _pictures(spans, layouts):
+        if picture.start > at:
+            text = picture.start - at
+            positions[:, at : picture.start] = torch.arange(position, position + text)
+            position += text
+        at = (picture.slices or [picture.whole])[-1].end
+        while at < length and token_ids[at] in markers:
+            at += 1
+        _place(positions[:, :at], picture, position)
+        position += max(picture.canvas) + 1
+    positions[:, at:] = torch.arange(position, position + length - at)
+    delta = int(positions.max()) + 1 - length if length else 0
+    return positions, delta
+
+
+def _pictures(spans: Sequence[MediaSpan], layouts: Sequence[Slices | None]) -> Iterator[_Picture]:
+    at = 0
+    while at < len(spans):
+        layout = layouts[spans[at].item]
+        end = at + 1 + (0 if layout is None else layout.count)
+        yield _Picture(spans[at], spans[at + 1 : end], layout)
+        at = end
+
+
+def _place(positions: torch.Tensor, picture: _Picture, origin: int) -> None:
+    """Fill in the positions of a picture, from the marker before it to the end."""
+    (height, width), whole = picture.canvas, picture.whole
+    positions[:, picture.start :] = origin
+    positions[1:, picture.start] = max(origin - 1, 0)
+    _put(positions, whole.end, origin + height, origin + width)
+    _spread(positions, whole, origin, (0, 0), (height, width))
+    for index, span in enumerate(picture.slices):
+        row, column = divmod(index, picture.columns)
+        rows, columns = _tokens(span)
+        top, left = row * rows, column * columns
+        _put(positions, span.start - 1, origin + top, origin + left)
+        _put(positions, span.end, origin + top + rows - 1, origin + left + columns - 1)
+        _spread(positions, span, origin, (top, left), (rows, columns))
+        if column == picture.columns - 1 and index + 1 < len(picture.slices):
+            for place in range(span.end + 1, picture.slices[index + 1].start - 1):
+                _put(positions, place, origin + top + rows - 1, origin + width)
+
+
+def _put(positions: torch.Tensor, place: int, row: int, column: int) -> None:
+    if place < positions.shape[1]:
+        positions[1, place], positions[2, place] = row, column
+
+
+def _spread(
+    positions: torch.Tensor,
+    span: MediaSpan,
+    origin: int,
+    corner: tuple[int, int],
+    size: tuple[int, int],
+) -> None:
+    """Spread a span's tokens over an area of the canvas."""
+    rows, columns = _tokens(span)
+    block = positions[:, span.start : span.end].view(3, rows, columns)
+    down, right = (
+        torch.linspace(0, over - 1, count).round().long() + first + origin
+        for over, count, first in zip(size, (rows, columns), corner, strict=True)
+    )
+    block[0], block[1], block[2] = origin, down[:, None], right
+
+
+def _tokens(span: MediaSpan) -> tuple[int, int]:
+    return span.grid[1] // span.merge_size, span.grid[2] // span.merge_size

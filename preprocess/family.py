@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+THINK_START = "<think>"
+THINK_END = "</think>"
+TOOL_START = "<tool_call>"
+_TURN = "<|im_start|>"
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -91,3 +96,27 @@ def family_of(model_type: str) -> Family:
     """Return the default family for a model type."""
     known = (family for name, family in _FAMILIES.items() if model_type.startswith(name))
     return next(known, CHATML)
+
+
+def begins_in_thought(prompt: str, *, continued: bool) -> bool:
+    """Return True if the answer to a prompt with this text begins inside a `<think>` block.
+
+    Args:
+        continued: the answer continues the last message, whose thought may be open. A thought
+            begins where the message or its text does; elsewhere `<think>` is a word of the text.
+    """
+    if not continued:
+        return prompt.rstrip().endswith(THINK_START)
+    turn = prompt.rfind(_TURN)
+    if turn < 0:
+        return prompt.rfind(THINK_START) > prompt.rfind(THINK_END)
+    text = prompt[turn:].partition("\n")[2].rpartition(THINK_END)[2]
+    return text.lstrip().startswith(THINK_START)
+
+
+def leaves_thought_open(text: str) -> bool:
+    """Return True if a prompt of unknown origin ends inside a thought.
+
+    Outside of a chat template's turn, only `<think>` at the very end opens one.
+    """
+    return begins_in_thought(text, continued=_TURN in text)

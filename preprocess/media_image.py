@@ -1,4 +1,4 @@
-"""Converts encoded images and PIL images to upright 8-bit RGB.
+"""Converts encoded images and PIL images to upright 8-bit RGB, and animated ones to videos.
 
 Transparency is composed over white with the same Pillow calls as in transformers
 (`image_transforms.convert_to_rgb`), hence with the same bits. Three things left open by
@@ -8,15 +8,30 @@ depth.
 
 Pictures are converted strip by strip into the returned array. Besides it and Pillow's decoded
 image, no other full-size copy exists.
+
+Files with small faults are read as other programs read them. Each scan of a progressive JPEG file
+may touch every pixel, however few bytes the scan has. So scans are counted from the markers,
+without decoding anything.
+
+Optional packages read further formats. HEIC and HEIF need `pi-heif` (the extra `media`) or
+`pillow-heif`; JPEG XL needs `pillow-jxl-plugin`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
+import struct
 import threading
-from collections.abc import Callable, Iterator
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -27,19 +42,40 @@ from PIL.PngImagePlugin import PngImageFile
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.file_kinds import PDF, VIDEO_KINDS, file_kind
-from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.limits import MediaLimits, check_deadline, check_video
 from vlm_serve.preprocess.pdf_pages import is_page, render_page
-from vlm_serve.preprocess.picture_files import (
-    count_scans,
-    ended_twice,
-    lacks_end,
-    without_broken_notes,
-)
-from vlm_serve.preprocess.picture_plugins import REMEDIES, plugins
+from vlm_serve.preprocess.video_times import FrameTimes, measure
 
 Pixels = npt.NDArray[np.uint8]
 NewPixels = Callable[[tuple[int, int, int]], Pixels]
 """Allocates the output array of a given shape."""
+
+_PLUGINS: tuple[tuple[str, str, str], ...] = (
+    ("pi_heif", "pi-heif", "HEIF"),
+    ("pillow_heif", "pillow-heif", "HEIF"),
+    ("pillow_jxl", "pillow-jxl-plugin", "JXL"),
+)
+"""(module, package, format as Pillow names it); of two for a format the first one is taken."""
+
+
+@cache
+def plugins() -> dict[str, str]:
+    """Register the installed plugins with Pillow; return their versions by format."""
+    found: dict[str, str] = {}
+    for module, package, form in _PLUGINS:
+        if form in found:
+            continue
+        try:
+            number = version(package)
+            loaded = import_module(module)
+        except (PackageNotFoundError, ImportError, OSError):
+            continue
+        if form == "HEIF":
+            loaded.register_heif_opener()
+        if form in PIL.Image.OPEN:
+            found[form] = f"{package} {number}"
+    return found
+
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP", *plugins())
 _WHITE = (255, 255, 255, 255)
@@ -51,6 +87,34 @@ _MODE_BYTES = {"1": 1, "L": 1, "P": 1} | dict.fromkeys(_16_BIT - {"I"}, 2)
 _load_lock = threading.Lock()
 _DAMAGED = "the image is truncated or damaged"
 _ELSEWHERE = {PDF: "a part of the type file takes it"}
+
+
+_REMEDIES = {
+    "a HEIC picture": "install vlm-serve[media] to read it",
+    "a HEIF picture": "install vlm-serve[media] to read it",
+    "a JPEG XL picture": "install pillow-jxl-plugin to read it",
+}
+"""What helps, by kind of file (`file_kind`)."""
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_CHUNK = struct.Struct(">I4s")
+_CHECKSUM = struct.Struct(">I")
+_MATTERS = frozenset({b"tRNS", b"acTL", b"fcTL", b"fdAT"})
+"""Ancillary chunks with an effect on pixels."""
+_JPEG_START, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+_SEARCHED = 1 << 16
+"""Bytes at a JPEG file's end to search for its end marker."""
+# Inside a scan, 0xFF is followed by 0 (a sample), a restart marker or fill bytes.
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+_BARE = frozenset({0x01, 0xD8})
+_START_OF_SCAN, _END = 0xDA, 0xD9
+_PADS = (bytes(64), b"\x2a\xd5" * 32)
+
+
+_ANIMATED = ("GIF", "WEBP", "PNG", "AVIF")
+_ANIMATED_KINDS = frozenset({"a GIF picture", "a WebP picture", "a PNG picture", "an AVIF picture"})
+_SHORTEST_MS, _DEFAULT_MS = 11, 100
+"""Browsers show a frame with a shorter duration for as long as the default."""
+_MILLISECOND = Fraction(1, 1000)
 
 
 class MediaMemoryError(MediaError):
@@ -95,9 +159,9 @@ def open_image(data: bytes, limits: MediaLimits) -> OpenedImage:
         image = render_page(data, limits)
         return OpenedImage(image, None, image.width * image.height)
     try:
-        data, twin = without_broken_notes(data), None
-        if lacks_end(data):
-            data, other = ended_twice(data)
+        data, twin = _without_broken_notes(data), None
+        if _lacks_end(data):
+            data, other = _ended_twice(data)
             twin = PIL.Image.open(io.BytesIO(other), formats=FORMATS)
         image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
     except PIL.UnidentifiedImageError:
@@ -187,7 +251,7 @@ def _unsupported(data: bytes) -> MediaError:
     kind = file_kind(data)
     known = f"not an image of a supported format ({', '.join(FORMATS)})"
     found = f": it is {kind}" if kind else ""
-    remedies = dict.fromkeys(VIDEO_KINDS, "send it as a video") | REMEDIES | _ELSEWHERE
+    remedies = dict.fromkeys(VIDEO_KINDS, "send it as a video") | _REMEDIES | _ELSEWHERE
     remedy = f"; {remedies[kind]}" if kind in remedies else ""
     return MediaError(known + found + remedy)
 
@@ -301,3 +365,137 @@ def _from_16_bit(image: PIL.Image.Image) -> Pixels:
     if isinstance(transparent, int):
         grey[samples == transparent] = 0xFF
     return np.broadcast_to(grey[:, :, None], (*grey.shape, 3))
+
+
+def count_scans(data: bytes, most: int) -> int:
+    """Count the scans of the first image, at most `most + 1`; 0 if it is not a JPEG file."""
+    if data[:2] != b"\xff\xd8":
+        return 0
+    scans, at = 0, 2
+    while scans <= most:
+        found = _MARKER.search(data, at)
+        if found is None or data[found.start() + 1] == _END:
+            break
+        kind, at = data[found.start() + 1], found.end()
+        if kind in _BARE:
+            continue
+        scans += kind == _START_OF_SCAN
+        at += max(2, int.from_bytes(data[at : at + 2], "big"))
+    return scans
+
+
+def _without_broken_notes(data: bytes) -> bytes:
+    """Return a PNG file without descriptive chunks of a wrong checksum.
+
+    Other bytes come back as they are.
+    """
+    if not data.startswith(_PNG_SIGNATURE):
+        return data
+    view = memoryview(data)
+    kept, at, dropped = [view[: len(_PNG_SIGNATURE)]], len(_PNG_SIGNATURE), False
+    while at + _CHUNK.size <= len(data):
+        size, kind = _CHUNK.unpack_from(data, at)
+        body = at + _CHUNK.size
+        end = body + size + _CHECKSUM.size
+        if end > len(data):
+            break
+        note = bool(kind[0] & 0x20) and kind not in _MATTERS
+        if (
+            note
+            and zlib.crc32(view[at + 4 : body + size])
+            != _CHECKSUM.unpack_from(data, body + size)[0]
+        ):
+            dropped = True
+        else:
+            kept.append(view[at:end])
+        at = end
+    return b"".join([*kept, view[at:]]) if dropped else data
+
+
+def _lacks_end(data: bytes) -> bool:
+    """Return True for a JPEG file without a marker at its end."""
+    return data.startswith(_JPEG_START) and data.rfind(_JPEG_END, max(0, len(data) - _SEARCHED)) < 0
+
+
+def _ended_twice(data: bytes) -> tuple[bytes, bytes]:
+    """Return a JPEG file with two different ends.
+
+    Bytes behind the last block do not change a picture. So both give the same pixels, unless blocks
+    are missing.
+    """
+    blocks = data.rstrip(_JPEG_END[:1])  # half of the marker may be there
+    first, second = (blocks + pad + _JPEG_END for pad in _PADS)
+    return first, second
+
+
+def may_be_animated(data: bytes | memoryview) -> bool:
+    """Return True for a possibly animated picture: GIF, WebP, PNG or AVIF."""
+    return file_kind(data) in _ANIMATED_KINDS
+
+
+class AnimatedPicture:
+    """An animated picture in memory; a `Video`.
+
+    Args:
+        data: the file.
+        fps: replaces the file's durations.
+        limits: limits on bytes, frames, pixels, length and decoding time.
+
+    Raises MediaError for a still or damaged picture, and beyond a limit.
+    """
+
+    cut_short, sound = False, True
+    num_decoded = 0
+
+    def __init__(self, data: bytes | memoryview, fps: float | None, limits: MediaLimits) -> None:
+        self._limits = limits
+        self._deadline = time.monotonic() + limits.max_decode_seconds
+        with _damage_told():
+            self._image = PIL.Image.open(io.BytesIO(bytes(data)), formats=_ANIMATED)
+            size = self._image.height, self._image.width
+            total = int(getattr(self._image, "n_frames", 1))
+            check_video(total, None, size, limits)
+            if total < 2:
+                kind = self._image.format
+                raise MediaError(f"a still {kind} picture; send it as an image")
+            found = self._find_times(total, fps)
+        self.times, self.fps, self.steady = found.seconds, found.fps, found.steady
+        check_video(total, self.times[-1] + 1 / self.fps, size, limits)
+
+    def _find_times(self, total: int, fps: float | None) -> FrameTimes:
+        if fps is not None:
+            return FrameTimes.even(total, fps)
+        shown, at = [], 0
+        for index in range(total):
+            self._seek(index)
+            shown.append(at)
+            duration = round(float(self._image.info.get("duration") or 0))
+            at += duration if duration >= _SHORTEST_MS else _DEFAULT_MS
+        return measure(shown, total, _MILLISECOND, 0.0)
+
+    def _seek(self, index: int) -> None:
+        check_deadline(self._deadline, self._limits)
+        self._image.seek(index)
+        self._image.load()
+
+    def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
+        """See `Video.frames`. Raises MediaError if the file proves to be damaged."""
+        self._deadline = time.monotonic() + self._limits.max_decode_seconds
+        for index in indices:
+            with _damage_told():
+                self._seek(index)
+                pixels = image_to_rgb(self._image, self._limits)
+            self.num_decoded = index + 1  # a picture is made from those before it
+            yield pixels
+
+
+@contextlib.contextmanager
+def _damage_told() -> Iterator[None]:
+    """Turn the block's other errors into MediaError: Pillow's plugins raise any kind on broken
+    data."""
+    try:
+        yield
+    except MediaError:
+        raise
+    except Exception:
+        raise MediaError("the animated picture is damaged") from None

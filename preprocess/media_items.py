@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import PIL.Image
 
-from vlm_serve.errors import InvalidRequestError, MediaError
+from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.preprocess.decoders import Decoders
-from vlm_serve.preprocess.decoding_path import decoding_path
-from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding, naming
+from vlm_serve.preprocess.fetch import FetchBudget, Hold, Holding, fetch, naming, read_file
 from vlm_serve.preprocess.keys import embedding_key
 from vlm_serve.preprocess.known_frames import KnownVideo
 from vlm_serve.preprocess.limits import MediaLimits
@@ -27,6 +28,7 @@ from vlm_serve.preprocess.media_frames import (
     ArrayVideo,
     FrameFiles,
     ListedVideo,
+    check_frame_count,
     frame_sources,
     listed_options,
     places,
@@ -35,18 +37,27 @@ from vlm_serve.preprocess.media_image import Pixels, image_to_rgb
 from vlm_serve.preprocess.media_options import options_key
 from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
-from vlm_serve.preprocess.media_sources import digest_of, is_data_url, read_source
+from vlm_serve.preprocess.pdf_pages import PdfPage
 from vlm_serve.preprocess.processors import fingerprint
-from vlm_serve.preprocess.raw_index import RawIndex, raw_digest, raw_key
+from vlm_serve.preprocess.raw_index import (
+    RawIndex,
+    UploadRecords,
+    decoding_path,
+    raw_digest,
+    raw_key,
+    upload_key,
+)
 from vlm_serve.preprocess.reading.conversation import MediaPart
 from vlm_serve.preprocess.stopping import Stop
-from vlm_serve.preprocess.upload_records import UploadRecords, upload_key
 from vlm_serve.system.host_threads import releasing
 
 _CONVERSIONS = 2
 _ALL_FRAMES = b"frames"
 """In place of options in the key of a file whose frames are known; no options are equal to it."""
 _NOTHING: Mapping[Literal["image", "video"], str] = MappingProxyType({})
+
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
 class MediaLoader:
@@ -187,16 +198,16 @@ class MediaLoader:
         chosen = options_key(options)
         # A data: URL's text identifies its bytes, and hashing it is faster than decoding base64.
         url_key = None
-        if is_data_url(part.source):
+        if _is_data_url(part.source):
             url_key = key_of(raw_digest(part.source), options=chosen)
         known = self._raw_index.get(url_key) if url_key is not None else None
         if known is not None and url_key is not None:
             self._count("index")
-            read = partial(read_source, part, self._limits)
+            read = partial(_read_source, part, self._limits)
             upload = _Upload(part, options, processor, key_of, (url_key,), read)
             return self._item(known, upload, 0.0)
-        source = read_source(part, self._limits, stop, hold)
-        digest = digest_of(source)
+        source = _read_source(part, self._limits, stop, hold)
+        digest = _digest_of(source)
         key = key_of(digest, options=chosen) if digest is not None else None
         keys = tuple(each for each in (key, url_key) if each is not None)
         upload = _Upload(part, options, processor, key_of, keys, lambda _: source, digest)
@@ -359,3 +370,71 @@ def _image_pixels(source: Any, limits: MediaLimits) -> Pixels:
     if isinstance(source, PIL.Image.Image):
         return image_to_rgb(source, limits)
     raise MediaError("an image must be a PIL image, an array, bytes, a path or a URL")
+
+
+def _read_source(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None = None) -> Any:
+    """Return the bytes of a file, `FrameFiles`, or what a Python caller gave.
+
+    Raises MediaFetchError, MediaError or InvalidRequestError, which name the part; OverloadedError
+    if `hold` refuses; StoppedError.
+    """
+    with naming(part.param):
+        return _read(part, limits, stop, hold)
+
+
+def _read(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None) -> Any:
+    source = part.source
+    is_image = part.modality == "image"
+    max_bytes = limits.max_image_bytes if is_image else limits.max_video_bytes
+    frames = frame_sources(source) if not is_image else None
+    if frames is not None:
+        check_frame_count(frames)
+        read = (_read_source(each, limits, stop, hold) for each in places(part, frames))
+        return FrameFiles(tuple(read))
+    if isinstance(source, PdfPage):
+        return source.packed
+    if isinstance(source, bytes | bytearray | memoryview):
+        return bytes(source)
+    if isinstance(source, str) and (part.url_only or _SCHEME.match(source)):
+        return fetch(source, max_bytes=max_bytes, limits=limits, stop=stop, hold=hold)
+    if isinstance(source, str | Path):
+        try:
+            return read_file(Path(source), max_bytes)
+        except (OSError, ValueError) as error:
+            if isinstance(error, InvalidRequestError):
+                raise
+            # No message holds a path; the name of the file tells several media apart.
+            why = getattr(error, "strerror", None) or "no such path"
+            said = f"the file {Path(source).name!r} cannot be read: {why}"
+            raise MediaFetchError(said) from None
+    if part.url_only:
+        raise InvalidRequestError(f"{part.param} must be a URL")
+    return source
+
+
+def is_remote(part: MediaPart) -> bool:
+    """Return True if loading the part waits for another machine."""
+    sources = part.source if isinstance(part.source, list) else [part.source]
+    return any(isinstance(each, str) and each[:5].lower().startswith("http") for each in sources)
+
+
+def _digest_of(source: Any) -> bytes | None:
+    """Return `raw_digest` of what was read; None for pictures of Python callers."""
+    if isinstance(source, FrameFiles):
+        return raw_digest(source.packed)
+    if isinstance(source, bytes) or _is_contiguous(source):
+        return raw_digest(source)
+    return None
+
+
+def _is_data_url(source: Any) -> bool:
+    """Return True for the text of a data: URL."""
+    return isinstance(source, str) and source[:5].lower() == "data:" and source.isascii()
+
+
+def _is_contiguous(source: Any) -> bool:
+    return (
+        isinstance(source, np.ndarray)
+        and source.dtype == np.uint8
+        and bool(source.flags.c_contiguous)
+    )

@@ -18,12 +18,14 @@ from vlm_serve.preprocess.media_process import Processed, process_image, process
 from vlm_serve.preprocess.processors import (
     PictureConfig,
     check_fit,
+    check_modes,
     fingerprint,
     image_config,
+    slice_image_config,
+    slice_video_config,
     video_config,
 )
 from vlm_serve.preprocess.reading.conversation import MediaPart
-from vlm_serve.preprocess.slice_config import check_modes, slice_image_config, slice_video_config
 from vlm_serve.preprocess.slice_process import process_sliced_image, process_sliced_video
 from vlm_serve.preprocess.tokenizer import read_json
 

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import bisect
 import os
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 import av
+import numpy as np
+import PIL.Image
+from av.sidedata.sidedata import SideDataContainer, Type
 from av.video.frame import PictureType
 from av.video.reformatter import VideoReformatter
 
@@ -24,8 +28,6 @@ from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.file_kinds import MP4, file_kind
 from vlm_serve.preprocess.limits import MediaLimits, check_deadline, check_video
 from vlm_serve.preprocess.media_image import Pixels
-from vlm_serve.preprocess.video_container import Reader, lacks_index, readable_part
-from vlm_serve.preprocess.video_pixels import upright
 from vlm_serve.preprocess.video_times import (
     FrameTimes,
     PacketTime,
@@ -52,6 +54,16 @@ _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 _ERRORS = (av.FFmpegError, ValueError, LookupError, EOFError, OSError)
 
 
+_HEAD = struct.Struct(">I4s")
+_LONG = struct.Struct(">Q")
+_LONG_HEAD = _HEAD.size + _LONG.size
+_FRAGMENT = b"moof"
+MAX_PIXEL_ASPECT = 8
+"""Larger ratios of a pixel's sides come from a broken header."""
+_MATRIX = struct.Struct("=9i")
+_WHITE = 255.0
+
+
 class EncodedVideo:
     """A video file in memory.
 
@@ -72,12 +84,12 @@ class EncodedVideo:
             raise MediaError("the video is empty")
         if len(data) > limits.max_video_bytes:
             raise MediaError(f"the video is over {limits.max_video_bytes} bytes")
-        self._data, self._limits = readable_part(memoryview(data)), limits
+        self._data, self._limits = _readable_part(memoryview(data)), limits
         self.cut_short = len(self._data) < len(data)
         self.sound, self.num_decoded = True, 0
         self._converter = VideoReformatter()
         self._deadline = time.monotonic() + limits.max_decode_seconds
-        if lacks_index(self._data):
+        if _lacks_index(self._data):
             raise MediaError(self._why_unread())
         try:
             self._index_packets(fps)
@@ -88,7 +100,7 @@ class EncodedVideo:
 
     def _why_unread(self) -> str:
         kind = file_kind(self._data)
-        if kind == MP4 and lacks_index(self._data):
+        if kind == MP4 and _lacks_index(self._data):
             return (
                 "the video has no index (moov): it was cut short or is still being written; write "
                 "fragmented MP4, MPEG-TS or Matroska to read a recording in progress"
@@ -326,3 +338,151 @@ def _decoder(stream: Any) -> Any:
     context.thread_type = "AUTO"
     context.thread_count = min(4, os.cpu_count() or 1)
     return context
+
+
+class Reader:
+    """A file object over bytes, without a copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def read(self, size: int) -> bytes:
+        piece = bytes(self._data[self._at : self._at + size])
+        self._at += len(piece)
+        return piece
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        self._at = min(max(base + offset, 0), len(self._data))
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
+def _readable_part(data: memoryview) -> memoryview:
+    """Return a file without the incomplete head of a last fragment.
+
+    FFmpeg gives up on the whole of a fragmented MP4 with a cut last `moof` box. A recording in
+    progress ends like that. Its last `mdat` box may be cut anywhere.
+    """
+    end = len(data)
+    for kind, start, size in _boxes(data):
+        if kind == _FRAGMENT and start + size > end:
+            return data[:start]
+    return data
+
+
+def _lacks_index(data: memoryview) -> bool:
+    """Return True for an MP4 without a whole `moov` box, so that nothing can be read."""
+    boxes = {kind: start + size <= len(data) for kind, start, size in _boxes(data)}
+    return b"ftyp" in boxes and not boxes.get(b"moov", False)
+
+
+def _boxes(data: memoryview) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (kind, start, size) of the top-level boxes of an MP4; nothing for other files."""
+    at = 0
+    while at + _HEAD.size <= len(data):
+        size, kind = _HEAD.unpack_from(data, at)
+        if at == 0 and kind not in (b"ftyp", b"styp", b"moov", b"mdat", b"free", b"wide", b"skip"):
+            return
+        if size == 1 and at + _LONG_HEAD <= len(data):
+            size = _LONG.unpack_from(data, at + _HEAD.size)[0]
+        elif size == 0:
+            size = len(data) - at
+        if size < _HEAD.size:
+            return
+        yield kind, at, size
+        at += size
+
+
+def upright(
+    frame: Any,
+    aspect: Fraction | None,
+    limits: MediaLimits,
+    *,
+    converter: VideoReformatter,
+) -> Pixels:
+    """Return a frame as players show it.
+
+    Non-square pixels are stretched horizontally, transparency is composed over white, and the
+    container's display matrix turns and mirrors.
+
+    Args:
+        frame: `av.VideoFrame`.
+        aspect: width over height of a pixel; None: square.
+        converter: one for all frames of a video. A frame's own would start threads for each frame,
+            and these live as long as the video.
+
+    Returns:
+        uint8 `[height, width, 3]`, C-contiguous.
+
+    Raises MediaError for frames over the pixel limit.
+    """
+    width = _shown_width(frame, aspect)
+    if max(width, frame.width) * frame.height > limits.max_video_pixels:
+        raise MediaError(f"the video is over {limits.max_video_pixels} pixels")
+    alpha = _has_alpha(frame)
+    pixels: Any = converter.reformat(frame, format="rgba" if alpha else "rgb24").to_ndarray()
+    if alpha:
+        pixels = _over_white(pixels)
+    return np.ascontiguousarray(_turned(stretched(pixels, width), _matrix(frame)))
+
+
+def _shown_width(frame: Any, aspect: Fraction | None) -> int:
+    """Return the width of a frame with square pixels, in pixels."""
+    if not aspect or not Fraction(1, MAX_PIXEL_ASPECT) <= aspect <= MAX_PIXEL_ASPECT:
+        return int(frame.width)
+    return max(1, int(frame.width * aspect))
+
+
+def stretched(pixels: Pixels, width: int) -> Pixels:
+    """Return a picture of another width, in pixels; by Pillow, with the same bits anywhere."""
+    if width == pixels.shape[1]:
+        return pixels
+    picture = PIL.Image.fromarray(pixels)
+    resized = picture.resize((width, picture.height), PIL.Image.Resampling.BICUBIC)
+    return np.asarray(resized)
+
+
+def _has_alpha(frame: Any) -> bool:
+    return any(component.is_alpha for component in frame.format.components)
+
+
+def _over_white(rgba: Pixels) -> Pixels:
+    pixels = rgba.astype(np.float32)
+    share = pixels[:, :, 3:] / _WHITE
+    composed: Pixels = np.rint(pixels[:, :, :3] * share + _WHITE * (1 - share)).astype(np.uint8)
+    return composed
+
+
+def _matrix(frame: Any) -> tuple[int, int, int, int] | None:
+    """Return (a, b, c, d) of a frame's display matrix, None if it has none.
+
+    A pixel at (x, y) is shown at (a x + c y, b x + d y), with y pointing down.
+    """
+    # A frame and its `side_data` refer to each other, so shown frames would pile up.
+    container: Any = SideDataContainer
+    data = container(frame).get(Type.DISPLAYMATRIX)
+    if data is None:
+        return None
+    raw = bytes(data)
+    if len(raw) != _MATRIX.size:
+        return None
+    a, b, _, c, d, *_ = _MATRIX.unpack(raw)
+    return a, b, c, d
+
+
+def _turned(pixels: Pixels, matrix: tuple[int, int, int, int] | None) -> Pixels:
+    """Apply the nearest of the eight turns and mirrorings."""
+    if matrix is None:
+        return pixels
+    a, b, c, d = matrix
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        # What was a column becomes a row.
+        pixels, a, d = pixels.swapaxes(0, 1), c, b
+    if a < 0:
+        pixels = pixels[:, ::-1]
+    if d < 0:
+        pixels = pixels[::-1]
+    return pixels

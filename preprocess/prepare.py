@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +19,15 @@ from vlm_serve.preprocess.documents import Documents
 from vlm_serve.preprocess.expand import (
     Expander,
     Expansion,
+    PromptPiece,
+    common_length,
+    find_expander,
+    find_vision_tokens,
     last_pieces,
     mrope_positions,
     shared_tokens,
     split_pieces,
 )
-from vlm_serve.preprocess.expand_slices import find_expander, find_vision_tokens
 from vlm_serve.preprocess.family import Family
 from vlm_serve.preprocess.fetch import Holding
 from vlm_serve.preprocess.keys import (
@@ -34,26 +37,22 @@ from vlm_serve.preprocess.keys import (
     RootFields,
     Roots,
 )
-from vlm_serve.preprocess.limiter import ConcurrencyLimiter
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.loaded_media import LoadedMedia
-from vlm_serve.preprocess.media_items import MediaLoader
-from vlm_serve.preprocess.media_kwargs import ONE_OF_EACH, MediaDefaults
+from vlm_serve.preprocess.media_items import MediaLoader, is_remote
+from vlm_serve.preprocess.media_options import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media_processors import find_processors, missing_files
-from vlm_serve.preprocess.media_sources import is_remote
-from vlm_serve.preprocess.next_turn import SharedByNextTurn
 from vlm_serve.preprocess.prompt import Prompt
-from vlm_serve.preprocess.raw_index import RawIndex
+from vlm_serve.preprocess.raw_index import RawIndex, UploadRecords
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
 from vlm_serve.preprocess.rendering import ChatRequest, Rendering, texts_of
-from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.preprocess.stopping import ConcurrencyLimiter, Stop
 from vlm_serve.preprocess.template import ChatTemplate, load_template, named_chat_template
 from vlm_serve.preprocess.template_traits import TemplateTraits
 from vlm_serve.preprocess.tokenizer import Tokenizer, checked_ids, read_json
 from vlm_serve.preprocess.typed_text import TypedText
-from vlm_serve.preprocess.upload_records import UploadRecords
 
 _log = logging.getLogger(__name__)
 _SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{0,128}")
@@ -391,3 +390,58 @@ class Preprocessor:
 def _vocab_size(config: Mapping[str, Any]) -> int:
     text_config = config.get("text_config") or config
     return int(text_config.get("vocab_size") or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedByNextTurn:
+    """Compares the tokens of one prompt and its answers with the prompt of the next turn.
+
+    Templates trim answers, drop their thoughts and write the arguments of calls anew, and a text
+    may be tokenised differently. So the conversation is rendered again, with the answer as clients
+    send it back and one more turn behind it.
+
+    Attributes:
+        tokenizer: the checkpoint's.
+        rendering, expansion: the prompt.
+    """
+
+    tokenizer: Tokenizer
+    rendering: Rendering
+    expansion: Expansion
+
+    def __call__(self, answer: Mapping[str, Any], token_ids: Sequence[int]) -> int:
+        """Return the number of leading tokens of prompt and answer that both share.
+
+        Args:
+            answer: the assistant's message in OpenAI's form, as a client sends it back.
+            token_ids: the answer's tokens.
+
+        Raises InvalidRequestError if the template refuses the answer.
+        """
+        request, typed = self.rendering.request, self.rendering.typed
+        conversation = read_conversation("chat", {"messages": [answer]})
+        text = request.render_answered(typed, conversation)
+        pattern = self.tokenizer.special_pattern
+        return self._shared(tuple(split_pieces(text, pattern)), token_ids)
+
+    def _shared(self, other: Sequence[PromptPiece], token_ids: Sequence[int]) -> int:
+        """Count shared tokens from the first piece on that differs; its media, if any, come before
+        it in both."""
+        pieces = self.rendering.pieces
+        same = common_length(pieces, other)
+        # The last piece of a prompt is text that the answer continues.
+        whole = len(self.expansion.token_ids)
+        at = whole if same == len(pieces) else self.expansion.piece_starts[same]
+        own = [*self.expansion.token_ids[at:], *token_ids]
+        count = 0
+        for piece in other[same:]:
+            for token in self._encode(piece):
+                if count == len(own) or own[count] != token:
+                    return at + count
+                count += 1
+        return at + count
+
+    def _encode(self, piece: PromptPiece) -> Sequence[int]:
+        if piece.is_special:
+            return (self.tokenizer.special_tokens[piece.text],)
+        return self.tokenizer.encode_plain(self.rendering.typed.restore(piece.text))

@@ -25,6 +25,10 @@ _BILINEAR, _BICUBIC = 2, 3
 _MODES = {_BILINEAR: "bilinear", _BICUBIC: "bicubic"}
 
 
+MERGES = {"16x": 4, "4x": 2}
+"""Patches per side that become one token, by `downsample_mode`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureConfig:
     """Settings common to all processors: from pixels of the right size to patches.
@@ -100,14 +104,14 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5)
 
 
-def image_fields(directory: Path | str) -> dict[str, Any]:
+def _image_fields(directory: Path | str) -> dict[str, Any]:
     """Return the image processor's fields in the checkpoint's files; {} if it has none."""
     directory = Path(directory)
     raw = read_json(directory / "processor_config.json").get("image_processor")
     return raw or read_json(directory / "preprocessor_config.json")
 
 
-def video_fields(directory: Path | str) -> dict[str, Any]:
+def _video_fields(directory: Path | str) -> dict[str, Any]:
     """Return the video processor's fields in the checkpoint's files; {} if it has none."""
     directory = Path(directory)
     raw = read_json(directory / "processor_config.json").get("video_processor")
@@ -121,10 +125,10 @@ def image_config(directory: Path | str) -> PixelConfig | None:
 
     Raises CheckpointError for settings that are not supported.
     """
-    raw = image_fields(directory)
+    raw = _image_fields(directory)
     if not raw:
         return None
-    shared = shared_fields(raw, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD)
+    shared = _shared_fields(raw, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD)
     return PixelConfig(**shared, **_bounds(raw, 56 * 56, 28 * 28 * 1280))
 
 
@@ -133,7 +137,7 @@ def video_config(directory: Path | str) -> VideoConfig | None:
 
     Raises CheckpointError for settings that are not supported.
     """
-    raw = video_fields(directory)
+    raw = _video_fields(directory)
     if not raw:
         return None
     num_frames = raw.get("num_frames")
@@ -141,7 +145,7 @@ def video_config(directory: Path | str) -> VideoConfig | None:
     if fps is not None and num_frames is not None:
         raise CheckpointError("the video processor config sets both fps and num_frames")
     return VideoConfig(
-        **shared_fields(raw, patch_size=16, mean=_HALF, std=_HALF),
+        **_shared_fields(raw, patch_size=16, mean=_HALF, std=_HALF),
         **_bounds(raw, 128 * 32 * 32, 32 * 32 * 768),
         sample_fps=None if fps is None else float(fps),
         num_frames=num_frames,
@@ -153,7 +157,7 @@ def video_config(directory: Path | str) -> VideoConfig | None:
     )
 
 
-def shared_fields(
+def _shared_fields(
     raw: Mapping[str, Any], *, patch_size: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> dict[str, Any]:
     """Return the fields of `PictureConfig`, with defaults for fields missing in the file."""
@@ -161,9 +165,9 @@ def shared_fields(
     if resample not in _MODES:
         raise CheckpointError(f"resample {resample} of the processor config is not supported")
     return {
-        "patch_size": size_field(raw, "patch_size", patch_size),
-        "temporal_patch_size": size_field(raw, "temporal_patch_size", 2),
-        "merge_size": size_field(raw, "merge_size", 2),
+        "patch_size": _size_field(raw, "patch_size", patch_size),
+        "temporal_patch_size": _size_field(raw, "temporal_patch_size", 2),
+        "merge_size": _size_field(raw, "merge_size", 2),
         "do_resize": bool(raw.get("do_resize", True)),
         "resample": resample,
         "do_rescale": bool(raw.get("do_rescale", True)),
@@ -174,7 +178,7 @@ def shared_fields(
     }
 
 
-def size_field(raw: Mapping[str, Any], name: str, default: int) -> int:
+def _size_field(raw: Mapping[str, Any], name: str, default: int) -> int:
     """Read a positive integer. Raises CheckpointError."""
     value = raw.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -272,3 +276,108 @@ def patchify(frames: torch.Tensor, config: PictureConfig) -> torch.Tensor:
     )
     ordered = split.permute(2, 5, 3, 6, 1, 0, 4, 7)
     return ordered.reshape(rows * columns, channels * frame_count * patch * patch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceConfig(PictureConfig):
+    """Settings for pictures seen whole and small, then in slices. Patches come row by row.
+
+    Attributes:
+        max_slices: maximum number of slices of a picture; 1: none.
+        side: pictures and slices are resized to about the area of a square of this side, in pixels.
+        downsample: patches per side that become one token, unless the request overrides it.
+        numbered: put a number before each picture.
+    """
+
+    max_slices: int
+    side: int
+    downsample: int
+    numbered: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceVideoConfig(SliceConfig):
+    """Settings for videos, whose frames are treated like pictures.
+
+    Attributes:
+        max_frames: maximum number of frames of a video.
+        do_sample_frames: False takes every frame.
+    """
+
+    max_frames: int
+    do_sample_frames: bool
+
+
+def slice_image_config(directory: Path | str) -> SliceConfig | None:
+    """Return the config of the image processor, None if the checkpoint has none.
+
+    Raises CheckpointError for settings that are not supported.
+    """
+    raw = _image_fields(directory)
+    return SliceConfig(**_slice_fields(raw, directory)) if raw else None
+
+
+def slice_video_config(directory: Path | str) -> SliceVideoConfig | None:
+    """Return the config of the video processor, None if the checkpoint has none.
+
+    Raises CheckpointError for settings that are not supported.
+    """
+    raw = _video_fields(directory)
+    if not raw:
+        return None
+    if raw.get("stack_frames", 1) != 1:
+        raise _unsupported("stack_frames", raw["stack_frames"], 1)
+    return SliceVideoConfig(
+        **_slice_fields(raw, directory),
+        max_frames=_size_field(raw, "max_num_frames", 128),
+        do_sample_frames=bool(raw.get("do_sample_frames", True)),
+    )
+
+
+def _slice_fields(raw: Mapping[str, Any], directory: Path | str) -> dict[str, Any]:
+    shared = _shared_fields(raw, patch_size=14, mean=_HALF, std=_HALF)
+    if not shared["do_resize"]:
+        raise _unsupported("do_resize", False, True)
+    mode = raw.get("downsample_mode", "16x")
+    if mode not in MERGES:
+        raise _unsupported("downsample_mode", mode, *MERGES)
+    sliced = bool(raw.get("slice_mode", True))
+    return shared | {
+        # Each frame is its own temporal patch, and the tower reorders patches itself.
+        "temporal_patch_size": 1,
+        "merge_size": 1,
+        "max_slices": _size_field(raw, "max_slice_nums", 9) if sliced else 1,
+        "side": _size_field(raw, "scale_resolution", 448),
+        "downsample": MERGES[mode],
+        "numbered": _numbered(Path(directory)),
+    }
+
+
+def _numbered(directory: Path) -> bool:
+    """Read `use_image_id` of the processor, or else of its image processor; true by default."""
+    outer = read_json(directory / "processor_config.json").get("use_image_id")
+    inner = _image_fields(directory).get("use_image_id", True)
+    return bool(inner if outer is None else outer)
+
+
+def check_modes(config: Mapping[str, Any], *processors: SliceConfig | None) -> None:
+    """Check that the processors count as many tokens as the model makes. Raises CheckpointError.
+
+    Args:
+        config: config.json.
+    """
+    mode = config.get("downsample_mode", "16x")
+    for each in processors:
+        if each is not None and each.downsample != MERGES.get(mode):
+            theirs = next(name for name, merge in MERGES.items() if merge == each.downsample)
+            raise CheckpointError(
+                f"downsample_mode of the processor config is {theirs!r}, but in config.json it is "
+                f"{mode!r}"
+            )
+
+
+def _unsupported(name: str, value: Any, *known: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{name} {value!r} of the processor config is not supported, only "
+        + " and ".join(map(repr, known))
+    )

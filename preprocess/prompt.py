@@ -92,7 +92,7 @@ class MediaItem(Protocol):
 
 SharedTokens = Callable[[Mapping[str, Any], Sequence[int]], int]
 """Returns the number of leading tokens that a prompt and its answer, a message with its tokens,
-share with the next turn's prompt, see `next_turn`."""
+share with the next turn's prompt, see `SharedByNextTurn`."""
 
 
 @dataclass(frozen=True, slots=True)

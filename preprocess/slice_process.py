@@ -12,7 +12,6 @@ from itertools import chain
 
 import torch
 
-from vlm_serve.preprocess.hashing import content_hash
 from vlm_serve.preprocess.media_frames import Video
 from vlm_serve.preprocess.media_image import Pixels
 from vlm_serve.preprocess.media_options import SliceOptions, SliceVideoOptions
@@ -21,21 +20,19 @@ from vlm_serve.preprocess.media_process import (
     Processed,
     Slices,
     channels_first,
+    check_ratio,
+    content_hash,
     counted_indices,
     grid_frames,
-    stacked,
-)
-from vlm_serve.preprocess.processors import resize
-from vlm_serve.preprocess.reading.conversation import Modality
-from vlm_serve.preprocess.sampled_frames import sample
-from vlm_serve.preprocess.sizes import (
-    check_ratio,
+    sample,
     second_indices,
     slice_grid,
     slice_size,
+    stacked,
     whole_size,
 )
-from vlm_serve.preprocess.slice_config import SliceConfig, SliceVideoConfig
+from vlm_serve.preprocess.processors import SliceConfig, SliceVideoConfig, resize
+from vlm_serve.preprocess.reading.conversation import Modality
 
 
 def process_sliced_image(pixels: Pixels, options: SliceOptions, config: SliceConfig) -> Processed:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import tokenizers
 
 from vlm_serve.errors import CheckpointError, ContextLengthError, InvalidRequestError
-from vlm_serve.preprocess.end_tokens import find_ends, special_names
 from vlm_serve.preprocess.family import Family, family_of
 from vlm_serve.system.foreign_files import foreign
 
@@ -29,6 +28,10 @@ _NORMALISED = 3
 # Counting in pieces splits words and adds a few tokens, so refuse only well beyond the limit.
 _MARGIN = 1.25
 MAX_CACHED_WORDS = 1000
+
+
+IdOf = Callable[[str], int | None]
+Known = Callable[[int], bool]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -65,7 +68,7 @@ class Tokenizer:
         vocab_size: number of ids, added tokens included.
         special_tokens: content -> id of the special tokens; plain text never encodes to them.
         special_pattern: matches every special token, the longest first.
-        eos_ids: ids that end a generation, see `find_ends`.
+        eos_ids: ids that end a generation, see `_find_ends`.
         end_of_turn_ids: ids followed by a cut point.
         special_names: "eos_token" and the like -> content, as chat templates see them.
 
@@ -104,7 +107,7 @@ class Tokenizer:
         own = self.special_names.get("eos_token", "")
         ids = map(self.token_to_id, (self.family.end_of_turn, own))
         self.end_of_turn_ids = frozenset(token_id for token_id in ids if token_id is not None)
-        self.eos_ids = find_ends(
+        self.eos_ids = _find_ends(
             own,
             self.family.end_of_turn,
             read_json((generation or directory) / "generation_config.json"),
@@ -341,3 +344,64 @@ def _split_by(backend: tokenizers.Tokenizer, split: str, *, add_prefix_space: bo
 def _special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def special_names(*configs: Mapping[str, Any]) -> dict[str, str]:
+    """Return the contents of "eos_token" and the like, as chat templates see them.
+
+    Args:
+        configs: contents of tokenizer_config.json and special_tokens_map.json; the first with a
+            given name wins. A token is text or an object with its `content`.
+    """
+    names: dict[str, str] = {}
+    for name, value in ((name, value) for config in configs for name, value in config.items()):
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            names.setdefault(name, content)
+    return names
+
+
+def _find_ends(
+    eos_token: str,
+    end_of_turn: str,
+    generation: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    id_of: IdOf,
+    known: Known,
+) -> frozenset[int]:
+    """Return the ids that end an answer: the tokenizer's own, and those of every config.
+
+    A checkpoint without generation_config.json may name in config.json only the end of a document.
+    Its tokenizer then names the end of a turn.
+
+    Args:
+        eos_token: the tokenizer's; "" if it names none: then the family's `end_of_turn` ends too.
+        generation, config: contents of generation_config.json and config.json.
+        id_of: returns the id of a token.
+        known: returns True if a token has the id.
+
+    Raises CheckpointError for an unassigned id in the first file that names any.
+    """
+    own = id_of(eos_token)
+    if own is None:
+        own = id_of(end_of_turn)
+    found = set() if own is None else {own}
+    text_config = config.get("text_config")
+    inner = text_config.get("eos_token_id") if isinstance(text_config, dict) else None
+    given = [generation.get("eos_token_id"), config.get("eos_token_id"), inner]
+    decisive = next((value for value in given if value is not None), None)
+    for value in given:
+        for token_id in value if isinstance(value, list) else [value]:
+            if _is_token(token_id, known):
+                found.add(token_id)
+            elif value is not None and value is decisive:
+                raise CheckpointError(
+                    f"eos_token_id {token_id!r} is not a token of this checkpoint"
+                )
+    return frozenset(found)
+
+
+def _is_token(token_id: Any, known: Known) -> TypeGuard[int]:
+    whole = isinstance(token_id, int) and not isinstance(token_id, bool)
+    return whole and 0 <= token_id < 1 << 32 and known(token_id)

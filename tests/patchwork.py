@@ -8,8 +8,7 @@ from vlm_serve.models.parts.attention import Attention
 from vlm_serve.models.parts.base import Norm, Routing
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
-from vlm_serve.models.rope import Rope
-from vlm_serve.models.spec import LayerSpec, ModelSpec
+from vlm_serve.models.spec import LayerSpec, ModelSpec, Rope
 from vlm_serve.preprocess.family import CHATML
 
 

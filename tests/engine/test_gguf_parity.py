@@ -18,7 +18,7 @@ from parity import greedy
 from parity_cases import random_ids
 from sweeps import quick
 
-from vlm_serve.models.gguf.block_types import BY_NAME
+from vlm_serve.models.gguf.reader import BY_NAME
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 

@@ -29,7 +29,7 @@ from vlm_serve.errors import (
     OverloadedError,
     VlmServeError,
 )
-from vlm_serve.grammar import process
+from vlm_serve.grammar import compiler as compiling
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import GrammarState
 from vlm_serve.grammar.worker import send
@@ -88,7 +88,7 @@ def test_a_warm_compiler_does_not_wait_for_its_process(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler.warm()
-    monkeypatch.setattr(process, "START_SECONDS", 0.0)
+    monkeypatch.setattr(compiling, "START_SECONDS", 0.0)
     compiler.warm()
     compiler.compile(StructuredOutputs(regex="ab"))
 
@@ -97,7 +97,7 @@ def test_one_that_could_not_start_says_so_and_starts_later(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(VlmServeError, match="did not start"):
-        patch.setattr(process, "START_SECONDS", 0.0)
+        patch.setattr(compiling, "START_SECONDS", 0.0)
         compiler.warm()
     compiler.compile(StructuredOutputs(regex="ab"))
 
@@ -116,7 +116,7 @@ def test_a_process_that_was_killed_is_no_fault_of_the_grammar(
         if "source" in task:
             compiler._process._process.kill()  # type: ignore[union-attr]
 
-    monkeypatch.setattr(process, "send", killed)
+    monkeypatch.setattr(compiling, "send", killed)
     with pytest.raises(OverloadedError, match="was ended, twice"):
         compiler.compile(SLOW)
     monkeypatch.undo()
@@ -135,7 +135,7 @@ def test_a_process_that_is_killed_while_it_starts_is_no_fault_of_the_grammar(
         if "tokenizer" in task and next(left, None) is not None:
             compiler._process._process.kill()  # type: ignore[union-attr]
 
-    monkeypatch.setattr(process, "send", killed)
+    monkeypatch.setattr(compiling, "send", killed)
     if times == 2:
         with pytest.raises(OverloadedError, match="was ended, twice"):
             compiler.compile(StructuredOutputs(regex="ab"))
@@ -168,8 +168,8 @@ def test_a_start_that_takes_all_its_time_is_not_repeated(
             compiler._process._process.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
         send(stream, task)
 
-    monkeypatch.setattr(process, "START_SECONDS", 1.0)
-    monkeypatch.setattr(process, "send", stopped)
+    monkeypatch.setattr(compiling, "START_SECONDS", 1.0)
+    monkeypatch.setattr(compiling, "send", stopped)
     with pytest.raises(OverloadedError):
         compiler.compile(StructuredOutputs(regex="ab"))
     assert len(tokenizers) == 2, "of the task, and of the warm one for the next"

@@ -12,7 +12,7 @@ import pytest
 from sweeps import quick
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.grammar import building
+from vlm_serve.grammar import worker
 from vlm_serve.grammar.library import Library
 
 SIGNS = "ab<"
@@ -29,7 +29,7 @@ def library() -> Library:
 
 
 def matcher(library: Library, kind: str, source: str) -> Any:
-    grammar, _ = building.text_grammar(kind, source, library)
+    grammar, _ = worker.text_grammar(kind, source, library)
     return library.parsed(grammar)[0]
 
 
@@ -120,7 +120,7 @@ class Recogniser:
 
 @pytest.mark.parametrize("start", quick(range(0, 200, SHARE), 1))
 def test_random_grammars(library: Library, start: int) -> None:
-    """A lexer that takes the longest text must not lose any, see `lexing`."""
+    """A lexer that takes the longest text must not lose any, see `ebnf`."""
     taken = 0
     for seed in range(start, start + SHARE):
         draw = random.Random(seed)
@@ -270,7 +270,7 @@ def test_a_grammar_is_not_cut_into_characters_without_need(library: Library) -> 
         number ::= "-"? [0-9]+ ("." [0-9]+)?
         ws ::= [ \t\n]*
     """
-    grammar, _ = building.text_grammar("grammar", source, library)
+    grammar, _ = worker.text_grammar("grammar", source, library)
     assert r"/[^\x{22}\x{5c}\x{d}\x{a}]/ | " in grammar, "a string is one terminal"
     found = library.parsed(grammar)[0]
     assert takes(found, '{"a" : [1, {"b":"c\\"}"}], "d":"" }')
@@ -302,7 +302,7 @@ ANY = {"type": "any_text"}
 def test_texts_in_structural_tags(
     library: Library, form: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
-    (grammar, _), _ = building.tag_grammar({"type": "structural_tag", "format": form}, library)
+    (grammar, _), _ = worker.tag_grammar({"type": "structural_tag", "format": form}, library)
     found = library.parsed(grammar)[0]
     assert [each for each in right if not takes(found, each)] == []
     assert [each for each in wrong if takes(found, each)] == []
@@ -324,4 +324,4 @@ def test_texts_in_structural_tags(
 )
 def test_refused_structural_tags(library: Library, form: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
-        building.tag_grammar({"type": "structural_tag", "format": form}, library)
+        worker.tag_grammar({"type": "structural_tag", "format": form}, library)

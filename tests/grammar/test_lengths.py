@@ -13,12 +13,11 @@ from schema_walks import WIDTH, fits, tokens, walk
 from sweeps import quick
 
 import vlm_serve
-from vlm_serve.grammar import building, library, tags
-from vlm_serve.grammar.compiled import Compiled
+from vlm_serve.grammar import library, tags, worker
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.lengths import countable
 from vlm_serve.grammar.library import Library
-from vlm_serve.grammar.state import Grammar, GrammarState
+from vlm_serve.grammar.state import Compiled, Grammar, GrammarState
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.api.structured import ToolChoice, with_tools
@@ -65,7 +64,7 @@ def call_form(tools: dict[str, Any], *, parallel: bool = False) -> StructuredOut
 
 
 def compiled(guidance: Library, form: StructuredOutputs) -> Grammar:
-    (grammar, _), lengths = building.tag_grammar(json.loads(form.source[1]), guidance)
+    (grammar, _), lengths = worker.tag_grammar(json.loads(form.source[1]), guidance)
     return Grammar(Compiled(guidance, grammar, json.loads(json.dumps(lengths))), b"")
 
 

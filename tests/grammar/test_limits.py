@@ -13,8 +13,7 @@ import pytest
 import vlm_serve
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar import state as matching_state
-from vlm_serve.grammar.compiler import COMPILE_SECONDS, GrammarCompiler
-from vlm_serve.grammar.process import GRACE_SECONDS
+from vlm_serve.grammar.compiler import COMPILE_SECONDS, GRACE_SECONDS, GrammarCompiler
 from vlm_serve.grammar.state import Grammar, GrammarState
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.server.api.structured import ToolChoice, with_tools

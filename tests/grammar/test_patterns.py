@@ -13,7 +13,7 @@ from schema_walks import WIDTH
 
 import vlm_serve
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.grammar import building
+from vlm_serve.grammar import worker
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.lark import pattern
 from vlm_serve.grammar.library import Library
@@ -67,7 +67,7 @@ def built(guidance: Library, **keywords: Any) -> Any:
         "properties": {"a": {"type": "string", **keywords}},
         "required": ["a"],
     }
-    (grammar, _) = building.json_grammar(schema, guidance)
+    (grammar, _) = worker.json_grammar(schema, guidance)
     return guidance.parsed(grammar)[0]
 
 

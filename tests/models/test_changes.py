@@ -16,8 +16,7 @@ from model_driver import Driver, text_sequence
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import load_model
-from vlm_serve.models.changes import Changes
-from vlm_serve.models.config import read_json
+from vlm_serve.models.config import Changes, read_json
 from vlm_serve.models.registry import read_spec, spec_of
 
 YARN: dict[str, Any] = {

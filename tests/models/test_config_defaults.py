@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models import load_model
-from vlm_serve.models.config import Config
+from vlm_serve.models.config import Config, mismatch
 from vlm_serve.models.families import minicpmv, qwen3, qwen3_5, qwen3_next, qwen3_vl
 from vlm_serve.models.registry import FAMILIES, read_spec, spec_of
-from vlm_serve.models.shape_fields import mismatch
 from vlm_serve.models.vision_windows import WindowVisionSpec
 
 TABLES = {

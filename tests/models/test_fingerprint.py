@@ -12,8 +12,8 @@ from make_checkpoint import make_checkpoint
 from other_user import mode, umask
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models import fingerprint as module
-from vlm_serve.models.fingerprint import fingerprint
+from vlm_serve.models import files as module
+from vlm_serve.models.files import fingerprint
 
 SPEC = CheckpointSpec(num_layers=1, vision_depth=0, shards=2)
 LONG_AGO = 1_600_000_000

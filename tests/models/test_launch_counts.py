@@ -14,7 +14,7 @@ from make_checkpoint import make_checkpoint
 
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS
 from vlm_serve.models import Model, load_model
-from vlm_serve.models.adapters.modules import is_vision
+from vlm_serve.models.adapters.changes import is_vision
 from vlm_serve.models.parts.feed_forward import LoadedMlp
 
 TABLE = Path(__file__).resolve().parents[1] / "data" / "launches.toml"

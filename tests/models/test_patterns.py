@@ -13,7 +13,7 @@ import pytest
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.patterns import MAX_NAME, Pattern, patterns_of_one_file
-from vlm_serve.models.quantization.rules import rule, wildcard
+from vlm_serve.models.quantization.fields import rule, wildcard
 from vlm_serve.models.quantization.scheme import QuantScheme
 
 NAME = "model.language_model.layers.10.linear_attn.in_proj_qkv"

@@ -19,7 +19,7 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models import load_model
 from vlm_serve.models.config import read_json
 from vlm_serve.models.registry import spec_of
-from vlm_serve.models.rope import Rope
+from vlm_serve.models.spec import Rope
 
 TOLERANCE = 2e-4
 ADDED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

@@ -13,7 +13,7 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.kernels import native_library
-from vlm_serve.models import Model, compiled_tower, load_model
+from vlm_serve.models import Model, load_model, vision
 
 SPEC = CheckpointSpec(num_layers=4, vision_depth=3, vision_heads=4, vision_hidden_size=48)
 SPECS = {
@@ -49,7 +49,7 @@ def test_compiled_code_is_called_once(
         names.append(name)
         native_library.call(name, *arguments)
 
-    monkeypatch.setattr(compiled_tower, "call", counted)
+    monkeypatch.setattr(vision, "call", counted)
     patches = random_patches(GRIDS)
     model.encode_media(patches, GRIDS)
     assert names == ["vlm_step"] * compiled

@@ -13,7 +13,7 @@ from families import SPECS
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.models import load_model
-from vlm_serve.models.vision_grid import nested_order
+from vlm_serve.models.vision_parts import nested_order
 
 GRIDS = [(1, 4, 8), (1, 8, 8), (1, 8, 8), (1, 12, 4), (1, 4, 4), (1, 8, 8)]
 PATCH_DIM = 3 * 8 * 8

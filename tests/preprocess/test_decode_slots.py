@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from vlm_serve.errors import EngineClosedError
-from vlm_serve.preprocess.decode_slots import DecodeSlots
+from vlm_serve.preprocess.decoders import DecodeSlots
 from vlm_serve.preprocess.stopping import Stop, StoppedError
 
 MIB = 1 << 20

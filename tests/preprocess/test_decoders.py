@@ -30,8 +30,8 @@ from vlm_serve.errors import EngineClosedError, MediaError
 from vlm_serve.preprocess.decoders import HEAVY_NICENESS, LIGHT_FILE_BYTES, MOST_AHEAD, Decoders
 from vlm_serve.preprocess.fetch import naming
 from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media_image import count_scans
 from vlm_serve.preprocess.media_video import EncodedVideo
-from vlm_serve.preprocess.picture_files import count_scans
 from vlm_serve.preprocess.stopping import Stop, StoppedError
 
 LIMITS = MediaLimits()

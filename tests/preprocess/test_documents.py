@@ -200,6 +200,6 @@ def test_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_its_version_is_part_of_records() -> None:
-    from vlm_serve.preprocess.decoding_path import libraries
+    from vlm_serve.preprocess.raw_index import libraries
 
     assert libraries()["plugin PDF"] == pdf_pages.renderer() != ""

@@ -16,7 +16,7 @@ import pytest
 from ports import free_port
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
-from vlm_serve.preprocess import http_get
+from vlm_serve.preprocess import fetch as fetching
 from vlm_serve.preprocess.fetch import fetch, naming
 from vlm_serve.preprocess.limits import MediaLimits
 
@@ -168,7 +168,7 @@ def test_a_redirect_to_a_private_host_is_not_dialled(monkeypatch: pytest.MonkeyP
         hits.append(request.path)
         answer(request, 302, b"", Location="http://10.0.0.1/inside")
 
-    monkeypatch.setattr(http_get, "is_public", lambda address: str(address) == "127.0.0.1")
+    monkeypatch.setattr(fetching, "is_public", lambda address: str(address) == "127.0.0.1")
     with serving(handle) as root, pytest.raises(MediaFetchError, match="public network"):
         get(root + "/outside")
     assert hits == ["/outside"]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_serve.errors import MediaError
+from vlm_serve.preprocess.media_process import grid_indices
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
-from vlm_serve.preprocess.sizes import grid_indices
 
 
 def frames(count: int) -> Any:

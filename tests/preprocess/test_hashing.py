@@ -12,10 +12,9 @@ from blake3 import blake3
 from decoded import decode_image
 from PIL import ExifTags, Image
 
-from vlm_serve.preprocess.hashing import content_hash
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_options import ImageOptions
-from vlm_serve.preprocess.media_process import process_image
+from vlm_serve.preprocess.media_process import content_hash, process_image
 from vlm_serve.preprocess.processors import PixelConfig
 
 CONFIG = PixelConfig(

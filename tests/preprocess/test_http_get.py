@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.fetch import fetch
-from vlm_serve.preprocess.http_get import parse_target
+from vlm_serve.preprocess.fetch import fetch, is_public, parse_target
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.public_address import is_public
 
 LIMITS = MediaLimits()
 

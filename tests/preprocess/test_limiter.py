@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from vlm_serve.preprocess.limiter import ConcurrencyLimiter
+from vlm_serve.preprocess.stopping import ConcurrencyLimiter
 
 
 class Gate:

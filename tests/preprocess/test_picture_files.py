@@ -16,8 +16,7 @@ from PIL import Image
 from vlm_serve.errors import InvalidRequestError, MediaError
 from vlm_serve.preprocess.file_kinds import file_kind
 from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_animation import AnimatedPicture, is_picture
-from vlm_serve.preprocess.picture_plugins import plugins
+from vlm_serve.preprocess.media_image import AnimatedPicture, may_be_animated, plugins
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
 
@@ -139,7 +138,7 @@ def test_an_animated_picture_is_a_video(form: str) -> None:
     first, *others = pictures(20)
     options = {"lossless": True} if form == "WEBP" else {}
     data = saved(first, form, save_all=True, append_images=others, duration=100, **options)
-    assert is_picture(data)
+    assert may_be_animated(data)
     video = AnimatedPicture(data, None, LIMITS)
     assert len(video.times) == 20 and video.fps == pytest.approx(10) and video.steady
     shown = [frame[20, 20].astype(int) for frame in video.frames([0, 7, 7, 19])]

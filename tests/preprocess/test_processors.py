@@ -22,7 +22,14 @@ from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.media_frames import ArrayVideo
 from vlm_serve.preprocess.media_image import image_to_rgb
 from vlm_serve.preprocess.media_options import ImageOptions, VideoOptions
-from vlm_serve.preprocess.media_process import Processed, process_image, process_video
+from vlm_serve.preprocess.media_process import (
+    Processed,
+    image_size,
+    process_image,
+    process_video,
+    uniform_indices,
+    video_size,
+)
 from vlm_serve.preprocess.processors import (
     PixelConfig,
     VideoConfig,
@@ -31,7 +38,6 @@ from vlm_serve.preprocess.processors import (
     image_config,
     video_config,
 )
-from vlm_serve.preprocess.sizes import image_size, uniform_indices, video_size
 from vlm_serve.preprocess.stopping import Stop
 
 LIMITS = MediaLimits()

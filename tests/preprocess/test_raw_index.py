@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess import media_sources
+from vlm_serve.preprocess import media_items
 from vlm_serve.preprocess.media_process import MediaRecord, Processed
 from vlm_serve.preprocess.media_processors import Processor
 from vlm_serve.preprocess.prepare import Preprocessor
@@ -102,7 +102,7 @@ def test_the_text_of_a_data_url_is_enough(
     data = base64.b64encode((photographs / "coffee.png").read_bytes()).decode()
     part = {"type": "image_url", "image_url": "data:image/png;base64," + data}
     first = ask(preprocessor, part)
-    monkeypatch.setattr(media_sources, "fetch", None)
+    monkeypatch.setattr(media_items, "fetch", None)
     assert ask(preprocessor, part).spans == first.spans
 
 

@@ -6,7 +6,7 @@ import chat_templates
 import pytest
 
 from vlm_serve.preprocess.template import ChatTemplate
-from vlm_serve.preprocess.template_thinking import LEVELS, Thinking, effort_for
+from vlm_serve.preprocess.template_traits import LEVELS, Thinking, effort_for
 
 OPENS = {"default": "opens", "on": "opens", "off": "closes"}
 SILENT = {"default": "none", "on": "none", "off": "none"}

@@ -14,14 +14,13 @@ from conversation import build, frames
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_serve.preprocess import decoding_path as paths
-from vlm_serve.preprocess.decoding_path import decoding_path
+from vlm_serve.preprocess import raw_index
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.media_process import MediaRecord, Slices
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt, UnconfirmedError
+from vlm_serve.preprocess.raw_index import decoding_path, pack_record, unpack_record, upload_key
 from vlm_serve.preprocess.stopping import Stop
-from vlm_serve.preprocess.upload_records import pack_record, unpack_record, upload_key
 
 
 class Shelf:
@@ -122,10 +121,10 @@ def test_the_key_names_decoders_resize_and_limits(monkeypatch: pytest.MonkeyPatc
     limits = MediaLimits()
     found = {decoding_path(limits), decoding_path(replace(limits, max_image_pixels=1000))}
     assert decoding_path(replace(limits, max_redirects=1)) in found
-    known = paths.libraries()
+    known = raw_index.libraries()
     assert {"PyAV", "Pillow", "torch", "torch CPU capability", "FFmpeg libavcodec"} <= set(known)
     for name in known:
-        monkeypatch.setattr(paths, "libraries", lambda name=name: known | {name: "another"})
+        monkeypatch.setattr(raw_index, "libraries", lambda name=name: known | {name: "another"})
         found.add(decoding_path(limits))
     assert len(found) == 2 + len(known)
     assert len({upload_key(b"raw", path) for path in found}) == len(found)

@@ -60,8 +60,7 @@ from vlm_serve.kernels.backends import choose
 from vlm_serve.kernels.triton_support import keep_private
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
-from vlm_serve.models.changes import Changes
-from vlm_serve.models.config import read_json
+from vlm_serve.models.config import Changes, read_json
 from vlm_serve.models.files import check_no_revision, check_no_tower
 from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.options.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig

@@ -24,7 +24,7 @@ from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.engine.tier_transfer import to_bytes
 from vlm_serve.preprocess.keys import tagged
 from vlm_serve.preprocess.media_process import MediaRecord
-from vlm_serve.preprocess.upload_records import pack_record, unpack_record
+from vlm_serve.preprocess.raw_index import pack_record, unpack_record
 
 AHEAD_BYTES = 64 << 20
 """Approximate bytes that one request prefetches at a time, for the spans behind the needed one."""

@@ -35,7 +35,7 @@ from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model, ModelSpec
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
-from vlm_serve.models.unread import unread_model
+from vlm_serve.models.model import unread_model
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.processors import image_config
 

@@ -7,9 +7,77 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.grammar import searching
-from vlm_serve.grammar.keywords import NOTES
 from vlm_serve.grammar.references import refuse
-from vlm_serve.grammar.regex_format import REGEX
+
+PLAIN = (
+    "type", "enum", "const", "minLength", "maxLength", "minItems", "maxItems", "minimum", "maximum",
+    "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "maxProperties",
+)  # fmt: skip
+"""Keywords whose values contain no schemas, and which llguidance takes as they are."""
+ENFORCED = frozenset(
+    [
+        *PLAIN, "allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems",
+        "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "properties",
+        "patternProperties", "$ref", "not", "required", "minProperties", "propertyNames",
+        "dependentRequired", "dependencies", "pattern", "format",
+    ]
+)  # fmt: skip
+"""Keywords that llguidance enforces, if need be in other words."""
+UNENFORCED = frozenset(
+    [
+        "if", "dependentSchemas", "uniqueItems", "contains", "$dynamicRef", "$recursiveRef",
+        "contentSchema", "extends", "disallow", "divisibleBy",
+    ]
+)  # fmt: skip
+"""Keywords that no grammar enforces."""
+NOTES = frozenset(
+    [
+        "title", "description", "default", "examples", "example", "deprecated", "readOnly", "then",
+        "else", "writeOnly", "nullable", "discriminator", "minContains", "maxContains", "$defs",
+        "definitions", "$schema", "$id", "id", "$anchor", "$comment", "$vocabulary", "strict",
+        "contentEncoding", "contentMediaType",
+    ]
+)  # fmt: skip
+"""Keywords that restrict nothing by themselves."""
+KNOWN = ENFORCED | UNENFORCED | NOTES
+_NUMBER = frozenset(
+    ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"]
+)  # fmt: skip
+KEYWORDS_OF = {
+    "string": frozenset(["minLength", "maxLength", "pattern"]),
+    "integer": _NUMBER,
+    "number": _NUMBER,
+    "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
+    "object": frozenset(
+        ["properties", "patternProperties", "additionalProperties", "required", "minProperties",
+         "maxProperties"]
+    ),
+}  # fmt: skip
+"""The keywords of a rewritten schema that restrict the values of one kind."""
+
+# The format `regex`: expressions that Python, JavaScript and Rust all take. Groups nest, which no
+# pattern can follow to any depth, so their depth is limited. Left out are references, names of
+# groups, and what looks ahead or behind: engines differ about them.
+_DEPTH = 3
+_PLAIN = r"[^\[\](){}.*+?^$|\\\x00-\x1f\x7f]"
+_ESCAPED = r"\\(?:[dDwWsSnrtfv]|[\[\](){}.*+?^$|\\/])"
+_IN_CLASS = rf"(?:[^\[\]&~|^\\\-\x00-\x1f\x7f]|{_ESCAPED}|\\-)"
+_RANGE = "(?:a-z|A-Z|0-9|a-f|A-F)"
+_CLASS = rf"\[\^?-?(?:{_RANGE}|{_IN_CLASS})+-?\]"
+_COUNT = r"\{(?:[0-9]{1,3},?|[01],[1-9][0-9]{0,2})\}"
+_QUANTIFIER = rf"(?:(?:[*+?]|{_COUNT})\??)?"
+_ANCHOR = r"[\^$]|\\[bB]"
+
+
+def _nested(depth: int) -> str:
+    """Return the pattern of an expression with groups to a depth."""
+    atoms = [_PLAIN, _ESCAPED, r"\.", _CLASS]
+    if depth:
+        atoms.append(rf"\((?:\?:)?{_nested(depth - 1)}\)")
+    return rf"(?:(?:{'|'.join(atoms)}){_QUANTIFIER}|{_ANCHOR}|\|)*"
+
+
+REGEX = f"^{_nested(_DEPTH)}$"
 
 _DATE = (
     r"(?:[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"

@@ -6,24 +6,39 @@ value
 
 A string stands there as it is, up to the closing tag, any other value as JSON. A lexer that
 follows strings and JSON at once would go on with the string. So a string may not begin like the
-JSON that is allowed beside it, nor be what a reader takes for another kind of value.
+JSON that is allowed beside it, nor be what a reader takes for another kind of value. It is a
+terminal: one can be intersected and negated, so that all keywords for strings are held beside each
+other.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import product
 from typing import Any
 
 from vlm_serve.grammar import searching
-from vlm_serve.grammar.kinds import ALL, NUMBERS, Kinds, kinds_of, kinds_of_parameter
+from vlm_serve.grammar.forms import KEYWORDS_OF
+from vlm_serve.grammar.kinds import (
+    ALL,
+    NUMBERS,
+    Kinds,
+    allowed,
+    kind_of,
+    kinds_of,
+    kinds_of_parameter,
+    own_kinds,
+)
 from vlm_serve.grammar.lark import Lark, constant, either, pattern, without
 from vlm_serve.grammar.lengths import END as VALUE_END
 from vlm_serve.grammar.lengths import NAME, NAME_END, Bounds
 from vlm_serve.grammar.library import UNSATISFIABLE, Library, sentence
-from vlm_serve.grammar.raw_texts import ANY, RawTexts, both
 from vlm_serve.grammar.references import Document, quoted, refuse
 from vlm_serve.grammar.rewriting import rewrite
-from vlm_serve.grammar.shapes import Shape, shapes_of
 
 BEGIN, BEGIN_END, END = NAME.decode(), NAME_END.decode(), VALUE_END.decode()
 _NOT_CLOSED = without(constant("</parameter>"))
@@ -35,6 +50,20 @@ _STARTS = {"object": r"\x{7b}", "array": r"\x{5b}", "number": "[-0-9]"}
 _WORDS: tuple[tuple[str, str, bool | None], ...] = (
     ("true", "boolean", True), ("false", "boolean", False), ("null", "null", None),
 )  # fmt: skip
+
+
+_MOST = 64
+_DEPTH = 32
+Matches = Callable[[str, str], bool]
+"""Tells whether a pattern is found in a name."""
+_LAYER = ("properties", "patternProperties", "additionalProperties")
+
+
+ANY = pattern(searching.ANY)
+_MOST_EXCLUSIVE = 16
+_TEXT_DEPTH = 16
+_NONE: Bounds = (1, 0)
+"""Bounds that no string keeps."""
 
 
 class Parameters:
@@ -256,3 +285,285 @@ def _place(name: str) -> str:
     if not name:
         return "#/additionalProperties"
     return f"#/properties/{quoted(name)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Objects of one shape. Every combination of alternatives is a shape of its own.
+
+    Attributes:
+        layers: schemas that speak of properties; all of them hold.
+        required: the names that must be there.
+        least: the number of properties that must be there.
+        most: the number that may be there; None: any.
+    """
+
+    layers: tuple[Mapping[str, Any], ...] = ()
+    required: frozenset[str] = frozenset()
+    least: int = 0
+    most: int | None = None
+    names: tuple[str, ...] = field(init=False, default=())
+    """All names that the layers speak of, in order."""
+
+    def __post_init__(self) -> None:
+        known = [name for layer in self.layers for name in layer.get("properties", ())]
+        object.__setattr__(self, "names", tuple(dict.fromkeys([*known, *sorted(self.required)])))
+
+    @property
+    def patterns(self) -> list[str]:
+        found = [each for layer in self.layers for each in layer.get("patternProperties", ())]
+        return list(dict.fromkeys(found))
+
+    def schema(self, name: str, matches: Matches) -> Any:
+        """Return the schema of a property's value."""
+        return _all([part for layer in self.layers for part in _parts(layer, name, matches)])
+
+    def others(self) -> list[tuple[str | None, Any]]:
+        """Return (pattern of the name, schema) of other properties; None: no pattern fits."""
+        found: list[tuple[str | None, Any]] = []
+        for each in (*self.patterns, None):
+            parts = []
+            for layer in self.layers:
+                patterns = layer.get("patternProperties", {})
+                rest = layer.get("additionalProperties", True)
+                parts.append(rest if each is None else patterns.get(each, rest))
+            schema = _all(parts)
+            if schema is not False:
+                found.append((each, schema))
+        return found
+
+    def joined(self, other: Shape) -> Shape:
+        """Return the shape of the objects that have both."""
+        bounds = [most for most in (self.most, other.most) if most is not None]
+        return Shape(
+            tuple({id(layer): layer for layer in (*self.layers, *other.layers)}.values()),
+            self.required | other.required,
+            max(self.least, other.least),
+            min(bounds, default=None),
+        )
+
+
+def shapes_of(node: Any, definitions: Mapping[str, Any]) -> list[Shape]:
+    """Return the shapes of the objects that fit a rewritten schema.
+
+    Raises:
+        InvalidRequestError: there are too many, or a list of values stands for them.
+    """
+    return _Shapes(definitions).of(node, "#", _DEPTH)
+
+
+class _Shapes:
+    def __init__(self, definitions: Mapping[str, Any]) -> None:
+        self._definitions = definitions
+        self._known: dict[str, list[Shape]] = {}
+
+    def of(self, node: Any, path: str, depth: int) -> list[Shape]:
+        """Return the shapes of a subschema."""
+        if isinstance(node, bool):
+            return [Shape()] if node else []
+        if not depth:
+            raise refuse(path, "nests too many combinations of schemas")
+        if "object" not in own_kinds(node):
+            return []
+        if allowed(node) is not None:
+            raise refuse(path, "lists whole objects, which cannot be enforced in a call in tags")
+        if "oneOf" in node:
+            raise refuse(f"{path}/oneOf", "has alternatives that may overlap; use anyOf")
+        choices = [[_own(node)]]
+        if "$ref" in node:
+            choices.append(self._definition(node["$ref"].rsplit("/", 1)[-1], path, depth - 1))
+        for part in node.get("allOf", ()):
+            choices.append(self.of(part, f"{path}/allOf", depth - 1))
+        if "anyOf" in node:
+            parts = [self.of(part, f"{path}/anyOf", depth - 1) for part in node["anyOf"]]
+            choices.append([shape for shapes in parts for shape in shapes])
+        if math.prod(map(len, choices)) > _MOST:
+            raise refuse(path, "nests too many combinations of schemas")
+        return [reduce(Shape.joined, each) for each in product(*choices)]
+
+    def _definition(self, name: str, path: str, depth: int) -> list[Shape]:
+        if name not in self._known:
+            self._known[name] = []  # a definition that is itself has no shape
+            self._known[name] = self.of(self._definitions[name], path, depth)
+        return self._known[name]
+
+
+def _own(node: Mapping[str, Any]) -> Shape:
+    """Return the shape of a schema without its combinations."""
+    layer = {name: node[name] for name in _LAYER if name in node}
+    required, least = frozenset(node.get("required", ())), node.get("minProperties", 0)
+    return Shape((layer,) if layer else (), required, least, node.get("maxProperties"))
+
+
+def _parts(layer: Mapping[str, Any], name: str, matches: Matches) -> list[Any]:
+    """Return the schemas that a layer has for a property."""
+    properties = layer.get("properties", {})
+    parts = [properties[name]] if name in properties else []
+    patterns = layer.get("patternProperties", {})
+    parts += [schema for each, schema in patterns.items() if matches(each, name)]
+    return parts or [layer.get("additionalProperties", True)]
+
+
+def _all(parts: list[Any]) -> Any:
+    """Return the schema of values that fit all parts."""
+    kept = [part for part in parts if part is not True]
+    if any(part is False for part in kept):
+        return False
+    return True if not kept else kept[0] if len(kept) == 1 else {"allOf": kept}
+
+
+class RawTexts:
+    """Writes the terminals of one schema.
+
+    Args:
+        lark: the grammar that gets terminals for definitions.
+        definitions: rewritten schemas that a `$ref` may name.
+    """
+
+    def __init__(self, lark: Lark, definitions: Mapping[str, Any]) -> None:
+        self._lark = lark
+        self._definitions = definitions
+        self._known: dict[str, str] = {}
+        self._answers: dict[tuple[int, Any], bool] = {}
+
+    def terminal(self, node: Any) -> str:
+        """Return the strings that fit a schema, as part of a terminal.
+
+        "" if there are none, `ANY` if all do.
+
+        Raises:
+            PatternError: a grammar cannot follow one of its patterns.
+        """
+        if isinstance(node, bool):
+            return ANY if node else ""
+        if "string" not in own_kinds(node):
+            return ""
+        parts = self._own(node)
+        if "$ref" in node:
+            parts.append(self._definition(node["$ref"]))
+        parts += [self.terminal(part) for part in node.get("allOf", ())]
+        if "anyOf" in node:
+            parts.append(_any([self.terminal(part) for part in node["anyOf"]]))
+        if "oneOf" in node:
+            parts.append(_one([self.terminal(part) for part in node["oneOf"]]))
+        return both(parts)
+
+    def _own(self, node: Mapping[str, Any]) -> list[str]:
+        shortest, longest = node.get("minLength", 0), node.get("maxLength")
+        values = allowed(node)
+        if values is not None:
+            texts = [each for each in values if isinstance(each, str)]
+            fitting = [each for each in texts if shortest <= len(each)
+                       and (longest is None or len(each) <= longest)]  # fmt: skip
+            parts = [either([constant(each) for each in fitting])]
+        elif shortest or longest is not None:
+            parts = [pattern(f"(?s:.{{{shortest},{'' if longest is None else longest}}})")]
+            if longest is not None and shortest > longest:
+                parts = [""]
+        else:
+            parts = []
+        if "pattern" in node:
+            parts.append(pattern(searching.whole(node["pattern"])))
+        return parts
+
+    def lengths(self, node: Any) -> Bounds | None:
+        """Return the bounds of the strings that fit; None: there are other rules, or none fit."""
+        bounds = self._lengths(node, _TEXT_DEPTH)
+        return None if bounds == _NONE else bounds
+
+    def _lengths(self, node: Any, depth: int) -> Bounds | None:
+        if node is True:
+            return 0, None
+        if node is False or "string" not in own_kinds(node):
+            return _NONE
+        if not depth or allowed(node) is not None or node.keys() & {"pattern", "oneOf"}:
+            return None
+        least, most = node.get("minLength", 0), node.get("maxLength")
+        if not isinstance(least, int) or not isinstance(most, int | None):
+            return None
+        parts: list[Bounds | None] = [(least, most)]
+        parts += [self._lengths(part, depth - 1)
+                  for part in (*node.get("allOf", ()), *self._referred(node))]  # fmt: skip
+        if "anyOf" in node:
+            each = {self._lengths(part, depth - 1) for part in node["anyOf"]} - {_NONE}
+            parts.append(each.pop() if len(each) == 1 else None)
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        least = max(part[0] for part in known)
+        most = min((part[1] for part in known if part[1] is not None), default=None)
+        return (least, most) if most is None or least <= most else None
+
+    def _definition(self, reference: str) -> str:
+        name = reference.rsplit("/", 1)[-1]
+        if name not in self._known:
+            self._known[name] = ""  # a definition that is itself has no text
+            found = self.terminal(self._definitions[name])
+            self._known[name] = found if found in ("", ANY) else self._lark.terminal(found)
+        return self._known[name]
+
+    def takes_all(self, node: Any, kind: str) -> bool:
+        """Return True if all values of a kind certainly fit a schema."""
+        if isinstance(node, bool):
+            return node
+        if kind not in own_kinds(node) or allowed(node) is not None or "oneOf" in node:
+            return False
+        if node.keys() & KEYWORDS_OF[kind]:
+            return False
+        parts = [*node.get("allOf", ()), *self._referred(node)]
+        return self._combined(node, parts, kind, lambda part: self.takes_all(part, kind))
+
+    def takes(self, node: Any, value: bool | None) -> bool:
+        """Return True if true, false or null fits a schema."""
+        if isinstance(node, bool):
+            return node
+        values = allowed(node)
+        listed = values is None or any(each is value for each in values)
+        if not listed or kind_of(value) not in own_kinds(node):
+            return False
+        fitting = [part for part in node.get("oneOf", ()) if self.takes(part, value)]
+        if "oneOf" in node and len(fitting) != 1:
+            return False
+        parts = [*node.get("allOf", ()), *self._referred(node)]
+        return self._combined(node, parts, value, lambda part: self.takes(part, value))
+
+    def _combined(
+        self, node: Any, parts: list[Any], about: Any, fits: Callable[[Any], bool]
+    ) -> bool:
+        """Return True if all parts fit, and one alternative. Each definition is asked once."""
+        key = (id(node), about)
+        if key not in self._answers:
+            self._answers[key] = False  # a definition that is only itself
+            found = all(fits(part) for part in parts)
+            found = found and ("anyOf" not in node or any(fits(part) for part in node["anyOf"]))
+            self._answers[key] = found
+        return self._answers[key]
+
+    def _referred(self, node: Mapping[str, Any]) -> list[Any]:
+        return [self._definitions[node["$ref"].rsplit("/", 1)[-1]]] if "$ref" in node else []
+
+
+def both(parts: list[str]) -> str:
+    """Return what all parts have in common."""
+    if "" in parts:
+        return ""
+    kept = list(dict.fromkeys(part for part in parts if part != ANY))
+    if all(part.startswith("~") for part in kept):  # what is no text may be no UTF-8 either
+        kept.insert(0, ANY)
+    return f"({' & '.join(kept)})" if len(kept) > 1 else kept[0] if kept else ANY
+
+
+def _any(parts: list[str]) -> str:
+    return ANY if ANY in parts else either(parts)
+
+
+def _one(parts: list[str]) -> str:
+    """Return what exactly one part has."""
+    kept = [part for part in parts if part]
+    if len(kept) > _MOST_EXCLUSIVE:
+        raise searching.PatternError("has a oneOf of too many strings")
+    single = [
+        both([part, *(f"~{other}" for at, other in enumerate(kept) if at != index)])
+        for index, part in enumerate(kept)
+    ]
+    return _any(single)

@@ -2,24 +2,69 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vlm_serve.grammar.compiled import Compiled
-from vlm_serve.grammar.matching import Matcher
+from vlm_serve.grammar.lengths import Counter, Lengths, Place
+from vlm_serve.grammar.library import Library, is_of_lexer, limit
 
 FOLLOW_SECONDS = 1.0
 FOLLOW_SECONDS_PER_TOKEN = 0.005
+RENEW_SECONDS = 0.25
+_RENEWALS = 2
+"""Other lexers tried for one token: one in use by other answers, and a fresh one."""
 _SLOW = (
     f"following the grammar takes too long, more than {FOLLOW_SECONDS:g} s and "
     f"{1000 * FOLLOW_SECONDS_PER_TOKEN:g} ms a token; use fewer nested repetitions"
 )
+
+
+class Compiled:
+    """One grammar. Its matchers share a lexer, and all their texts add to its states.
+
+    Args:
+        library: of its tokenizer.
+        grammar: in the library's own form; it has no errors.
+        lengths: bounds of texts, left out of the grammar.
+
+    Attributes:
+        library: see above.
+        counter: follows these bounds; None: there are none.
+    """
+
+    def __init__(self, library: Library, grammar: str, lengths: Lengths) -> None:
+        self.library = library
+        self.counter = Counter(lengths, library.token_texts) if lengths else None
+        self._grammar = grammar
+        self._lock = threading.Lock()
+        begin = time.thread_time()
+        self._start, _ = library.parsed(grammar)
+        self._renewable = time.thread_time() - begin < RENEW_SECONDS
+
+    def matcher(self) -> tuple[Any, Any]:
+        """Return a new matcher, and an object in place of its lexer."""
+        with self._lock:
+            return self._start.deep_copy(), self._start
+
+    def renewed(self, lexer: Any) -> tuple[Any, Any] | None:
+        """Return the same with another lexer.
+
+        None if that would take longer than RENEW_SECONDS, since it blocks the engine thread.
+        """
+        with self._lock:
+            if lexer is self._start:
+                if not self._renewable:
+                    return None
+                self._start, _ = self.library.parsed(self._grammar)
+            return self._start.deep_copy(), self._start
 
 
 class FollowTime:
@@ -82,13 +127,19 @@ class GrammarState:
     def __init__(
         self, grammar: Grammar, token_bytes: Callable[[int], bytes], vocabulary: int
     ) -> None:
-        self._matcher = Matcher(grammar.compiled)
+        self._compiled = grammar.compiled
+        self._counter = grammar.compiled.counter
+        self._matcher, self._lexer = grammar.compiled.matcher()
+        self._ends = grammar.compiled.library.ends
         self._after = grammar.after
         self._time = grammar.follow_time
         self._token_bytes = token_bytes
         self._tail = b""
-        self._lost = False
-        self._steps = 0
+        self._lost = self._ended = False
+        self._exhausted = ""  # the limit of llguidance reached: nothing is known of the next token
+        self._tokens: list[int] = []
+        self._steps: list[int] = []  # tokens of each step; 0: the end
+        self._places: list[Place] = [Place()]  # before each step, and now
         self._ahead = False
         self._uncharged: deque[tuple[int, float]] = deque()
         self.waiting = bool(grammar.after)
@@ -97,12 +148,12 @@ class GrammarState:
     @property
     def over_limit(self) -> str:
         """The limit at which matching has stopped, as a sentence; "": none."""
-        return _SLOW if self._time.over else self._matcher.exhausted
+        return _SLOW if self._time.over else self._exhausted
 
     @property
     def finished(self) -> bool:
         """True after the end of sequence, or after a token that does not match."""
-        return self._lost or self._matcher.ended
+        return self._lost or self._ended
 
     def accept(self, token: int) -> None:
         """Advance by a sampled token."""
@@ -125,15 +176,15 @@ class GrammarState:
         good.
         """
         before = (self.waiting, self._tail, self._lost)
+        kept = len(self._steps)
         self._uncharged.clear()
-        self._steps, self._ahead = 0, True
+        self._ahead = True
         try:
             yield
         finally:
             self._ahead = False
             self.waiting, self._tail, self._lost = before
-            if self._steps:
-                self._matcher.rollback(self._steps)
+            self._roll_back(kept)
 
     def _settle(self, token: int) -> None:
         """Charge the mask that was made ahead of time after this token."""
@@ -146,9 +197,11 @@ class GrammarState:
     def _follow(self, token: int) -> None:
         if self.waiting:
             self._find_start(self._token_bytes(token))
-        elif self._matcher.accept_token(token):
-            self._steps += 1
-        else:
+        elif token in self._ends and self._matcher.is_accepting():
+            self._ended = True
+            self._steps.append(0)
+            self._places.append(self._places[-1])
+        elif token in self._ends or not self._consume([token]):
             self._lost = True  # e.g. the model computes NaN
 
     def _find_start(self, data: bytes) -> None:
@@ -160,10 +213,57 @@ class GrammarState:
         self.waiting, self._tail = False, b""
         rest = tail[found + len(self._after) :]
         # A token may extend past the marker: whitespace there belongs to neither side.
-        if rest and self._matcher.accept_string(rest):
-            self._steps += 1
-        elif rest.strip():
+        tokens = self._compiled.library.tokenizer.tokenize_bytes(rest) if rest else []
+        if not self._consume(tokens) and rest.strip():
             self._lost = True
+
+    def _consume(self, tokens: list[int]) -> bool:
+        """Advance by tokens, as one step; return False if they do not match."""
+        place: Place | None = self._places[-1]
+        if self._counter is not None:
+            for token in tokens:
+                place = self._counter.token_after(place, token) if place is not None else None
+        if not tokens or place is None or not self._matches(tokens):
+            return False
+        self._steps.append(len(tokens))
+        self._places.append(place)
+        self._tokens += tokens
+        return True
+
+    def _matches(self, tokens: list[int]) -> bool:
+        """Advance the library by tokens if they match."""
+        for last in range(_RENEWALS, -1, -1):
+            # A token that does not match would leave the matcher in an error for good.
+            matching = self._matcher.validate_tokens(tokens) == len(tokens)
+            if matching and self._matcher.consume_tokens(tokens):
+                return True
+            if not self._matcher.is_error() or not self._renewed(last):
+                break
+        return False
+
+    def _renewed(self, tries: int) -> bool:
+        """Go on with another lexer after one has reached a limit, unless it did so for this token.
+
+        A lexer keeps its states for all answers, so it fills up over time.
+        """
+        error = self._matcher.get_error()
+        found = self._compiled.renewed(self._lexer) if tries and is_of_lexer(error) else None
+        if found is None:
+            self._exhausted = limit(error)
+            return False
+        self._matcher, self._lexer = found
+        replayed = not self._tokens or self._matcher.consume_tokens(self._tokens)
+        return replayed or self._renewed(tries - 1)
+
+    def _roll_back(self, kept: int) -> None:
+        """Go back to a number of steps."""
+        count = sum(self._steps[kept:])
+        if kept < len(self._steps):
+            self._ended = False
+        del self._steps[kept:], self._places[kept + 1 :]
+        if count:
+            del self._tokens[len(self._tokens) - count :]
+            self._matcher.rollback(count)
 
     def allowed(self) -> npt.NDArray[np.uint8] | None:
         """Return a packed mask of the allowed tokens, None if all are allowed.
@@ -174,7 +274,7 @@ class GrammarState:
         if self.waiting or self.finished or self.over_limit:
             return None
         begin = time.thread_time()
-        self._matcher.fill(self._words)
+        self._fill(self._words)
         seconds = time.thread_time() - begin
         if self._ahead:
             token, _ = self._uncharged.pop()
@@ -182,3 +282,19 @@ class GrammarState:
         else:
             self._time.charge(seconds)
         return None if self.over_limit else self._words.view(np.uint8)
+
+    def _fill(self, words: npt.NDArray[np.int32]) -> None:
+        """Write the packed mask of the allowed tokens."""
+        if self._matcher.is_stopped():
+            words[:] = 0
+        else:
+            for last in range(_RENEWALS, -1, -1):
+                self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+                if not self._matcher.is_error() or not self._renewed(last):
+                    break
+        bits = words.view(np.uint8)
+        if self._counter is not None:
+            self._counter.narrow(self._places[-1], bits)
+        # The library knows one end alone.
+        for token in self._ends if self._matcher.is_accepting() else ():
+            bits[token // 8] |= 1 << token % 8

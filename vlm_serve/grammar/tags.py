@@ -13,14 +13,12 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar import searching
-from vlm_serve.grammar.ebnf import read
+from vlm_serve.grammar.ebnf import exact, read, regular
 from vlm_serve.grammar.kinds import kinds_of
 from vlm_serve.grammar.lark import Lark, constant, either, pattern, without
 from vlm_serve.grammar.lengths import Bounds, countable
-from vlm_serve.grammar.lexing import exact, regular
 from vlm_serve.grammar.library import Library
-from vlm_serve.grammar.parameters import Parameters
-from vlm_serve.grammar.raw_texts import ANY, both
+from vlm_serve.grammar.parameters import ANY, Parameters, both
 from vlm_serve.grammar.references import Document, refuse
 from vlm_serve.grammar.rewriting import rewrite
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vlm_serve.errors import CheckpointError
+from vlm_serve.errors import CheckpointError, ConfigError
 from vlm_serve.system.foreign_files import foreign
 
 _DTYPES = {
@@ -30,6 +32,74 @@ ROTATIONS = "rope_scaling", "rope_parameters"
 """Names of the object with a rotation's fields, the older one first."""
 
 Defaults = Mapping[str, Mapping[str, Any]]
+
+
+_WHOLE = ("quantization_config", "compression_config")
+"""Objects read as a whole."""
+_OF_PROMPTS = (
+    "eos_token_id",
+    "text_config.eos_token_id",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
+"""Fields that preparing prompts reads (`preprocess`)."""
+_HEADS = "num_attention_heads, head_dim"
+_KEYS = "num_key_value_heads, head_dim"
+_VALUES = "linear_num_value_heads, linear_value_head_dim"
+_CHANNELS = f"linear_num_key_heads, linear_key_head_dim, {_VALUES}"
+_EXPERTS = "moe_intermediate_size"
+_SHARED = "shared_expert_intermediate_size"
+_FIELDS = {
+    r"(embed_tokens|lm_head)\.weight": ("vocab_size", "hidden_size"),
+    r"self_attn\.q_proj\.\w+": (f"{_HEADS}, attn_output_gate", "hidden_size"),
+    r"self_attn\.[kv]_proj\.\w+": (_KEYS, "hidden_size"),
+    r"self_attn\.o_proj\.\w+": ("hidden_size", _HEADS),
+    r"self_attn\.[qk]_norm\.weight": ("head_dim",),
+    r"linear_attn\.in_proj_qkvz?\.weight": (_CHANNELS, "hidden_size"),
+    r"linear_attn\.in_proj_z\.weight": (_VALUES, "hidden_size"),
+    r"linear_attn\.in_proj_(a|b|ba)\.weight": ("linear_num_value_heads", "hidden_size"),
+    r"linear_attn\.conv1d\.weight": (_CHANNELS, "", "linear_conv_kernel_dim"),
+    r"linear_attn\.(A_log|dt_bias)": ("linear_num_value_heads",),
+    r"linear_attn\.norm\.weight": ("linear_value_head_dim",),
+    r"linear_attn\.out_proj\.weight": ("hidden_size", _VALUES),
+    r"mlp\.gate\.weight": ("num_experts", "hidden_size"),
+    r"experts\.gate_up_proj": (
+        "num_experts",
+        f"{_EXPERTS}, hidden_size",
+        f"{_EXPERTS}, hidden_size",
+    ),
+    r"experts\.down_proj": ("num_experts", f"{_EXPERTS}, hidden_size", f"{_EXPERTS}, hidden_size"),
+    r"experts\.\d+\.(gate|up)_proj\.weight": (_EXPERTS, "hidden_size"),
+    r"experts\.\d+\.down_proj\.weight": ("hidden_size", _EXPERTS),
+    r"shared_expert\.(gate|up)_proj\.weight": (_SHARED, "hidden_size"),
+    r"shared_expert\.down_proj\.weight": ("hidden_size", _SHARED),
+    r"mlp\.(gate|up)_proj\.weight": ("intermediate_size", "hidden_size"),
+    r"mlp\.down_proj\.weight": ("hidden_size", "intermediate_size"),
+    r"patch_embed\.proj\.weight": (
+        "hidden_size",
+        "in_channels",
+        "temporal_patch_size",
+        "patch_size",
+        "patch_size",
+    ),
+    r"pos_embed\.weight": ("num_position_embeddings", "hidden_size"),
+    r"blocks\.\d+\.attn\.\w+\.\w+": ("hidden_size", "hidden_size"),
+    r"blocks\.\d+\.mlp\.linear_fc1\.\w+": ("intermediate_size", "hidden_size"),
+    r"blocks\.\d+\.mlp\.linear_fc2\.\w+": ("hidden_size", "intermediate_size"),
+    r"blocks\.\d+\.norm\d\.\w+": ("hidden_size",),
+    r"merger\w*(\.\d+)?\.norm\.\w+": ("hidden_size, spatial_merge_size",),
+    r"merger\w*(\.\d+)?\.linear_fc1\.\w+": ("hidden_size, spatial_merge_size",) * 2,
+    r"merger\w*(\.\d+)?\.linear_fc2\.\w+": (
+        "out_hidden_size",
+        "hidden_size, spatial_merge_size",
+    ),
+    r"(input_layernorm|post_attention_layernorm|(^|\.)norm)\.weight": ("hidden_size",),
+}
+"""Fields by axes of tensors, by suffixes of names; the first match wins."""
+_STORED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_\w+)$")
+"""Tensors in place of a quantised weight, with other axes."""
 
 
 class _Noted(dict[str, Any]):
@@ -61,7 +131,7 @@ class Config:
     Fields that decide shapes or arithmetic are read with `size`, `number` and `given`. transformers
     saves files that leave such fields to its classes. A default named by the family's table is
     therefore used and recorded, and loading compares its consequences with the tensors
-    (`model_check.py`).
+    (`check_defaults`).
 
     Args:
         raw: the content.
@@ -235,3 +305,107 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} must hold a JSON object")
     return value
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Fields that replace those of a config.json.
+
+    Attributes:
+        fields: of the whole file; those of nested objects are merged.
+        rotation: of the language model's rotary positions, wherever the file has them.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    rotation: Mapping[str, Any] = field(default_factory=dict)
+
+    def apply(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of the file with the changes."""
+        changed = _merged(raw, self.fields)
+        if not self.rotation:
+            return changed
+        *outer, inner = self._rotation_place(changed)
+        nested: Mapping[str, Any] = {inner: self.rotation}
+        for name in reversed(outer):
+            nested = {name: nested}
+        return _merged(changed, nested)
+
+    def check(self, raw: Mapping[str, Any], read: Collection[str]) -> None:
+        """Check that a model's reader looks at every changed field.
+
+        Args:
+            raw: the content of the file with the changes.
+            read: the paths that the reader has looked at. One with a dot at its end stands for all
+                fields of an object.
+
+        Raises:
+            ConfigError: names a field that would have no effect, and its option.
+        """
+        known = {*read, *_OF_PROMPTS}
+        whole = (*_WHOLE, *(path for path in read if path.endswith(".")))
+        for path in _paths(self.fields):
+            if path not in known and not path.startswith(whole):
+                raise _unread("hf_overrides", path, raw, read)
+        for name in self.rotation:
+            if ".".join((*self._rotation_place(raw), name)) not in read:
+                raise _unread("rope_scaling", name, {}, ())
+
+    @staticmethod
+    def _rotation_place(raw: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the nested objects that lead to the rotation."""
+        text = raw.get("text_config")
+        section = text if isinstance(text, Mapping) else raw
+        older, newer = ROTATIONS
+        name = newer if section.get(newer) and not section.get(older) else older
+        return (name,) if section is raw else ("text_config", name)
+
+
+def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(raw)
+    for name, value in changes.items():
+        before = merged.get(name)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            value = _merged(before, value)
+        merged[name] = value
+    return merged
+
+
+def _paths(fields: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """Yield the path of every value that is no object."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{place}{name}.")
+        else:
+            yield place + name
+
+
+def _unread(option: str, path: str, raw: Mapping[str, Any], read: Collection[str]) -> ConfigError:
+    inner = f"text_config.{path}"
+    nested = "text_config" in raw and inner in read
+    hint = f"; {inner} would" if nested else ""
+    return ConfigError(
+        f"{option}: {path} has no effect, this model's reader does not look at it{hint}",
+        param=option,
+    )
+
+
+def mismatch(name: str, found: Sequence[int], *wanted: Sequence[int]) -> str:
+    """Return the sentence about a tensor of another shape than the config implies.
+
+    Args:
+        wanted: the accepted shapes.
+    """
+    implied = " or ".join(str(list(each)) for each in wanted)
+    sentence = f"{name} has shape {list(found)}, the config implies {implied}"
+    fields = _fields(name, found, wanted[0])
+    return f"{sentence} by {fields}" if fields else sentence
+
+
+def _fields(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
+    """Return the fields behind the axes that differ, "" where none are known."""
+    plain = _STORED.sub(".weight", name)
+    ends = next((axes for end, axes in _FIELDS.items() if re.search(f"(^|\\.){end}$", plain)), ())
+    if plain == name and len(found) == len(wanted):
+        pairs = zip(ends, found, wanted, strict=False)
+        ends = tuple(fields for fields, mine, theirs in pairs if mine != theirs)
+    return ", ".join(dict.fromkeys(filter(None, ends)))

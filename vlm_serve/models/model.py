@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,22 +11,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.checks import check_folds
 from vlm_serve.kernels.dispatch import compiled_kernels
-from vlm_serve.kernels.linear import Linear, dense
+from vlm_serve.kernels.linear import Linear, Part, Shard, dense
+from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
+from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.kernels.rope import mrope_cos_sin
 from vlm_serve.kernels.rope.compiled import axes
+from vlm_serve.models.adapters.changes import Modules
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
-from vlm_serve.models.changes import Changes
 from vlm_serve.models.compiled_step import CompiledStep
+from vlm_serve.models.config import Changes
 from vlm_serve.models.decoder import Decoder
-from vlm_serve.models.files import resolve_checkpoint
-from vlm_serve.models.fingerprint import fingerprint
-from vlm_serve.models.model_check import check_defaults
+from vlm_serve.models.files import fingerprint, resolve_checkpoint
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.parts.base import Step
 from vlm_serve.models.program import Program
@@ -35,6 +39,11 @@ from vlm_serve.models.weights import Weights
 from vlm_serve.system.host_memory import release_freed_memory
 
 _MOST_UINT8_EXPERTS = 256
+
+
+_log = logging.getLogger(__name__)
+_COUNTS = ("num_hidden_layers", "depth")
+META = torch.device("meta")
 
 
 class Model:
@@ -352,3 +361,104 @@ def load_model(
     model = Model(spec, weights, fingerprint(directory, spec.config), drafts=drafts, pooled=pooled)
     release_freed_memory(regrow=True)  # release the memory of temporary pieces of weights
     return model
+
+
+def check_defaults(spec: ModelSpec, weights: Weights) -> None:
+    """Log the defaults that were used, and refuse a number of layers that the tensors contradict.
+
+    Other sizes are compared when their tensors are read; surplus layers would silently not be read.
+
+    Raises CheckpointError that names the field.
+    """
+    fields: dict[str, list[str]] = defaultdict(list)
+    for place, source in spec.defaulted.items():
+        fields[source].append(place)
+        section, _, name = place.rpartition(".")
+        if name in _COUNTS:
+            of_vision = section == "vision_config"
+            _check_count(spec, weights, place, source, of_vision=of_vision)
+    for source, names in fields.items():
+        _log.info("config.json leaves %s to transformers' %s", ", ".join(names), source)
+
+
+def _check_count(
+    spec: ModelSpec, weights: Weights, place: str, source: str, *, of_vision: bool
+) -> None:
+    wanted, start = len(spec.layers), f"{weights.text_prefix}layers."
+    if of_vision:
+        assert spec.vision is not None
+        wanted = spec.vision.depth
+        start = weights.vision_prefix(spec.vision.anchor) + spec.vision.layers
+    found = weights.count(start)
+    if found != wanted:
+        raise CheckpointError(
+            f"the checkpoint has tensors of {found} layers ({start}*), but config.json lacks "
+            f"{place}, and the default of transformers' {source} is {wanted}"
+        )
+
+
+class UnreadWeights(Weights):
+    """Tensors on the device "meta", in the shapes that a checkpoint would have.
+
+    What a step allocates follows from shapes alone.
+
+    Args:
+        dtype: of projections and of the table; quantised ones count as dense, as what is computed
+            with them is.
+        compute_dtype: of everything else, and of activations.
+    """
+
+    def __init__(self, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
+        self.dtype, self.compute_dtype = dtype, compute_dtype
+        self.device, self.ranks, self.compiled = META, ALONE, False
+        self.text_prefix = "model."
+        self.quantised = set()
+        self.modules = Modules()
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def vision_prefix(self, anchor: str) -> str:
+        # Adapters name modules as checkpoints do.
+        return "model." if anchor.startswith("vision_tower.") else "model.visual."
+
+    def head_name(self) -> str:
+        return "lm_head.weight"
+
+    def shape_of(self, name: str) -> None:
+        return None
+
+    def linear(
+        self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
+    ) -> Linear:
+        columns, depth = shape(parts, shard)
+        weight = torch.empty(columns, depth, dtype=self.dtype, device=META)
+        biases = None if bias is None else torch.empty(columns, dtype=self.dtype, device=META)
+        loaded = TorchDense(weight, biases)
+        loaded.origin, loaded.shard = parts, shard
+        self.modules.enter(loaded)
+        return loaded
+
+    def tensor(
+        self,
+        name: str,
+        shape: Sequence[int],
+        rows: Sequence[range] = (),
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        count = (sum(map(len, rows)), *shape[1:]) if rows else shape
+        return torch.empty(*count, dtype=dtype or self.compute_dtype, device=META)
+
+    def stacked(
+        self, parts: Sequence[Part], count: int, shard: Shard | None = None
+    ) -> torch.Tensor:
+        columns, depth = shape(parts, shard)
+        return torch.empty(count, columns // count, depth, dtype=self.dtype, device=META)
+
+    def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        return torch.empty(*shape, dtype=self.dtype, device=META)
+
+
+def unread_model(spec: ModelSpec, dtype: torch.dtype, compute_dtype: torch.dtype) -> Model:
+    """Return a model whose forwards compute nothing, on the device "meta"."""
+    return Model(spec, UnreadWeights(dtype, compute_dtype), bytes(32))

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import json
+import logging
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.changes import Changes
-from vlm_serve.models.config import Config, read_json
-from vlm_serve.models.files import SIDECAR, other_weights
+from vlm_serve.models.config import Changes, Config, read_json
+from vlm_serve.models.files import INDEX_FILE, SIDECAR, other_weights, weight_files
 from vlm_serve.models.quantization.scheme import METHODS, QuantScheme
 from vlm_serve.models.spec import ModelSpec
-from vlm_serve.models.text_alone import without_lost_tower
+
+_SECTION = "vision_config"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +139,7 @@ def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
         return spec_of(_with_sidecar(path), changes)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the checkpoint has no config.json{other_weights(path)}")
-    spec = without_lost_tower(spec_of(_with_sidecar(path / "config.json"), changes), path)
+    spec = _without_lost_tower(spec_of(_with_sidecar(path / "config.json"), changes), path)
     file = path / "generation_config.json"
     return replace(spec, generation=read_json(file) if file.is_file() else {})
 
@@ -178,3 +185,45 @@ def _class_of(source: str) -> Any:
     import transformers
 
     return getattr(transformers, source, None)
+
+
+def _without_lost_tower(spec: ModelSpec, path: Path) -> ModelSpec:
+    """Return the model without its vision tower if the weight files hold no tensor of one.
+
+    Republications of a vision-language model's text part are like that: their config.json still has
+    the section of a tower whose tensors were left out. Missing or broken files decide nothing.
+    """
+    if spec.vision is None:
+        return spec
+    names = _names(path)
+    # One of a tower's layers is enough: a tower without its first tensor is damaged, not left out.
+    parts = (spec.vision.anchor, f".{spec.vision.layers}")
+    if not names or any(part in f".{name}" for name in names for part in parts):
+        return spec
+    _tell(path)
+    config = {name: value for name, value in spec.config.items() if name != _SECTION}
+    return replace(spec, vision=None, config=config)
+
+
+def _names(path: Path) -> Collection[str]:
+    """Return the names of all tensors."""
+    with suppress(CheckpointError, OSError, SafetensorError, ValueError, KeyError, TypeError):
+        files = weight_files(path)
+        if (path / INDEX_FILE).is_file():
+            found = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            return set(found)
+        names: set[str] = set()
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                names.update(opened.keys())
+        return names
+    return ()
+
+
+@cache
+def _tell(path: Path) -> None:
+    _log.warning(
+        "config.json has a %s, but the checkpoint has no tensors of a vision tower: it is served "
+        "as text alone and takes no pictures or videos",
+        _SECTION,
+    )

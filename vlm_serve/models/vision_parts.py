@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,12 @@ from vlm_serve.models.parts.base import Loader
 
 EPS = 1e-6
 """Of layer norms."""
+
+
+Value = TypeVar("Value")
+REMEMBERED_PATCHES = 32768
+"""Patches of all grids whose values are kept; a grid of more is computed each time. A patch takes
+some kilobytes of a device's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +135,122 @@ def attend(qk: torch.Tensor, v: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         out[part] = mixed.transpose(1, 2).flatten(0, 1)
         start, sizes = part.stop, sizes[count:]
     return out
+
+
+class GridMemory(Generic[Value]):
+    """The values of the grids that were used last.
+
+    Args:
+        compute: returns the value of a grid: of its height, its width and its merge if there are
+            several.
+    """
+
+    def __init__(self, compute: Callable[..., Value]) -> None:
+        self._compute = compute
+        self._known: OrderedDict[tuple[int, ...], Value] = OrderedDict()
+        self._patches = 0
+
+    def __call__(self, *grid: int) -> Value:
+        """Return the value of a grid."""
+        if grid in self._known:
+            self._known.move_to_end(grid)
+            return self._known[grid]
+        value, patches = self._compute(*grid), grid[0] * grid[1]
+        if patches <= REMEMBERED_PATCHES:
+            self._known[grid] = value
+            self._patches += patches
+        while self._patches > REMEMBERED_PATCHES:
+            (height, width, *_), _ = self._known.popitem(last=False)
+            self._patches -= height * width
+        return value
+
+
+def block_order(height: int, width: int, merge: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row and column of every patch, in the processor's order of patches.
+
+    Patches come in squares of `merge * merge`, which later become one token: squares row by row,
+    and row by row within a square.
+
+    Args:
+        height, width: the grid in patches, multiples of `merge`.
+
+    Returns:
+        (rows, columns), int64 `[height * width]` each.
+    """
+    rows = torch.arange(height).view(height // merge, 1, merge, 1)
+    columns = torch.arange(width).view(1, width // merge, 1, merge)
+    shape = (height // merge, width // merge, merge, merge)
+    return rows.expand(shape).reshape(-1), columns.expand(shape).reshape(-1)
+
+
+def interpolate_positions(table: torch.Tensor, height: int, width: int, merge: int) -> torch.Tensor:
+    """Resample the learned square grid of position embeddings to a picture's grid.
+
+    Bilinear with aligned corners (transformers' get_vision_interpolation_indices_and_weights).
+
+    Args:
+        table: `[side * side, hidden]`, any float dtype.
+        height, width, merge: as for `block_order`.
+
+    Returns:
+        `[height * width, hidden]` in the dtype of the table, computed in float32.
+    """
+    side = int(table.shape[0] ** 0.5)
+    rows, columns = block_order(height, width, merge)
+    row_taps, row_weights = _taps(rows, height, side)
+    column_taps, column_weights = _taps(columns, width, side)
+    taps = (row_taps[:, :, None] * side + column_taps[:, None, :]).reshape(-1, 4)
+    weights = (row_weights[:, :, None] * column_weights[:, None, :]).reshape(-1, 4, 1)
+    gathered = table[taps.to(table.device)].float() * weights.to(table.device)
+    return gathered.sum(1).to(table.dtype)
+
+
+def _taps(index: torch.Tensor, size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two grid lines around each position, and their weights."""
+    place = index.float() * (side - 1) / max(size - 1, 1)
+    below = place.floor()
+    taps = torch.stack([below, below + 1], dim=1).clamp(max=side - 1).long()
+    above_weight = place - below
+    return taps, torch.stack([1 - above_weight, above_weight], dim=1)
+
+
+def axial_frequencies(head_dim: int, theta: float) -> torch.Tensor:
+    """Return the frequencies of the axial rotary embedding: float32 `[head_dim / 4]`. Half of a
+    head's angles follow the row, half the column."""
+    spatial = head_dim // 2
+    return 1.0 / (theta ** (torch.arange(0, spatial, 2, dtype=torch.float) / spatial))
+
+
+def nested_order(height: int, width: int, merge: int) -> torch.Tensor:
+    """Return the order of a picture's patches: squares of `merge * merge`, which later become one
+    token, row by row; within them squares of half the side, and so on.
+
+    Args:
+        height, width: the grid in patches, multiples of `merge`, a power of two.
+
+    Returns:
+        int64 `[height * width]`, patches counted row by row.
+    """
+    order = torch.arange(height * width).view(1, height, width)
+    side = merge
+    while side > 1:
+        count, rows, columns = order.shape
+        order = order.view(count, rows // side, side, columns // side, side)
+        order = order.transpose(2, 3).reshape(-1, side, side)
+        side //= 2
+    return order.flatten()
+
+
+def nearest_positions(height: int, width: int, side: int) -> torch.Tensor:
+    """Return the index in a learned `side * side` grid for each patch of a picture, rounded down
+    from its position (transformers' get_vision_nearest_position_ids, with its rounding).
+
+    Returns:
+        int64 `[height * width]`, patches counted row by row.
+    """
+    edges = torch.arange(1 / side, 1.0, 1 / side)
+    rows, columns = (
+        torch.bucketize(torch.arange(length) / length, edges, right=True)
+        for length in (height, width)
+    )
+    return (rows[:, None] * side + columns).flatten()

@@ -12,13 +12,15 @@ import torch
 from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.parts.base import Loader
-from vlm_serve.models.vision_grid import GridMemory, nearest_positions, nested_order
 from vlm_serve.models.vision_parts import (
     Affine,
+    GridMemory,
     Products,
     Reader,
     attend,
     layer_norm,
+    nearest_positions,
+    nested_order,
 )
 
 _WINDOW = 4

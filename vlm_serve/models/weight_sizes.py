@@ -18,7 +18,7 @@ from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.models.decoder import Decoder, load_layer
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.quantization.base import Format, OnLoad, loading_format
-from vlm_serve.models.quantization.rules import plain_name
+from vlm_serve.models.quantization.fields import plain_name
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.options.declared import format_size

@@ -17,12 +17,12 @@ from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.quantising import quantised
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.ranks import ALONE, Ranks
-from vlm_serve.models.adapters.modules import Modules
+from vlm_serve.models.adapters.changes import Modules
+from vlm_serve.models.config import mismatch
+from vlm_serve.models.files import TensorFile, open_files
 from vlm_serve.models.quantization.base import Format, Names, loading_format, pieces
 from vlm_serve.models.quantization.float8 import widened
 from vlm_serve.models.quantization.scheme import QuantScheme
-from vlm_serve.models.shape_fields import mismatch
-from vlm_serve.models.tensor_files import TensorFile, open_files
 from vlm_serve.system.host_memory import release_freed_memory
 
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", "")

@@ -9,8 +9,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_blocks import decode, encode, random_blocks
 
-from vlm_serve.models.gguf.block_types import BY_NAME
 from vlm_serve.models.gguf.blocks import decode as taken_apart
+from vlm_serve.models.gguf.reader import BY_NAME
 
 KINDS = [name for name, kind in BY_NAME.items() if kind.quantised]
 ENCODED = ["Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1", "MXFP4", "Q4_K", "Q5_K", "Q6_K"]

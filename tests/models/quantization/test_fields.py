@@ -16,7 +16,7 @@ from quantised_configs import MODELOPT as WHOLE
 from quantised_configs import MODELOPT_MIXED as MIXED
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.quantization.passed_fields import PASSED_OVER, REFUSED
+from vlm_serve.models.quantization.fields import PASSED_OVER, REFUSED
 from vlm_serve.models.quantization.scheme import QuantScheme
 
 DOCS = Path(__file__).parents[3] / "docs" / "quantization.md"

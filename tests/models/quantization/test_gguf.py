@@ -10,7 +10,7 @@ from gguf_blocks import HALVES, decode, random_blocks
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part, Shard
 from vlm_serve.kernels.linear.packed_codes import PackedIntegers
-from vlm_serve.models.gguf.block_types import BY_NAME
+from vlm_serve.models.gguf.reader import BY_NAME
 from vlm_serve.models.quantization.base import pieces
 from vlm_serve.models.quantization.gguf import Blocks, type_rules
 from vlm_serve.models.quantization.scheme import QuantScheme

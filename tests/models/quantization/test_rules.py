@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.quantization.fields import Fields
-from vlm_serve.models.quantization.rules import Rule, expression, plain_name, rule
+from vlm_serve.models.quantization.fields import Fields, Rule, expression, plain_name, rule
 
 GATE = "model.language_model.layers.0.mlp.gate"
 

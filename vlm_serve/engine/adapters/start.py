@@ -20,8 +20,7 @@ from vlm_serve.errors import CheckpointError, ModelNotFoundError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model
 from vlm_serve.models.adapters import AdapterFile, read_adapter
-from vlm_serve.models.adapters.base_weights import check_base
-from vlm_serve.models.adapters.beside import check_beside
+from vlm_serve.models.adapters.beside import check_base, check_beside
 from vlm_serve.options.config import EngineConfig
 
 

@@ -15,7 +15,7 @@ from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_factors import RECORD, Groups, Site, Tiles
 from vlm_serve.models.adapters import Modules, without_effect
-from vlm_serve.models.adapters.modules import kind_of
+from vlm_serve.models.adapters.changes import kind_of
 from vlm_serve.options.config import EngineConfig
 
 

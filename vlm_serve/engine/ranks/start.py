@@ -20,7 +20,7 @@ from vlm_serve.engine.ranks.task import RankTask, Rendezvous
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, ModelSpec, load_model
-from vlm_serve.models.changes import Changes
+from vlm_serve.models.config import Changes
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size
 from vlm_serve.system.private_files import TemporaryFolder

@@ -15,7 +15,7 @@ from vlm_serve.kernels.ranks import GroupRanks, Ranks, SharedRanks
 from vlm_serve.kernels.ranks.shared import SharedMemory
 from vlm_serve.models import Model, load_model
 from vlm_serve.models.cache_layout import CacheTensors
-from vlm_serve.models.changes import Changes
+from vlm_serve.models.config import Changes
 from vlm_serve.system.host_memory import retain_freed_memory
 
 

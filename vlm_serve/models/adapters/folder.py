@@ -1,22 +1,26 @@
-"""A folder with an adapter, as PEFT saves it: adapter_config.json and one file of safetensors."""
+"""A folder with an adapter, as PEFT saves it: adapter_config.json and one file of safetensors.
+
+adapter_config.json has the rank and scale of every module; what it asks for beyond is refused by
+name.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from vlm_serve.errors import CheckpointError, ModelNotFoundError
-from vlm_serve.models.adapters.changes import LowRank
-from vlm_serve.models.adapters.experts import FusedExperts, fused, is_fused
-from vlm_serve.models.adapters.fields import CONFIG_FILE, AdapterFields, read_fields
-from vlm_serve.models.files import fetched_adapter
-from vlm_serve.models.tensor_files import SafetensorsFile
+from vlm_serve.errors import CheckpointError
+from vlm_serve.kernels.linear.packed import PANEL
+from vlm_serve.models.adapters.changes import DOWN, GATE_UP, LowRank
+from vlm_serve.models.files import SafetensorsFile, fetched_adapter
+from vlm_serve.models.patterns import Pattern, patterns_of_one_file
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -31,6 +35,140 @@ _KINDS = {
 _BASE = (".base_layer.weight", ".base_layer.bias", "embed_tokens.weight", "lm_head.weight")
 """Ends of names of the model's own tensors. PEFT saves them with a changed `lm_head`."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+_Value = TypeVar("_Value", int, float)
+CONFIG_FILE = "adapter_config.json"
+MAX_RANK = 256
+_PATTERN_SECONDS = 5.0
+"""Processor time for patterns. A request to load an adapter must not outlast a server's end."""
+_HARMLESS = frozenset(
+    [
+        "alpha_pattern",
+        "arrow_config",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "corda_config",
+        "eva_config",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_config",
+        "megatron_core",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "target_parameters",
+        "task_type",
+        "use_rslora",
+    ]
+)
+"""Fields that are read below, or that matter to training alone."""
+_REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "modules saved whole (modules_to_save)",
+    "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
+    "arrow_config": "a router of adapters (arrow_config)",
+    "alora_invocation_tokens": "activation by tokens (alora_invocation_tokens)",
+    "trainable_token_indices": "tuned embeddings of tokens (trainable_token_indices)",
+    "layer_replication": "repeated layers (layer_replication)",
+    "lora_bias": "biases (lora_bias)",
+    "use_qalora": "QALoRA",
+}
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations that change the base model's weights: the adapter then fits no other base."""
+_INNER = ".base_layer"
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """The change of all experts' weights in one tensor (`target_parameters`).
+
+    PEFT's `ParamWrapper` takes a tensor `[experts, i, o]`. A `[experts * rank, i]` lists the ranks
+    of one expert after the other; B `[o, rank * experts]` the experts of one rank after the other.
+    An expert's change is the transpose of its B @ A. A module with two changed tensors is wrapped
+    twice: the first tensor's factors are named by `base_layer`.
+
+    Attributes:
+        a, b: PEFT's factors.
+        rank: of each expert.
+        scale: alpha over the rank, or over its root.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    rank: int
+    scale: float
+
+    @property
+    def count(self) -> int:
+        """Number of experts."""
+        return self.a.shape[0] // self.rank
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both factors."""
+        return self.a.nbytes + self.b.nbytes
+
+    @property
+    def layout_bytes(self) -> int:
+        """Bytes of both factors as compiled code takes them, at most."""
+        panels = -(-self.rank // PANEL) * PANEL * self.a.itemsize
+        wide = max(self.a.shape[1], self.b.shape[0])
+        return self.count * (2 * panels + 4 * self.rank) * wide
+
+    def of(self, expert: int, out: int, depth: int) -> LowRank | None:
+        """Return an expert's change of its weight `[out, depth]`; None for a tensor of another
+        shape. As in transformers, a shape that fits is never transposed."""
+        a = self.a[expert * self.rank : (expert + 1) * self.rank]
+        b = self.b.view(len(self.b), self.rank, self.count)[:, :, expert]
+        if (a.shape[1], len(b)) == (out, depth):
+            return LowRank(b.T.contiguous(), a.T.contiguous(), self.scale)
+        if (a.shape[1], len(b)) == (depth, out):
+            return LowRank(a.contiguous(), b.contiguous(), self.scale)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFields:
+    """Ranks and scales of an adapter.
+
+    Attributes:
+        rank, alpha: of modules that no pattern names.
+        ranks, alphas: by patterns of modules' names, or of their ends.
+        root: whether the scale is alpha over the root of the rank (rslora), not over the rank.
+        parameters: ends of names of tensors changed as such (`target_parameters`).
+    """
+
+    rank: int
+    alpha: float
+    ranks: Sequence[tuple[Pattern, int]]
+    alphas: Sequence[tuple[Pattern, float]]
+    root: bool
+    parameters: tuple[str, ...] = ()
+
+    def rank_of(self, module: str) -> int:
+        """Return the file's rank of a module."""
+        return int(_matching(self.ranks, module, self.rank))
+
+    def scale_of(self, module: str, rank: int) -> float:
+        """Return the factor of a module's product."""
+        alpha = _matching(self.alphas, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.root else alpha / rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +236,7 @@ def read_adapter(name: str | Path, dtype: torch.dtype | None = None) -> AdapterF
             supported.
     """
     path = find_adapter(name)
-    fields = read_fields(_json(path / CONFIG_FILE))
+    fields = _read_fields(_json(path / CONFIG_FILE))
     weights = path / WEIGHTS_FILE
     if not weights.is_file():
         old = " (adapter_model.bin is a pickle: save it anew with safe_serialization)"
@@ -107,8 +245,8 @@ def read_adapter(name: str | Path, dtype: torch.dtype | None = None) -> AdapterF
     file = SafetensorsFile(weights)
     base = [name for name in sorted(file.names()) if _is_base(name)]
     factors = _factors(file, set(file.names()) - set(base), dtype)
-    together = {name: own for name, own in factors.items() if is_fused(name)}
-    apart = {name: _pair(name, own, fields) for name, own in factors.items() if not is_fused(name)}
+    together = {name: own for name, own in factors.items() if _is_fused(name)}
+    apart = {name: _pair(name, own, fields) for name, own in factors.items() if not _is_fused(name)}
     return AdapterFile(path, apart, fused(together, fields), base)
 
 
@@ -169,4 +307,150 @@ def _pair(module: str, own: Mapping[str, torch.Tensor], fields: AdapterFields) -
     return LowRank(down, up, fields.scale_of(module, stated))
 
 
-__all__ = ["AdapterFile", "LowRank", "ModelNotFoundError", "find_adapter", "read_adapter"]
+def _read_fields(raw: Mapping[str, Any]) -> AdapterFields:
+    """Read the content of adapter_config.json.
+
+    Raises:
+        CheckpointError: it describes no LoRA, has a value of a wrong type, or asks for what is not
+            supported; the message names the field.
+    """
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{CONFIG_FILE}: peft_type is {kind!r}: only LORA is supported")
+    for name, what in _REFUSED.items():
+        if raw.get(name):
+            raise CheckpointError(f"{CONFIG_FILE}: {what}: not supported")
+    if raw.get("bias", "none") != "none":
+        raise CheckpointError(f"{CONFIG_FILE}: tuned biases (bias {raw['bias']!r}): not supported")
+    start = raw.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise CheckpointError(
+            f"{CONFIG_FILE}: init_lora_weights {start!r} changes the base model's weights: save "
+            "the adapter with path_initial_model_for_weight_conversion"
+        )
+    for name, value in raw.items():
+        if name not in _HARMLESS and name not in _REFUSED and value:
+            raise CheckpointError(f"{CONFIG_FILE}: {name} is set, and is not supported")
+    with patterns_of_one_file(_PATTERN_SECONDS):
+        ranks = _by_pattern(raw, "rank_pattern", _rank)
+        alphas = _by_pattern(raw, "alpha_pattern", _number)
+    return AdapterFields(
+        rank=_rank("r", raw.get("r", 8)),
+        alpha=_number("lora_alpha", raw.get("lora_alpha", 8)),
+        ranks=ranks,
+        alphas=alphas,
+        root=raw.get("use_rslora") is True,
+        parameters=_names(raw, "target_parameters"),
+    )
+
+
+def _by_pattern(
+    raw: Mapping[str, Any], name: str, read: Callable[[str, Any], _Value]
+) -> list[tuple[Pattern, _Value]]:
+    """Return a table's values by patterns that fit a name or, behind a dot, its end (PEFT's
+    `get_pattern_key`)."""
+    found = raw.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{CONFIG_FILE}: {name} is no table")
+    place = f"{CONFIG_FILE}: {name}"
+    return [
+        (Pattern(key, place, r"(.*\.)?(", ")$"), read(name, each)) for key, each in found.items()
+    ]
+
+
+def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    found = raw.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise CheckpointError(f"{CONFIG_FILE}: {name} is no list of names")
+    return tuple(found)
+
+
+def _rank(name: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise CheckpointError(f"{CONFIG_FILE}: {name} {value!r} is no rank from 1 to {MAX_RANK}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CheckpointError(f"{CONFIG_FILE}: {name} {value!r} is no number")
+    return float(value)
+
+
+def _matching(patterns: Sequence[tuple[Pattern, float]], module: str, otherwise: float) -> float:
+    """Return the value of the first pattern that fits a module."""
+    return next((value for pattern, value in patterns if pattern.match(module)), otherwise)
+
+
+def _is_fused(module: str) -> bool:
+    """Tell whether a module of an adapter's file holds all experts of a layer."""
+    return module.removesuffix(_INNER).endswith(".experts")
+
+
+def fused(
+    factors: Mapping[str, Mapping[str, torch.Tensor]], fields: AdapterFields
+) -> dict[str, FusedExperts]:
+    """Name the tensors changed by factors of all experts.
+
+    Raises:
+        CheckpointError: adapter_config.json does not say which tensors, or states another rank.
+    """
+    found = {}
+    for module, own in factors.items():
+        experts = module.removesuffix(_INNER)
+        wanted = [each for each in (GATE_UP, DOWN) if _targeted(f"{experts}.{each}", fields)]
+        wrapped = [each for each in (experts + _INNER, experts) if each in factors]
+        if len(wanted) != len(wrapped):
+            raise CheckpointError(
+                f"{experts} has factors for {len(wrapped)} tensors, but target_parameters of "
+                f"{CONFIG_FILE} names {len(wanted)} of {GATE_UP} and {DOWN}"
+            )
+        name = f"{experts}.{wanted[wrapped.index(module)]}"
+        rank = fields.rank_of(name)
+        if len(own["A"]) % rank or own["B"].shape[1] != len(own["A"]):
+            raise CheckpointError(
+                f"{name} has {len(own['A'])} rows in lora_A and {own['B'].shape[1]} columns in "
+                f"lora_B, but {CONFIG_FILE} says rank {rank} for every expert"
+            )
+        found[name] = FusedExperts(own["A"], own["B"], rank, fields.scale_of(name, rank))
+    return found
+
+
+def _targeted(parameter: str, fields: AdapterFields) -> bool:
+    return any(f".{parameter}".endswith(f".{each}") for each in fields.parameters)
+
+
+def split(
+    name: str, change: FusedExperts, sizes: Mapping[str, tuple[int, int]]
+) -> dict[str, LowRank]:
+    """Return the changes of every expert's own projections.
+
+    Args:
+        name: of the tensor.
+        change: of all experts.
+        sizes: (out, in) of the model's experts, by expert and projection.
+
+    Raises:
+        CheckpointError: the tensor is of another model.
+    """
+    experts, _, kind = name.rpartition(".")
+    found: dict[str, LowRank] = {}
+    for expert in range(change.count):
+        own = [f"{experts}.{expert}.{each}" for each in _parts(kind)]
+        if any(each not in sizes for each in own):
+            raise CheckpointError(f"the adapter is of another model: {name} has expert {expert}")
+        (size, depth), parts = sizes[own[0]], len(own)
+        whole = change.of(expert, parts * size, depth)
+        if whole is None:
+            raise CheckpointError(
+                f"the adapter is of another model: an expert's {kind} has {change.a.shape[1]} x "
+                f"{len(change.b)} numbers, the model's has {parts * size} x {depth}"
+            )
+        for place, each in enumerate(own):
+            up = whole.up[place * size : (place + 1) * size]
+            found[each] = LowRank(whole.down, up, whole.scale)
+    return found
+
+
+def _parts(kind: str) -> tuple[str, ...]:
+    return ("gate_proj", "up_proj") if kind == GATE_UP else (DOWN,)

@@ -11,10 +11,16 @@ from blake3 import blake3
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
-from vlm_serve.models.adapters.changes import LowRank, changes_of, shared
-from vlm_serve.models.adapters.experts import split
-from vlm_serve.models.adapters.folder import AdapterFile
-from vlm_serve.models.adapters.modules import Modules, is_vision, kind_of, module_of
+from vlm_serve.models.adapters.changes import (
+    LowRank,
+    Modules,
+    changes_of,
+    is_vision,
+    kind_of,
+    module_of,
+    shared,
+)
+from vlm_serve.models.adapters.folder import AdapterFile, split
 from vlm_serve.options.declared import format_size
 from vlm_serve.preprocess.keys import tagged
 

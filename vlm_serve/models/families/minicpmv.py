@@ -8,12 +8,11 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, Defaults
-from vlm_serve.models.families import qwen3_5, rotation
+from vlm_serve.models.families import qwen3_5, shared
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.models.vision_windows import WindowVisionSpec
 from vlm_serve.preprocess.family import family_of
-
-_MERGES = {"16x": 4, "4x": 2}
+from vlm_serve.preprocess.processors import MERGES
 
 _WHOLE: dict[str, Any] = {
     "downsample_mode": "16x",
@@ -44,7 +43,7 @@ def spec(config: Config) -> ModelSpec:
     text = config.section("text_config", "Qwen3_5TextConfig")
     text.expect("model_type", "qwen3_5_text")
     family = family_of(config.raw["model_type"])
-    rope = rotation.rope(text, partial=True, sections=family.positions == "canvas")
+    rope = shared.rope(text, partial=True, sections=family.positions == "canvas")
     model = qwen3_5.language_model(config, text, None, rope)
     return replace(model, vision=_vision(config, text), family=family)
 
@@ -59,7 +58,7 @@ def _vision(outer: Config, text: Config) -> WindowVisionSpec:
     outer.allow("merger_times", 1)
     outer.allow("drop_vision_last_layer", False)
     mode, merged = outer.given("downsample_mode"), outer.given("insert_layer_id")
-    if not isinstance(mode, str) or mode not in _MERGES:
+    if not isinstance(mode, str) or mode not in MERGES:
         raise CheckpointError(f"downsample_mode {mode!r} is not supported, only '16x' and '4x'")
     sizes = WindowVisionSpec(
         depth=config.size("num_hidden_layers"),
@@ -70,7 +69,7 @@ def _vision(outer: Config, text: Config) -> WindowVisionSpec:
         patch_size=config.size("patch_size"),
         side=config.size("image_size") // config.size("patch_size"),
         merged_layer=merged,
-        merge_size=_MERGES[mode],
+        merge_size=MERGES[mode],
         out_hidden_size=text.size("hidden_size"),
     )
     if sizes.hidden_size % sizes.heads:

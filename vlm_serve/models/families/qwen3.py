@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlm_serve.models.config import Config, Defaults
-from vlm_serve.models.families import rotation, shared
+from vlm_serve.models.families import shared
 from vlm_serve.models.parts.base import FeedForward, Norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec
 from vlm_serve.preprocess.family import QWEN2
@@ -56,11 +56,11 @@ def spec(config: Config) -> ModelSpec:
     if config.raw.get("layer_types"):
         shared.layer_types(config, ["full_attention"])
     mixer = shared.attention(config, gated=False)
-    rope = rotation.rope(config, partial=False, sections=False)
+    rope = shared.rope(config, partial=False, sections=False)
     return ModelSpec(
         hidden_size=config.size("hidden_size"),
         vocab_size=config.size("vocab_size"),
-        max_position_embeddings=rotation.context(config, rope),
+        max_position_embeddings=shared.context(config, rope),
         layers=tuple(LayerSpec(mixer, each) for each in _feed_forwards(config)),
         norm=Norm(config.positive("rms_norm_eps"), centred=False),
         rope=rope,

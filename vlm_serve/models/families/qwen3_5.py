@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 from vlm_serve.models.config import Config, Defaults
-from vlm_serve.models.families import rotation, shared
+from vlm_serve.models.families import shared
 from vlm_serve.models.parts.base import FeedForward, Mixer, Norm
-from vlm_serve.models.rope import Rope
-from vlm_serve.models.spec import LayerSpec, ModelSpec, Vision
+from vlm_serve.models.spec import LayerSpec, ModelSpec, Rope, Vision
 from vlm_serve.preprocess.family import QWEN3_5
 
 _MIXERS: dict[str, Callable[[Config], Mixer]] = {
@@ -68,7 +67,7 @@ def spec(config: Config) -> ModelSpec:
         text = shared.text_section(config)
     seeing = bool(config.raw.get("vision_config"))
     vision = shared.vision(config, deepstack=False) if seeing else None
-    return language_model(config, text, vision, rotation.rope(text, partial=True, sections=True))
+    return language_model(config, text, vision, shared.rope(text, partial=True, sections=True))
 
 
 def language_model(config: Config, text: Config, vision: Vision | None, rope: Rope) -> ModelSpec:
@@ -86,7 +85,7 @@ def language_model(config: Config, text: Config, vision: Vision | None, rope: Ro
     return ModelSpec(
         hidden_size=text.size("hidden_size"),
         vocab_size=text.size("vocab_size"),
-        max_position_embeddings=rotation.context(text, rope),
+        max_position_embeddings=shared.context(text, rope),
         layers=tuple(LayerSpec(mixers[each], feed_forward) for each in kinds),
         norm=Norm(text.positive("rms_norm_eps")),
         rope=rope,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from vlm_serve.models.config import Config, Defaults
-from vlm_serve.models.families import rotation, shared
+from vlm_serve.models.families import shared
 from vlm_serve.models.parts.base import Mixer, Norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec
 from vlm_serve.preprocess.family import QWEN2
@@ -65,11 +65,11 @@ def spec(config: Config) -> ModelSpec:
     mixers = {each: _MIXERS[each](config) for each in set(kinds)}
     experts = shared.experts(config, shared=True)
     feed_forwards = shared.sparse_layers(config, experts)
-    rope = rotation.rope(config, partial=True, sections=False)
+    rope = shared.rope(config, partial=True, sections=False)
     return ModelSpec(
         hidden_size=config.size("hidden_size"),
         vocab_size=config.size("vocab_size"),
-        max_position_embeddings=rotation.context(config, rope),
+        max_position_embeddings=shared.context(config, rope),
         layers=tuple(
             LayerSpec(mixers[kind], each) for kind, each in zip(kinds, feed_forwards, strict=True)
         ),

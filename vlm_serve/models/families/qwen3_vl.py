@@ -7,7 +7,7 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, Defaults
-from vlm_serve.models.families import rotation, shared
+from vlm_serve.models.families import shared
 from vlm_serve.models.parts.base import FeedForward, Norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec
 from vlm_serve.preprocess.family import QWEN2
@@ -69,11 +69,11 @@ def spec(config: Config) -> ModelSpec:
             f"deepstack_visual_indexes {list(tower.deepstack)} are too many for "
             f"num_hidden_layers {len(layers)}"
         )
-    rope = rotation.rope(text, partial=False, sections=True)
+    rope = shared.rope(text, partial=False, sections=True)
     return ModelSpec(
         hidden_size=text.size("hidden_size"),
         vocab_size=text.size("vocab_size"),
-        max_position_embeddings=rotation.context(text, rope),
+        max_position_embeddings=shared.context(text, rope),
         layers=tuple(layers),
         norm=Norm(text.positive("rms_norm_eps"), centred=False),
         rope=rope,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.kernels.linear.codes import FLOAT4_VALUES
-from vlm_serve.models.gguf.block_types import BlockType
+from vlm_serve.models.gguf.reader import BlockType
 
 _E8M0 = torch.float8_e8m0fnu
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

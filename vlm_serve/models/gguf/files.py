@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
 from vlm_serve.errors import CheckpointError, ConfigError, ModelNotFoundError
-from vlm_serve.models.gguf.metadata import Metadata
-from vlm_serve.models.gguf.reader import GgufFile
+from vlm_serve.models.gguf.reader import GgufFile, Metadata
 from vlm_serve.models.gguf.text_config import architecture_of
 from vlm_serve.models.gguf.vision import projector_of
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.gguf.block_types import SUPPORTED, UNSUPPORTED, BlockType
 
 MOST_TEXT = 64 << 20
 """Bytes of all texts in the metadata of a file. Vocabularies of 250 000 tokens take 8 MiB."""
@@ -48,6 +48,65 @@ _LEAST_TENSOR, _LEAST_KEY = 8 + 4 + 8 + 4 + 8, 8 + 4 + 1
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Value = int | float | bool | str | list[str] | np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type: so many values take so many bytes. A number is a block of one value."""
+
+    name: str
+    values: int
+    nbytes: int
+
+    @property
+    def quantised(self) -> bool:
+        """Return True if a block holds several values."""
+        return self.values > 1
+
+
+F32, F16, BF16 = BlockType("F32", 1, 4), BlockType("F16", 1, 2), BlockType("BF16", 1, 2)
+SUPPORTED = {
+    0: F32,
+    1: F16,
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    7: BlockType("Q5_1", 32, 24),
+    8: BlockType("Q8_0", 32, 34),
+    10: BlockType("Q2_K", 256, 84),
+    11: BlockType("Q3_K", 256, 110),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    20: BlockType("IQ4_NL", 32, 18),
+    23: BlockType("IQ4_XS", 256, 136),
+    30: BF16,
+    39: BlockType("MXFP4", 32, 17),
+}
+"""By their numbers in files."""
+BY_NAME = {each.name: each for each in SUPPORTED.values()}
+UNSUPPORTED = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+    41: "Q1_0",
+    42: "Q2_0",
+}
+"""Names of the others, for messages."""
 
 
 class Cursor:
@@ -289,3 +348,108 @@ class GgufFile:
 def _shown(name: str) -> str:
     """Return a name for a message: short, in one line."""
     return name if name.isprintable() and len(name) <= 80 else repr(name[:80])
+
+
+class Metadata:
+    """The values of a file by their keys.
+
+    Args:
+        values: as read.
+        name: of the file, for messages.
+        prefix: of keys that `own` names.
+
+    Raises:
+        CheckpointError: from every method; names the key.
+    """
+
+    def __init__(self, values: Mapping[str, Value], name: str, prefix: str = "") -> None:
+        self._values = values
+        self.name = name
+        self._prefix = prefix
+
+    def own(self, prefix: str) -> Metadata:
+        """Return the same values, by keys behind a prefix."""
+        return Metadata(self._values, self.name, prefix)
+
+    def __contains__(self, key: str) -> bool:
+        return self._prefix + key in self._values
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return a positive whole number. Arrays of one number for every layer count as one."""
+        value = self._required(key, default)
+        if isinstance(value, np.ndarray):
+            distinct = {int(each) for each in value if each} if value.dtype.kind in "iu" else set()
+            value = distinct.pop() if len(distinct) == 1 else value.tolist()
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
+            raise self._wrong(key, "a positive integer", value)
+        return value
+
+    def count(self, key: str) -> int:
+        """Return a whole number that may be 0, as it is without the key."""
+        value = self._values.get(self._prefix + key, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+            raise self._wrong(key, "a number of things", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number."""
+        value = self._required(key, default)
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if not numeric or not math.isfinite(float(value)):
+            raise self._wrong(key, "a number", value)
+        return float(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a text."""
+        value = self._required(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a text", value)
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """Return an array of texts."""
+        value = self._required(key, None)
+        if not isinstance(value, list):
+            raise self._wrong(key, "an array of texts", value)
+        return value
+
+    def numbers(self, key: str) -> list[Any] | None:
+        """Return an array of numbers or flags; None without the key."""
+        value = self._values.get(self._prefix + key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray):
+            raise self._wrong(key, "an array of numbers", value)
+        return list(value.tolist())
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """Return a flag."""
+        value = self._values.get(self._prefix + key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def expect(self, key: str, *known: Value) -> None:
+        """Refuse a value outside of the supported ones, if the key is there."""
+        value = self._values.get(self._prefix + key)
+        if value is not None and (isinstance(value, np.ndarray) or value not in known):
+            raise CheckpointError(
+                f"{self._prefix}{key} {_short(value)} in {self.name} is not supported, only "
+                f"{' or '.join(map(repr, known))}"
+            )
+
+    def _required(self, key: str, default: Any) -> Any:
+        value = self._values.get(self._prefix + key, default)
+        if value is None:
+            raise CheckpointError(f"{self.name} lacks {self._prefix}{key}")
+        return value
+
+    def _wrong(self, key: str, wanted: str, value: object) -> CheckpointError:
+        return CheckpointError(
+            f"{self._prefix}{key} in {self.name} must be {wanted}, not {_short(value)}"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value) if not isinstance(value, np.ndarray | list) else f"{len(value)} values"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,23 +1,67 @@
-"""The tensors of a checkpoint, read from GGUF files."""
+"""The tensors of a checkpoint, read from GGUF files: their names, and what makes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.gguf.block_types import BlockType
 from vlm_serve.models.gguf.blocks import decode
-from vlm_serve.models.gguf.reader import GgufFile
+from vlm_serve.models.gguf.reader import BlockType, GgufFile
+from vlm_serve.models.gguf.text_config import Architecture, Tensors
 
 _AT_ONCE = 1 << 22
 """Values of blocks that become numbers at a time."""
 
 Indices = Callable[[], torch.Tensor]
 Change = Literal["", "less one", "decay", "frames"]
+
+
+_BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
+_WHOLE = {
+    "token_embd.weight": "{}embed_tokens.weight",
+    "output_norm.weight": "{}norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ssm_norm": "linear_attn.norm",
+}
+_EXPERTS = {
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_down_exps": ("down_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+}
+_PREDICTOR = {
+    "nextn.eh_proj": "mtp.fc",
+    "nextn.enorm": "mtp.pre_fc_norm_embedding",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm",
+}
+_IGNORED = frozenset({"nextn.embed_tokens", "nextn.shared_head_head"})
+"""Copies of the model's own embeddings and head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +194,223 @@ def _values(blocks: torch.Tensor, kind: BlockType) -> torch.Tensor:
     for first in range(0, rows, step):
         found[first : first + step] = decode(kind, blocks[first : first + step]).values()
     return found
+
+
+Item = tuple[str, Made]
+
+
+class TextNames:
+    """Names and contents of a model's tensors.
+
+    Args:
+        kind: the architecture.
+        config: the language model's part of config.json.
+        prefix: of names in the checkpoint.
+        file: name of the file, for messages.
+    """
+
+    def __init__(
+        self, kind: Architecture, config: Mapping[str, Any], prefix: str, file: str
+    ) -> None:
+        self._kind, self._config, self._prefix, self._file = kind, config, prefix, file
+        self._layers: int = config["num_hidden_layers"]
+
+    def made(self, tensors: Tensors) -> dict[str, Made]:
+        """Return every tensor by its name.
+
+        Raises:
+            CheckpointError: a tensor that the architecture does not have, or of a wrong shape.
+        """
+        found: dict[str, Made] = {}
+        for name, entry in tensors.items():
+            for target, made in self._of(name, entry.shape):
+                found[target] = made
+        return found
+
+    def _of(self, name: str, shape: tuple[int, ...]) -> Iterator[Item]:
+        if name in _WHOLE:
+            yield _WHOLE[name].format(self._prefix), self._plain(name, shape)
+            return
+        match = _BLOCK.fullmatch(name)
+        if match is None:
+            raise self._unknown(name)
+        index, part = int(match[1]), match[2]
+        base, _, end = part.rpartition(".")
+        if end not in ("weight", "bias"):
+            base, end = part, ""
+        if base in _IGNORED or (index >= self._layers and not self._predicts):
+            return
+        if base in _PREDICTOR:
+            yield f"{_PREDICTOR[base]}.{end}", self._plain(name, shape)
+            return
+        layer = f"{self._prefix}layers.{index}."
+        if index >= self._layers:
+            layer = f"mtp.layers.{index - self._layers}."
+        yield from self._of_layer(name, layer, base, end, shape)
+
+    @property
+    def _predicts(self) -> bool:
+        return bool(self._config.get("mtp_num_hidden_layers", 0) == 1)
+
+    def _of_layer(
+        self, name: str, layer: str, base: str, end: str, shape: tuple[int, ...]
+    ) -> Iterator[Item]:
+        if base in _LAYER:
+            made = self._plain(name, shape)
+            if base == "ffn_gate_inp_shexp" and len(shape) == 1:
+                made = Made(name, (1, *shape))
+            yield f"{layer}{_LAYER[base]}.{end}", made
+        elif base in _EXPERTS and len(shape) == 3:
+            yield from self._experts(name, layer, _EXPERTS[base], shape)
+        elif base == "attn_qkv" and self._attends(layer):
+            yield from self._fused(name, layer, end, shape)
+        elif self._kind.state:
+            yield from self._of_state(name, f"{layer}linear_attn.", base, end, shape)
+        else:
+            raise self._unknown(name)
+
+    def _plain(self, name: str, shape: tuple[int, ...]) -> Made:
+        centred = self._kind.centred and name.endswith("norm.weight")
+        lowered = centred and not name.endswith("ssm_norm.weight")
+        return Made(name, shape, change="less one" if lowered else "")
+
+    def _experts(
+        self, name: str, layer: str, kinds: tuple[str, ...], shape: tuple[int, ...]
+    ) -> Iterator[Item]:
+        count, rows, depth = shape
+        self._check(name, shape, 0, self._config["num_experts"])
+        own = rows // len(kinds)
+        for expert in range(count):
+            for place, kind in enumerate(kinds):
+                chosen = _span(place * own, own) if len(kinds) > 1 else None
+                yield (
+                    f"{layer}mlp.experts.{expert}.{kind}.weight",
+                    Made(name, (own, depth), index=expert, rows=chosen),
+                )
+
+    def _attends(self, layer: str) -> bool:
+        """Return True for layers with attention; those that predict tokens have it too."""
+        types: list[str] | None = self._config.get("layer_types")
+        if types is None or layer.startswith("mtp."):
+            return True
+        return bool(types[int(layer.rstrip(".").rpartition(".")[2])] == "full_attention")
+
+    def _fused(self, name: str, layer: str, end: str, shape: tuple[int, ...]) -> Iterator[Item]:
+        config, dim = self._config, self._config["head_dim"]
+        gates = 2 if config.get("attn_output_gate") else 1
+        keys = config["num_key_value_heads"] * dim
+        widths = (gates * config["num_attention_heads"] * dim, keys, keys)
+        self._check(name, shape, 0, sum(widths))
+        first = 0
+        for kind, width in zip("qkv", widths, strict=True):
+            made = Made(name, (width, *shape[1:]), rows=_span(first, width))
+            yield f"{layer}self_attn.{kind}_proj.{end}", made
+            first += width
+
+    def _of_state(
+        self, name: str, place: str, base: str, end: str, shape: tuple[int, ...]
+    ) -> Iterator[Item]:
+        """Yield a Gated DeltaNet's tensors, value heads in the order of their key heads."""
+        config = self._config
+        keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        key_dim, dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+        if values % keys:
+            raise CheckpointError(f"{self._file} has {values} value heads for {keys} key heads")
+        both, channels = 2 * keys * key_dim, 2 * keys * key_dim + values * dim
+        wanted = {
+            "attn_qkv": ("in_proj_qkv.weight", 0, channels, dim, both),
+            "attn_gate": ("in_proj_z.weight", 0, values * dim, dim, 0),
+            "ssm_alpha": ("in_proj_a.weight", 0, values, 1, 0),
+            "ssm_beta": ("in_proj_b.weight", 0, values, 1, 0),
+            "ssm_conv1d": ("conv1d.weight", 0, channels, dim, both),
+            "ssm_dt": ("dt_bias", 0, values, 1, 0),
+            "ssm_a": ("A_log", 0, values, 1, 0),
+            "ssm_out": ("out_proj.weight", 1, values * dim, dim, 0),
+        }
+        if base in ("ssm_ba", "ssm_in"):
+            yield from self._interleaved(name, place, base, shape)
+            return
+        if base not in wanted:
+            raise self._unknown(name)
+        target, axis, size, width, first = wanted[base]
+        self._check(name, shape, axis, size)
+        order: Indices | None = None
+        if self._kind.tiled and values != keys:
+            order = _grouped(keys, values // keys, width, first)
+        rows, columns = (order, None) if axis == 0 else (None, order)
+        own = (shape[0], 1, *shape[1:]) if base == "ssm_conv1d" else shape
+        change: Change = "decay" if base == "ssm_a" else ""
+        yield place + target, Made(name, own, rows=rows, columns=columns, change=change)
+
+    def _interleaved(
+        self, name: str, place: str, base: str, shape: tuple[int, ...]
+    ) -> Iterator[Item]:
+        """Yield the tensors of Qwen3-Next whose rows lie together by key heads."""
+        config = self._config
+        keys = config["linear_num_key_heads"]
+        shared = config["linear_num_value_heads"] // keys
+        key_dim, each = config["linear_key_head_dim"], shared * config["linear_value_head_dim"]
+        widths: tuple[int, ...] = (shared, shared)
+        parts: dict[str, tuple[int, ...]] = {"in_proj_b": (0,), "in_proj_a": (1,)}
+        if base == "ssm_in":
+            widths = (key_dim, key_dim, each, each)
+            parts = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
+        self._check(name, shape, 0, keys * sum(widths))
+        for target, kinds in parts.items():
+            rows = keys * sum(widths[kind] for kind in kinds)
+            order = _block_rows(keys, widths, kinds)
+            yield f"{place}{target}.weight", Made(name, (rows, *shape[1:]), rows=order)
+
+    def _check(self, name: str, shape: tuple[int, ...], axis: int, size: int) -> None:
+        if len(shape) <= axis or shape[axis] != size or math.prod(shape) == 0:
+            raise CheckpointError(
+                f"{name} in {self._file} has the shape {list(shape)}, but its metadata implies "
+                f"{size} in place {axis}"
+            )
+
+    def _unknown(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._file} has a tensor {name}, which its architecture does not have"
+        )
+
+
+def _grouped(key_heads: int, per_key: int, size: int, first: int = 0) -> Indices:
+    """Return the rows of value heads in the order of their key heads.
+
+    Files hold the first value head of every key head, then the second of every one, and so on.
+
+    Args:
+        key_heads: their number.
+        per_key: value heads of each.
+        size: rows of a value head.
+        first: rows before them, which stay in place.
+    """
+
+    def indices() -> torch.Tensor:
+        whole = torch.arange(key_heads * per_key * size).view(per_key, key_heads, size)
+        moved = first + whole.transpose(0, 1).reshape(-1)
+        return torch.cat([torch.arange(first), moved])
+
+    return indices
+
+
+def _block_rows(groups: int, widths: tuple[int, ...], wanted: tuple[int, ...]) -> Indices:
+    """Return some rows of every group, all of the first kind before those of the next.
+
+    Args:
+        groups: their number.
+        widths: rows of each kind within a group.
+        wanted: the kinds to take.
+    """
+
+    def indices() -> torch.Tensor:
+        whole = torch.arange(groups * sum(widths)).view(groups, -1)
+        kinds = torch.split_with_sizes(whole, widths, 1)
+        return torch.cat([kinds[each].reshape(-1) for each in wanted])
+
+    return indices
+
+
+def _span(first: int, count: int) -> Indices:
+    """Return consecutive rows."""
+    return lambda: torch.arange(first, first + count)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.gguf.metadata import Metadata
-from vlm_serve.models.gguf.reader import TensorEntry
+from vlm_serve.models.gguf.reader import Metadata, TensorEntry
 
 Tensors = dict[str, TensorEntry]
 _SOFTMAX = 1

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.gguf.metadata import Metadata
+from vlm_serve.models.gguf.reader import Metadata
 from vlm_serve.models.gguf.tensors import Made
 from vlm_serve.models.gguf.text_config import Tensors
 

@@ -16,7 +16,7 @@ from vlm_serve.kernels.linear.base import CHUNK_BYTES
 from vlm_serve.kernels.linear.codes import Codes
 from vlm_serve.kernels.linear.quantising import group_of as quantised_group
 from vlm_serve.kernels.linear.quantising import num_bytes
-from vlm_serve.models.shape_fields import mismatch
+from vlm_serve.models.config import mismatch
 
 PIECE_BYTES = CHUNK_BYTES // 4
 """Codes unpacked at a time: with temporaries they stay below CHUNK_BYTES."""

@@ -16,8 +16,9 @@ import torch
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part
 from vlm_serve.kernels.linear.codes import IntegerCodes, Outer
-from vlm_serve.models.gguf.block_types import BY_NAME, BlockType
+from vlm_serve.models.config import mismatch
 from vlm_serve.models.gguf.blocks import Decoded, decode
+from vlm_serve.models.gguf.reader import BY_NAME, BlockType
 from vlm_serve.models.gguf.tensors import blocks_of, columns_of
 from vlm_serve.models.quantization.base import (
     PIECE_BYTES,
@@ -27,8 +28,7 @@ from vlm_serve.models.quantization.base import (
     Tensors,
     whole_weight,
 )
-from vlm_serve.models.quantization.rules import Rule, plain_name
-from vlm_serve.models.shape_fields import mismatch
+from vlm_serve.models.quantization.fields import Rule, plain_name
 
 
 class _Memory(NamedTuple):

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.patterns import patterns_of_one_file
-from vlm_serve.models.quantization.activations import described, of_auto_round, of_keys
 from vlm_serve.models.quantization.base import GROUPS, Format, Names, Tensors
-from vlm_serve.models.quantization.compressed import groups_of
-from vlm_serve.models.quantization.fields import PLAIN, Fields
-from vlm_serve.models.quantization.float8 import Float8
+from vlm_serve.models.quantization.fields import (
+    PLAIN,
+    Fields,
+    Rule,
+    described,
+    expression,
+    of_auto_round,
+    of_group,
+    of_keys,
+    rule,
+    wildcard,
+)
+from vlm_serve.models.quantization.float4 import Float4, Mxfp4, Nvfp4
+from vlm_serve.models.quantization.float8 import MXFP8_BLOCK, Float8
 from vlm_serve.models.quantization.gguf import type_rules
-from vlm_serve.models.quantization.integers import Awq, Gptq
-from vlm_serve.models.quantization.modelopt import modelopt_rules
-from vlm_serve.models.quantization.rules import Rule, expression, rule
+from vlm_serve.models.quantization.integers import Awq, Gptq, Packed
 
 _PLAIN_BITS = 16
 """From this width on a module of auto-round is dense."""
@@ -27,6 +36,36 @@ _USUALLY_DENSE = re.compile(
     r"(.*\.)?(visual|embed_tokens|lm_head|conv1d|gate|shared_expert_gate|in_proj_(a|b|ba))(\..*)?"
 )
 """Modules that are dense in published checkpoints, whether their lists include them or not."""
+
+
+_ANY = "Linear"
+"""The class name of every projection."""
+_EXPRESSION = "re:"
+_COMPRESSED = "compressed-tensors"
+_LOCATIONS = ("weight_input", "weight_output")
+"""Where a transform may be applied: the stored weights have it already."""
+_PACKED = "pack-quantized"
+_BYTES = ("int-quantized", "naive-quantized")
+_FLOATS = ("float-quantized", "naive-quantized")
+_MXFP8 = "mxfp8-quantized"
+_FLOATS4: dict[str, Float4] = {
+    "nvfp4-pack-quantized": Nvfp4(),
+    "mxfp4-pack-quantized": Mxfp4(),
+}
+_MODELOPT = "modelopt"
+_MIXED = "MIXED_PRECISION"
+_BLOCK = (128, 128)
+_STATIC = "static input_scale, in FP"
+_MODELOPT_FORMATS: Mapping[str, tuple[Format, str | None]] = {
+    "NVFP4": (Nvfp4(modelopt=True), f"{_STATIC}4"),
+    "W4A16_NVFP4": (Nvfp4(modelopt=True), None),
+    "FP8": (Float8(None), f"{_STATIC}8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": (Float8(None), "dynamic, in FP8"),
+    "FP8_PB_WO": (Float8(_BLOCK), None),
+    "FP8_BLOCK_SCALES": (Float8(_BLOCK), "dynamic, in FP8"),
+    "MXFP8": (Float8(MXFP8_BLOCK, exponents=True), "dynamic, in FP8"),
+}
+"""By name: storage of weights, and wanted activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,20 +288,226 @@ def _is_dense(fields: Fields) -> bool:
     return dense
 
 
-def _compressed(fields: Fields) -> QuantScheme:
-    rules, wanted = groups_of(fields)
-    return QuantScheme("compressed-tensors", described(wanted), rules, None)
-
-
-def _modelopt(fields: Fields) -> QuantScheme:
-    rules, default, wanted = modelopt_rules(fields)
-    return QuantScheme("modelopt", described(wanted), rules, default, lists_err=True)
-
-
 def _gguf(fields: Fields) -> QuantScheme:
     rules = type_rules(fields.section("types"))
     fields.finish("gguf")
     return QuantScheme("gguf", described([]), rules, None)
+
+
+def _compressed(fields: Fields) -> QuantScheme:
+    """Read compressed-tensors' groups: modules, and the storage of their weights."""
+    sparsity = fields.part("sparsity_config")
+    sparsity.expect("format", "dense")
+    sparsity.finish(f"{_COMPRESSED}: sparsity_config")
+    _check_transforms(fields.part("transform_config"))
+    fields.expect("quantization_status", "compressed", "frozen")
+    whole = fields.get("format")
+    kept = fields.names("ignore")
+    rules = [rule([each for each in kept if not each.startswith(_EXPRESSION)], None)]
+    rules += [_group_rule(each, None) for each in kept if each.startswith(_EXPRESSION)]
+    found: list[tuple[str, Format | None]] = []
+    wanted: list[str] = []
+    for name, content in fields.section("config_groups").items():
+        group = Fields(content, f"{name} of quantization_config")
+        format_ = _group_format(group, str(group.get("format") or whole))
+        found += [(target, format_) for target in group.names("targets")]
+        wanted += of_group(group)
+        group.finish(f"{_COMPRESSED}: config_groups")
+    if not found:
+        raise CheckpointError("quantization_config has no config_groups with targets")
+    # Precedence: names, then expressions, then the class of all projections.
+    ordered = sorted(found, key=lambda each: (each[0] == _ANY, each[0].startswith(_EXPRESSION)))
+    rules += [_group_rule(target, format_) for target, format_ in ordered]
+    wanted += of_keys(fields, "kv_cache_scheme")
+    fields.finish(_COMPRESSED)
+    return QuantScheme(_COMPRESSED, described(wanted), tuple(rules), None)
+
+
+def _check_transforms(fields: Fields) -> None:
+    """Refuse transforms of activations. Those of weights are already in the stored weights."""
+    place = f"{_COMPRESSED}: transform_config"
+    for name, content in fields.section("config_groups").items():
+        group = Fields(content, f"{name} of config_groups of {fields.place}")
+        applied = group.get("apply") or []
+        if not isinstance(applied, list):
+            raise CheckpointError(f"apply in {group.place} must be a list, not {applied!r}")
+        for index, each in enumerate(applied):
+            apply = Fields(each, f"apply[{index}] of {group.place}")
+            location = apply.get("location")
+            if location not in _LOCATIONS:
+                raise CheckpointError(
+                    f"location {location!r} in {apply.place} asks for a transform of activations, "
+                    f"which is not supported, only {' or '.join(map(repr, _LOCATIONS))}; {PLAIN}"
+                )
+            apply.finish(f"{place}.config_groups.apply")
+        group.finish(f"{place}.config_groups")
+    fields.finish(place)
+
+
+def _group_rule(target: str, format_: Format | None) -> Rule:
+    if target == _ANY:
+        return Rule(format_, expressions=(expression(""),))
+    if target.startswith(_EXPRESSION):
+        return Rule(format_, expressions=(expression(target.removeprefix(_EXPRESSION)),))
+    return rule([target], format_)
+
+
+def _group_format(group: Fields, stored: str) -> Format | None:
+    if group.get("weights") is None:
+        return None
+    weights = group.part("weights")
+    format_ = _format_of(group, weights, stored)
+    weights.finish(f"{_COMPRESSED}: weights")
+    return format_
+
+
+def _format_of(group: Fields, weights: Fields, stored: str) -> Format:
+    kind, bits = weights.get("type", "int"), weights.get("num_bits")
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else None)
+    weights.expect("actorder", False, "weight", "static")
+    weights.expect("dynamic", False)
+    if kind == "float" and bits == 8:
+        weights.expect("symmetric", True)
+        if stored == _MXFP8:
+            weights.expect("strategy", "group")
+            weights.expect("group_size", MXFP8_BLOCK[1])
+            return Float8(MXFP8_BLOCK, exponents=True)
+        group.expect("format", *_FLOATS, _MXFP8)
+        if stored not in _FLOATS:
+            raise _group_refusal(group, stored, kind, bits)
+        block = _block(weights, strategy)
+        weights.expect("group_size", -1)
+        return Float8(block)
+    if kind == "float" and bits == 4 and stored in _FLOATS4:
+        weights.expect("symmetric", True)
+        weights.expect("strategy", "tensor_group", "group")
+        weights.expect("group_size", _FLOATS4[stored].group)
+        return _FLOATS4[stored]
+    plain = stored in _BYTES
+    if kind != "int" or not (plain or stored == _PACKED) or (plain and bits != 8):
+        raise _group_refusal(group, stored, kind, bits)
+    size = -1
+    if strategy == "group":
+        size = weights.number("group_size", -1, *GROUPS)
+    elif strategy not in ("channel", "tensor"):
+        raise CheckpointError(
+            f"strategy {strategy!r} in {weights.place} is not supported for integers, only "
+            "'group', 'channel' or 'tensor'"
+        )
+    else:
+        weights.expect("group_size", -1)
+    return Packed(
+        bits=weights.number("num_bits", 4, 8),
+        group=size,
+        symmetric=weights.switch("symmetric", default=True),
+        plain=plain,
+    )
+
+
+def _block(weights: Fields, strategy: object) -> tuple[int, int] | None:
+    if strategy in ("channel", "tensor"):
+        return None
+    if strategy != "block":
+        raise CheckpointError(
+            f"strategy {strategy!r} in {weights.place} is not supported for FP8, only 'channel', "
+            "'tensor' or 'block'"
+        )
+    size = weights.get("block_structure")
+    fits = isinstance(size, list) and len(size) == 2
+    if not fits or not all(isinstance(each, int) and each > 0 for each in size or ()):
+        raise CheckpointError(f"block_structure in {weights.place} must be two sizes, not {size!r}")
+    assert isinstance(size, list)
+    return int(size[0]), int(size[1])
+
+
+def _group_refusal(group: Fields, stored: str, kind: object, bits: object) -> CheckpointError:
+    fp4 = " or ".join(_FLOATS4)
+    return CheckpointError(
+        f"{group.place} stores {bits}-bit {kind} weights as {stored!r}, which is not supported; "
+        f"supported are int4 and int8 in {_PACKED}, int8 in {' or '.join(_BYTES)}, FP8 in "
+        f"{' or '.join(_FLOATS)} or {_MXFP8}, and FP4 in {fp4}"
+    )
+
+
+def _modelopt(fields: Fields) -> QuantScheme:
+    """Read ModelOpt's configuration: one format for all modules but some, or one for every module.
+
+    It is in config.json or, in older exports, under `quantization` in a separate file.
+    """
+    if "quantization" in fields:
+        inside = fields.part("quantization")
+        fields.finish(_MODELOPT)
+        fields = inside
+    kept = [*fields.names("exclude_modules"), *fields.names("ignore")]
+    rules, default = list(_modelopt_rules(kept, None)), None
+    wanted: list[str | None] = []
+    if _quant_algo(fields) == _MIXED:
+        by_format: dict[str, list[str]] = {}
+        for module, content in fields.section("quantized_layers").items():
+            own = Fields(content, f"{module} in quantized_layers of {fields.place}")
+            by_format.setdefault(_modelopt_format(own), []).append(module)
+            own.finish(f"{_MODELOPT}: quantized_layers")
+        if not by_format:
+            raise CheckpointError(f"{fields.place} has no quantized_layers")
+        # A module's own format wins over a wildcard that excludes it.
+        chosen = [_modelopt_layers(own, name) for name, own in by_format.items()]
+        rules = [*chain.from_iterable(chosen), *rules]
+        wanted = [_MODELOPT_FORMATS[name][1] for name in by_format]
+    elif fields.get("quant_algo") is not None:
+        # Without an algorithm only keys and values are quantised.
+        default, activations = _MODELOPT_FORMATS[_modelopt_format(fields)]
+        wanted.append(activations)
+    wanted += of_keys(fields, "kv_cache_quant_algo", "kv_cache_scheme")
+    _check_modelopt_groups(fields)
+    fields.finish(_MODELOPT)
+    told = described(each for each in wanted if each)
+    return QuantScheme(_MODELOPT, told, tuple(rules), default, lists_err=True)
+
+
+def _check_modelopt_groups(fields: Fields) -> None:
+    """Refuse groups with more than `quant_algo` and `quantized_layers` say."""
+    for name, content in fields.section("config_groups").items():
+        group = Fields(content, f"{name} of {fields.place}")
+        group.part("weights").finish(f"{_MODELOPT}: weights")
+        of_group(group)
+        group.finish(f"{_MODELOPT}: config_groups")
+
+
+def _modelopt_layers(modules: list[str], name: str) -> Iterable[Rule]:
+    """Yield a rule per module. The draft layer's names end in the words of the model's own, so all
+    words must match."""
+    for each in _modelopt_rules(modules, _MODELOPT_FORMATS[name][0]):
+        yield replace(each, anchored=True)
+
+
+def _modelopt_rules(modules: list[str], format_: Format | None) -> Iterable[Rule]:
+    """Yield rules by names and wildcards."""
+    yield rule([each for each in modules if "*" not in each], format_)
+    for each in modules:
+        if "*" in each:
+            yield Rule(format_, expressions=(wildcard(each),))
+
+
+def _modelopt_format(fields: Fields) -> str:
+    name = _quant_algo(fields)
+    if name not in _MODELOPT_FORMATS:
+        raise CheckpointError(
+            f"quant_algo {fields.get('quant_algo')!r} in {fields.place} is not supported, only "
+            + " or ".join(map(repr, _MODELOPT_FORMATS))
+        )
+    format_, size = _MODELOPT_FORMATS[name][0], fields.get("group_size")
+    # Of FP8, a block has so many columns.
+    only = format_.block[1] if isinstance(format_, Float8) and format_.block else None
+    only = 16 if isinstance(format_, Nvfp4) else only
+    if only is not None and size not in (None, only):
+        raise CheckpointError(
+            f"group_size {size!r} in {fields.place} is not supported, only {only}"
+        )
+    return name
+
+
+def _quant_algo(fields: Fields) -> str:
+    return str(fields.get("quant_algo")).upper()
 
 
 _METHODS: dict[str, Callable[[Fields], QuantScheme]] = {

@@ -19,8 +19,7 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
 from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
-from vlm_serve.preprocess.template_thinking import SWITCH
-from vlm_serve.preprocess.template_traits import TemplateTraits
+from vlm_serve.preprocess.template_traits import SWITCH, TemplateTraits
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import (
     Generation,
