@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vlm_serve.cache.adopting import Arrival, Destinations, adopt
 from vlm_serve.cache.audit import AuditedState, audit
 from vlm_serve.cache.config import CacheConfig
+from vlm_serve.cache.events import CacheStats
 from vlm_serve.cache.experts import ExpertPiece, cached_rows
 from vlm_serve.cache.leasing import Leasing
 from vlm_serve.cache.ledger import Ledger
@@ -21,7 +22,6 @@ from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, walk
 from vlm_serve.cache.publishing import LeftState
 from vlm_serve.cache.reasons import Evidence, miss_reason
 from vlm_serve.cache.records import Hit, Lease, Node
-from vlm_serve.cache.stats import CacheStats
 from vlm_serve.cache.suspension import Suspended
 from vlm_serve.cache.tiers.lookup import TierQuery, make_tier_query
 from vlm_serve.cache.timed_pins import TimedPin

@@ -9,8 +9,8 @@ import pytest
 from scheduling import BLOCK, World
 
 from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.pacing import Pace
 from vlm_serve.engine.plan import Encode, StepPlan
+from vlm_serve.engine.planning import Pace
 
 
 def step(tokens: int) -> StepPlan:
