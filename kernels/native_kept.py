@@ -19,6 +19,7 @@ from vlm_serve.kernels import native_build
 from vlm_serve.kernels.native_build import APART, BuildError, Recipe, apart
 from vlm_serve.kernels.native_seal import is_sealed
 from vlm_serve.system.private_files import (
+    TemporaryFolder,
     UnsafePathError,
     cache_path,
     check_path,
@@ -27,7 +28,6 @@ from vlm_serve.system.private_files import (
     runs,
     secure_cache,
 )
-from vlm_serve.system.private_files import TemporaryFolder
 
 KEPT_FOR_S = 7 * 24 * 3600.0
 

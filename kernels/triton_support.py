@@ -18,8 +18,13 @@ import torch
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.triton_faults import form_of, triton_version
-from vlm_serve.system.private_files import cache_path, check_usable, make_private, secure_cache
-from vlm_serve.system.private_files import TemporaryFolder
+from vlm_serve.system.private_files import (
+    TemporaryFolder,
+    cache_path,
+    check_usable,
+    make_private,
+    secure_cache,
+)
 
 Tables = dict[str, torch.Tensor]
 
