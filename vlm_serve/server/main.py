@@ -39,7 +39,6 @@ from vlm_serve.server.service import Mount, Service
 from vlm_serve.system.log_output import start_logging
 
 if TYPE_CHECKING:
-    from vlm_serve.engine.engine import Engine
     from vlm_serve.server.tracing import RequestTracer
 
 _log = logging.getLogger(__name__)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vlm_serve.engine.outputs import Delta
 from vlm_serve.preprocess.loaded_media import LoadedMedia
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.rendering import Rendering
@@ -28,12 +32,6 @@ from vlm_serve.server.workers import Workers
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
 
-
-import contextlib
-import time
-from collections import deque
-
-from vlm_serve.engine.outputs import Delta
 
 Preparation = Prompt | Rendering | Callable[[Stop], Prompt]
 """A prompt, a rendering whose media are still to be loaded, or work that loads media itself until

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import Scope
@@ -20,10 +22,6 @@ from vlm_serve.server.response_store import ResponseStore
 if TYPE_CHECKING:
     from vlm_serve.engine.adapters.store import AdapterStore
     from vlm_serve.engine.engine import Engine
-
-
-from collections import deque
-from collections.abc import Callable
 
 
 class KeyedBody(Protocol):

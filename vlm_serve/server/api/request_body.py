@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.affinity import AffinityKey, affinity_keys
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.preprocess.reading.reader import read_conversation
+from vlm_serve.preprocess.reading.reader import APIS, read_conversation
 from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.errors import MediaTypeError
 from vlm_serve.server.http.json_body import (
@@ -28,16 +30,11 @@ from vlm_serve.server.http.json_body import (
 )
 from vlm_serve.server.http.request_memory import Share, current_share
 from vlm_serve.server.http.streaming import until_disconnected
+from vlm_serve.server.http.tenants import salt_of
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service
 
-
-from starlette.types import Scope
-
-from vlm_serve.preprocess.affinity import AffinityKey, affinity_keys
-from vlm_serve.preprocess.reading.reader import APIS
-from vlm_serve.server.http.tenants import salt_of
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
