@@ -23,13 +23,13 @@ from benchmarks.common.aot_kept import FILE, Rows, parse, usage_of
 
 def lines(kept: dict[str, Rows], parts: list[str]) -> dict[str, str]:
     """Return what each kernel takes, by version, target and name."""
-    return {
-        key: f"{_text(usage_of(row))} ({row['variants']})"
+    rows = {
+        f"{version} {target:6} {name}": f"{_text(usage_of(row))} ({row['variants']})"
         for version, targets in kept.items()
         for target, kernels in targets.items()
         for name, row in kernels.items()
-        if all(part in (key := f"{version} {target:6} {name}") for part in parts)
     }
+    return {key: text for key, text in rows.items() if all(part in key for part in parts)}
 
 
 def _text(usage: Usage) -> str:

@@ -21,7 +21,7 @@ from sweeps import MARKS
 
 ROOT = Path(__file__).resolve().parent.parent
 # What is collected without torch; the other areas compute with tensors.
-LIGHT = ("batch", "cache", "grammar", "native", "routing")
+LIGHT = ("cache", "grammar", "native", "routing")
 LIGHT_PREPROCESS = (
     *("affinity", "data_url", "decode_slots", "decode_wire", "decoders", "end_tokens"),
     *("fetch", "fetch_local", "http_get", "keys", "limiter", "typed_text"),
@@ -230,6 +230,7 @@ def collected(*folders: str) -> list[str]:
 
 def test_some_areas_are_collected_without_torch() -> None:
     files = [f"preprocess/test_{name}.py" for name in LIGHT_PREPROCESS]
+    files += [f"batch/{path.name}" for path in (ROOT / "tests" / "batch").glob("test_*.py")]
     assert collected(*LIGHT, *files) == ["0"]
 
 

@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (page / "notes.md").write_text("not served", encoding="utf-8")
     (tmp_path / "secret.txt").write_text("secret", encoding="utf-8")
     (page / "link.txt").symlink_to(tmp_path / "secret.txt")
-    monkeypatch.setattr(static_page.StaticPage.__init__, "__defaults__", (page,))
+    monkeypatch.setattr(static_page, "PAGE_FOLDER", page)
     return page
 
 
