@@ -148,7 +148,7 @@ def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert Costs.read(tmp_path / "none.json") == Costs()
 
 
-@pytest.mark.parametrize(("cost_s", "stay"), [(0.001, 2000), (0.9, 2), (2.0, 1), (2.1, 0)])
+@pytest.mark.parametrize(("cost_s", "stay"), [(0.001, 500), (0.2, 2), (0.7, 1), (0.8, 0)])
 def test_a_table_keeps_the_cases_that_its_share_pays_for(cost_s: float, stay: int) -> None:
     assert kept(cost_s) == stay
     row = Row(1.0, 4.0, {"test_it": (cost_s, 3)})
