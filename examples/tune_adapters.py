@@ -18,7 +18,6 @@ import argparse
 import copy
 import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ from safetensors.torch import save_file
 
 from vlm_serve import EngineConfig, LoRA, Pipeline, SamplingParams
 from vlm_serve.engine.build import find_checkpoint
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 MEDIA = Path(__file__).parent / "media"
 RANK, ALPHA = 8, 16

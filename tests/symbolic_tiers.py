@@ -13,11 +13,11 @@ from queued_symbolic import QueuedSymbolic
 from symbolic import InjectedFailure, SymbolicExecutor
 
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.tier_fetching import Fetch, TierFetcher
 from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Origin, Sealed
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.stack import TierStack
-from vlm_serve.cache.tiers.up import Fetch, TierFetcher
 from vlm_serve.engine.media_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers
 
 DIGEST_BYTES = 12

@@ -14,7 +14,7 @@ from vlm_serve.options.declared import markdown_table, options_of
 from vlm_serve.sampling_params import SamplingParams, sampling_options
 from vlm_serve.server.api.cache import ProbeRequest
 from vlm_serve.server.api.cache_pins import PinRequest
-from vlm_serve.server.api.chat.request import ChatCompletionRequest
+from vlm_serve.server.api.chat_request import ChatCompletionRequest
 from vlm_serve.server.api.completions import CompletionRequest
 from vlm_serve.server.api.generate import (
     GENERATE_REFUSED,

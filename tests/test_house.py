@@ -188,29 +188,10 @@ def test_one_place_says_how_python_is_started() -> None:
     assert starting == STARTING
 
 
-KNOWN_ARROWS = {
-    # The engine's folders and what starts them.
-    ("vlm_serve/engine/adapters/start.py", "vlm_serve/engine/local_executor.py"),
-    ("vlm_serve/engine/adapters/start.py", "vlm_serve/engine/ranks/start.py"),
-    ("vlm_serve/engine/drafts/start.py", "vlm_serve/engine/local_executor.py"),
-    # Chat's requests, which other endpoints read too.
-    ("vlm_serve/server/api/chat/render.py", "vlm_serve/server/api/generate.py"),
-    ("vlm_serve/server/api/unknown_fields.py", "vlm_serve/server/api/chat/request.py"),
-    ("vlm_serve/cache/tiers/up.py", "vlm_serve/cache/prefix_cache.py"),
-    # Benchmarks and examples.
-    ("train_demo/demo_reference.py", "tests/oracle.py"),
-    ("examples/tune_adapters.py", "tests/oracle.py"),
-}
-"""Imports that close a circle of files or folders today. The list may only become shorter."""
-
-
-def test_no_circle_of_files_or_folders_but_for_known_imports() -> None:
+def test_no_circle_of_files_or_folders() -> None:
     """Nowhere: product, tests, benchmarks, examples and releases; for the types alone neither."""
     graph = {place: set(others) for place, others in house_graph().items()}
     assert {Path("vlm_serve/__init__.py"), Path("vlm_serve/eval/lmms_model.py")} <= graph.keys()
-    for importing, imported in KNOWN_ARROWS:
-        assert Path(imported) in graph[Path(importing)], f"{importing} is mended: take it off"
-        graph[Path(importing)].discard(Path(imported))
     assert not circles(graph)
     for folder, entries in folder_graphs(graph).items():
         assert not circles(entries), folder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def test_torchvision_imports_beside_any_build_of_torch() -> None:
@@ -24,7 +24,7 @@ def test_torchvision_imports_beside_any_build_of_torch() -> None:
             "import torch, torchvision.ops\n"
             "print(torch.ops.torchvision.nms.default._schema.name)",
         ],
-        cwd=TESTS,
+        cwd=EXAMPLES,
         capture_output=True,
         text=True,
     )

@@ -1,6 +1,6 @@
 """Answers of transformers to the same requests, from the same checkpoint files.
 
-The oracle of the tests loads processor and model unchanged.
+The oracle of the examples loads processor and model unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from demo_cases import Case
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 
 @torch.no_grad()

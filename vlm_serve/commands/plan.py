@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from vlm_serve.engine.adapters.start import planned_bytes
+from vlm_serve.engine.adapter_start import planned_bytes
 from vlm_serve.engine.arithmetic import Arithmetic, decide
 from vlm_serve.engine.build import changes_of, find_checkpoint, longest_context, with_block_size
-from vlm_serve.engine.drafts.start import with_drafts, with_mtp
+from vlm_serve.engine.draft_start import with_drafts, with_mtp
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,

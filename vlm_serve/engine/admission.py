@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from vlm_serve.cache.placement import plan_snapshots
 from vlm_serve.cache.prefix_cache import Match, PrefixCache
+from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.cache.tiers.lookup import Segment
-from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.joins import Joins
 from vlm_serve.engine.outputs import CacheReport
 from vlm_serve.engine.reports import boundary_key, prompt_segments, tokens_by_tier

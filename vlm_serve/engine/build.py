@@ -16,10 +16,10 @@ import torch
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.engine.adapter_start import make_adapters
 from vlm_serve.engine.adapters.options import serves_adapters
-from vlm_serve.engine.adapters.start import make_adapters
 from vlm_serve.engine.arithmetic import decide, with_plain_ops
-from vlm_serve.engine.drafts.start import make_drafters, measure_costs, with_drafts, with_mtp
+from vlm_serve.engine.draft_start import make_drafters, measure_costs, with_drafts, with_mtp
 from vlm_serve.engine.endings import EndingMode
 from vlm_serve.engine.invariance import exact_only
 from vlm_serve.engine.kernel_check import check_at_start

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from vlm_serve.engine.draft_start import why_off
 from vlm_serve.engine.drafting import max_drafts
-from vlm_serve.engine.drafts.start import why_off
 from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES

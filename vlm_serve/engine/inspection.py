@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.records import Node
+from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.cache.tiers.lookup import Deeper, Segment
-from vlm_serve.cache.tiers.up import TierFetcher
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import CacheReport
 from vlm_serve.engine.reports import (

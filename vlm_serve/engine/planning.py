@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from vlm_serve.cache.tiers.up import TierFetcher
+from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.engine.adapters.slots import AdapterSlots
 from vlm_serve.engine.admission import Admission
 from vlm_serve.engine.drafting import Drafting

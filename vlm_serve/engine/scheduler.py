@@ -10,7 +10,7 @@ from collections.abc import Sequence as Tokens
 from functools import partial
 
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.cache.tiers.up import TierFetcher
+from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.engine.adapters.slots import AdapterSlots
 from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.drafts.base import Drafter

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.tier_fetching import Fetch, TierFetcher, TierReading
 from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import Kind, Origin
@@ -24,7 +25,6 @@ from vlm_serve.cache.tiers.sharing import POLICIES, Sharer, SharingPolicy
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
-from vlm_serve.cache.tiers.up import Fetch, TierFetcher, TierReading
 from vlm_serve.engine.media_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers, Found
 from vlm_serve.engine.memory import check_host_cache
 from vlm_serve.engine.shared_store import SharedAddress

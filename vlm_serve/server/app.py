@@ -22,9 +22,9 @@ from vlm_serve.server.api.adapters import (
 )
 from vlm_serve.server.api.bodies import CacheReportBody, ErrorBody
 from vlm_serve.server.api.cache_events import cache_events
-from vlm_serve.server.api.chat.render import Rendered, render_chat
-from vlm_serve.server.api.chat.request import ChatCompletionRequest
-from vlm_serve.server.api.chat.route import ChatCompletion, chat_completions
+from vlm_serve.server.api.chat import ChatCompletion, chat_completions
+from vlm_serve.server.api.chat_render import Rendered, render_chat
+from vlm_serve.server.api.chat_request import ChatCompletionRequest
 from vlm_serve.server.api.completions import Completion, CompletionRequest, completions
 from vlm_serve.server.api.fields import RequestModel
 from vlm_serve.server.api.generate import Generated, GenerateRequest, generate

@@ -14,8 +14,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-ORACLE = Path(__file__).resolve().parents[2] / "tests" / "oracle.py"
-"""Where the schemas stand; this folder must not put all of `tests` on vLLM's path."""
+ORACLE = Path(__file__).resolve().parents[3] / "examples" / "oracle.py"
+"""Where the schemas stand; this folder must not put all of `examples` on vLLM's path."""
 
 
 class _BeforeTorchvision:

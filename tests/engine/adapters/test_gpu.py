@@ -25,7 +25,7 @@ from peft_folders import (
 from safetensors.torch import load_file
 from triton_case import engines_on_triton
 
-from vlm_serve.engine.adapters import start
+from vlm_serve.engine import adapter_start as start
 from vlm_serve.engine.adapters.options import slot_bytes
 from vlm_serve.engine.memory import StepMemory
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges

@@ -15,7 +15,7 @@ from vlm_serve.engine.outputs import Delta
 from vlm_serve.preprocess.template import ChatTemplate
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm
-from vlm_serve.server.api.chat.route import ChatChoiceState
+from vlm_serve.server.api.chat import ChatChoiceState
 
 TOOLS: dict[str, Any] = {
     "write_file": {

@@ -19,7 +19,7 @@ from serving import RunningServer, chat_body
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.api.cache import FlushRequest, ProbeRequest
 from vlm_serve.server.api.cache_pins import PinRequest
-from vlm_serve.server.api.chat.request import ChatCompletionRequest
+from vlm_serve.server.api.chat_request import ChatCompletionRequest
 from vlm_serve.server.api.completions import CompletionRequest
 from vlm_serve.server.api.messages import MessagesRequest
 from vlm_serve.server.api.responses.request import ResponsesRequest

@@ -21,7 +21,7 @@ from vlm_serve.cache.listing import ListedNode
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.server.api.bodies import cache_report_body
-from vlm_serve.server.api.chat.request import PromptOrMessages
+from vlm_serve.server.api.chat_request import PromptOrMessages
 from vlm_serve.server.api.conversation import prepare, prepare_tokens
 from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
 from vlm_serve.server.api.request_body import read_json, read_prompt

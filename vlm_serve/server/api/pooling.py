@@ -24,7 +24,7 @@ from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.answers.generation import Generation, Task
 from vlm_serve.server.api.answer import AnswerStream, Event, ResponseSpec, respond
 from vlm_serve.server.api.bodies import CacheReportBody, Optional, add_usage, cache_report_body
-from vlm_serve.server.api.chat.request import ChatMessage
+from vlm_serve.server.api.chat_request import ChatMessage
 from vlm_serve.server.api.conversation import prepare, prepare_tokens
 from vlm_serve.server.api.fields import (
     MAX_MESSAGES,

@@ -16,7 +16,7 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
 from vlm_serve.server.api.bodies import Optional
-from vlm_serve.server.api.chat.request import PromptOrMessages
+from vlm_serve.server.api.chat_request import PromptOrMessages
 from vlm_serve.server.api.conversation import prepare
 from vlm_serve.server.api.fields import RequestModel
 from vlm_serve.server.api.fields import Tokens as TokenIds

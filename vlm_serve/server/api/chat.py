@@ -31,7 +31,7 @@ from vlm_serve.server.api.bodies import (
     routed_experts_fields,
     usage_body,
 )
-from vlm_serve.server.api.chat.request import ChatCompletionRequest
+from vlm_serve.server.api.chat_request import ChatCompletionRequest
 from vlm_serve.server.api.conversation import ConversationTask, conversation_task
 from vlm_serve.server.api.logprobs import chat_logprobs, prompt_logprobs_body
 from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header

@@ -17,8 +17,8 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.api.answer import Incoming
 from vlm_serve.server.api.bodies import Optional
-from vlm_serve.server.api.chat.request import ChatCompletionRequest
-from vlm_serve.server.api.chat.route import chat_task
+from vlm_serve.server.api.chat import chat_task
+from vlm_serve.server.api.chat_request import ChatCompletionRequest
 from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.generate import TokenSampling
 from vlm_serve.server.api.request_body import read_prompt
