@@ -1,6 +1,7 @@
-"""Programs outside of the package find the modules of this tree that they import, wherever they lie.
+"""Programs outside of the package find the modules of this tree that they import.
 
-Pytest and mypy have all of these folders on their paths; a program that somebody starts has its own alone.
+Pytest and mypy have all of these folders on their paths. A program that somebody starts has its own
+folder alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ WITH_PATH = {
 }
 """Programs whose one caller names the folders of their modules in PYTHONPATH."""
 
-# Imports each program as Python would start it, in one process, and prints the names of modules that are missing.
+# Imports each program as Python would start it, in one process. Prints the names of modules that
+# are missing.
 LOADS = """
 import contextlib, importlib, io, os, runpy, sys
 path = [each for each in sys.path if each]
