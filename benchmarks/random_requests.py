@@ -34,6 +34,7 @@ from parity import NEAR_TIE, greedy, tapped
 from parity_cases import random_ids, user
 
 from vlm_serve import EngineConfig, Pipeline
+from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.pipeline.pipeline import Output
 from vlm_serve.preprocess.prompt import Prompt
@@ -181,7 +182,7 @@ def drafted_round(
     for prompt, answer in zip(prompts, expected, strict=True):
         if rng.random() < 0.5:
             oracle.tell(prompt.token_ids, [choice.token_ids for choice in answer.choices])
-    drafting = hot.engine._scheduler.drafting
+    drafting = hot.engine._features.get(Drafting)
     assert drafting is not None
     consult(hot.engine, oracle)
     outputs = hot._run(iter(prompts), params)

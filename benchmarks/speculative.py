@@ -47,6 +47,7 @@ from common.speculative_peers import Asked, print_peers
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
 
+from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.options.config import EngineConfig
@@ -99,12 +100,12 @@ class Batch:
 @contextmanager
 def without_drafts(engine: Engine) -> Iterator[None]:
     """Steps as an engine without drafts would plan them."""
-    planner = engine._scheduler._planner
-    drafting, planner._drafting = planner._drafting, None
+    hooks = engine._scheduler.hooks
+    drafts, hooks.plan_drafts = hooks.plan_drafts, []
     try:
         yield
     finally:
-        planner._drafting = drafting
+        hooks.plan_drafts = drafts
 
 
 class Workload:
@@ -205,7 +206,7 @@ def measure(path: Path, options: argparse.Namespace) -> list[Asked]:
     )
     engine = Engine.from_checkpoint(str(path), config)
     try:
-        drafting = engine._scheduler.drafting
+        drafting = engine._features.get(Drafting)
         assert drafting is not None
         meter = Meter(engine)
         costs, most = meter.costs, meter.most

@@ -33,7 +33,7 @@ def opened(checkpoint: Path | str, store: StoreServer | None, **options: object)
 
 def settle(pipe: Pipeline) -> None:
     """Waits until what is wanted elsewhere is written."""
-    tiers = pipe.engine._loop.tiers._tiers
+    tiers = pipe.engine._tiers._tiers
     assert tiers is not None and tiers.sharer is not None
     deadline = time.monotonic() + 60
     while not tiers.sharer.idle:

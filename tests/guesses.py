@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Tokens
 
+from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.sequence import Sequence
@@ -51,13 +52,14 @@ class Oracle:
 def consult(engine: Engine, oracle: Oracle) -> None:
     """Has an engine made with drafts ask an oracle first, and take all that there are."""
     draft_freely(engine)
-    assert engine._scheduler.drafting is not None
-    engine._scheduler.drafting.drafters.insert(0, oracle)
+    drafting = engine._features.get(Drafting)
+    assert drafting is not None
+    drafting.drafters.insert(0, oracle)
 
 
 def draft_freely(engine: Engine) -> None:
     """Takes all drafts for worth it, as if rows and the model's layer cost a step nothing."""
-    drafting = engine._scheduler.drafting
+    drafting = engine._features.get(Drafting)
     assert drafting is not None
     drafting.costs = CostCurve()
     drafting.payoff_probe = None
@@ -65,7 +67,7 @@ def draft_freely(engine: Engine) -> None:
 
 def drafts_of(engine: Engine) -> Made:
     """Notes from now on what is drafted behind which tokens."""
-    drafting, made = engine._scheduler.drafting, Made()
+    drafting, made = engine._features.get(Drafting), Made()
     assert drafting is not None
     take = drafting.take
 

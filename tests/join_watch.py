@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from vlm_serve.cache.reasons import key_at
-from vlm_serve.engine.joins import MAX_FRUITLESS_JOINS, MAX_IDLE_STEPS, Join
+from vlm_serve.engine.features import Features
+from vlm_serve.engine.joining import Joining
+from vlm_serve.engine.joins import MAX_FRUITLESS_JOINS, MAX_IDLE_STEPS, Join, Joins
 from vlm_serve.engine.queues import order
 from vlm_serve.engine.scheduler import Scheduler
 
@@ -17,8 +19,10 @@ class JoinWatch:
         counts: what was seen how often.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._queues = scheduler._queues
+    def __init__(self, scheduler: Scheduler, features: Features) -> None:
+        self._queues = scheduler.queues
+        joining = features.get(Joining)
+        self._book = Joins(self._queues.cache, set()) if joining is None else joining.joins
         self._steps: dict[Join, int] = {}
         self._joins: Counter[int] = Counter()
         self.counts: Counter[str] = Counter()
@@ -36,13 +40,13 @@ class JoinWatch:
 
     def _check_joins(self) -> None:
         queues = self._queues
-        for join in queues.joins.all:
+        for join in self._book.all:
             follower, leader = join.follower, join.leader
             assert follower in queues.waiting and follower.lease is None, "a follower has a lease"
             assert follower.suspended is None and not follower.suspect_until, "it has to resume"
             assert not follower.request.cold and not leader.request.cold, "a cold run shares"
             assert leader in queues.running and leader.lease is not None, "a leader has no lease"
-            assert leader not in queues.joins, "a leader waits"
+            assert leader not in self._book, "a leader waits"
             assert leader.num_computed < join.cut <= leader.prefill_target, "it never comes there"
             assert join.cut < follower.num_tokens, "one token is always computed"
             assert not follower.keys.inside_span(join.cut), "a boundary inside of a medium"
@@ -58,7 +62,7 @@ class JoinWatch:
     def _check_order(self) -> None:
         queues = self._queues
         followers: dict[int, list[int]] = {}
-        for join in queues.joins.all:
+        for join in self._book.all:
             priority = join.follower.request.priority
             followers.setdefault(join.leader.number, []).append(priority)
         for sequence in (*queues.running, *queues.waiting):
@@ -67,19 +71,19 @@ class JoinWatch:
         assert queues.waiting == sorted(queues.waiting, key=order), "the queue is out of order"
 
     def _check_expected(self) -> None:
-        histories = self._queues.joins._histories.values()
+        histories = self._book._histories.values()
         expected = Counter(id(each.expected) for each in histories if each.expected is not None)
         found = {id(node): node.expected for node in self._queues.cache.nodes() if node.expected}
         assert all(expected[node] == count for node, count in found.items()), (
             "a use that nobody has"
         )
-        for history in self._queues.joins._histories.values():
+        for history in self._book._histories.values():
             node = history.expected
             if node is not None:
                 assert node.expected == expected[id(node)], "a use is not counted"
 
     def _check_waits(self, *, committed: bool) -> None:
-        current = self._queues.joins.all
+        current = self._book.all
         for join in current:
             if join not in self._steps:
                 self.counts["joins"] += 1

@@ -23,10 +23,14 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.drafts.base import Drafter
+from vlm_serve.engine.endings import Endings
+from vlm_serve.engine.features import Features, Options
+from vlm_serve.engine.joining import Joining
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
+from vlm_serve.engine.replaying import Replays
 from vlm_serve.engine.request import Language, NextTurn, Request
 from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
@@ -96,12 +100,14 @@ class World:
                 num_snapshot_rows=snapshots,
             )
         )
-        self.scheduler = Scheduler(
-            self.cache,
-            MediaPlanner(EmbeddingCache(0), 4),
-            config,
-            drafters=[drafter] if drafter else [],
-        )
+        self.scheduler = Scheduler(self.cache, MediaPlanner(EmbeddingCache(0), 4), config)
+        options = Options(config, drafters=[drafter] if drafter else [])
+        self.features = Features(self.scheduler, options)
+        joining, endings = self.features.get(Joining), self.features.get(Endings)
+        replays = self.features.get(Replays)
+        assert joining is not None and replays is not None
+        self.joins, self.replays = joining.joins, replays
+        self.endings = endings or Endings(self.scheduler.queues, "off", 0)
         updates = UpdateSlots.of(config.max_num_seqs, config.speculative_tokens).total
         self.executor = SymbolicExecutor(
             num_blocks,

@@ -26,7 +26,7 @@ def main(checkpoint: str, url: str, dtype: str) -> None:
     prompt = [rng.randrange(300) for _ in range(210)]
     with Pipeline(checkpoint, config) as pipe:
         output = pipe.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))
-        tiers = pipe.engine._loop.tiers._tiers
+        tiers = pipe.engine._tiers._tiers
         assert tiers is not None and tiers.sharer is not None
         while not tiers.sharer.idle:
             time.sleep(0.01)

@@ -17,6 +17,7 @@ from symbolic import root_of
 from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.engine.adapters.slots import AdapterSlots
 from vlm_serve.engine.adapters.store import AdapterStore, ServedAdapter
+from vlm_serve.engine.adapters.waiting import AdapterWaiting
 from vlm_serve.engine.request import Request
 from vlm_serve.engine.scheduler import Event
 from vlm_serve.errors import ModelNotFoundError
@@ -72,7 +73,8 @@ class AdapterSimulation(Simulation):
         # Adapters have 8 to 24 bytes.
         self._room = random.Random(f"room {seed}").choice([None, 20, 40])
         self.slots = AdapterSlots(slots, self._hold, pool=self._later, room=self._room)
-        self.scheduler.adapters = self.scheduler._planner.adapters = self.slots
+        waiting = AdapterWaiting(self.scheduler.queues, self.slots)
+        self.scheduler.hooks.add(waiting, concerns=lambda request: request.adapter is not None)
         self.store = _Store(Modules(), max_rank=8)
         self._users: dict[str, ServedAdapter] = {}
         self._prompts.adapter = self._identity

@@ -11,6 +11,7 @@ import itertools
 import pickle
 import random
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -32,7 +33,10 @@ from tree_follower import Follower
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.engine.drafting import Drafting
+from vlm_serve.engine.endings import Endings
 from vlm_serve.engine.executor import StepError
+from vlm_serve.engine.features import TABLE, Features, Options, Row
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import StepOutput, StepPlan
@@ -66,6 +70,8 @@ class Simulation:
         replays: half of the requests come with the beginnings of their answers.
         queued: the second executor works behind the host, see `queued_symbolic`.
         exact_only: prompts come from prefill alone and answers from decode steps.
+        left_out: names of features that the engine lacks.
+        permuted: features that commute come in another order.
     """
 
     def __init__(
@@ -77,7 +83,10 @@ class Simulation:
         replays: bool = False,
         queued: bool = False,
         exact_only: bool = False,
+        left_out: Collection[str] = (),
+        permuted: bool = False,
     ) -> None:
+        self._seed, self._left_out, self._permuted = seed, left_out, permuted
         self._replays = random.Random(f"replays {seed}") if replays else None
         self.rng = random.Random(seed)
         rng = self.rng
@@ -130,16 +139,13 @@ class Simulation:
         if exact_only:
             self.config = replace(self.config, answer_ends="off", decode_state_interval=0)
         self.media = MediaPlanner(embeddings, EMBEDDING_BYTES, self.tiers.embeddings)
-        self.scheduler = Scheduler(
-            self.cache,
-            self.media,
-            self.config,
-            self.tiers.fetcher,
-            self.drafter.company() if self.drafter is not None else [],
-        )
-        self.watch = JoinWatch(self.scheduler)
+        self.scheduler = Scheduler(self.cache, self.media, self.config)
+        self.features = Features(self.scheduler, self._feature_options(), self._table())
+        self.watch = JoinWatch(self.scheduler, self.features)
         self.turns = NextTurns(self._ends)
-        self.scheduler.endings.ask = self.turns.ask
+        self.endings = self.features.get(Endings)
+        if self.endings is not None:
+            self.endings.ask = self.turns.ask
         sizes = (num_blocks, config.num_rows, self.block_size)
         options: dict[str, Any] = {
             "has_state": has_state,
@@ -161,6 +167,19 @@ class Simulation:
         self._numbers = itertools.count()
         self._failure_rate = rng.choice([0.0, 0.01, 0.1])
         self._prompts = Prompts(rng, self.block_size, self.max_model_len)
+
+    def _feature_options(self) -> Options:
+        drafters = self.drafter.company() if self.drafter is not None else []
+        return Options(self.config, fetcher=self.tiers.fetcher, drafters=drafters)
+
+    def _table(self) -> list[Row]:
+        """Return the table of features without those left out, the others perhaps permuted."""
+        rows = [row for row in TABLE if row.name not in self._left_out]
+        if self._permuted:
+            order = random.Random(f"order {self._seed}")
+            order.shuffle(rows)
+            rows.sort(key=lambda row: not row.commutes)
+        return rows
 
     def _second(
         self, seed: int, sizes: tuple[int, int, int], options: dict[str, Any], *, queued: bool
@@ -303,16 +322,16 @@ class Simulation:
             self.counts["last tokens"] += sum(
                 item.kind == "decode" and not item.samples for item in plan.slices
             )
-        for number in self.scheduler.endings.take_closed():
-            self._forget(number)
+        self._forget_removed()
 
     def _comes_up(self) -> bool:
         return False
 
-    def _forget(self, number: int) -> None:
-        self.executor.forget(number)
-        self.twin.forget(number)
-        self.executor.poisonous.discard(number)
+    def _forget_removed(self) -> None:
+        for number in self.scheduler.take_removed():
+            self.executor.forget(number)
+            self.twin.forget(number)
+            self.executor.poisonous.discard(number)
 
     def _overtaken(self, plan: StepPlan) -> bool:
         """Whether a prompt is done in this step although it came after one that is not."""
@@ -348,10 +367,6 @@ class Simulation:
             request = group.request
             client = self.clients[request.request_id]
             client.push(delta)
-            if delta.finish_reason is not None:
-                number = group.sequences[delta.index].number
-                if not self.scheduler.endings.keeps(number):
-                    self._forget(number)
             if len(client.finished) == len(group.sequences):
                 client.verify()
                 del self.clients[request.request_id]
@@ -389,18 +404,20 @@ class Simulation:
         assert not self.cache.events.failures, "see the log: a subscriber raised"
         assert self.counts["hits"] <= self.cache.stats.requests <= self.counts["most hits"]
         assert self.cache.free_block_count == self.cache.config.num_blocks, "blocks leaked"
-        assert not self.scheduler._queues.joins, "somebody waits for nobody"
+        assert not self.scheduler.queues.followers, "somebody waits for nobody"
+        assert not self.scheduler.queues.kept, "an ended answer keeps what it holds"
         self.counts.update(self.watch.counts)
         self.counts["rows left"] += self.cache.stats.saves["left"]
         for kind in ("answer_end", "answer_part", "learned"):
             self.counts[kind] += self.cache.stats.saves[kind]
-        self.counts["ends dropped"] += self.scheduler.endings.num_dropped
+        if self.endings is not None:
+            self.counts["ends dropped"] += self.endings.num_dropped
         self.counts["preemptions"] += self.scheduler.num_preemptions
         self.counts["hit_tokens"] += self.cache.stats.hit_tokens
         self.counts["query_tokens"] += self.cache.stats.query_tokens
         self.counts["computed_tokens"] += self.executor.tokens_computed
         self.counts["rows computed"] += self.executor.rows_computed
-        drafting = self.scheduler.drafting
+        drafting = self.features.get(Drafting)
         if drafting is not None:
             self.counts["drafts"] += drafting.counts.draft_tokens
             self.counts["accepted drafts"] += drafting.counts.accepted_tokens

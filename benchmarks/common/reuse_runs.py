@@ -17,6 +17,7 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.reasons import key_at
+from vlm_serve.engine.features import Features, Options
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.plan import Sampled, SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
@@ -174,11 +175,9 @@ class Run:
             "decode_state_interval": 0,
             "answer_ends": "auto",
         }
-        self.scheduler = Scheduler(
-            self.cache,
-            MediaPlanner(EmbeddingCache(1 << 30), 4),
-            SchedulerConfig(**config | dict(changes or {})),
-        )
+        limits = SchedulerConfig(**config | dict(changes or {}))
+        self.scheduler = Scheduler(self.cache, MediaPlanner(EmbeddingCache(1 << 30), 4), limits)
+        self.features = Features(self.scheduler, Options(limits))
         self._executor = Scripted()
         self._language = Language(Letters(), frozenset({END_OF_TURN}), VOCABULARY, longest)
         self._numbers = itertools.count()
@@ -218,15 +217,12 @@ class Run:
         for group, delta in self.scheduler.commit(plan, self._executor.run(plan)):
             if delta.finish_reason is not None:
                 self._end(group)
-        for number in self.scheduler.endings.take_closed():
+        for number in self.scheduler.take_removed():
             self._executor.forget(number)
 
     def _end(self, group: SequenceGroup) -> None:
         index, outcome = group.request.arrival, self.outcome
         del self._in_flight[index]
-        number = group.sequences[0].number
-        if not self.scheduler.endings.keeps(number):
-            self._executor.forget(number)
         assert group.report is not None
         outcome.cached += group.report.boundary
         outcome.prompt += len(self._prompts[index])

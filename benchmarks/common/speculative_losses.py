@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from vlm_serve.engine import local_executor
-from vlm_serve.engine.drafting import max_drafts
+from vlm_serve.engine.drafting import Drafting, max_drafts
 from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.plan import StepOutput, StepPlan
@@ -60,7 +60,7 @@ class Meter:
     """
 
     def __init__(self, engine: Engine) -> None:
-        drafting = engine._scheduler.drafting
+        drafting = engine._features.get(Drafting)
         assert drafting is not None
         self.costs = drafting.costs
         self.most = engine.config.speculative_tokens + 1

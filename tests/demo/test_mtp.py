@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 import vlm_serve
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
+from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.sequence import Sequence
 
 DENSE = Path(vlm_serve.__file__).parent / "demo" / "dense"
@@ -47,7 +48,7 @@ def test_drafts_of_the_engine_are_those_of_the_recipe(chat: ChatFormat, checkpoi
     config = EngineConfig(speculative="mtp", speculative_tokens=2, dtype="float32")
     with Pipeline(checkpoint, config) as pipe:
         draft_freely(pipe.engine)
-        drafting = pipe.engine._scheduler.drafting
+        drafting = pipe.engine._features.get(Drafting)
         assert drafting is not None
 
         def noting(sequence: Sequence, drafts: tuple[int, ...]) -> None:

@@ -162,7 +162,7 @@ def test_the_share_follows_from_counting(rate: float, chosen: list[int]) -> None
     auditor = Auditor(rate)
     started = []
     for number in range(8):
-        auditor.consider(ended_hit(number))
+        auditor.on_finished(ended_hit(number))
         request = auditor.start()
         if request is not None:
             started.append(request.arrival)
@@ -174,7 +174,7 @@ def test_the_share_follows_from_counting(rate: float, chosen: list[int]) -> None
 def test_what_piles_up_is_dropped_and_counted() -> None:
     auditor = Auditor(1.0)
     for number in range(MAX_PENDING + 3):
-        auditor.consider(ended_hit(number))
+        auditor.on_finished(ended_hit(number))
     assert auditor.counts.dropped == 3
     request = auditor.start()
     assert request is not None and request.cold

@@ -28,6 +28,7 @@ from step_graphs import (
 from sweeps import quick
 
 from vlm_serve.engine.build import build
+from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.step_buffers import StepBuffers
 from vlm_serve.engine.step_graphs import StepGraphs
 from vlm_serve.engine.step_sizes import SequenceLimits, StepSize, decode_sizes
@@ -323,7 +324,7 @@ def test_drafts_weigh_steps_from_graphs(tmp_path: Path, monkeypatch: pytest.Monk
         speculative_tokens=2,
     )
     with Pipeline(checkpoint, config) as pipe:
-        drafting = pipe.engine._scheduler.drafting
+        drafting = pipe.engine._features.get(Drafting)
         assert drafting is not None and drafting.costs.has_graphs
         params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         assert len(pipe.generate([5, 6, 7] * 6, params).token_ids) == 6

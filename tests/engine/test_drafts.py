@@ -20,6 +20,7 @@ from parity_cases import photograph, random_ids, user
 from sweeps import quick
 from together import together
 
+from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.drafts.suffix import SuffixDrafter
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
@@ -215,7 +216,7 @@ def test_a_prediction_holds_as_far_as_it_is_right() -> None:
         first = pipe.chat(asked, params)
         counts = [first.usage.accepted_prediction_tokens]
         for prediction in (first.text, "No. " + first.text, "Something else altogether."):
-            pipe.engine._scheduler.drafting.drafters[0] = SuffixDrafter()  # type: ignore[union-attr]
+            pipe.engine._features.get(Drafting).drafters[0] = SuffixDrafter()  # type: ignore[union-attr]
             again = pipe.chat(asked, replace(params, prediction=prediction))
             assert again.token_ids == first.token_ids
             counts.append(again.usage.accepted_prediction_tokens)

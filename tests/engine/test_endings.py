@@ -55,7 +55,7 @@ class Delayed:
 
     def __init__(self, one: World) -> None:
         self.reports: list[tuple[Sequence, object]] = []
-        one.scheduler.endings.ask = lambda sequence, report: self.reports.append((sequence, report))
+        one.endings.ask = lambda sequence, report: self.reports.append((sequence, report))
 
     def report(self, shared: int) -> None:
         _, report = self.reports.pop(0)
@@ -72,7 +72,7 @@ def test_a_next_turn_starts_behind_the_token_that_ended_the_answer() -> None:
     assert (item.kind, item.end - item.start, item.samples) == ("decode", 1, ())
     one.run(plan)
     assert not one.cache.leases and not one.scheduler.has_work
-    assert one.scheduler.endings.take_closed() == [group.sequences[0].number]
+    assert one.scheduler.take_removed() == [group.sequences[0].number]
     assert reused(one, LONG) == len(PROMPT) + len(LONG)
 
 
@@ -157,7 +157,7 @@ def test_a_failed_step_drops_the_state() -> None:
     assert one.scheduler.fail(plan, failure.value) == []
     one.cache.check()
     assert not one.cache.leases and not one.scheduler.has_work
-    assert one.scheduler.endings.num_dropped == 1
+    assert one.endings.num_dropped == 1
     assert reused(one, LONG) < len(PROMPT) + len(LONG)
 
 
@@ -168,7 +168,7 @@ def test_an_ending_gives_way_to_whom_it_blocks() -> None:
     answer(one, ask(one, next_turn=AnyTurn()))
     groups = [one.ask((token,) * 10, 3) for token in (30, 31)]
     one.run(one.plan())
-    assert len(one.scheduler.running) == 2 and one.scheduler.endings.num_dropped == 1
+    assert len(one.scheduler.running) == 2 and one.endings.num_dropped == 1
     for group in groups:
         answer(one, group)
 
@@ -208,9 +208,9 @@ def test_no_more_sequences_are_ending_than_may_run() -> None:
     one.run(plan)
     one.cache.check()
     assert second.finished and one.cache.stats.saves["answer_end"] == 1
-    assert one.scheduler.endings.num_dropped == 0
+    assert one.endings.num_dropped == 0
     third = ask(one, (*range(20, 30), END_OF_TURN), next_turn=AnyTurn())
     answer(one, third)
     fourth = ask(one, (*range(30, 40), END_OF_TURN), next_turn=AnyTurn())
     answer(one, fourth)
-    assert one.scheduler.endings.num_dropped == 2
+    assert one.endings.num_dropped == 2

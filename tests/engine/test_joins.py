@@ -31,7 +31,7 @@ class Askers(World):
             "state_interval": interval,
         }
         super().__init__(num_blocks=200, snapshots=snapshots, changes=changes)
-        self.watch = JoinWatch(self.scheduler)
+        self.watch = JoinWatch(self.scheduler, self.features)
 
     def question(
         self, token: int, before: tuple[int, ...] = DOCUMENT, **options: Any
@@ -48,7 +48,7 @@ class Askers(World):
 
     @property
     def joined(self) -> int:
-        return len(self.scheduler._queues.joins)
+        return len(self.joins)
 
     def finish(self) -> int:
         """Everything to its end; returns the tokens computed."""
@@ -183,7 +183,7 @@ def test_a_leader_that_makes_no_progress_is_left() -> None:
     world.question(30)
     world.step()
     follower = world.question(31)
-    joins = world.scheduler._queues.joins
+    joins = world.joins
     world.plan()
     assert world.joined == 1
     for _ in range(MAX_IDLE_STEPS):
@@ -194,7 +194,7 @@ def test_a_leader_that_makes_no_progress_is_left() -> None:
 
 def test_cold_runs_neither_lead_nor_follow() -> None:
     world = Askers(budget=400)
-    joins = world.scheduler._queues.joins
+    joins = world.joins
     world.question(30, cold=True)
     world.question(31)
     world.question(32, cold=True)
@@ -273,7 +273,7 @@ def test_who_has_the_pixels_does_not_wait_for_who_has_not() -> None:
     assert tokens(plan) == [40] and world.scheduler._queues.media.loading, "it waits for pixels"
     follower = world.send(about(picture(ready=True), 21), max_tokens=1)
     world.plan()
-    assert [join.cut for join in world.scheduler._queues.joins.all] == [40]
+    assert [join.cut for join in world.joins.all] == [40]
     assert follower.sequences[0].lease is None
 
 
@@ -286,7 +286,7 @@ def test_who_lacks_the_pixels_too_waits_for_who_decodes_them() -> None:
     follower = world.send(about(picture(ready=False), 21), max_tokens=1)
     world.run(plan)
     assert world.scheduler.plan() is None, "both wait for the picture"
-    (join,) = world.scheduler._queues.joins.all
+    (join,) = world.joins.all
     assert join.cut > 48 and follower.sequences[0].lease is None
 
 
@@ -352,7 +352,7 @@ def test_a_prompt_whose_rows_are_reported_joins_no_deeper_than_they_allow() -> N
     world.question(31, prompt_logprobs=1)
     world.question(32, prompt_logprobs=1, prompt_logprobs_start=61)
     world.plan()
-    (join,) = world.scheduler._queues.joins.all
+    (join,) = world.joins.all
     assert join.cut == 56, "the row of token 61 is computed at token 60"
 
 
@@ -377,4 +377,4 @@ def test_audits_do_not_make_way_for_those_who_wait_for_a_prefix() -> None:
     world.question(30)
     world.question(31)
     world.step()
-    assert world.scheduler.num_joined == 1 and not world.scheduler.has_idle_callers
+    assert len(world.joins) == 1 and not world.scheduler.has_idle_callers

@@ -190,7 +190,7 @@ def test_damage_is_a_counted_miss(
 
 def resealed(pipe: Pipeline, row: Row, kind: Kind, **new: Any) -> Sealed:
     """The entry of a row with other content, and a checksum that is right."""
-    tiers = pipe.engine._loop.tiers._tiers
+    tiers = pipe.engine._tiers._tiers
     assert tiers is not None
     origin = tiers.stack.origin
     entry: Entry = unseal(Sealed(row[2], row[3]), origin.id(kind, row[1]), origin)
@@ -229,7 +229,7 @@ def test_a_record_that_lies_changes_no_answer(dense: Path, tmp_path: Path, lie: 
         cold = answer(pipe, chat)
     with opened(dense, tmp_path) as pipe:
         pipe.engine.preprocessor.prepare(chat)  # decodes it, and encodes nothing
-        tiers = pipe.engine._loop.tiers._tiers
+        tiers = pipe.engine._tiers._tiers
         assert tiers is not None and tiers.stack.drain(30)
     (row,) = rows_of(tmp_path, Kind.UPLOAD)
     truth = unpack_record(row[3])

@@ -16,7 +16,7 @@ from parity_cases import photograph, random_ids, user
 from together import together
 
 from vlm_serve.engine.build import build
-from vlm_serve.engine.drafting import PayoffProbe
+from vlm_serve.engine.drafting import Drafting, PayoffProbe
 from vlm_serve.engine.drafts.base import MtpDrafter
 from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import ConfigError
@@ -151,7 +151,7 @@ def test_a_layer_that_does_not_pay_is_left_out(checkpoint: Path, kv: str) -> Non
     prompt instead of what others have left there."""
     prompt = random_ids(40, 1)
     with poisoned(checkpoint, kv_cache_dtype=kv) as pipe:
-        drafting, made = pipe.engine._scheduler.drafting, drafts_of(pipe.engine)
+        drafting, made = pipe.engine._features.get(Drafting), drafts_of(pipe.engine)
         expected = pipe.generate(prompt, GREEDY).token_ids
         assert made and drafting is not None
         pipe.engine.flush()
@@ -210,7 +210,7 @@ def test_suffixes_come_before(checkpoint: Path) -> None:
         again = pipe.generate(prompt, GREEDY)
         assert again.token_ids == first.token_ids
         assert again.usage.accepted_prediction_tokens > 15 and len(made) < 15
-        kinds = [type(each) for each in pipe.engine._scheduler.drafting.drafters]  # type: ignore[union-attr]
+        kinds = [type(each) for each in pipe.engine._features.get(Drafting).drafters]  # type: ignore[union-attr]
         assert MtpDrafter in kinds and len(kinds) == 2
 
 

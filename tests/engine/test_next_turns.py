@@ -103,7 +103,7 @@ def test_what_shares_nothing_or_fails_leaves_no_state(
     tokens = answer(pipe, turn, 2)
     steps = pipe.engine.num_steps
     turn.go.set()
-    wait_for(lambda: pipe.engine.call(lambda: not pipe.engine._scheduler.endings.take_closed()))
+    wait_for(lambda: pipe.engine.call(lambda: not pipe.engine._scheduler.queues.kept))
     wait_for(lambda: pipe.engine.call(lambda: not pipe.engine._cache.leases))
     assert saves(pipe).get("answer_end", 0) == before and pipe.engine.num_steps == steps
     assert pipe.generate([*tokens, 3], greedy(1)).usage.cached_tokens < len(tokens)

@@ -47,7 +47,7 @@ def test_forced_tokens_come_in_slices_that_verify() -> None:
         one.run(one.plan())
         one.cache.check()
     assert group.sequences[0].generated == expected
-    assert one.scheduler.replays.counts.as_dict() == {
+    assert one.replays.counts.as_dict() == {
         "requests": 1,
         "tokens": 25,
         "disagreements": 0,
@@ -62,7 +62,7 @@ def test_a_forced_token_comes_whatever_is_drawn() -> None:
     while one.scheduler.has_work:
         one.run(one.plan())
     assert group.sequences[0].generated[:9] == forced and len(group.sequences[0].generated) == 12
-    counts = one.scheduler.replays.counts
+    counts = one.replays.counts
     assert counts.tokens == 9 and 1 <= counts.disagreements <= 5
 
 
@@ -75,7 +75,7 @@ def test_every_choice_has_its_own() -> None:
         one.run(one.plan())
         one.cache.check()
     assert [sequence.generated for sequence in group.sequences] == expected
-    assert one.scheduler.replays.counts.tokens == 23
+    assert one.replays.counts.tokens == 23
 
 
 def test_replays_take_what_decodes_leave() -> None:

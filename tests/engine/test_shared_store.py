@@ -203,7 +203,7 @@ def test_a_store_that_goes_away_changes_no_answer_and_is_used_again(
 ) -> None:
     """Killed, frozen, emptied: the request computes what it does not get."""
     with open_pipeline(dense, store, shared_store_timeout=0.5) as pipe:
-        breakers = pipe.engine._loop.tiers._tiers.stack.caller  # type: ignore[union-attr]
+        breakers = pipe.engine._tiers._tiers.stack.caller  # type: ignore[union-attr]
         monkeypatch.setattr(breakers, "_rest_seconds", 0.1)
         cold = ask(pipe)
         settle(pipe)

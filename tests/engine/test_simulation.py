@@ -12,6 +12,9 @@ from simulated_adapters import NAMES, AdapterSimulation
 from simulation import Simulation
 from sweeps import quick
 
+from vlm_serve.engine.features import TABLE, Row
+from vlm_serve.engine.replaying import Replays
+
 STEPS = 200
 EVENTFUL = 34
 """A seed in whose traffic much happens that is rare."""
@@ -21,6 +24,7 @@ REPLAYED: Counter[str] = Counter()
 QUEUED: Counter[str] = Counter()
 ADAPTED: Counter[str] = Counter()
 EXACT: Counter[str] = Counter()
+PERMUTED: Counter[str] = Counter()
 HAPPENS = (
     *("hit_tokens", "aborts", "failures", "length", "stop", "expert answers", "came up"),
     *("rows reused", "overtaken", "joins", "rows left", "last tokens", "answer_end", "answer_part"),
@@ -43,7 +47,9 @@ def test_drafts_keep_every_promise_too(seed: int) -> None:
 def test_replays_keep_every_promise_too(seed: int) -> None:
     simulation = Simulation(seed, speculative=seed % 2 == 0, replays=True)
     simulation.run(STEPS)
-    counts = simulation.scheduler.replays.counts
+    replays = simulation.features.get(Replays)
+    assert replays is not None
+    counts = replays.counts
     assert counts.disagreements == 0
     REPLAYED.update(counts.as_dict())
 
@@ -64,6 +70,23 @@ def test_a_device_behind_the_host_keeps_every_promise_too(seed: int) -> None:
 def test_adapters_keep_every_promise_too(seed: int) -> None:
     speculative, queued = seed % 3 == 1, seed % 4 == 3
     ADAPTED.update(AdapterSimulation(seed, speculative=speculative, queued=queued).run(STEPS))
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("seed", quick(range(12), 1, pytest.mark.fuzz))
+def test_no_feature_needs_another(seed: int, row: Row) -> None:
+    options = {"speculative": row.name != "drafts", "replays": row.name != "replays"}
+    simulation = Simulation(seed, left_out={row.name}, **options)
+    names = {name for name, _ in simulation.features.items()}
+    assert row.name not in names and len(names) >= len(TABLE) - 4
+    simulation.run(STEPS)
+
+
+@pytest.mark.parametrize("seed", quick(range(40), 3, pytest.mark.fuzz))
+def test_features_that_commute_may_come_in_any_order(seed: int) -> None:
+    PERMUTED.update(
+        Simulation(seed, speculative=seed % 2 == 0, replays=True, permuted=True).run(STEPS)
+    )
 
 
 def test_keys_without_the_adapter_show(monkeypatch: pytest.MonkeyPatch) -> None:

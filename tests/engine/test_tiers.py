@@ -283,7 +283,7 @@ def test_a_tier_that_fails_changes_no_answer(
             watched.gate.set()
             cold = ask(pipe)
             evict(pipe)
-            assert pipe.engine._loop.tiers._tiers.stack.drain(60)  # type: ignore[union-attr]
+            assert pipe.engine._tiers._tiers.stack.drain(60)  # type: ignore[union-attr]
             watched.error = error
             if error is None:
                 patch.setattr(HostStore, "time_limit", 0.05)
@@ -324,7 +324,7 @@ def test_what_is_on_its_way_during_a_flush_is_not_taken_in(
     with open_pipeline(checkpoint, host_cache_memory="64MiB") as pipe:
         cold = ask(pipe)
         evict(pipe)
-        stack = pipe.engine._loop.tiers._tiers.stack  # type: ignore[union-attr]
+        stack = pipe.engine._tiers._tiers.stack  # type: ignore[union-attr]
         assert stack.drain(60)
         watched.held = ("get",)
         watched.gate.clear()

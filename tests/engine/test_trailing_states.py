@@ -66,7 +66,7 @@ def test_each_boundary_is_copied_once() -> None:
 def test_the_boundary_serves_a_turn_that_shares_a_part() -> None:
     one = world(wrong=2)
     reports = list[object]()
-    one.scheduler.endings.ask = lambda sequence, report: reports.append(report)
+    one.endings.ask = lambda sequence, report: reports.append(report)
     group = one.ask(PROMPT, 41, next_turn=AnyTurn())
     while not group.finished:
         step(one, 1)

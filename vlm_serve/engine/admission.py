@@ -6,41 +6,36 @@ from dataclasses import replace
 
 from vlm_serve.cache.placement import plan_snapshots
 from vlm_serve.cache.prefix_cache import Match, PrefixCache
-from vlm_serve.cache.tier_fetching import TierFetcher
-from vlm_serve.cache.tiers.lookup import Segment
-from vlm_serve.engine.joins import Joins
+from vlm_serve.engine.hooks import Admission, Hooks
 from vlm_serve.engine.outputs import CacheReport
 from vlm_serve.engine.reports import boundary_key, prompt_segments, tokens_by_tier
-from vlm_serve.engine.sequence import Fetched, Sequence
+from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.slicing import slice_end
 
 
-class Admission:
+class Admitter:
     """Admits sequences one at a time.
 
     Args:
         cache: prefix cache with blocks and rows.
-        joins: the waiting sequences that wait for a running prefill.
+        hooks: features that may have a sequence wait for a deeper match, and that add to reports.
         state_interval: tokens between regular snapshots of a long prompt.
         complete_experts: if True, requests for routed experts do not reuse tokens without recorded
             experts.
-        tiers: fetches entries from lower cache tiers; None if there are no tiers.
     """
 
     def __init__(
         self,
         cache: PrefixCache,
-        joins: Joins,
+        hooks: Hooks,
         state_interval: int,
         *,
         complete_experts: bool = False,
-        tiers: TierFetcher | None = None,
     ) -> None:
         self._cache = cache
-        self._joins = joins
+        self._hooks = hooks
         self._state_interval = state_interval
         self._complete_experts = complete_experts
-        self._tiers = tiers
         self._refused: tuple[object, ...] = ()
 
     def admit(self, sequence: Sequence, budget: int, *, alone: bool, whole: bool = False) -> bool:
@@ -49,8 +44,7 @@ class Admission:
 
         If anything is missing, the tentative match is rolled back completely. If nothing else is
         running, the match itself may hold the only evictable snapshot: it is then retried without
-        the match. If lower cache tiers may hold more of the prompt, the sequence is set to
-        `fetching` first, once.
+        the match. If a deeper match is on its way, the sequence is set to `fetching` first.
 
         Args:
             budget: maximum number of tokens of its first slice.
@@ -78,7 +72,7 @@ class Admission:
             return self._start(sequence, None, budget, whole=whole)
         match = self.match(sequence)
         # After a failed step, recompute instead of fetching.
-        if not sequence.suspect_until and self.fetch(sequence, match):
+        if not sequence.suspect_until and not self.may_use(sequence, match):
             return False
         if self._start(sequence, match, budget, whole=whole):
             self._record_admission(sequence, match)
@@ -110,25 +104,13 @@ class Admission:
             logprobs=sequence.group.wanted_rows,
         )
 
-    def fetch(self, sequence: Sequence, match: Match, least: int = 0) -> bool:
-        """Ask the lower tiers for the rest of the prompt, once; return True if the sequence must
-        wait for them.
+    def may_use(self, sequence: Sequence, match: Match, least: int = 0) -> bool:
+        """Return False if a sequence must wait for a match that becomes deeper than this one.
 
         Args:
-            least: depth of what they have to offer.
+            least: depth from which waiting is worth it.
         """
-        if self._tiers is None or sequence.fetched is not None or sequence.fetching:
-            return sequence.fetching
-
-        def arrived(segments: tuple[Segment, ...], failed: bool) -> None:
-            sequence.fetching = False
-            sequence.fetched = Fetched(segments, failed)
-            self._joins.release(sequence)
-
-        sequence.fetching = self._tiers.ask(
-            sequence.keys, match, match.limit, arrived, sequence.patience, least=least
-        )
-        return sequence.fetching
+        return all(may(sequence, match, least) for may in self._hooks.may_use)
 
     def _start(self, sequence: Sequence, match: Match | None, budget: int, *, whole: bool) -> bool:
         target = self.prefill_end(sequence)
@@ -165,12 +147,12 @@ class Admission:
         group, experts = sequence.group, sequence.experts
         boundary = match.boundary if used is None else used
         replay = group.report is not None
-        fetched, sequence.fetched = sequence.fetched, None
-        if fetched is not None and fetched.failed and match.reason != "full":
-            match = replace(match, reason="tier_error")
         assert sequence.lease is not None
-        waited = self._joins.take_waited(sequence)
-        joined_tokens, joined_ms = waited.report(boundary)
+        admission = Admission(sequence, match, boundary, match.reason)
+        for notice in self._hooks.on_matched:
+            notice(admission)
+        match = replace(match, reason=admission.reason)
+        joined_tokens, joined_ms = admission.joined_tokens, admission.joined_ms
         self._cache.record(
             sequence.lease,
             match,
@@ -190,7 +172,7 @@ class Admission:
             sequence.snapshot_positions,
         )
         log, length = group.prompt_log, len(sequence.prompt)
-        segments = prompt_segments(boundary, length, fetched.segments if fetched else ())
+        segments = prompt_segments(boundary, length, admission.fetched)
         group.cached_tokens = boundary
         group.report = CacheReport(
             prompt_tokens=length,

@@ -10,12 +10,15 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from vlm_serve.cache.reasons import key_at
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.preprocess.affinity import AffinityDigest, AffinityKey, place_of
 from vlm_serve.preprocess.keys import PromptKeys
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.sequence import SequenceGroup
 
 MAX_NOTED_KEYS = 16_384
 MAX_DIGEST_ENTRIES = 4096
@@ -53,6 +56,12 @@ class AffinityMap:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def on_answering(self, group: SequenceGroup) -> None:
+        """Record a request whose prompt has been computed."""
+        if group.report is not None:
+            request = group.request
+            self.note(request.affinity, request.prompt, group.report.snapshots)
 
     def note(
         self, affinity: Sequence[AffinityKey], prompt: PromptPlaces, states: Sequence[int]

@@ -10,12 +10,15 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.request import Request
 from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.loop import EngineLoop
 
 _log = logging.getLogger(__name__)
 
@@ -66,23 +69,41 @@ class Auditor:
 
     Args:
         rate: share of the eligible requests. The choice is by counting, not at random.
+        sequences: maximum number of running sequences.
 
     Attributes:
         running: the cold request in progress.
         counts: results so far.
     """
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, sequences: int = 1) -> None:
         assert 0.0 <= rate <= 1.0
         self.running: Request | None = None
         self.counts = AuditCounts()
         self._rate = rate
+        self._sequences = sequences
         self._num_eligible = 0
         self._pending: deque[_Audit] = deque()
 
-    def consider(self, group: SequenceGroup) -> None:
+    def attach(self, loop: EngineLoop) -> None:
+        """Run audits in this loop."""
+        self._loop = loop
+
+    def on_idle(self) -> None:
+        """Start an audit while there is capacity; abort it if a request of a caller waits."""
+        scheduler = self._loop.scheduler
+        full = len(scheduler.running) >= self._sequences
+        waiting = scheduler.has_idle_callers
+        if self.running is not None and full and waiting:
+            self._loop.abort(self.running.request_id)
+        elif self.running is None and not full and not waiting:
+            request = self.start()
+            if request is not None:
+                self._loop.submit(request)
+
+    def on_finished(self, group: SequenceGroup) -> None:
         """Queue an audit of a finished request if it is selected."""
-        if not self._rate or not _eligible(group):
+        if not _eligible(group):
             return
         before = math.floor(self._num_eligible * self._rate)
         self._num_eligible += 1

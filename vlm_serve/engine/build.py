@@ -20,7 +20,9 @@ from vlm_serve.engine.adapter_start import make_adapters
 from vlm_serve.engine.adapters.options import serves_adapters
 from vlm_serve.engine.arithmetic import decide, with_plain_ops
 from vlm_serve.engine.draft_start import make_drafters, measure_costs, with_drafts, with_mtp
+from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.endings import EndingMode
+from vlm_serve.engine.features import Features, Options
 from vlm_serve.engine.invariance import exact_only
 from vlm_serve.engine.kernel_check import check_at_start
 from vlm_serve.engine.local_executor import LocalExecutor
@@ -198,6 +200,17 @@ def _assemble(
     media = MediaPlanner(EmbeddingCache(EMBEDDING_CACHE_BYTES), token_bytes, embeddings)
     preprocessor.know_embeddings(media.cache.__contains__)
     tokenizer = preprocessor.tokenizer
+    limits = _scheduler_config(config, spec, source)
+    scheduler = Scheduler(cache, media, limits)
+    options = Options(
+        limits,
+        fetcher=fetcher,
+        drafters=drafters,
+        costs=costs or CostCurve(),
+        pass_costs=pass_costs,
+        never_drafted=preprocessor.media_token_ids,
+        slots=slots,
+    )
     return EngineParts(
         config=_decided(config, source, graphs=bool(graphs.steps)),
         spec=spec,
@@ -218,17 +231,8 @@ def _assemble(
         steps=steps,
         preprocessor=preprocessor,
         language=Language(tokenizer, tokenizer.eos_ids, spec.vocab_size, max_model_len),
-        scheduler=Scheduler(
-            cache,
-            media,
-            _scheduler_config(config, spec, source),
-            fetcher,
-            drafters,
-            costs=costs,
-            pass_costs=pass_costs,
-            never_drafted=preprocessor.media_token_ids,
-            adapters=slots,
-        ),
+        scheduler=scheduler,
+        features=Features(scheduler, options),
         adapters=adapters,
         executor=executor,
         cache=cache,

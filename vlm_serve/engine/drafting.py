@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from vlm_serve.engine.drafts.base import Drafter, MtpDrafter
 from vlm_serve.engine.drafts.lengths import AcceptanceTracker, Candidate, CostCurve, depths, share
+from vlm_serve.engine.hooks import CommittedRow
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.sequence import Sequence
@@ -129,7 +130,6 @@ class Drafting:
     Attributes:
         counts: counters of drafts.
         drafters: the given drafters.
-        skip_mtp: True if the MTP layer does not read the planned tokens.
         payoff_probe: tells whether the MTP layer pays; None means it is used in any case, if at
             all.
     """
@@ -148,7 +148,6 @@ class Drafting:
     ) -> None:
         self.counts = DraftCounts(max_drafts(most, 1, sequences))
         self.costs = costs
-        self.skip_mtp = False
         self.pass_costs = pass_costs
         self.drafters = list(drafters)
         self.payoff_probe = (
@@ -160,21 +159,24 @@ class Drafting:
         self._never = never
         self._acceptance = AcceptanceTracker()
         self._sources: dict[int, DraftSource] = {}
+        self._ended: list[Sequence] = []
 
-    def extend(self, budget: int) -> None:
+    def plan_drafts(self, budget: int) -> None:
         """Turn planned decode tokens into slices with drafts. Request drafts of the MTP layer for
         sequences without others.
 
         Args:
             budget: number of tokens that may be added.
         """
+        self._forget_ended()
         planned = self._queues.planned
-        self.skip_mtp = (
+        skip_mtp = (
             self.payoff_probe is not None
             and not self.payoff_probe.on
             and not any(item.kind == "prefill" for item in planned)
         )
-        if self.skip_mtp and len(self.drafters) == 1:
+        self._queues.skip_mtp = skip_mtp
+        if skip_mtp and len(self.drafters) == 1:
             return
         proposals = [
             self._propose(item, budget) if item.kind == "decode" else () for item in planned
@@ -196,8 +198,8 @@ class Drafting:
         ):
             if length:
                 planned[place] = self._queues.verify_slice(item, drafts[:length])
-        for drafter, made in enumerate(self.drafters):
-            if isinstance(made, MtpDrafter) and not self.skip_mtp:
+        for drafter, source in enumerate(self.drafters):
+            if isinstance(source, MtpDrafter) and not skip_mtp:
                 known = {
                     item.sequence
                     for item, drafts in zip(planned, proposals, strict=True)
@@ -205,7 +207,7 @@ class Drafting:
                 }
                 self._request_mtp_drafts(drafter, known)
 
-    def learn(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
+    def on_learned(self, plan: StepPlan, output: StepOutput, seconds: float) -> None:
         """Record the duration of a whole step, to find out whether the passes of the MTP layer pay.
         Steps with prompts are skipped: they say nothing about that."""
         if self.payoff_probe is None or any(item.kind == "prefill" for item in plan.slices):
@@ -214,23 +216,36 @@ class Drafting:
         tokens = sum(map(len, output.sampled.values()))
         self.payoff_probe.learn(seconds / self.costs.seconds(count, count), tokens / count)
 
-    def settle(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Record how many of a sequence's drafts were accepted."""
-        self._acceptance.learn(sequence, *self._sources[sequence.number], drafted, accepted)
-        self.counts.add(drafted, accepted)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the data of a finished sequence."""
-        self._acceptance.forget(sequence)
-        self._sources.pop(sequence.number, None)
-        for drafter in self.drafters:
-            drafter.forget(sequence)
+    def on_committed(self, rows: list[CommittedRow], output: StepOutput) -> None:
+        """Record how many drafts were accepted, and store those that the MTP layer has made."""
+        for sequence, item, accepted in rows:
+            number = item.sequence
+            if item.kind == "verify" and item.samples[0].forced is None:
+                drafted = len(item.samples) - 1
+                agreed = min(accepted, len(output.sampled[number]) - 1)
+                self._acceptance.learn(sequence, *self._sources[number], drafted, agreed)
+                self.counts.add(drafted, agreed)
+            if item.drafts and sequence.lease is not None:
+                self.take(sequence, output.drafts[number])
+        self._forget_ended()
 
     def take(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
         """Store the drafts that the MTP layer made behind all of a sequence's tokens."""
         for drafter in self.drafters:
             if isinstance(drafter, MtpDrafter):
                 drafter.take(sequence, drafts)
+
+    def on_ended(self, sequence: Sequence) -> None:
+        """Drop the data of a finished sequence, once its last step has been looked at."""
+        self._ended.append(sequence)
+
+    def _forget_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        for sequence in ended:
+            self._acceptance.forget(sequence)
+            self._sources.pop(sequence.number, None)
+            for drafter in self.drafters:
+                drafter.forget(sequence)
 
     def _propose(self, item: Slice, budget: int) -> tuple[int, ...]:
         sequence = self._queues[item.sequence]

@@ -10,17 +10,21 @@ earlier answers were where a next turn started.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from vlm_serve.cache.reasons import key_at
-from vlm_serve.cache.records import Lease
+from vlm_serve.cache.records import Lease, Snapshot
+from vlm_serve.engine.hooks import Holding
+from vlm_serve.engine.next_turns import NextTurns
 from vlm_serve.engine.plan import PartialFold, Slice, StepPlan
 from vlm_serve.engine.queues import SequenceQueues
-from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.preprocess.keys import PromptKeys
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.loop import EngineLoop
 
 _REMEMBERED = 1024
 """Ends of answers that may still be continued. An end that leaves the memory never was."""
@@ -108,12 +112,14 @@ class Ending:
             row, only the one of the last block boundary.
         key: of the prefix that its state is expected to stand for.
         shared: tokens that the next turn shares; None while unknown.
+        snapshot: what the row of the last token becomes, once that is planned.
     """
 
     sequence: Sequence
     cut: int
     key: bytes
     shared: int | None = None
+    snapshot: Snapshot | None = None
 
     @property
     def lease(self) -> Lease:
@@ -138,65 +144,56 @@ class Endings:
         ask: finds out what the next turn shares. Without it, that is everything.
         reuse: how often ends of answers are continued.
         num_dropped: number of sequences dropped before their state was a snapshot.
-        folding: those whose row the planned step only folds.
     """
 
     def __init__(self, queues: SequenceQueues, mode: EndingMode, most: int) -> None:
         self.ask: Ask | None = None
         self.reuse = EndReuse()
         self.num_dropped = 0
-        self.folding: list[Ending] = []
         self._queues = queues
         self._mode = mode
         self._most = most
         self._endings: dict[int, Ending] = {}
         self._due: list[Ending] = []
-        self._closed: list[int] = []
+        self._planned: list[Ending] = []
+        self._next_turns: NextTurns | None = None
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._endings
-
-    @property
     def has_work(self) -> bool:
-        """True if a step of its own would get on with one of them."""
+        """Return True if a step of its own would get on with one of them."""
         return any(ending.shared is not None for ending in self._endings.values())
 
-    @property
-    def sequences(self) -> list[Sequence]:
-        """Return the ending sequences."""
-        return [ending.sequence for ending in self._endings.values()]
+    def attach(self, loop: EngineLoop) -> None:
+        """Ask what next turns share from now on, on a thread of its own."""
+        self._next_turns = NextTurns(loop.post)
+        self.ask = self._next_turns.ask
 
-    def keeps(self, number: int) -> bool:
-        """Return True if executors still need a finished sequence; `take_closed` reports it."""
-        return number in self._endings or number in self._closed
-
-    def take_closed(self) -> list[int]:
-        """Return the numbers of the sequences that executors need no longer."""
-        closed, self._closed = self._closed, []
-        return closed
+    def close(self) -> None:
+        """End that thread."""
+        if self._next_turns is not None:
+            self._next_turns.close()
 
     # Answers
 
-    def asked(self, sequence: Sequence) -> None:
+    def on_added(self, group: SequenceGroup) -> None:
         """Learn from a new request."""
-        if self._mode == "auto" and not sequence.request.cold:
-            self.reuse.asked(sequence.keys)
+        if self._mode == "auto" and not group.request.cold:
+            self.reuse.asked(group.sequences[0].keys)
 
-    def begin(self, sequence: Sequence) -> bool:
+    def may_leave(self, sequence: Sequence) -> bool:
         """Keep a sequence whose answer has ended, if a state of it may be worth that. If not,
-        return False, without any change."""
+        return True, without any change."""
         expected = self._expected(sequence)
         cut = self._find_cut(sequence)
         last = cut or self._trailing(sequence)
         if expected is None or last is None:
-            return False
+            return True
         key = key_at(sequence.keys, last)
         if self._mode == "auto":
             self.reuse.ended(_group(sequence), key)
             if not self._pays(sequence, expected):
-                return False
+                return True
         queues, ends = self._queues, self._queues.cache.answer_ends
-        queues.detach(sequence)
+        queues.keep(sequence)
         ending = Ending(sequence, cut, key)
         if cut:
             ends.keep_row(ending.lease, cut, expected)
@@ -210,19 +207,13 @@ class Endings:
             self._resolve(ending, sequence.num_tokens)
         else:
             self.ask(sequence, lambda shared: self._resolve(ending, shared))
-        return True
+        return False
 
-    def trail(self) -> tuple[PartialFold, ...]:
+    def plan_trail(self) -> None:
         """Put the states of planned sequences at block boundaries into their second rows. A decode
         token that completes a block leaves its state there. Where verified drafts have passed a
-        boundary, some of the pending updates make it from a copy of the row.
-
-        Call it before the planned decode tokens' updates are folded.
-
-        Returns:
-            These copies.
-        """
-        queues, made = self._queues, list[PartialFold]()
+        boundary, some of the pending updates make it from a copy of the row."""
+        queues, copies = self._queues, list[PartialFold]()
         size = queues.cache.config.block_size
         for place, item in enumerate(queues.planned):
             sequence = queues[item.sequence]
@@ -242,11 +233,13 @@ class Endings:
                 queues.planned[place] = replace(item, snapshots=((position, row),))
             else:
                 first = queues.first_update(sequence)
-                made.append(PartialFold(lease.src_row, row, first, updates))
-        return tuple(made)
+                copies.append(PartialFold(lease.src_row, row, first, updates))
+        queues.partial_folds = tuple(copies)
 
-    def forget_trails(self, plan: StepPlan) -> None:
-        """Free second rows that a failed step may have written: what they hold is unknown."""
+    def on_failed(self, plan: StepPlan) -> None:
+        """Drop all of them, and free second rows that a failed step may have written: what they
+        hold is unknown."""
+        self.reclaim("memory")
         written = {fold.destination for fold in plan.partial_folds}
         for sequence in self._queues.running if written else ():
             lease = sequence.lease
@@ -255,7 +248,7 @@ class Endings:
 
     # Steps
 
-    def prepare(self, waiting: Iterable[Sequence], room: int) -> int:
+    def plan_open(self, room: int) -> int:
         """Choose what the next step computes or folds, at most `room` tokens, and get the blocks
         for it. Return the number of tokens.
 
@@ -266,7 +259,8 @@ class Endings:
             return 0
         unknown = [e for e in self._endings.values() if e.shared is None and e.cut]
         if unknown:
-            prompts = [each.keys for each in islice(waiting, _NEXT_PROMPTS)]
+            waiting = self._queues.waiting[:_NEXT_PROMPTS]
+            prompts = [sequence.keys for sequence in waiting]
             for ending in unknown:
                 if any(_contains(keys, ending) for keys in prompts):
                     ending.shared = ending.sequence.num_tokens
@@ -281,51 +275,44 @@ class Endings:
                 self._drop(ending)
         return sum(ending.computes for ending in self._due)
 
-    def awaited(self, sequence: Sequence) -> bool:
-        """Return True if the next step makes a state that a waiting sequence can start from."""
+    def may_start(self, sequence: Sequence) -> bool:
+        """Return False if this step makes a state that a waiting sequence can start from."""
         cold = sequence.request.cold
-        return not cold and any(_contains(sequence.keys, ending) for ending in self._due)
+        return cold or not any(_contains(sequence.keys, ending) for ending in self._due)
 
-    def extend(self) -> None:
-        """Add the chosen endings to the step."""
+    def plan_close(self) -> bool:
+        """Add the chosen endings to the step; return True if there are some."""
         queues = self._queues
         for ending in self._due:
             sequence = ending.sequence
             queues.fold(sequence)
             if ending.computes:
+                ending.snapshot = ending.lease.reserved[ending.cut]
                 queues.planned.append(_last_token(sequence, ending.lease))
-        self.folding = [ending for ending in self._due if not ending.computes]
-        self._due = []
+        self._planned, self._due = self._due, []
+        return bool(self._planned)
 
-    def committed(self, sequence: Sequence, end: Callable[[], None]) -> None:
-        """Publish the computed state behind an answer's last token.
+    def on_computed(self) -> None:
+        """Publish the states behind the last tokens of answers, and those that were only folded."""
+        planned, self._planned = self._planned, []
+        for ending in planned:
+            if ending.snapshot is None:
+                self._publish_trailing(ending)
+            else:
+                self._queues.cache.answer_ends.supersede(ending.snapshot)
+                self._close(ending)
 
-        Args:
-            end: commits the token.
-        """
-        ending = self._endings[sequence.number]
-        snapshot = ending.lease.reserved[ending.cut]
-        end()
-        self._queues.cache.answer_ends.supersede(snapshot)
-        self._close(ending)
-
-    def folded(self) -> None:
-        """Publish the states only folded by a successful step."""
-        for ending in list(self.folding):
-            self._publish_trailing(ending)
-
-    def drop_all(self) -> bool:
-        """Drop all of them; return False if there are none."""
-        dropped = bool(self._endings)
-        for ending in list(self._endings.values()):
+    def reclaim(self, holding: Holding) -> bool:
+        """Drop all of them, or those with an adapter: others wait for its slot. Return False if
+        there are none."""
+        dropped = [
+            ending
+            for ending in self._endings.values()
+            if holding == "memory" or ending.sequence.adapter_slot >= 0
+        ]
+        for ending in dropped:
             self._drop(ending)
-        return dropped
-
-    def drop_adapted(self) -> None:
-        """Drop those with an adapter: others wait for its slot."""
-        for ending in list(self._endings.values()):
-            if ending.sequence.adapter_slot >= 0:
-                self._drop(ending)
+        return bool(dropped)
 
     # Decisions
 
@@ -405,12 +392,9 @@ class Endings:
         self._close(ending)
 
     def _close(self, ending: Ending) -> None:
-        number = ending.sequence.number
-        del self._endings[number]
-        self._due = [each for each in self._due if each is not ending]
-        self.folding = [each for each in self.folding if each is not ending]
-        self._queues.planned = [i for i in self._queues.planned if i.sequence != number]
-        self._closed.append(number)
+        del self._endings[ending.sequence.number]
+        self._due = [other for other in self._due if other is not ending]
+        self._planned = [other for other in self._planned if other is not ending]
         self._queues.remove(ending.sequence)
 
 

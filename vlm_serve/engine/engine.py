@@ -16,16 +16,20 @@ from vlm_serve.engine.adapters.store import AdapterCounts, ServedAdapter
 from vlm_serve.engine.affinity_map import AffinityMap
 from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.build import build
+from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.inspection import Inspector, PinInfo
+from vlm_serve.engine.joining import Joining
 from vlm_serve.engine.loop import EngineLoop
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.next_turns import PlainTurn
 from vlm_serve.engine.outputs import CacheReport, Delta
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.pooling import check_task
+from vlm_serve.engine.replaying import ReplayCounts, Replays
 from vlm_serve.engine.request import NextTurn, Request, find_bad_words
 from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.engine.thought import CLOSING, Thought
+from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.engine.validation import (
     check_forced,
     check_logprobs,
@@ -80,22 +84,24 @@ class Engine:
         self._scheduler = parts.scheduler
         self._cache = parts.cache
         self._media = parts.media
-        self._auditor = Auditor(parts.config.cache_audit)
+        self._features = parts.features
         fetcher = parts.tiers.fetcher if parts.tiers is not None else None
-        self._inspector = Inspector(parts.cache, parts.media, fetcher)
+        self._hooks = parts.scheduler.hooks
+        self._inspector = Inspector(parts.cache, parts.media, self._hooks, fetcher)
         self._numbers = itertools.count()
         self._make_group = partial(SequenceGroup, numbers=self._numbers, language=language)
         self.mirror = TreeMirror(parts.cache.events)
         self.pins = Pins(self, self._inspector)
         self._affinity = AffinityMap(self.mirror, has_state=parts.cache.config.has_state)
-        self._loop = EngineLoop(
-            parts,
-            self._auditor,
-            self._inspector,
-            self.mirror,
-            self._affinity,
-            group=self._make_group,
-        )
+        self._tiers = TierLoading(parts.cache, parts.tiers, parts.media.tiers)
+        self._auditor = Auditor(parts.config.cache_audit, parts.config.max_num_seqs)
+        self._hooks.on_published.append(self.mirror.publish)
+        self._hooks.add(self._affinity, concerns=lambda request: bool(request.affinity))
+        if parts.config.cache_audit:
+            self._hooks.add(self._auditor)
+        if parts.tiers is not None:
+            self._hooks.add(self._tiers)
+        self._loop = EngineLoop(parts, group=self._make_group)
         self._loop.start()
 
     @classmethod
@@ -330,10 +336,10 @@ class Engine:
     # -- helpers -----------------------------------------------------------------------------------
 
     def _flush(self) -> Future[None] | None:
-        self._scheduler.endings.drop_all()
+        self._scheduler.queues.reclaim()
         self._media.cache.flush()
         self.preprocessor.raw_index.clear()
-        return self._loop.tiers.flush()
+        return self._tiers.flush()
 
     def _held_bytes(self) -> dict[str, int]:
         usage, memory = self._cache.usage, self.memory
@@ -351,17 +357,17 @@ class Engine:
         }
 
     def _stats(self) -> dict[str, Any]:
+        joining, drafting = self._features.get(Joining), self._features.get(Drafting)
+        replays = self._features.get(Replays)
         return {
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
-            "num_joined": self._scheduler.num_joined,
+            "num_joined": 0 if joining is None else len(joining.joins),
             "num_preemptions": self._scheduler.num_preemptions,
             "num_steps": self.num_steps,
-            "drafts": self._scheduler.drafting.counts.as_dict()
-            if self._scheduler.drafting is not None
-            else None,
+            "drafts": None if drafting is None else drafting.counts.as_dict(),
             "adapters": self._adapter_counts.as_dict(),
-            "replays": self._scheduler.replays.counts.as_dict(),
+            "replays": (ReplayCounts() if replays is None else replays.counts).as_dict(),
             "step_times": self._loop.step_times.as_dict(),
             "num_encoded_spans": self._media.num_encoded_spans,
             "num_decoded_media": self.preprocessor.media_counts["decoded"],
@@ -373,7 +379,7 @@ class Engine:
             "audit": dataclasses.asdict(self._auditor.counts),
             "usage": dataclasses.asdict(self._cache.usage),
             "held_bytes": self._held_bytes(),
-            "tiers": self._loop.tiers.stats(),
+            "tiers": self._tiers.stats(),
         }
 
 

@@ -11,6 +11,7 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.records import Node
 from vlm_serve.cache.tier_fetching import TierFetcher
 from vlm_serve.cache.tiers.lookup import Deeper, Segment
+from vlm_serve.engine.hooks import Hooks
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import CacheReport
 from vlm_serve.engine.reports import (
@@ -49,6 +50,7 @@ class Inspector:
 
     Args:
         cache, media: the engine's cache and media planner.
+        hooks: have pins expire between steps, while there are some.
         fetcher: index of the lower cache tiers; None if there are no tiers.
         clock: time in seconds; the cache itself has no clock.
     """
@@ -57,12 +59,14 @@ class Inspector:
         self,
         cache: PrefixCache,
         media: MediaPlanner,
+        hooks: Hooks,
         fetcher: TierFetcher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
         self._cache = cache
         self._media = media
+        self._hooks = hooks
         self._fetcher = fetcher
 
     def look_up(self, prompt: Prompt) -> Future[Deeper | None] | None:
@@ -120,11 +124,15 @@ class Inspector:
 
     def pin(self, prompt: Prompt, ttl_seconds: float, owner: bytes | None) -> int:
         """Pin the deepest usable prefix; return its number of tokens."""
-        return self._cache.pin(prompt.keys, self.clock() + ttl_seconds, owner)
+        tokens = self._cache.pin(prompt.keys, self.clock() + ttl_seconds, owner)
+        self._watch()
+        return tokens
 
     def pin_node(self, node: Node, ttl_seconds: float, owner: bytes | None) -> int:
         """Pin a node and its ancestors; return the number of tokens."""
-        return self._cache.pin_node(node, self.clock() + ttl_seconds, owner)
+        tokens = self._cache.pin_node(node, self.clock() + ttl_seconds, owner)
+        self._watch()
+        return tokens
 
     def pins(self, owner: bytes | None) -> tuple[PinInfo, ...]:
         """Describe an owner's pins, None: all of them, earliest expiry first."""
@@ -148,11 +156,20 @@ class Inspector:
         )
 
     def expire(self) -> None:
-        """Release expired pins."""
+        """Release expired pins, and look no more once there are none."""
         self._cache.expire(self.clock())
+        if self._cache.next_expiry is None:
+            self._hooks.on_time.remove(self.expire)
+            self._hooks.seconds_left.remove(self._seconds_left)
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds until the next pin expires; None without pins."""
+    def _watch(self) -> None:
+        """Have pins expire if there are some and nobody looks after them."""
+        if self._cache.next_expiry is not None and self.expire not in self._hooks.on_time:
+            self._hooks.on_time.append(self.expire)
+            self._hooks.seconds_left.append(self._seconds_left)
+
+    def _seconds_left(self) -> float:
+        """Return the seconds until the next pin expires."""
         end = self._cache.next_expiry
-        return None if end is None else max(0.0, min(end - self.clock(), MAX_WAIT_SECONDS))
+        left = MAX_WAIT_SECONDS if end is None else end - self.clock()
+        return max(0.0, min(left, MAX_WAIT_SECONDS))

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vlm_serve.cache.matching import Match, shared_cut
-from vlm_serve.engine.admission import Admission
-from vlm_serve.engine.plan import Slice
+from vlm_serve.engine.admission import Admitter
+from vlm_serve.engine.hooks import Admission, CommittedRow
+from vlm_serve.engine.joins import Joins
+from vlm_serve.engine.plan import Slice, StepOutput
 from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.sequence import Sequence
 
@@ -23,45 +25,62 @@ class Joining:
     sequence would be. Lower cache tiers are asked at the same time, for more than that.
 
     Args:
-        queues: provides the sequences and the joins.
-        admission: matches sequences with the cache.
+        queues: provides the sequences.
+        admitter: matches sequences with the cache.
+
+    Attributes:
+        joins: who waits for whom.
     """
 
-    def __init__(self, queues: SequenceQueues, admission: Admission) -> None:
+    def __init__(self, queues: SequenceQueues, admitter: Admitter) -> None:
         config = queues.cache.config
+        self.joins = Joins(queues.cache, queues.followers)
+        self.on_waiting = self.joins.waits
+        self.on_admitted = self.joins.starts
+        self.on_stopping = self.joins.stops
+        self.on_ended = self.joins.forget
+        self.on_fetched = self.joins.release
         self._queues = queues
-        self._joins = queues.joins
-        self._admission = admission
+        self._admitter = admitter
         self._gain = config.min_snapshot_gain * config.block_size
         self._least_gain = config.block_size
 
-    def resolve(self) -> None:
+    def on_matched(self, admission: Admission) -> None:
+        """Report what waiting for a leader has brought."""
+        waited = self.joins.take_waited(admission.sequence)
+        admission.joined_tokens, admission.joined_ms = waited.report(admission.boundary)
+
+    def on_committed(self, rows: list[CommittedRow], output: StepOutput) -> None:
+        """End the waits that are over."""
+        self.joins.settle()
+
+    def plan_prompts(self) -> None:
         """Let every waiting sequence join if it gains by it. Call it whenever sequences may have
         begun to wait or to run; it costs nothing otherwise."""
-        if self._joins and self._queues.media.loading:
+        if self.joins and self._queues.media.loading:
             self._release_stalled()
-        for sequence, prefills in self._joins.unseen():
+        for sequence, prefills in self.joins.unseen():
             self._join(sequence, prefills)
 
     def _release_stalled(self) -> None:
         """Release followers whose leader waits for pixels before the meeting cut, unless they would
         wait for such pixels themselves."""
         media = self._queues.media
-        for join in self._joins.all:
+        for join in self.joins.all:
             stall = media.stall(join.leader)
             if stall < join.cut and media.stall(join.follower, join.boundary) > stall:
-                self._joins.release(join.follower)
+                self.joins.release(join.follower)
 
     def _join(self, sequence: Sequence, prefills: list[Sequence]) -> None:
-        limit = self._admission.prefill_end(sequence) - 1
+        limit = self._admitter.prefill_end(sequence) - 1
         near = [
             each
             for each in prefills
-            if self._joins.may_follow(sequence, each) and self._cut(sequence, each, 0, limit)
+            if self.joins.may_follow(sequence, each) and self._cut(sequence, each, 0, limit)
         ]
         if not near:
             return
-        match = self._admission.match(sequence)
+        match = self._admitter.match(sequence)
         best: tuple[int, int] = (0, 0)
         leader: Sequence | None = None
         for each in near:
@@ -72,8 +91,8 @@ class Joining:
                 best, leader = (cut, each.num_computed), each
         if leader is None or not self._promise(leader, best[0]):
             return
-        self._joins.add(sequence, leader, best[0], match.boundary)
-        self._admission.fetch(sequence, match, least=best[0] + 1)
+        self.joins.add(sequence, leader, best[0], match.boundary)
+        self._admitter.may_use(sequence, match, least=best[0] + 1)
 
     def _cut(self, sequence: Sequence, leader: Sequence, boundary: int, limit: int) -> int:
         """Return the deepest cut up to `limit` that a leader will come past; 0 if it gains too
@@ -102,7 +121,7 @@ class Joining:
     def _fills_experts(self, sequence: Sequence, leader: Sequence, match: Match) -> bool:
         """Return True if the leader leaves the routed experts that a sequence has to have: it
         records them, and what it did not compute has them."""
-        if not self._admission.needs_experts(sequence):
+        if not self._admitter.needs_experts(sequence):
             return True
         return leader.experts is not None and leader.num_cached <= match.boundary
 

@@ -140,11 +140,18 @@ class Joins:
 
     Args:
         cache: prefix cache with the content that followers wait for.
+        followers: the numbers of the followers, for the planner.
         clock: time in seconds, for reports only.
     """
 
-    def __init__(self, cache: PrefixCache, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        followers: set[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._cache = cache
+        self._followers = followers
         self._clock = clock
         self._prefills = _ByBeginning(cache.config.min_snapshot_gain)
         self._waiting = _ByBeginning(cache.config.min_snapshot_gain)
@@ -246,6 +253,7 @@ class Joins:
         if lead is None:
             lead = self._leads[leader.number] = _Lead(leader, leader.num_computed)
         self._joins[follower.number] = lead.joins[follower.number] = join
+        self._followers.add(follower.number)
         if self._cache.config.has_state:
             self._want_snapshot(lead, cut)
         self._lend_priority(lead)
@@ -310,6 +318,7 @@ class Joins:
         history = self._histories[join.follower.number]
         history.waited.seconds += self._clock() - join.since
         del self._joins[join.follower.number]
+        self._followers.discard(join.follower.number)
         lead = self._leads[join.leader.number]
         del lead.joins[join.follower.number]
         if all(join.cut != other.cut for other in lead.joins.values()):

@@ -13,19 +13,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
-from vlm_serve.engine.affinity_map import AffinityMap
-from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.executor import ExecutorLostError, StepError
-from vlm_serve.engine.inspection import Inspector
 from vlm_serve.engine.media import MediaLoading
-from vlm_serve.engine.mirror import TreeMirror
-from vlm_serve.engine.next_turns import NextTurns
 from vlm_serve.engine.parts import EngineParts
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.request import Request
 from vlm_serve.engine.scheduler import Event
-from vlm_serve.engine.sequence import Sequence, SequenceGroup
-from vlm_serve.engine.tier_loading import TierLoading
+from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.engine.validation import check_request
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
 from vlm_serve.preprocess.prompt import Prompt
@@ -45,47 +39,24 @@ class EngineLoop:
 
     Args:
         parts: components of the engine.
-        auditor: chooses requests to run again without the cache.
-        inspector: expires pins between steps.
-        mirror: shows the cache's tree to other threads.
-        affinity: records the cached prefixes of requests for routers.
-        make_group: prepares a request of the auditor for the scheduler.
+        group: prepares a request that does not come from a caller.
 
     Attributes:
         num_steps, last_step_time: number of steps, and end of the last one (monotonic seconds).
         step_times: time of steps outside of the model.
-        tiers: lower cache tiers.
+        scheduler: decides what runs.
     """
 
-    def __init__(
-        self,
-        parts: EngineParts,
-        auditor: Auditor,
-        inspector: Inspector,
-        mirror: TreeMirror,
-        affinity: AffinityMap,
-        *,
-        group: Callable[[Request], SequenceGroup],
-    ) -> None:
+    def __init__(self, parts: EngineParts, *, group: Callable[[Request], SequenceGroup]) -> None:
         self.num_steps = 0
         self.last_step_time = time.monotonic()
         self.step_times = StepTimes()
-        self.tiers = TierLoading(parts.cache, parts.tiers, self.post, parts.media.tiers)
-        self._max_num_seqs = parts.config.max_num_seqs
-        self._scheduler = parts.scheduler
-        self._next_turns = NextTurns(self.post)
-        self._scheduler.endings.ask = self._next_turns.ask
+        self.scheduler = parts.scheduler
+        self._hooks = parts.scheduler.hooks
         self._executor = parts.executor
-        self._auditor = auditor
-        self._inspector = inspector
-        self._mirror = mirror
-        self._affinity = affinity
         self._make_group = group
         self._preprocessor = parts.preprocessor
         self._media_loader = MediaLoading(parts.media, self.post, self._fail_request, self._restart)
-        self._adapters = parts.scheduler.adapters
-        if self._adapters is not None:
-            self._adapters.wake = self._wake
         self._spec, self._max_length = parts.spec, parts.language.max_length
         self._ending: ExecutorLostError | None = None
         self._groups: dict[str, SequenceGroup] = {}
@@ -99,6 +70,8 @@ class EngineLoop:
     # -- called from any thread --------------------------------------------------------------------
 
     def start(self) -> None:
+        for attach in self._hooks.attach:
+            attach(self)
         release_worker_threads()
         self._thread.start()
         self._executor.watch(self._on_executor_lost)
@@ -119,7 +92,7 @@ class EngineLoop:
         def run() -> None:
             try:
                 result = function()
-                self._mirror.publish()
+                self._publish()
                 future.set_result(result)
             except BaseException as error:
                 future.set_exception(error)
@@ -144,10 +117,13 @@ class EngineLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _wake(self) -> None:
-        """Plan again: an adapter is ready."""
-        with contextlib.suppress(EngineClosedError):
-            self.post(lambda: None)
+    def _publish(self) -> None:
+        for notice in self._hooks.on_published:
+            notice()
+
+    def _end_what_is_due(self) -> None:
+        for notice in self._hooks.on_time[:]:
+            notice()
 
     def _on_executor_lost(self, error: ExecutorLostError) -> None:
         """End the loop: a part of the executor is gone, perhaps while no step was running."""
@@ -165,26 +141,31 @@ class EngineLoop:
         self._groups[group.request.request_id] = group
         for sequence in group.sequences:
             self._executor.register(sequence.info)
-        self._scheduler.add(group)
+        self.scheduler.add(group)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that does not come from a caller."""
+        self.add(self._make_group(request))
 
     def abort(self, request_id: str) -> None:
         """End a request. Ignore unknown ids."""
         group = self._groups.get(request_id)
         if group is not None:
-            self._emit(self._scheduler.end(group))
+            self._emit(self.scheduler.end(group))
 
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while self._handle_commands():
-                if self._scheduler.has_work and self._step():
+                if self.scheduler.has_work and self._step():
                     now = time.perf_counter()
                     self.step_times.record(now - self._step_began, self._executor.model_seconds)
                     self._step_began = now
-                self._forget_closed()
-                self._manage_audits()
-                self._mirror.publish()
+                self._forget_removed()
+                for notice in self._hooks.on_idle:
+                    notice()
+                self._publish()
         except ExecutorLostError as error:
             _log.critical("the engine ends: %s", error)
             self._ending, self._closed = error, True
@@ -198,7 +179,7 @@ class EngineLoop:
         """Run posted commands; wait for one if there is no other work. Return False to end the
         loop."""
         while not self._stopping:
-            wait = not self._scheduler.has_work
+            wait = not self.scheduler.has_work
             if not wait and self._inbox.empty():
                 return True
             try:
@@ -212,43 +193,45 @@ class EngineLoop:
         if wait:
             release_worker_threads()
         try:
-            command = self._inbox.get(block=wait, timeout=self._inspector.seconds_left)
+            left = min((left() for left in self._hooks.seconds_left), default=None)
+            command = self._inbox.get(block=wait, timeout=left)
         except queue.Empty:
             if wait:
-                self._inspector.expire()
+                self._end_what_is_due()
             raise
         if wait:
             self._step_began = time.perf_counter()
-        self._inspector.expire()
+        self._end_what_is_due()
         if command is None:
             self._stopping = True
         else:
             command()
-            self._forget_closed()
-        self._mirror.publish()
+            self._forget_removed()
+        self._publish()
 
     def _step(self) -> bool:
         """Run one step. Return False if none could be planned and the loop only waited."""
-        self._inspector.expire()
-        plan = self._scheduler.plan()
-        failures = self._scheduler.take_failures()
+        self._end_what_is_due()
+        plan = self.scheduler.plan()
+        failures = self.scheduler.take_failures()
         self._emit(failures)
         self._media_loader.start()
-        self.tiers.start()
+        for notice in self._hooks.on_planned:
+            notice()
         if plan is None:
-            if failures or not self._scheduler.has_work:
+            if failures or not self.scheduler.has_work:
                 return False
             with contextlib.suppress(queue.Empty):
-                if self.tiers.busy or (self._adapters is not None and self._adapters.busy):
+                if any(busy() for busy in self._hooks.is_busy):
                     self._run_next_command(wait=True)
-                elif not self._scheduler.running and self._scheduler.waiting:
-                    self._emit(self._scheduler.reject_head())
+                elif not self.scheduler.running and self.scheduler.waiting:
+                    self._emit(self.scheduler.reject_head())
                 elif self._media_loader.busy:
                     self._run_next_command(wait=True)
             return False
         events = self._run_plan(plan)
         # Publish before the deltas: a client may inspect the cache once it has an answer.
-        self._mirror.publish()
+        self._publish()
         self._emit(events)
         self.num_steps += 1
         self.last_step_time = time.monotonic()
@@ -264,57 +247,33 @@ class EngineLoop:
             failure = error if isinstance(error, StepError) else StepError(error, "unknown")
             if not isinstance(failure.cause, VlmServeError):
                 _log.exception("a step failed; its sequences are retried one by one")
-            return self._scheduler.fail(plan, failure)
-        self._scheduler.learn(plan, output, time.perf_counter() - began)
-        return self._scheduler.commit(plan, output)
+            return self.scheduler.fail(plan, failure)
+        self.scheduler.learn(plan, output, time.perf_counter() - began)
+        return self.scheduler.commit(plan, output)
 
     def _emit(self, events: list[Event]) -> None:
         for group, delta in events:
             request = group.request
-            if request.affinity and delta.usage.completion_tokens == 1:
-                self._note_affinity(group)
-            if delta.finish_reason is not None:
-                self._forget(group.sequences[delta.index])
+            if delta.usage.completion_tokens == 1:
+                for notice in self._hooks.on_answering:
+                    notice(group)
             if group.finished:
                 self._media_loader.forget(group)
             if group.finished and self._groups.pop(request.request_id, None) is not None:
-                self._auditor.consider(group)
+                for notice in self._hooks.on_finished:
+                    notice(group)
             try:
                 request.on_delta(delta)
             except Exception:
                 _log.exception("a callback of request %s raised", request.request_id)
 
-    def _forget(self, sequence: Sequence) -> None:
-        """Tell the executor that a sequence has ended, unless its state is being kept."""
-        if not self._scheduler.endings.keeps(sequence.number):
-            self._executor.forget(sequence.number)
-
-    def _forget_closed(self) -> None:
-        """Tell the executor which endings are over."""
-        for number in self._scheduler.endings.take_closed():
+    def _forget_removed(self) -> None:
+        """Tell the executor which sequences it needs no longer."""
+        for number in self.scheduler.take_removed():
             self._executor.forget(number)
 
-    def _note_affinity(self, group: SequenceGroup) -> None:
-        """Record a request whose prompt has been computed."""
-        if group.report is not None:
-            request = group.request
-            self._affinity.note(request.affinity, request.prompt, group.report.snapshots)
-
-    def _manage_audits(self) -> None:
-        """Start an audit while there is capacity; abort it if a request of a caller waits."""
-        scheduler, auditor = self._scheduler, self._auditor
-        full = len(scheduler.running) >= self._max_num_seqs
-        waiting = scheduler.has_idle_callers
-        running = auditor.running
-        if running is not None and full and waiting:
-            self.abort(running.request_id)
-        elif running is None and not full and not waiting:
-            request = auditor.start()
-            if request is not None:
-                self.add(self._make_group(request))
-
     def _fail_request(self, group: SequenceGroup, error: VlmServeError) -> None:
-        self._emit(self._scheduler.end(group, error))
+        self._emit(self.scheduler.end(group, error))
 
     def _restart(self, group: SequenceGroup, prompt: Prompt) -> None:
         """Restart a request whose medium differs from its record, with the corrected prompt. If the
@@ -327,18 +286,15 @@ class EngineLoop:
         except VlmServeError as error:
             self._fail_request(group, error)
             return
-        self._scheduler.end(group)
-        for sequence in group.sequences:
-            self._forget(sequence)
+        self.scheduler.end(group)
         self._media_loader.forget(group)
-        self.add(self._make_group(request))
+        self.submit(request)
 
     def _end_all(self) -> None:
         """End all requests with an error and close everything, so that no client waits for ever."""
         with self._lock:
             self._closed = True
         self._media_loader.close()
-        self._next_turns.close()
         self._preprocessor.close()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -350,10 +306,9 @@ class EngineLoop:
         error = EngineClosedError(why, code="engine_stopped")
         for group in list(self._groups.values()):
             with contextlib.suppress(Exception):
-                self._emit(self._scheduler.end(group, error))
-        self.tiers.close()
-        if self._adapters is not None:
-            self._adapters.close()
+                self._emit(self.scheduler.end(group, error))
+        for close in self._hooks.close:
+            close()
         self._executor.close()
 
 

@@ -8,6 +8,7 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.adapters.store import AdapterStore
 from vlm_serve.engine.arithmetic import Arithmetic
 from vlm_serve.engine.executor import Executor
+from vlm_serve.engine.features import Features
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.memory import MemoryPlan, StepMemory
 from vlm_serve.engine.request import Language
@@ -32,6 +33,7 @@ class EngineParts:
     preprocessor: Preprocessor
     language: Language
     scheduler: Scheduler
+    features: Features
     adapters: AdapterStore
     executor: Executor
     cache: PrefixCache

@@ -9,16 +9,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
-from vlm_serve.cache.tier_fetching import TierFetcher
-from vlm_serve.engine.adapters.slots import AdapterSlots
-from vlm_serve.engine.admission import Admission
-from vlm_serve.engine.drafting import Drafting
-from vlm_serve.engine.endings import EndingMode, Endings
-from vlm_serve.engine.joining import Joining
+from vlm_serve.engine.admission import Admitter
 from vlm_serve.engine.plan import Slice, StepPlan
 from vlm_serve.engine.queues import SequenceQueues, order
-from vlm_serve.engine.replaying import Replays
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.engine.slicing import chunk_ends, slice_end
 
@@ -137,7 +132,7 @@ class SchedulerConfig:
     """Maximum number of drafts per sequence and step; 0 disables drafts."""
     step_seconds: float = 0.0
     """Target duration of a step with prompt tokens, in seconds; 0 means no limit."""
-    answer_ends: EndingMode = "off"
+    answer_ends: Literal["auto", "always", "off"] = "off"
     """Whether the states at the ends of answers are kept."""
     min_step_tokens: int = 256
     """Tokens that a step may have regardless of its duration; at least a block. Four times as many
@@ -166,58 +161,43 @@ class Planner:
     After a failed step, its sequences are suspects. While there are suspects, the first of them
     runs alone.
 
+    Args:
+        queues: sequences and their resources, with the features that add to a step.
+        admitter: gives waiting sequences their leases.
+        config: limits.
+
     Attributes:
         pace: limits the prompt tokens of a step by its expected duration.
         failures: sequences that could not be planned, each with its error.
-        adapters: slots of adapters; None: no sequence has one.
     """
 
-    def __init__(
-        self,
-        queues: SequenceQueues,
-        config: SchedulerConfig,
-        replays: Replays,
-        tiers: TierFetcher | None = None,
-        drafting: Drafting | None = None,
-        endings: Endings | None = None,
-    ) -> None:
+    def __init__(self, queues: SequenceQueues, admitter: Admitter, config: SchedulerConfig) -> None:
         self._queues = queues
-        self._endings = endings or Endings(queues, "off", 0)
-        self._replays = replays
+        self._hooks = queues.hooks
         self._cache = queues.cache
         self._media = queues.media
         self._config = config
-        self._drafting = drafting
         self._reports_left = 0
         self._held_back = False
         self.pace = Pace(config.step_seconds, config.min_step_tokens)
         self.failures: list[tuple[Sequence, Exception]] = []
-        self.adapters: AdapterSlots | None = None
-        self._admission = Admission(
-            queues.cache,
-            queues.joins,
-            config.state_interval,
-            complete_experts=config.complete_experts,
-            tiers=tiers,
-        )
-        self._joining = Joining(queues, self._admission)
+        self._admitter = admitter
 
     def plan(self) -> StepPlan | None:
         """Plan the next step; return None if nothing can run."""
-        dropped = self._endings.num_dropped
+        kept = len(self._queues.kept)
         plan = self._plan()
-        if plan is None and self._endings.num_dropped > dropped:
-            plan = self._plan()  # sequences may have waited for what was dropped
+        if plan is None and len(self._queues.kept) < kept:
+            plan = self._plan()  # sequences may have waited for what was given up
         return plan
 
     def _plan(self) -> StepPlan | None:
-        queues = self._queues
-        queues.planned = []
-        if self.adapters is not None:
-            self.adapters.begin_pass()
+        queues, hooks = self._queues, self._hooks
+        queues.begin_plan()
         budget = self._config.max_num_batched_tokens
-        room = budget - len(queues.running) - self._config.block_size
-        budget -= self._endings.prepare(queues.waiting, room)
+        kept = len(queues.running) + self._config.block_size
+        for offer in hooks.plan_open:
+            budget -= offer(budget - kept)
         self._reports_left = self._config.reported_tokens
         self._media.begin_step(budget)
         candidates = sorted(queues.suspects[:1] or queues.running, key=order)
@@ -229,14 +209,15 @@ class Planner:
             budget -= self._grant(sequence, budget)
         if later or queues.waiting:
             budget -= self._grant_prompts(later, self._prompt_limit(budget, later))
-        if self._drafting is not None:
-            self._drafting.extend(max(0, budget))
-        partial_folds = self._endings.trail()
+        for add_drafts in hooks.plan_drafts:
+            add_drafts(max(0, budget))
+        for add_copies in hooks.plan_trail:
+            add_copies()
         for item in queues.planned:
             if item.kind == "decode":
                 queues.fold(queues[item.sequence])
-        self._endings.extend()
-        if not queues.planned and not self._endings.folding:
+        due = [add_last() for add_last in hooks.plan_close]
+        if not queues.planned and not any(due):
             return None
         leases = [queues[item.sequence].lease for item in queues.planned]
         return StepPlan(
@@ -247,15 +228,15 @@ class Planner:
             row_copies=tuple(queues.row_copies),
             dropped_slots=self._media.take_dropped(),
             folds=tuple(queues.folds),
-            partial_folds=partial_folds,
-            skip_mtp=self._drafting is not None and self._drafting.skip_mtp,
+            partial_folds=queues.partial_folds,
+            skip_mtp=queues.skip_mtp,
         )
 
     def _prompt_limit(self, budget: int, running: list[Sequence]) -> int:
         """Return the maximum number of prompt tokens of this step; at most `budget`. The oldest
         prefill is expected to take most of them."""
         queues = self._queues
-        alone = len(queues.running) + len(queues.waiting) - len(queues.joins) <= 1
+        alone = len(queues.running) + len(queues.waiting) - len(queues.followers) <= 1
         least = self._config.min_step_tokens * (_SINGLE_SEQUENCE_FACTOR if alone else 1)
         decodes = self._config.max_num_batched_tokens - budget
         start = next((each.num_computed for each in running if each.prefilling), 0)
@@ -265,7 +246,7 @@ class Planner:
         """Plan slices of running prefills and replays, and admit waiting sequences. Return the
         number of tokens planned."""
         left, kept = budget, 0
-        self._joining.resolve()
+        self._offer_prompts()
         prefills = [each for each in running if each.prefilling]
         held_back, self._held_back = self._held_back, False
         if self._may_be_overtaken(prefills, budget):
@@ -279,12 +260,16 @@ class Planner:
             kept = min(most, sum(each.num_tokens for each in self._find_overtaking(prefills[0])))
         for sequence in running:
             left -= self._grant(sequence, left - kept)
-        self._joining.resolve()
+        self._offer_prompts()
         # Prefills that are blocked leave budget unused: spend it on waiting prompts of any length.
         whole = kept > 0 and left - kept < self._config.block_size
         prefills = [each for each in self._queues.running if each.prefilling] if whole else []
         beside = self._find_overtaking(min(prefills, key=order)) if prefills else None
         return budget - self._admit(left, beside)
+
+    def _offer_prompts(self) -> None:
+        for offer in self._hooks.plan_prompts:
+            offer()
 
     def _may_be_overtaken(self, prefills: list[Sequence], budget: int) -> bool:
         """Return True if the running prefills need more than this step and another sequence may
@@ -322,20 +307,18 @@ class Planner:
         for sequence in waiting:
             if queues.is_held(sequence):
                 continue  # the sequences behind it need not wait for a tier or a leader
-            if not self._replays.may_start(sequence) or self._endings.awaited(sequence):
-                continue  # it waits for other replays or for a state; those behind it need not
-            if not self._has_adapter(sequence):
-                continue  # the sequences behind it need not wait for it
+            if not self._may_start(sequence):
+                continue  # the sequences behind it need not wait for what it waits for
             if sequence.suspect_until:
                 self._preempt_all()
             full = len(queues.running) >= self._config.max_num_seqs
             if budget <= 0 or full:
                 return budget
             alone = not queues.running
-            admit = partial(self._admission.admit, sequence, budget, alone=alone, whole=whole)
+            admit = partial(self._admitter.admit, sequence, budget, alone=alone, whole=whole)
             admitted = admit()
             lacking = not (admitted or sequence.fetching or whole)
-            if lacking and budget >= self._config.block_size and self._endings.drop_all():
+            if lacking and budget >= self._config.block_size and queues.reclaim():
                 admitted = admit()
             if not admitted:
                 if sequence.fetching:
@@ -346,23 +329,18 @@ class Planner:
                 continue
             queues.start(sequence)
             budget -= self._grant(sequence, budget)
-            self._joining.resolve()
+            self._offer_prompts()
         return budget
 
-    def _has_adapter(self, sequence: Sequence) -> bool:
-        """Return True unless a sequence has to wait for its adapter, or cannot get it at all."""
-        if self.adapters is None:
-            return True
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Return True unless a feature has a sequence wait, or ends it with an error."""
         try:
-            users = [*self._queues.running, *self._endings.sequences]
-            if self.adapters.may_start(sequence, users):
-                return True
+            return all(may(sequence) for may in self._hooks.may_start)
+        except AssertionError:
+            raise
         except Exception as error:
             self.failures.append((sequence, error))
             return False
-        if self.adapters.missed:
-            self._endings.drop_adapted()
-        return False
 
     def _preempt_all(self) -> None:
         """Preempt every running sequence: a suspect runs alone. The others would wait anyway, so
@@ -397,7 +375,8 @@ class Planner:
         snapshots = self._reserve(sequence, (end,)) if interval and end % interval == 0 else ()
         item = self._slice(sequence, start, end, snapshots)
         if sequence.replaying:
-            item = self._replays.extended(item, budget - 1)
+            for extend in self._hooks.plan_decode:
+                item = extend(sequence, item, budget - 1)
         self._queues.planned.append(item)
         return item.end - start
 
@@ -435,7 +414,7 @@ class Planner:
         assert sequence.lease is not None
         queues = self._queues
         while not self._cache.grow(sequence.lease, num_tokens):
-            if self._endings.drop_all():
+            if queues.reclaim():
                 continue
             last = max(queues.running, key=lambda each: (each.replaying, order(each)))
             assert len(queues.running) > 1, "one sequence always fits: checked when submitted"

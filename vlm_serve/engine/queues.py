@@ -11,9 +11,9 @@ from collections.abc import Sequence as Tokens
 from dataclasses import replace
 
 from vlm_serve.cache.prefix_cache import LeftState, PrefixCache
-from vlm_serve.engine.joins import Joins
+from vlm_serve.engine.hooks import Holding, Hooks
 from vlm_serve.engine.media import MediaPlanner
-from vlm_serve.engine.plan import Slice
+from vlm_serve.engine.plan import PartialFold, Slice
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.engine.update_slots import UpdateSlotAllocator, UpdateSlots
 
@@ -31,8 +31,12 @@ class SequenceQueues:
         waiting: sequences without a lease, in scheduling order.
         running: sequences with a lease.
         suspects: sequences of a failed step that have yet to run alone without a failure.
-        joins: the waiting sequences that wait for a running prefill.
+        followers: numbers of the waiting sequences that wait for what a running one computes, and
+            so add nothing of their own to the next steps.
+        kept: sequences whose answer has ended and that still have a lease, by number.
         planned: slices of the step being planned.
+        partial_folds: copies of state rows for the step being planned.
+        skip_mtp: see `StepPlan`.
         row_copies: (source, destination) state rows of forked choices, for the next step.
         folds: (state row, first update, count) of accepted updates, for the next step. They are
             applied before anything else reads the row.
@@ -40,24 +44,35 @@ class SequenceQueues:
 
     Args:
         cache, media: resources that sequences hold.
+        hooks: features that are told of the transitions.
         update_slots: number and size of the slots for the state updates of drafts and replayed
             tokens; None for a model without state.
     """
 
     def __init__(
-        self, cache: PrefixCache, media: MediaPlanner, *, update_slots: UpdateSlots | None = None
+        self,
+        cache: PrefixCache,
+        media: MediaPlanner,
+        hooks: Hooks,
+        *,
+        update_slots: UpdateSlots | None = None,
     ) -> None:
         self.cache = cache
         self.media = media
+        self.hooks = hooks
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.suspects: list[Sequence] = []
-        self.joins = Joins(cache)
+        self.followers: set[int] = set()
+        self.kept: dict[int, Sequence] = {}
         self.planned: list[Slice] = []
+        self.partial_folds: tuple[PartialFold, ...] = ()
+        self.skip_mtp = False
         self.row_copies: list[tuple[int, int]] = []
         self.num_preemptions = 0
         self._by_number: dict[int, Sequence] = {}
         self._retired: list[tuple[Sequence, LeftState | None]] = []
+        self._removed: list[int] = []
         self.folds: list[tuple[int, int, int]] = []
         self.update_size = update_slots.size if update_slots is not None else 0
         self._update_slots = UpdateSlotAllocator(update_slots) if update_slots is not None else None
@@ -65,6 +80,27 @@ class SequenceQueues:
 
     def __getitem__(self, number: int) -> Sequence:
         return self._by_number[number]
+
+    @property
+    def holders(self) -> list[Sequence]:
+        """Return the sequences that have a lease."""
+        return [*self.running, *self.kept.values()]
+
+    def take_removed(self) -> list[int]:
+        """Return the numbers of the sequences that executors need no longer."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def begin_plan(self) -> None:
+        """Begin a step without anything in it."""
+        self.planned, self.partial_folds, self.skip_mtp = [], (), False
+
+    def reclaim(self, holding: Holding = "memory") -> bool:
+        """Have features give up what they hold for later; return False if there was nothing."""
+        reclaimed = False
+        for give_up in self.hooks.reclaim:
+            reclaimed |= give_up(holding)
+        return reclaimed
 
     def add(self, group: SequenceGroup) -> None:
         """Queue the first choice. The others fork from it when its prompt has been computed."""
@@ -74,18 +110,21 @@ class SequenceQueues:
 
     def wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=order)
-        self.joins.waits(sequence)
+        for notice in self.hooks.on_waiting:
+            notice(sequence)
 
     def is_held(self, sequence: Sequence) -> bool:
         """Return True if a waiting sequence is not to be admitted now: it waits for a lower tier or
         for a running prefill, or it has just been admitted."""
-        return sequence.fetching or sequence.lease is not None or sequence in self.joins
+        held = sequence.fetching or sequence.number in self.followers
+        return held or sequence.lease is not None
 
     def start(self, sequence: Sequence) -> None:
         """Move a sequence with a lease from waiting to running."""
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        self.joins.starts(sequence)
+        for notice in self.hooks.on_admitted:
+            notice(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence back to waiting. Its state stays private to it until its memory
@@ -145,9 +184,15 @@ class SequenceQueues:
         self.cache.close(sequence.lease)
         self._return_to_waiting(sequence)
 
-    def detach(self, sequence: Sequence) -> None:
-        """Take a finished sequence out of the queues. It keeps its lease and pending updates."""
-        self.joins.forget(sequence)
+    def keep(self, sequence: Sequence) -> None:
+        """Take a finished sequence out of the queues. It keeps its lease and pending updates until
+        it is removed."""
+        self._detach(sequence)
+        self.kept[sequence.number] = sequence
+
+    def _detach(self, sequence: Sequence) -> None:
+        for notice in self.hooks.on_ended:
+            notice(sequence)
         for queue in (self.running, self.waiting, self.suspects):
             if sequence in queue:
                 queue.remove(sequence)
@@ -157,8 +202,13 @@ class SequenceQueues:
         """Remove a finished sequence and free its resources. If its row holds the state at a cut
         point, it becomes the snapshot there."""
         left = self._left_state(sequence)
-        self.detach(sequence)
-        self._by_number.pop(sequence.number, None)
+        number = sequence.number
+        if self.kept.pop(number, None) is None:
+            self._detach(sequence)
+        else:
+            self.planned = [item for item in self.planned if item.sequence != number]
+        if self._by_number.pop(number, None) is not None:
+            self._removed.append(number)
         self._release_update_slots(sequence)
         if sequence.request.cold:
             self.media.discard(sequence)
@@ -222,7 +272,8 @@ class SequenceQueues:
             self.restart(child)
 
     def _return_to_waiting(self, sequence: Sequence) -> None:
-        self.joins.stops(sequence)
+        for notice in self.hooks.on_stopping:
+            notice(sequence)
         if sequence.lease is not None and sequence.lease.hit is not None:
             # No step has succeeded since: the next admission counts as the first.
             sequence.group.report = None

@@ -6,9 +6,11 @@ slice, never as prompt. Tokens are still drawn, and compared with the forced one
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 
-from vlm_serve.engine.plan import Sampled, Slice
+from vlm_serve.engine.hooks import CommittedRow
+from vlm_serve.engine.plan import Slice, StepOutput
 from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.engine.update_slots import MAX_REPLAYS
@@ -50,10 +52,20 @@ class Replays:
         self.counts = ReplayCounts()
         self._queues = queues
         self._interval = state_interval
+        self._active: set[int] = set()
 
-    def add(self, group: SequenceGroup) -> None:
-        """Count a new request."""
-        self.counts.requests += any(sequence.replaying for sequence in group.sequences)
+    def on_added(self, group: SequenceGroup) -> None:
+        """Count a new request, and its tokens from now on."""
+        replaying = [sequence.number for sequence in group.sequences if sequence.replaying]
+        self.counts.requests += bool(replaying)
+        notices = self._queues.hooks.on_committed
+        if replaying and self._count not in notices:
+            notices.append(self._count)
+        self._active.update(replaying)
+
+    def on_ended(self, sequence: Sequence) -> None:
+        """Forget a sequence."""
+        self._active.discard(sequence.number)
 
     def may_start(self, sequence: Sequence) -> bool:
         """Return True if a sequence may be admitted: the number of replaying requests is
@@ -63,16 +75,18 @@ class Replays:
         groups = {id(other.group) for other in self._queues.running if other.replaying}
         return id(sequence.group) in groups or len(groups) < MAX_REPLAYS
 
-    def extended(self, item: Slice, budget: int) -> Slice:
+    def plan_decode(self, sequence: Sequence, item: Slice, budget: int) -> Slice:
         """Return a decode token of a replaying sequence, extended by the next forced tokens. Where
         only decode steps have a decode step's bits, it stays alone.
 
         Args:
+            sequence: its sequence.
+            item: the decode token.
             budget: number of tokens that may be added.
 
         Raises InvalidRequestError as `Sequence.draft_tasks` does.
         """
-        queues, sequence = self._queues, self._queues[item.sequence]
+        queues = self._queues
         if sequence.suspect_until or queues.cache.config.exact_only:
             return item
         room = min(budget, queues.verify_capacity(item, self._interval))
@@ -81,7 +95,16 @@ class Replays:
         ahead = sequence.forced[sequence.num_generated :]
         return queues.verify_slice(item, ahead[: max(0, room)])
 
-    def count(self, sequence: Sequence, sampled: Sampled) -> None:
-        """Count a token that is about to be accepted."""
-        self.counts.tokens += sequence.replaying
-        self.counts.disagreements += sampled.drawn is not None
+    def _count(self, rows: list[CommittedRow], output: StepOutput) -> None:
+        """Count the forced tokens of a step, and stop with the last sequence that has some."""
+        for _, item, accepted in rows:
+            taken: Counter[int] = Counter()
+            for task in item.samples:
+                place = taken[task.sequence]
+                taken[task.sequence] += 1
+                if task.forced is None or place >= accepted:
+                    continue
+                self.counts.tokens += 1
+                self.counts.disagreements += output.sampled[task.sequence][place].drawn is not None
+        if not self._active:
+            self._queues.hooks.on_committed.remove(self._count)

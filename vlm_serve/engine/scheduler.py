@@ -6,23 +6,15 @@ failed step back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
-from functools import partial
-
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.cache.tier_fetching import TierFetcher
-from vlm_serve.engine.adapters.slots import AdapterSlots
-from vlm_serve.engine.drafting import Drafting
-from vlm_serve.engine.drafts.base import Drafter
-from vlm_serve.engine.drafts.lengths import CostCurve
-from vlm_serve.engine.endings import Endings
+from vlm_serve.engine.admission import Admitter
 from vlm_serve.engine.executor import RowsAfter, StepError
+from vlm_serve.engine.hooks import CommittedRow, Hooks
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta, FinishReason
-from vlm_serve.engine.plan import Sampled, Slice, StepOutput, StepPlan
+from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.planning import Planner, SchedulerConfig
 from vlm_serve.engine.queues import SequenceQueues
-from vlm_serve.engine.replaying import Replays
 from vlm_serve.engine.reports import complete_report
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.engine.update_slots import UpdateSlots
@@ -32,64 +24,38 @@ Event = tuple[SequenceGroup, Delta]
 
 
 class Scheduler:
-    """Scheduler of one engine; used by the engine's thread only.
+    """Scheduler of one engine; used by the engine's thread only. It knows no feature: `features.py`
+    hangs them on its hooks.
 
     Args:
         cache: blocks, state rows, snapshots and the trie.
         media: tracks which spans need the vision tower and where embeddings are stored.
         config: limits.
-        tiers: fetches entries from lower cache tiers; None if there are no tiers.
-        drafters: sources of drafts; empty disables drafts.
-        costs: duration of a step by its rows.
-        pass_costs: duration of a pass of the model's MTP layer, by number of sequences.
-        never_drafted: tokens that are never drafted.
-        adapters: slots of adapters; None: no request has one.
 
     Attributes:
         running, waiting: read-only.
-        drafting: adds drafts to steps; None without drafters.
+        hooks: what features do at the moments of a step.
+        queues: the sequences and what they hold.
+        admitter: matches sequences and gives them leases.
         pace: limits the prompt tokens of steps.
-        replays: continues answers that another engine began.
-        endings: keeps the states at the ends of answers.
     """
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        media: MediaPlanner,
-        config: SchedulerConfig,
-        tiers: TierFetcher | None = None,
-        drafters: Tokens[Drafter] = (),
-        costs: CostCurve | None = None,
-        pass_costs: CostCurve | None = None,
-        never_drafted: frozenset[int] = frozenset(),
-        adapters: AdapterSlots | None = None,
-    ) -> None:
+    def __init__(self, cache: PrefixCache, media: MediaPlanner, config: SchedulerConfig) -> None:
         self._cache = cache
         self._media = media
         self._config = config
+        self.hooks = Hooks()
         update_slots = UpdateSlots.of(config.max_num_seqs, config.speculative_tokens)
-        self._queues = SequenceQueues(
-            cache, media, update_slots=update_slots if cache.config.has_state else None
+        self.queues = self._queues = SequenceQueues(
+            cache,
+            media,
+            self.hooks,
+            update_slots=update_slots if cache.config.has_state else None,
         )
-        self.replays = Replays(self._queues, config.decode_state_interval)
-        self.drafting: Drafting | None = None
-        if drafters:
-            self.drafting = Drafting(
-                self._queues,
-                drafters,
-                most=config.speculative_tokens,
-                sequences=config.max_num_seqs,
-                costs=costs or CostCurve(),
-                pass_costs=pass_costs,
-                state_interval=config.decode_state_interval,
-                never=never_drafted,
-            )
-        self.endings = Endings(self._queues, config.answer_ends, config.max_num_seqs)
-        self._planner = Planner(
-            self._queues, config, self.replays, tiers, self.drafting, self.endings
+        self.admitter = Admitter(
+            cache, self.hooks, config.state_interval, complete_experts=config.complete_experts
         )
-        self._planner.adapters = self.adapters = adapters
+        self._planner = Planner(self._queues, self.admitter, config)
         self.pace = self._planner.pace
         self.running, self.waiting = self._queues.running, self._queues.waiting
 
@@ -98,25 +64,27 @@ class Scheduler:
         return self._queues.num_preemptions
 
     @property
-    def num_joined(self) -> int:
-        """Number of sequences waiting for a running prefill."""
-        return len(self._queues.joins)
-
-    @property
     def has_idle_callers(self) -> bool:
         """Return True if a caller's request waits for anything but a running prefill."""
-        joins = self._queues.joins
-        return any(not each.request.cold and each not in joins for each in self.waiting)
+        followers = self._queues.followers
+        return any(
+            not sequence.request.cold and sequence.number not in followers
+            for sequence in self.waiting
+        )
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.endings.has_work)
+        return bool(self.waiting or self.running) or any(busy() for busy in self.hooks.has_work)
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a request."""
-        self.replays.add(group)
-        self.endings.asked(group.sequences[0])
+        for notice in self.hooks.on_added:
+            notice(group)
         self._queues.add(group)
+
+    def take_removed(self) -> list[int]:
+        """Return the numbers of the sequences that executors need no longer."""
+        return self._queues.take_removed()
 
     def plan(self) -> StepPlan | None:
         """Plan the next step; return None if nothing can run. Call `take_failures` afterwards."""
@@ -127,8 +95,8 @@ class Scheduler:
         if not plan.slices:
             return
         self.pace.learn(plan, seconds, awaited=output.awaited)
-        if self.drafting is not None:
-            self.drafting.learn(plan, output, seconds)
+        for notice in self.hooks.on_learned:
+            notice(plan, output, seconds)
 
     def take_failures(self) -> list[Event]:
         """End the requests that could not be planned."""
@@ -139,37 +107,43 @@ class Scheduler:
         """Publish the results of a successful step and append the sampled tokens."""
         self._queues.forget_row_copies()
         self._media.commit_step()
-        events: list[Event] = []
-        ended = self._commit_endings(plan, output)
-        for item in plan.slices:
-            if item.sequence in ended:
+        rows = [(self._queues[item.sequence], item) for item in plan.slices]
+        self._commit_last_tokens(rows, output)
+        events, committed = list[Event](), list[CommittedRow]()
+        for sequence, item in rows:
+            if sequence.answer.finish_reason is not None:
                 continue
-            sequence = self._queues[item.sequence]
             if item.kind == "verify":
-                events += self._commit_drafts(sequence, item, output)
-                continue
-            self._commit_tokens(sequence, item, item.end, output)
-            self._media.release_until(sequence, item.end)
-            self._clear_suspect(sequence)
-            if item.samples:
-                events += self._accept(sequence, output)
-            if item.drafts:
-                self._take_drafts(sequence, output)
-            sequence.check_lengths()
-        self._queues.joins.settle()
+                accepted = self._commit_drafts(sequence, item, output, events)
+            else:
+                accepted = self._commit_slice(sequence, item, output, events)
+            committed.append(CommittedRow(sequence, item, accepted))
+        for notice in self.hooks.on_committed[:]:
+            notice(committed, output)
         return events + self._end_grammars_over_limits()
 
-    def _commit_endings(self, plan: StepPlan, output: StepOutput) -> set[int]:
-        """Publish the states at the ends of answers, before further answers end. Return the numbers
-        of their sequences."""
-        items = [item for item in plan.slices if item.sequence in self.endings]
-        for item in items:
-            sequence = self._queues[item.sequence]
-            self.endings.committed(
-                sequence, partial(self._commit_tokens, sequence, item, item.end, output)
-            )
-        self.endings.folded()
-        return {item.sequence for item in items}
+    def _commit_last_tokens(self, rows: list[tuple[Sequence, Slice]], output: StepOutput) -> None:
+        """Commit the last tokens of answers that had ended before, and have them published before
+        further answers end."""
+        for sequence, item in rows:
+            if item.sequence in self._queues.kept:
+                self._commit_tokens(sequence, item, item.end, output)
+        for notice in self.hooks.on_computed:
+            notice()
+
+    def _commit_slice(
+        self, sequence: Sequence, item: Slice, output: StepOutput, events: list[Event]
+    ) -> int:
+        """Commit a slice of prompt or one token; return how many of its tokens were sampled."""
+        self._commit_tokens(sequence, item, item.end, output)
+        self._media.release_until(sequence, item.end)
+        self._clear_suspect(sequence)
+        if item.samples:
+            events += self._accept(sequence, output)
+        if item.drafts and sequence.lease is not None:
+            self._cache.shrink(sequence.lease, sequence.num_computed)
+        sequence.check_lengths()
+        return int(bool(item.samples))
 
     def _commit_tokens(self, sequence: Sequence, item: Slice, end: int, output: StepOutput) -> None:
         """Mark the tokens of a slice before position `end` as computed and publish them."""
@@ -194,57 +168,36 @@ class Scheduler:
         if sequence.experts is not None and rows is not None:
             sequence.experts.put(item.start, rows)
 
-    def _commit_drafts(self, sequence: Sequence, item: Slice, output: StepOutput) -> list[Event]:
-        """Accept sampled tokens up to the first rejected draft or the end of the answer. Blocks and
-        updates behind that token are discarded."""
+    def _commit_drafts(
+        self, sequence: Sequence, item: Slice, output: StepOutput, events: list[Event]
+    ) -> int:
+        """Accept sampled tokens up to the first rejected draft or the end of the answer; return
+        their number. Blocks and updates behind that token are discarded."""
         assert sequence.lease is not None
         forced = item.samples[0].forced is not None
         sampled, drafted = output.sampled[sequence.number], len(item.samples) - 1
-        group, events, taken = sequence.group, list[Event](), 0
+        group, taken = sequence.group, 0
         group.drafted_tokens += 0 if forced else drafted
         rows = output.experts.get(item.sequence)
         if sequence.experts is not None and rows is not None:
             sequence.experts.put(item.start, rows[: len(sampled)])
-        for taken, one in enumerate(sampled, 1):
+        for taken, token in enumerate(sampled, 1):
             group.accepted_tokens += not forced and taken < len(sampled)
-            events.append(self._accept_token(sequence, one))
+            events.append((group, sequence.accept(token)))
             if sequence.answer.finish_reason is not None:
                 break
         self._commit_tokens(sequence, item, item.start + taken, output)
         self._cache.shrink(sequence.lease, sequence.num_computed)
         sequence.pending = taken if item.updates >= 0 else 0
         sequence.check_lengths()
-        if self.drafting is not None and not forced:
-            self.drafting.settle(sequence, drafted, min(taken, len(sampled) - 1))
         if sequence.answer.finish_reason is not None:
             self._finish(sequence)
-        elif item.drafts:
-            self._take_drafts(sequence, output)
-        return events
-
-    def _accept_token(self, sequence: Sequence, sampled: Sampled) -> Event:
-        self.replays.count(sequence, sampled)
-        return sequence.group, sequence.accept(sampled)
-
-    def _take_drafts(self, sequence: Sequence, output: StepOutput) -> None:
-        """Store the drafts that the step made for a sequence and return the blocks reserved for
-        them."""
-        assert self.drafting is not None
-        if sequence.lease is not None:
-            self._cache.shrink(sequence.lease, sequence.num_computed)
-            self.drafting.take(sequence, output.drafts[sequence.number])
+        return taken
 
     def _finish(self, sequence: Sequence) -> None:
-        """Remove a sequence whose answer has ended, at once or when its state is kept."""
-        if not self.endings.begin(sequence):
-            self._remove(sequence)
-        elif self.drafting is not None:
-            self.drafting.forget(sequence)
-
-    def _remove(self, sequence: Sequence) -> None:
-        self._queues.remove(sequence)
-        if self.drafting is not None:
-            self.drafting.forget(sequence)
+        """Remove a sequence whose answer has ended, unless a feature keeps what it holds."""
+        if all(may(sequence) for may in self.hooks.may_leave):
+            self._queues.remove(sequence)
 
     def _end_grammars_over_limits(self) -> list[Event]:
         """End requests whose grammar is over a limit: they would delay all others."""
@@ -266,9 +219,9 @@ class Scheduler:
         itself: if the row's content is known, the sequence continues from it.
         """
         self._media.abandon_step()
-        ending = {item.sequence for item in plan.slices if item.sequence in self.endings}
-        self.endings.drop_all()
-        self.endings.forget_trails(plan)
+        ending = self._queues.kept.keys() & {item.sequence for item in plan.slices}
+        for notice in self.hooks.on_failed:
+            notice(plan)
         folded_rows = {row for row, _, _ in plan.folds}
         self._queues.drop_suspended(folded_rows)
         # Drafts may have been rejected, so only the sampled token is certain.
@@ -325,7 +278,7 @@ class Scheduler:
             if failure is None:
                 self._finish(sequence)
             else:
-                self._remove(sequence)
+                self._queues.remove(sequence)
             ending = Delta(
                 index=sequence.index,
                 finish_reason=reason,
@@ -351,11 +304,11 @@ class Scheduler:
                 each.experts = sequence.experts.copy()
             for sampled in output.sampled[each.number]:
                 if each.answer.finish_reason is None:
-                    events.append(self._accept_token(each, sampled))
+                    events.append((group, each.accept(sampled)))
             if each is not sequence and each.answer.finish_reason is None:
                 self._queues.fork(sequence, each, self._config.max_num_seqs)
             elif each is not sequence:
-                self._remove(each)
+                self._queues.remove(each)
         if sequence.answer.finish_reason is not None:
             self._finish(sequence)
         return events

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,14 +90,6 @@ class SequenceGroup:
         return self.prompt_log.wanted if self.prompt_log is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """Result of a fetch from lower cache tiers: (start, end, tier) of the tokens fetched."""
-
-    segments: tuple[tuple[int, int, str], ...]
-    failed: bool
-
-
 class Sequence:
     """Token ids, keys and lengths of one choice: `num_cached <= num_computed <= num_tokens`.
 
@@ -114,9 +106,8 @@ class Sequence:
         suspect_until: set when a step with this sequence has raised. The sequence runs alone until
             it has computed this many tokens.
         experts: routed experts of its tokens; None if not requested.
-        fetching: True while entries of lower cache tiers are being fetched for it.
+        fetching: True while something is being fetched from which it can start deeper.
         patience: time spent waiting for lower cache tiers, including preprocessing.
-        fetched: result of its fetch; a sequence fetches once per admission.
         overtakes: while waiting, False once it did not fit into the whole budget for overtaking.
         pending: number of accepted updates that its state row does not contain yet.
         forced: tokens that its answer begins with, regardless of what is drawn.
@@ -149,7 +140,6 @@ class Sequence:
         self.snapshot_positions: dict[int, str] = {}
         self.suspect_until = 0
         self.fetching = False
-        self.fetched: Fetched | None = None
         self.patience = WaitBudget(prompt.waited)
         self.overtakes = True
         self.pending = 0

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tier_fetching import Fetch, TierFetcher, TierReading
@@ -30,6 +30,9 @@ from vlm_serve.engine.memory import check_host_cache
 from vlm_serve.engine.shared_store import SharedAddress
 from vlm_serve.errors import ConfigError, EngineClosedError
 from vlm_serve.options.config import EngineConfig
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.loop import EngineLoop
 
 SHUTDOWN_SECONDS = 20.0
 """Time limit for saving the device's cache when the engine ends."""
@@ -129,36 +132,34 @@ def _num_bytes(
 
 
 class TierLoading:
-    """Runs the tier requests of waiting sequences; does nothing in an engine without tiers.
+    """Runs the tier requests of waiting sequences.
 
     Args:
         cache: prefix cache on the device.
         tiers: lower tiers; None if there are none.
-        post: runs a function on the engine's thread.
         embeddings: lower tiers for media embeddings; None for a model without a vision tower.
     """
 
     def __init__(
-        self,
-        cache: PrefixCache,
-        tiers: Tiers | None,
-        post: Callable[[Callable[[], None]], None],
-        embeddings: EmbeddingTiers | None = None,
+        self, cache: PrefixCache, tiers: Tiers | None, embeddings: EmbeddingTiers | None = None
     ) -> None:
         self._cache = cache
         self._tiers = tiers
-        self._post = post
         self._embeddings = embeddings
-        if tiers is not None and tiers.sharer is not None:
-            tiers.sharer.post = self._post_if_open
 
-    @property
-    def busy(self) -> bool:
+    def attach(self, loop: EngineLoop) -> None:
+        """Publish on the engine's thread what has been loaded."""
+        self._post = loop.post
+        if self._tiers is not None and self._tiers.sharer is not None:
+            self._tiers.sharer.post = self._post_if_open
+
+    def is_busy(self) -> bool:
+        """Return True while something is being loaded."""
         if self._tiers is None:
             return False
         return self._tiers.fetcher.busy or (self._embeddings is not None and self._embeddings.busy)
 
-    def start(self) -> None:
+    def on_planned(self) -> None:
         """Submit the fetches that were requested since the last call."""
         if self._tiers is not None:
             fetcher = self._tiers.fetcher
@@ -166,9 +167,9 @@ class TierLoading:
             for fetch in starting:
                 self._tiers.stack.submit(self._load(fetcher, fetch))
             if self._embeddings is not None:
-                wanted, self._embeddings.starting = self._embeddings.starting, []
-                for each in wanted:
-                    self._tiers.stack.submit(self._load_embeddings(self._embeddings, each))
+                fetches, self._embeddings.starting = self._embeddings.starting, []
+                for wanted in fetches:
+                    self._tiers.stack.submit(self._load_embeddings(self._embeddings, wanted))
 
     def flush(self) -> Future[None] | None:
         """Drop everything that no running request holds, in every tier. Entries are invisible at

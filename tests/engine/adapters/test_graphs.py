@@ -20,6 +20,7 @@ from triton_case import kernels, row_by_row
 
 from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
+from vlm_serve.engine.adapters.waiting import AdapterWaiting
 from vlm_serve.engine.step_buffers import StepBuffers
 from vlm_serve.engine.step_graphs import StepGraphs
 from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
@@ -311,8 +312,9 @@ def test_the_engine_answers_the_same(
 
         monkeypatch.setattr(decoding, "run", run)
         assert answers(pipe) == expected
-        slots = pipe.engine._scheduler.adapters
-        assert slots is not None
+        waiting = pipe.engine._features.get(AdapterWaiting)
+        assert waiting is not None
+        slots = waiting.slots
         loads = slots.num_loads
         assert answers(pipe, 2) == expected[:2]
         assert slots.num_loads > loads >= 3
