@@ -6,8 +6,7 @@ from collections import Counter
 
 from vlm_serve.cache.reasons import key_at
 from vlm_serve.engine.features import Features
-from vlm_serve.engine.joining import Joining
-from vlm_serve.engine.joins import MAX_FRUITLESS_JOINS, MAX_IDLE_STEPS, Join, Joins
+from vlm_serve.engine.joins import MAX_FRUITLESS_JOINS, MAX_IDLE_STEPS, Join, Joining, Joins
 from vlm_serve.engine.queues import order
 from vlm_serve.engine.scheduler import Scheduler
 

@@ -25,16 +25,16 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.drafts.base import Drafter
 from vlm_serve.engine.endings import Endings
 from vlm_serve.engine.features import Features, Options
-from vlm_serve.engine.joining import Joining
+from vlm_serve.engine.joins import Joining
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
+from vlm_serve.engine.queues import UpdateSlots
 from vlm_serve.engine.replaying import Replays
 from vlm_serve.engine.request import Language, NextTurn, Request
 from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
-from vlm_serve.engine.update_slots import UpdateSlots
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 

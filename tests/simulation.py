@@ -41,10 +41,10 @@ from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.plan import StepOutput, StepPlan
 from vlm_serve.engine.planning import SchedulerConfig
+from vlm_serve.engine.queues import UpdateSlots
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.scheduler import Event, Scheduler
 from vlm_serve.engine.sequence import SequenceGroup
-from vlm_serve.engine.update_slots import UpdateSlots
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 

@@ -10,15 +10,13 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from vlm_serve.cache.reasons import key_at
 from vlm_serve.engine.mirror import TreeMirror
+from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.preprocess.affinity import AffinityDigest, AffinityKey, place_of
 from vlm_serve.preprocess.keys import PromptKeys
-
-if TYPE_CHECKING:
-    from vlm_serve.engine.sequence import SequenceGroup
 
 MAX_NOTED_KEYS = 16_384
 MAX_DIGEST_ENTRIES = 4096

@@ -10,15 +10,13 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from vlm_serve.engine.hooks import Loop
 from vlm_serve.engine.outputs import Delta
 from vlm_serve.engine.request import Request
 from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from vlm_serve.engine.loop import EngineLoop
 
 _log = logging.getLogger(__name__)
 
@@ -85,15 +83,14 @@ class Auditor:
         self._num_eligible = 0
         self._pending: deque[_Audit] = deque()
 
-    def attach(self, loop: EngineLoop) -> None:
+    def attach(self, loop: Loop) -> None:
         """Run audits in this loop."""
         self._loop = loop
 
     def on_idle(self) -> None:
         """Start an audit while there is capacity; abort it if a request of a caller waits."""
-        scheduler = self._loop.scheduler
-        full = len(scheduler.running) >= self._sequences
-        waiting = scheduler.has_idle_callers
+        full = self._loop.num_running >= self._sequences
+        waiting = self._loop.has_idle_callers
         if self.running is not None and full and waiting:
             self._loop.abort(self.running.request_id)
         elif self.running is None and not full and not waiting:

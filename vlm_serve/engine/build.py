@@ -32,6 +32,7 @@ from vlm_serve.engine.memory import (
     EMBEDDING_CACHE_BYTES,
     LOGPROB_CACHE_BYTES,
     MemoryPlan,
+    check_host_cache,
     check_pools,
     default_cache_memory,
     embedding_bytes,
@@ -182,6 +183,8 @@ def _assemble(
     form = None
     if spec.vision is not None:
         form = EmbeddingForm(spec.embedding_width, types.vision)
+    assert isinstance(config.host_cache_memory, int)
+    check_host_cache(config.host_cache_memory)
     tiers = make_tiers(
         config,
         cache,

@@ -12,19 +12,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from vlm_serve.cache.reasons import key_at
 from vlm_serve.cache.records import Lease, Snapshot
-from vlm_serve.engine.hooks import Holding
+from vlm_serve.engine.hooks import Holding, Loop
 from vlm_serve.engine.next_turns import NextTurns
 from vlm_serve.engine.plan import PartialFold, Slice, StepPlan
 from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.preprocess.keys import PromptKeys
-
-if TYPE_CHECKING:
-    from vlm_serve.engine.loop import EngineLoop
 
 _REMEMBERED = 1024
 """Ends of answers that may still be continued. An end that leaves the memory never was."""
@@ -162,7 +159,7 @@ class Endings:
         """Return True if a step of its own would get on with one of them."""
         return any(ending.shared is not None for ending in self._endings.values())
 
-    def attach(self, loop: EngineLoop) -> None:
+    def attach(self, loop: Loop) -> None:
         """Ask what next turns share from now on, on a thread of its own."""
         self._next_turns = NextTurns(loop.post)
         self.ask = self._next_turns.ask

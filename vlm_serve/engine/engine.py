@@ -18,7 +18,7 @@ from vlm_serve.engine.auditing import Auditor
 from vlm_serve.engine.build import build
 from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.inspection import Inspector, PinInfo
-from vlm_serve.engine.joining import Joining
+from vlm_serve.engine.joins import Joining
 from vlm_serve.engine.loop import EngineLoop
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.engine.next_turns import PlainTurn
@@ -101,7 +101,14 @@ class Engine:
             self._hooks.add(self._auditor)
         if parts.tiers is not None:
             self._hooks.add(self._tiers)
-        self._loop = EngineLoop(parts, group=self._make_group)
+        self._loop = EngineLoop(
+            parts.scheduler,
+            parts.executor,
+            parts.media,
+            parts.preprocessor,
+            check=partial(check_request, model=parts.spec, max_model_len=language.max_length),
+            group=self._make_group,
+        )
         self._loop.start()
 
     @classmethod

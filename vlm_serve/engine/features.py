@@ -18,7 +18,7 @@ from vlm_serve.engine.drafts.base import Drafter
 from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.endings import Endings
 from vlm_serve.engine.fetching import Fetching
-from vlm_serve.engine.joining import Joining
+from vlm_serve.engine.joins import Joining
 from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.replaying import Replays
 from vlm_serve.engine.request import Request

@@ -13,17 +13,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from vlm_serve.cache.matching import Match
-    from vlm_serve.engine.loop import EngineLoop
-    from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
-    from vlm_serve.engine.request import Request
-    from vlm_serve.engine.sequence import Sequence, SequenceGroup
+from vlm_serve.cache.matching import Match
+from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
+from vlm_serve.engine.request import Request
+from vlm_serve.engine.sequence import Sequence, SequenceGroup
 
 Holding = Literal["memory", "adapters"]
 """What a reclaim is to free: anything, or slots of adapters alone."""
+
+
+class Loop(Protocol):
+    """What features may ask of the engine's loop. `post` is thread-safe; everything else belongs to
+    the loop's own thread."""
+
+    @property
+    def num_running(self) -> int:
+        """Number of running sequences."""
+
+    @property
+    def has_idle_callers(self) -> bool:
+        """True if a caller's request waits for anything but a running prefill."""
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run a command between two steps. Raise EngineClosedError if the loop has ended."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that does not come from a caller."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request. Ignore unknown ids."""
 
 
 class CommittedRow(NamedTuple):
@@ -132,7 +152,7 @@ class Hooks:
     plan_close: list[Callable[[], bool]] = field(default_factory=list)
     reclaim: list[Callable[[Holding], bool]] = field(default_factory=list)
     has_work: list[Callable[[], bool]] = field(default_factory=list)
-    attach: list[Callable[[EngineLoop], None]] = field(default_factory=list)
+    attach: list[Callable[[Loop], None]] = field(default_factory=list)
     on_planned: list[Callable[[], None]] = field(default_factory=list)
     is_busy: list[Callable[[], bool]] = field(default_factory=list)
     on_answering: list[Callable[[SequenceGroup], None]] = field(default_factory=list)
@@ -148,16 +168,23 @@ class Hooks:
 
         Args:
             feature: has methods with the names of hooks.
-            concerns: tells whether it has to do with a request. Of the others it is told nothing:
-                its hooks for single requests and sequences are skipped.
+            concerns: tells whether it has to do with a request. Of the others it is told nothing,
+                and while there is no such request its methods for whole steps are not called.
         """
+        gate = _Gate(self) if concerns is not None else None
         for name in self.__slots__:
             method = getattr(feature, name, None)
             if method is None:
                 continue
             if concerns is not None and name in _OF_ONE:
                 method = _only(concerns, method, _OF_ONE[name])
-            getattr(self, name).append(method)
+            if gate is not None and name in _OF_STEPS:
+                gate.methods.append((name, method))
+            else:
+                getattr(self, name).append(method)
+        if gate is not None and concerns is not None and gate.methods:
+            self.on_added.append(_only(concerns, gate.enter, None))
+            self.on_ended.append(_only(concerns, gate.leave, None))
 
 
 _OF_ONE = {
@@ -168,6 +195,47 @@ _OF_ONE = {
     "may_start": True,
 }
 """Hooks about a single request or sequence, with what they return for one that does not concern."""
+
+_OF_STEPS = ("on_learned", "on_computed", "on_committed", "plan_open", "plan_drafts", "plan_trail")
+"""Hooks about a whole step that a feature needs only while some request concerns it."""
+
+
+class _Gate:
+    """Has the methods of a feature for whole steps called while a request concerns it.
+
+    Args:
+        hooks: where they are called.
+
+    Attributes:
+        methods: name of the hook, and method.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.methods: list[tuple[str, Callable[..., Any]]] = []
+        self._hooks = hooks
+        self._numbers: set[int] = set()
+        self._open = False
+
+    def enter(self, group: SequenceGroup) -> None:
+        """Begin with a request."""
+        self._numbers.update(sequence.number for sequence in group.sequences)
+        if not self._open:
+            self._open = True
+            self._hooks.plan_open.append(self._close_if_over)
+            for name, method in self.methods:
+                getattr(self._hooks, name).append(method)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended; its last step is still told of."""
+        self._numbers.discard(sequence.number)
+
+    def _close_if_over(self, room: int) -> int:
+        if not self._numbers:
+            self._open = False
+            self._hooks.plan_open.remove(self._close_if_over)
+            for name, method in self.methods:
+                getattr(self._hooks, name).remove(method)
+        return 0
 
 
 def _only(

@@ -13,16 +13,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
-from vlm_serve.engine.executor import ExecutorLostError, StepError
-from vlm_serve.engine.media import MediaLoading
-from vlm_serve.engine.parts import EngineParts
+from vlm_serve.engine.executor import Executor, ExecutorLostError, StepError
+from vlm_serve.engine.media import MediaLoading, MediaPlanner
 from vlm_serve.engine.plan import StepPlan
 from vlm_serve.engine.request import Request
-from vlm_serve.engine.scheduler import Event
+from vlm_serve.engine.scheduler import Event, Scheduler
 from vlm_serve.engine.sequence import SequenceGroup
-from vlm_serve.engine.validation import check_request
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
+from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.system.host_threads import release_worker_threads
 
 _log = logging.getLogger(__name__)
@@ -38,26 +38,38 @@ class EngineLoop:
     thread.
 
     Args:
-        parts: components of the engine.
+        scheduler: decides what runs.
+        executor: computes it.
+        media: tells which media have to be decoded.
+        preprocessor: closed with the loop.
+        check: raises the error of a prompt that cannot be served with its sampling parameters.
         group: prepares a request that does not come from a caller.
 
     Attributes:
         num_steps, last_step_time: number of steps, and end of the last one (monotonic seconds).
         step_times: time of steps outside of the model.
-        scheduler: decides what runs.
     """
 
-    def __init__(self, parts: EngineParts, *, group: Callable[[Request], SequenceGroup]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        media: MediaPlanner,
+        preprocessor: Preprocessor,
+        *,
+        check: Callable[[Prompt, SamplingParams], None],
+        group: Callable[[Request], SequenceGroup],
+    ) -> None:
         self.num_steps = 0
         self.last_step_time = time.monotonic()
         self.step_times = StepTimes()
-        self.scheduler = parts.scheduler
-        self._hooks = parts.scheduler.hooks
-        self._executor = parts.executor
+        self._scheduler = scheduler
+        self._hooks = scheduler.hooks
+        self._executor = executor
         self._make_group = group
-        self._preprocessor = parts.preprocessor
-        self._media_loader = MediaLoading(parts.media, self.post, self._fail_request, self._restart)
-        self._spec, self._max_length = parts.spec, parts.language.max_length
+        self._preprocessor = preprocessor
+        self._media_loader = MediaLoading(media, self.post, self._fail_request, self._restart)
+        self._check = check
         self._ending: ExecutorLostError | None = None
         self._groups: dict[str, SequenceGroup] = {}
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -66,6 +78,16 @@ class EngineLoop:
         self._lock = threading.Lock()
         self._step_began = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name="vlm-serve-engine", daemon=True)
+
+    @property
+    def num_running(self) -> int:
+        """Number of running sequences."""
+        return len(self._scheduler.running)
+
+    @property
+    def has_idle_callers(self) -> bool:
+        """True if a caller's request waits for anything but a running prefill."""
+        return self._scheduler.has_idle_callers
 
     # -- called from any thread --------------------------------------------------------------------
 
@@ -141,7 +163,7 @@ class EngineLoop:
         self._groups[group.request.request_id] = group
         for sequence in group.sequences:
             self._executor.register(sequence.info)
-        self.scheduler.add(group)
+        self._scheduler.add(group)
 
     def submit(self, request: Request) -> None:
         """Queue a request that does not come from a caller."""
@@ -151,14 +173,14 @@ class EngineLoop:
         """End a request. Ignore unknown ids."""
         group = self._groups.get(request_id)
         if group is not None:
-            self._emit(self.scheduler.end(group))
+            self._emit(self._scheduler.end(group))
 
     # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while self._handle_commands():
-                if self.scheduler.has_work and self._step():
+                if self._scheduler.has_work and self._step():
                     now = time.perf_counter()
                     self.step_times.record(now - self._step_began, self._executor.model_seconds)
                     self._step_began = now
@@ -179,7 +201,7 @@ class EngineLoop:
         """Run posted commands; wait for one if there is no other work. Return False to end the
         loop."""
         while not self._stopping:
-            wait = not self.scheduler.has_work
+            wait = not self._scheduler.has_work
             if not wait and self._inbox.empty():
                 return True
             try:
@@ -212,20 +234,20 @@ class EngineLoop:
     def _step(self) -> bool:
         """Run one step. Return False if none could be planned and the loop only waited."""
         self._end_what_is_due()
-        plan = self.scheduler.plan()
-        failures = self.scheduler.take_failures()
+        plan = self._scheduler.plan()
+        failures = self._scheduler.take_failures()
         self._emit(failures)
         self._media_loader.start()
         for notice in self._hooks.on_planned:
             notice()
         if plan is None:
-            if failures or not self.scheduler.has_work:
+            if failures or not self._scheduler.has_work:
                 return False
             with contextlib.suppress(queue.Empty):
                 if any(busy() for busy in self._hooks.is_busy):
                     self._run_next_command(wait=True)
-                elif not self.scheduler.running and self.scheduler.waiting:
-                    self._emit(self.scheduler.reject_head())
+                elif not self._scheduler.running and self._scheduler.waiting:
+                    self._emit(self._scheduler.reject_head())
                 elif self._media_loader.busy:
                     self._run_next_command(wait=True)
             return False
@@ -247,9 +269,9 @@ class EngineLoop:
             failure = error if isinstance(error, StepError) else StepError(error, "unknown")
             if not isinstance(failure.cause, VlmServeError):
                 _log.exception("a step failed; its sequences are retried one by one")
-            return self.scheduler.fail(plan, failure)
-        self.scheduler.learn(plan, output, time.perf_counter() - began)
-        return self.scheduler.commit(plan, output)
+            return self._scheduler.fail(plan, failure)
+        self._scheduler.learn(plan, output, time.perf_counter() - began)
+        return self._scheduler.commit(plan, output)
 
     def _emit(self, events: list[Event]) -> None:
         for group, delta in events:
@@ -269,11 +291,11 @@ class EngineLoop:
 
     def _forget_removed(self) -> None:
         """Tell the executor which sequences it needs no longer."""
-        for number in self.scheduler.take_removed():
+        for number in self._scheduler.take_removed():
             self._executor.forget(number)
 
     def _fail_request(self, group: SequenceGroup, error: VlmServeError) -> None:
-        self._emit(self.scheduler.end(group, error))
+        self._emit(self._scheduler.end(group, error))
 
     def _restart(self, group: SequenceGroup, prompt: Prompt) -> None:
         """Restart a request whose medium differs from its record, with the corrected prompt. If the
@@ -282,11 +304,11 @@ class EngineLoop:
         try:
             if any(sequence.num_generated for sequence in group.sequences):
                 raise MediaError("a medium differs from its record, and the answer has begun")
-            check_request(prompt, request.params, self._spec, self._max_length)
+            self._check(prompt, request.params)
         except VlmServeError as error:
             self._fail_request(group, error)
             return
-        self.scheduler.end(group)
+        self._scheduler.end(group)
         self._media_loader.forget(group)
         self.submit(request)
 
@@ -306,7 +328,7 @@ class EngineLoop:
         error = EngineClosedError(why, code="engine_stopped")
         for group in list(self._groups.values()):
             with contextlib.suppress(Exception):
-                self._emit(self.scheduler.end(group, error))
+                self._emit(self._scheduler.end(group, error))
         for close in self._hooks.close:
             close()
         self._executor.close()

@@ -21,7 +21,6 @@ from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import READ_LIMIT
 from vlm_serve.cache.tiers.store_calls import WaitBudget
-from vlm_serve.engine.tier_transfer import to_bytes
 from vlm_serve.preprocess.keys import tagged
 from vlm_serve.preprocess.media_process import MediaRecord
 from vlm_serve.preprocess.raw_index import pack_record, unpack_record
@@ -294,3 +293,11 @@ class UploadTiers:
         except RuntimeError:  # the engine has ended
             work.close()
             return None
+
+
+def to_bytes(parts: Sequence[torch.Tensor]) -> bytes:
+    """Return the content of tensors, concatenated."""
+    arrays = [part.contiguous().view(-1).view(torch.uint8).cpu().numpy() for part in parts]
+    if len(arrays) == 1:
+        return arrays[0].tobytes()
+    return b"".join(array.data for array in arrays)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from vlm_serve.engine.arithmetic import Types
-from vlm_serve.engine.update_slots import UpdateSlots
+from vlm_serve.engine.queues import UpdateSlots
 from vlm_serve.errors import ConfigError
 from vlm_serve.models import ModelSpec
 from vlm_serve.models.cache_layout import CacheLayout

@@ -196,7 +196,7 @@ class Planner:
         queues.begin_plan()
         budget = self._config.max_num_batched_tokens
         kept = len(queues.running) + self._config.block_size
-        for offer in hooks.plan_open:
+        for offer in hooks.plan_open[:]:
             budget -= offer(budget - kept)
         self._reports_left = self._config.reported_tokens
         self._media.begin_step(budget)

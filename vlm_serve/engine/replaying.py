@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 
 from vlm_serve.engine.hooks import CommittedRow
 from vlm_serve.engine.plan import Slice, StepOutput
-from vlm_serve.engine.queues import SequenceQueues
+from vlm_serve.engine.queues import MAX_REPLAYS, SequenceQueues
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
-from vlm_serve.engine.update_slots import MAX_REPLAYS
 
 
 @dataclass(slots=True)
@@ -52,20 +51,10 @@ class Replays:
         self.counts = ReplayCounts()
         self._queues = queues
         self._interval = state_interval
-        self._active: set[int] = set()
 
     def on_added(self, group: SequenceGroup) -> None:
-        """Count a new request, and its tokens from now on."""
-        replaying = [sequence.number for sequence in group.sequences if sequence.replaying]
-        self.counts.requests += bool(replaying)
-        notices = self._queues.hooks.on_committed
-        if replaying and self._count not in notices:
-            notices.append(self._count)
-        self._active.update(replaying)
-
-    def on_ended(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
-        self._active.discard(sequence.number)
+        """Count a new request."""
+        self.counts.requests += any(sequence.replaying for sequence in group.sequences)
 
     def may_start(self, sequence: Sequence) -> bool:
         """Return True if a sequence may be admitted: the number of replaying requests is
@@ -95,8 +84,8 @@ class Replays:
         ahead = sequence.forced[sequence.num_generated :]
         return queues.verify_slice(item, ahead[: max(0, room)])
 
-    def _count(self, rows: list[CommittedRow], output: StepOutput) -> None:
-        """Count the forced tokens of a step, and stop with the last sequence that has some."""
+    def on_committed(self, rows: list[CommittedRow], output: StepOutput) -> None:
+        """Count the forced tokens of a step."""
         for _, item, accepted in rows:
             taken: Counter[int] = Counter()
             for task in item.samples:
@@ -106,5 +95,3 @@ class Replays:
                     continue
                 self.counts.tokens += 1
                 self.counts.disagreements += output.sampled[task.sequence][place].drawn is not None
-        if not self._active:
-            self._queues.hooks.on_committed.remove(self._count)

@@ -14,10 +14,9 @@ from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.outputs import Delta, FinishReason
 from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.planning import Planner, SchedulerConfig
-from vlm_serve.engine.queues import SequenceQueues
+from vlm_serve.engine.queues import SequenceQueues, UpdateSlots
 from vlm_serve.engine.reports import complete_report
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
-from vlm_serve.engine.update_slots import UpdateSlots
 from vlm_serve.errors import EngineError, InvalidRequestError, OverloadedError, VlmServeError
 
 Event = tuple[SequenceGroup, Delta]

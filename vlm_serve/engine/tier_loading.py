@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tier_fetching import Fetch, TierFetcher, TierReading
@@ -25,14 +25,11 @@ from vlm_serve.cache.tiers.sharing import POLICIES, Sharer, SharingPolicy
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
+from vlm_serve.engine.hooks import Loop
 from vlm_serve.engine.media_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers, Found
-from vlm_serve.engine.memory import check_host_cache
 from vlm_serve.engine.shared_store import SharedAddress
 from vlm_serve.errors import ConfigError, EngineClosedError
 from vlm_serve.options.config import EngineConfig
-
-if TYPE_CHECKING:
-    from vlm_serve.engine.loop import EngineLoop
 
 SHUTDOWN_SECONDS = 20.0
 """Time limit for saving the device's cache when the engine ends."""
@@ -74,7 +71,6 @@ def make_tiers(
     """
     host_bytes, disk_bytes = config.host_cache_memory, config.disk_cache_size
     assert isinstance(host_bytes, int) and isinstance(disk_bytes, int)
-    check_host_cache(host_bytes)
     stores: list[Store] = [HostStore(host_bytes)] if host_bytes else []
     folder = disk_folder(config)
     if folder is not None:
@@ -147,7 +143,7 @@ class TierLoading:
         self._tiers = tiers
         self._embeddings = embeddings
 
-    def attach(self, loop: EngineLoop) -> None:
+    def attach(self, loop: Loop) -> None:
         """Publish on the engine's thread what has been loaded."""
         self._post = loop.post
         if self._tiers is not None and self._tiers.sharer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from vlm_serve.cache.tiers.entry import Entry, Kind
+from vlm_serve.engine.media_tiers import to_bytes
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.models.cache_layout import CacheTensors
 
@@ -65,11 +66,3 @@ class TensorTransfer:
 
     def _state(self, row: int) -> Staged:
         return tuple(pool[row] for pool in self._caches.of_unit("row"))
-
-
-def to_bytes(parts: Staged) -> bytes:
-    """Return the content of tensors, concatenated."""
-    arrays = [part.contiguous().view(-1).view(torch.uint8).cpu().numpy() for part in parts]
-    if len(arrays) == 1:
-        return arrays[0].tobytes()
-    return b"".join(array.data for array in arrays)

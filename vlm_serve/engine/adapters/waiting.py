@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from vlm_serve.engine.adapters.slots import AdapterSlots
+from vlm_serve.engine.hooks import Loop
 from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.errors import EngineClosedError
-
-if TYPE_CHECKING:
-    from vlm_serve.engine.loop import EngineLoop
 
 
 class AdapterWaiting:
@@ -26,7 +23,7 @@ class AdapterWaiting:
         self._queues = queues
         self.slots = slots
 
-    def attach(self, loop: EngineLoop) -> None:
+    def attach(self, loop: Loop) -> None:
         """Have the loop plan again when an adapter is ready."""
 
         def wake() -> None:
