@@ -39,7 +39,7 @@ from serving import RunningServer, ok, running
 
 from vlm_serve.cache.reasons import key_at
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.requests.sequence import Sequence
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.keys import PromptKeys
 from vlm_serve.preprocess.template import ChatTemplate

@@ -38,7 +38,7 @@ from server_process import server_process
 
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.records import Block, Branch, Node
-from vlm_serve.engine.mirror import TreeMirror
+from vlm_serve.engine.features.mirror import TreeMirror
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW_SECONDS, SETTLE_SECONDS = 0.6, 0.15

@@ -28,8 +28,8 @@ from make_checkpoint import make_checkpoint  # noqa: E402
 from triton_case import kernels  # noqa: E402
 
 from vlm_serve import EngineConfig  # noqa: E402
-from vlm_serve.engine.arithmetic import Backend, decide  # noqa: E402
-from vlm_serve.engine.kernel_check import compare_kernels  # noqa: E402
+from vlm_serve.engine.numerics.arithmetic import Backend, decide  # noqa: E402
+from vlm_serve.engine.start.kernel_check import compare_kernels  # noqa: E402
 from vlm_serve.kernels.triton_check import Faults  # noqa: E402
 from vlm_serve.models import load_model, read_spec  # noqa: E402
 

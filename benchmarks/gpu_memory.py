@@ -25,7 +25,7 @@ from parity_cases import user
 from PIL import Image
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
-from vlm_serve.engine.memory import EMBEDDING_CACHE_BYTES
+from vlm_serve.engine.steps.memory import EMBEDDING_CACHE_BYTES
 from vlm_serve.options.declared import format_size
 
 SIDE = 1536

@@ -27,8 +27,8 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
-from vlm_serve.engine import step_tables
-from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.steps import step_tables
+from vlm_serve.engine.steps.step_tables import HostRing
 
 MODEL = CheckpointSpec(
     hidden_size=1024,

@@ -25,7 +25,7 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from PIL import Image, ImageDraw, ImageFont
 
-from vlm_serve.engine.reports import repeated_spans
+from vlm_serve.engine.requests.reports import repeated_spans
 from vlm_serve.preprocess.keys import embedding_key
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.prompt import Prompt

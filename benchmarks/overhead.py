@@ -33,8 +33,8 @@ from serving import running
 
 from vlm_serve import EngineConfig, SamplingParams
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.local_executor import LocalExecutor
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardOutput
 

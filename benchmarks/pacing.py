@@ -22,7 +22,7 @@ import common  # noqa: F401  # First: it adds examples/ and tests/ to the path.
 from common.engine_cases import checkpoint
 
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.sampling_params import SamplingParams
 

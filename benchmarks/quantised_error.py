@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from vlm_serve.engine.build import find_checkpoint
+from vlm_serve.engine.start.build import find_checkpoint
 from vlm_serve.kernels.linear import Linear, Part, Shard, dense, quantising
 from vlm_serve.kernels.linear.codes import IntegerCodes, scale_values
 from vlm_serve.kernels.linear.packed_codes import PackedIntegers

@@ -34,8 +34,8 @@ from parity import NEAR_TIE, greedy, tapped
 from parity_cases import random_ids, user
 
 from vlm_serve import EngineConfig, Pipeline
-from vlm_serve.engine.drafting import Drafting
-from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.features.drafts.drafting import Drafting
+from vlm_serve.engine.requests.sequence import Sequence
 from vlm_serve.pipeline.pipeline import Output
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams

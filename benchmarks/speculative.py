@@ -47,9 +47,9 @@ from common.speculative_peers import Asked, print_peers
 from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
 
-from vlm_serve.engine.drafting import Drafting
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.features.drafts.drafting import Drafting
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.sampling_params import SamplingParams
 

@@ -31,9 +31,9 @@ main(["plan", "demo", "--cache-memory", "64MiB"])
 """
 CONFIG = """
 import time
-import vlm_serve.engine.engine, vlm_serve.engine.build
+import vlm_serve.engine.engine, vlm_serve.engine.start.build
 from vlm_serve.models import read_spec
-from vlm_serve.engine.build import find_checkpoint
+from vlm_serve.engine.start.build import find_checkpoint
 begin = time.perf_counter()
 read_spec(find_checkpoint("demo"))
 print(time.perf_counter() - begin)

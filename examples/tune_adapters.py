@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from vlm_serve import EngineConfig, LoRA, Pipeline, SamplingParams
-from vlm_serve.engine.build import find_checkpoint
+from vlm_serve.engine.start.build import find_checkpoint
 
 MEDIA = Path(__file__).parent / "media"
 RANK, ALPHA = 8, 16

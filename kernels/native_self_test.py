@@ -6,8 +6,8 @@ arithmetic on purpose, run
 
     make native-digest    (python -m vlm_serve.kernels.native_self_test)
 
-record its output, and raise NUMERICS_VERSION in `engine/arithmetic.py`. Products of bfloat16 pairs
-differ between processors; their digest is part of an arithmetic's name there.
+record its output, and raise NUMERICS_VERSION in `engine/numerics/arithmetic.py`. Products of
+bfloat16 pairs differ between processors; their digest is part of an arithmetic's name there.
 """
 
 from __future__ import annotations

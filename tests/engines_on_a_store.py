@@ -7,8 +7,8 @@ from pathlib import Path
 
 from redis_server import StoreServer
 
-from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.start.build import build
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 

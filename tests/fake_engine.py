@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from vlm_serve.cache.events import CacheEvents
-from vlm_serve.engine.adapters.store import AdapterStore
-from vlm_serve.engine.arithmetic import Backend, decide
-from vlm_serve.engine.inspection import PinInfo
-from vlm_serve.engine.loop import StepTimes
-from vlm_serve.engine.memory import MemoryPlan
-from vlm_serve.engine.mirror import TreeMirror
-from vlm_serve.engine.outputs import CacheReport, Delta, Usage
-from vlm_serve.engine.thought import Thought
+from vlm_serve.engine.core.loop import StepTimes
+from vlm_serve.engine.features.adapters.store import AdapterStore
+from vlm_serve.engine.features.inspection import PinInfo
+from vlm_serve.engine.features.mirror import TreeMirror
+from vlm_serve.engine.numerics.arithmetic import Backend, decide
+from vlm_serve.engine.requests.outputs import CacheReport, Delta, Usage
+from vlm_serve.engine.requests.thought import Thought
+from vlm_serve.engine.steps.memory import MemoryPlan
 from vlm_serve.errors import EngineClosedError, VlmServeError
 from vlm_serve.models.adapters import Modules
 from vlm_serve.options.config import EngineConfig

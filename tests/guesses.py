@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence as Tokens
 
-from vlm_serve.engine.drafting import Drafting
-from vlm_serve.engine.drafts.lengths import CostCurve
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.features.drafts.drafting import Drafting
+from vlm_serve.engine.features.drafts.lengths import CostCurve
+from vlm_serve.engine.requests.sequence import Sequence
 
 Made = dict[tuple[int, ...], tuple[int, ...]]
 """The drafts behind the tokens of a sequence."""

@@ -22,9 +22,9 @@ from parity import executor_of
 from parity_cases import random_ids, user
 from together import together
 
+from vlm_serve.engine.core.executor import StepError
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.executor import StepError
-from vlm_serve.engine.plan import StepOutput, StepPlan
+from vlm_serve.engine.requests.plan import StepOutput, StepPlan
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.pipeline.requests import returned
@@ -206,7 +206,7 @@ class Disturbed:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        log = logging.getLogger("vlm_serve.engine.loop")
+        log = logging.getLogger("vlm_serve.engine.core.loop")
         with ExitStack() as stack:
             stack.enter_context(patch.object(log, "disabled", True))
             stack.enter_context(patch.object(self._scheduler, "plan", self.plan))

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections import Counter
 
 from vlm_serve.cache.reasons import key_at
-from vlm_serve.engine.features import Features
-from vlm_serve.engine.joins import MAX_FRUITLESS_JOINS, MAX_IDLE_STEPS, Join, Joining, Joins
-from vlm_serve.engine.queues import order
-from vlm_serve.engine.scheduler import Scheduler
+from vlm_serve.engine.core.queues import order
+from vlm_serve.engine.core.scheduler import Scheduler
+from vlm_serve.engine.features.joins import (
+    MAX_FRUITLESS_JOINS,
+    MAX_IDLE_STEPS,
+    Join,
+    Joining,
+    Joins,
+)
+from vlm_serve.engine.features.table import Features
 
 
 class JoinWatch:

@@ -18,10 +18,10 @@ import torch
 from queued_device import QueuedDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
-from vlm_serve.engine.step_buffers import StepBuffers
-from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
-from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.steps.adapter_table import AdapterTable, SlotSizes
+from vlm_serve.engine.steps.step_buffers import StepBuffers
+from vlm_serve.engine.steps.step_sizes import SequenceLimits, StepSize
+from vlm_serve.engine.steps.step_tables import HostRing
 from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch

@@ -15,8 +15,8 @@ import torch
 from together import together
 
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.local_executor import LocalExecutor
-from vlm_serve.engine.plan import StepOutput, StepPlan
+from vlm_serve.engine.requests.plan import StepOutput, StepPlan
+from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.pipeline.requests import returned

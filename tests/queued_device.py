@@ -18,15 +18,15 @@ from fake_device import FakeDevice, FakeTorch
 from step_graphs import with_graphs, with_kernels
 
 from vlm_serve.cache.tiers.entry import Entry
-from vlm_serve.engine import build as building
-from vlm_serve.engine import step_tables
-from vlm_serve.engine.draft_graphs import DraftGraphs
-from vlm_serve.engine.local_executor import LocalExecutor
-from vlm_serve.engine.plan import Slice, StepOutput, StepPlan
-from vlm_serve.engine.step_graphs import StepGraphs
-from vlm_serve.engine.step_tables import CudaGraphs, HostRing, Step
-from vlm_serve.engine.tier_transfer import Staged, TensorTransfer
-from vlm_serve.engine.tower_graphs import TowerGraphs
+from vlm_serve.engine.requests.plan import Slice, StepOutput, StepPlan
+from vlm_serve.engine.start import build as building
+from vlm_serve.engine.steps import step_tables
+from vlm_serve.engine.steps.draft_graphs import DraftGraphs
+from vlm_serve.engine.steps.local_executor import LocalExecutor
+from vlm_serve.engine.steps.step_graphs import StepGraphs
+from vlm_serve.engine.steps.step_tables import CudaGraphs, HostRing, Step
+from vlm_serve.engine.steps.tier_transfer import Staged, TensorTransfer
+from vlm_serve.engine.steps.tower_graphs import TowerGraphs
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors

@@ -17,8 +17,8 @@ import torch
 from queued_device import QueuedDevice
 from symbolic import SymbolicExecutor
 
-from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
-from vlm_serve.engine.step_tables import HostRing, StepTables, Table
+from vlm_serve.engine.requests.plan import SequenceInfo, StepOutput, StepPlan
+from vlm_serve.engine.steps.step_tables import HostRing, StepTables, Table
 from vlm_serve.preprocess.keys import AdapterIdentity
 
 _SMALLEST = 1 << 12

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.ranks.process import RankProcesses
+from vlm_serve.engine.start.build import build
+from vlm_serve.engine.steps.ranks.process import RankProcesses
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 

@@ -22,19 +22,19 @@ from symbolic import (
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.engine.drafts.base import Drafter
-from vlm_serve.engine.endings import Endings
-from vlm_serve.engine.features import Features, Options
-from vlm_serve.engine.joins import Joining
-from vlm_serve.engine.media import MediaPlanner
-from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.plan import StepPlan
-from vlm_serve.engine.planning import SchedulerConfig
-from vlm_serve.engine.queues import UpdateSlots
-from vlm_serve.engine.replaying import Replays
-from vlm_serve.engine.request import Language, NextTurn, Request
-from vlm_serve.engine.scheduler import Scheduler
-from vlm_serve.engine.sequence import Sequence, SequenceGroup
+from vlm_serve.engine.core.media import MediaPlanner
+from vlm_serve.engine.core.planning import SchedulerConfig
+from vlm_serve.engine.core.queues import UpdateSlots
+from vlm_serve.engine.core.scheduler import Scheduler
+from vlm_serve.engine.features.drafts.base import Drafter
+from vlm_serve.engine.features.endings.endings import Endings
+from vlm_serve.engine.features.joins import Joining
+from vlm_serve.engine.features.replays import Replays
+from vlm_serve.engine.features.table import Features, Options
+from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.requests.plan import StepPlan
+from vlm_serve.engine.requests.request import Language, NextTurn, Request
+from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from vlm_serve.cli import main
-from vlm_serve.engine import batching
-from vlm_serve.engine.build import DEMO_DIRECTORIES, find_checkpoint
-from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
-from vlm_serve.engine.sampler import SequenceSampler
+from vlm_serve.engine.requests.plan import Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.start.build import DEMO_DIRECTORIES, find_checkpoint
+from vlm_serve.engine.steps import batching
+from vlm_serve.engine.steps.sampler import SequenceSampler
 from vlm_serve.preprocess.tokenizer import Tokenizer
 
 TURN = "<|im_start|>"

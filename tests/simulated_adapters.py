@@ -14,12 +14,12 @@ import torch
 from simulation import Simulation
 from symbolic import root_of
 
-from vlm_serve.engine.adapters.options import LoRA
-from vlm_serve.engine.adapters.slots import AdapterSlots
-from vlm_serve.engine.adapters.store import AdapterStore, ServedAdapter
-from vlm_serve.engine.adapters.waiting import AdapterWaiting
-from vlm_serve.engine.request import Request
-from vlm_serve.engine.scheduler import Event
+from vlm_serve.engine.core.scheduler import Event
+from vlm_serve.engine.features.adapters.options import LoRA
+from vlm_serve.engine.features.adapters.slots import AdapterSlots
+from vlm_serve.engine.features.adapters.store import AdapterStore, ServedAdapter
+from vlm_serve.engine.features.adapters.waiting import AdapterWaiting
+from vlm_serve.engine.requests.request import Request
 from vlm_serve.errors import ModelNotFoundError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up

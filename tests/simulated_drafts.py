@@ -6,8 +6,8 @@ import random
 
 from symbolic import VOCABULARY, chain, extended, next_token
 
-from vlm_serve.engine.drafts.base import Drafter, MtpDrafter
-from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.features.drafts.base import Drafter, MtpDrafter
+from vlm_serve.engine.requests.sequence import Sequence
 
 
 class Guesser:

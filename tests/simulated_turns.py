@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from vlm_serve.engine.endings import EndingMode
-from vlm_serve.engine.outputs import FinishReason
-from vlm_serve.engine.sequence import Sequence as EngineSequence
+from vlm_serve.engine.features.endings.endings import EndingMode
+from vlm_serve.engine.requests.outputs import FinishReason
+from vlm_serve.engine.requests.sequence import Sequence as EngineSequence
 
 ENDING_MODES: tuple[EndingMode, ...] = ("off", "auto", "always", "always")
 

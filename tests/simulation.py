@@ -33,18 +33,18 @@ from tree_follower import Follower
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.engine.drafting import Drafting
-from vlm_serve.engine.endings import Endings
-from vlm_serve.engine.executor import StepError
-from vlm_serve.engine.features import TABLE, Features, Options, Row
-from vlm_serve.engine.media import MediaPlanner
-from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.plan import StepOutput, StepPlan
-from vlm_serve.engine.planning import SchedulerConfig
-from vlm_serve.engine.queues import UpdateSlots
-from vlm_serve.engine.request import Language, Request
-from vlm_serve.engine.scheduler import Event, Scheduler
-from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.core.executor import StepError
+from vlm_serve.engine.core.media import MediaPlanner
+from vlm_serve.engine.core.planning import SchedulerConfig
+from vlm_serve.engine.core.queues import UpdateSlots
+from vlm_serve.engine.core.scheduler import Event, Scheduler
+from vlm_serve.engine.features.drafts.drafting import Drafting
+from vlm_serve.engine.features.endings.endings import Endings
+from vlm_serve.engine.features.table import TABLE, Features, Options, Row
+from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.requests.plan import StepOutput, StepPlan
+from vlm_serve.engine.requests.request import Language, Request
+from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 

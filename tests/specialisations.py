@@ -28,13 +28,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from vlm_serve.engine import step_memory
-from vlm_serve.engine.arithmetic import Backend, Types, decide
-from vlm_serve.engine.kernel_check import CheckedSteps
-from vlm_serve.engine.step_graphs import StepGraphs
-from vlm_serve.engine.step_sizes import TOKENS, decode_sizes, prefill_sizes, verify_sizes
-from vlm_serve.engine.step_tables import Step
-from vlm_serve.engine.warm_up import warm_up
+from vlm_serve.engine.numerics.arithmetic import Backend, Types, decide
+from vlm_serve.engine.start import step_memory
+from vlm_serve.engine.start.kernel_check import CheckedSteps
+from vlm_serve.engine.start.warm_up import warm_up
+from vlm_serve.engine.steps.step_graphs import StepGraphs
+from vlm_serve.engine.steps.step_sizes import TOKENS, decode_sizes, prefill_sizes, verify_sizes
+from vlm_serve.engine.steps.step_tables import Step
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.kv_write import copy_kv_rows
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges

@@ -18,9 +18,9 @@ from model_driver import Driver, Sequence_, text_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_case import kernels
 
-from vlm_serve.engine import build as building
-from vlm_serve.engine import step_paths, step_sizes
-from vlm_serve.engine.step_tables import Step
+from vlm_serve.engine.start import build as building
+from vlm_serve.engine.steps import step_paths, step_sizes
+from vlm_serve.engine.steps.step_tables import Step
 from vlm_serve.models.cache_layout import CacheTensors, Unit
 
 SPECS = {

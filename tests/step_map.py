@@ -77,12 +77,12 @@ SAMPLING = (
     ("SequenceSampler._changed", "`logit_bias` and penalties"),
     ("SequenceSampler._draw", "`temperature`, `top_k`, `top_p`, `min_p` and the draw"),
     ("_top_logprobs", "log-probabilities"),
-    ("choose_rows", "all of this for many rows at once, on a GPU (`engine/sampler.py`)"),
+    ("choose_rows", "all of this for many rows at once, on a GPU (`engine/steps/sampler.py`)"),
 )
-"""Functions of engine/sampler.py and what they are for."""
+"""Functions of engine/steps/sampler.py and what they are for."""
 BEST = "find_argmax"
 """The native function that finds the largest logits of a compiled step."""
-SAMPLER = "vlm_serve.engine.sampler"
+SAMPLER = "vlm_serve.engine.steps.sampler"
 PREPARING = {"tensor", "stack", "from_numpy", "zeros_like", "ones_like"}
 """torch functions that only prepare tensors."""
 LINEAR = "vlm_serve.kernels.linear"
@@ -230,7 +230,7 @@ def generated() -> str:
         parts += [f"The compiled step (`{step_method}`):"]
         parts += [compiled_step(Walk(module, owner, []).method(step_method))]
         parts += [f"By ops (`{ops_method}`):", by_ops(found)]
-    parts += ["## Projections", projections(), "## Sampling", "`engine/sampler.py`."]
+    parts += ["## Projections", projections(), "## Sampling", "`engine/steps/sampler.py`."]
     parts += [sampling(), "## Other ops", others(seen)]
     return "\n\n".join(parts)
 

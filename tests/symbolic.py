@@ -25,8 +25,15 @@ import torch
 
 from vlm_serve.cache.logprobs import row_type
 from vlm_serve.cache.records import LogprobRows
-from vlm_serve.engine.executor import RowsAfter, StepError
-from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo, Slice, StepOutput, StepPlan
+from vlm_serve.engine.core.executor import RowsAfter, StepError
+from vlm_serve.engine.requests.plan import (
+    Sampled,
+    SampleTask,
+    SequenceInfo,
+    Slice,
+    StepOutput,
+    StepPlan,
+)
 from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity, PromptKeys
 from vlm_serve.preprocess.prompt import MediaSpan, Prompt
 from vlm_serve.preprocess.reading.conversation import Modality

@@ -18,7 +18,7 @@ from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Origin, Sealed
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.stack import TierStack
-from vlm_serve.engine.media_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers
+from vlm_serve.engine.core.media_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers
 
 DIGEST_BYTES = 12
 CONTENT_BYTES = 32

@@ -249,7 +249,7 @@ def test_a_command_says_what_takes_long(tmp_path: Path) -> None:
         "status = main(sys.argv[1:])\n"
         "for name in LONG_PARTS:\n"
         "    logging.getLogger(name).info('half a minute')\n"
-        "logging.getLogger('vlm_serve.engine.loop').info('a step')\n"
+        "logging.getLogger('vlm_serve.engine.core.loop').info('a step')\n"
         "sys.exit(status)\n"
     )
     begun = [sys.executable, "-c", code, "chat", "nosuch", "hi", "--image", str(tmp_path / "a")]

@@ -138,7 +138,10 @@ def given_reasons() -> set[str]:
     """Those that the code gives: `cache/reasons.py`, and what sets one elsewhere."""
     code = (ROOT / "cache" / "reasons.py").read_text(encoding="utf-8")
     found = re.findall(r"return .*", code)
-    for path in (ROOT / "cache" / "prefix_cache.py", ROOT / "vlm_serve/engine/admission.py"):
+    for path in (
+        ROOT / "cache" / "prefix_cache.py",
+        ROOT / "vlm_serve" / "engine" / "features" / "tiers" / "fetching.py",
+    ):
         found += re.findall(r"reason=?.*", path.read_text(encoding="utf-8"))
     return {name for line in found for name in re.findall(r'"(\w+)"', line)}
 

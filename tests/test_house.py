@@ -70,6 +70,10 @@ def test_imports_go_through_the_package() -> None:
         assert not {name.split(".")[0] for name in imported_modules(path)} & {*LINKS}, path
 
 
+ABOVE_THE_CORE = ("features", "steps", "start", "engine", "described")
+"""What the core step imports nothing of: a feature reaches it through its hooks alone."""
+
+
 @pytest.mark.parametrize(
     ("folder", "forbidden"),
     [
@@ -84,6 +88,10 @@ def test_imports_go_through_the_package() -> None:
         ),
         ("vlm_serve/models", ("vlm_serve.engine", "vlm_serve.server", "vlm_serve.cache")),
         ("vlm_serve/engine", ("vlm_serve.server", "fastapi", "uvicorn")),
+        ("vlm_serve/engine/core", tuple(f"vlm_serve.engine.{name}" for name in ABOVE_THE_CORE)),
+        ("vlm_serve/engine/requests", ("vlm_serve.engine.core", "vlm_serve.engine.steps")),
+        ("vlm_serve/engine/features", ("vlm_serve.engine.steps", "vlm_serve.engine.start")),
+        ("vlm_serve/engine/steps", ("vlm_serve.engine.start", "vlm_serve.engine.engine")),
         (
             "vlm_serve/server/failover",
             ("vlm_serve.server.http", "vlm_serve.server.answers", "vlm_serve.server.api"),

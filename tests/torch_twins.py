@@ -22,10 +22,10 @@ from step_graphs import SPECS
 from symbolic import SymbolicExecutor
 
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
-from vlm_serve.engine.local_executor import LocalExecutor
-from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
-from vlm_serve.engine.step_graphs import StepGraphs
-from vlm_serve.engine.step_sizes import TOKENS, decode_sizes, prefill_sizes, verify_sizes
+from vlm_serve.engine.requests.plan import SequenceInfo, StepOutput, StepPlan
+from vlm_serve.engine.steps.local_executor import LocalExecutor
+from vlm_serve.engine.steps.step_graphs import StepGraphs
+from vlm_serve.engine.steps.step_sizes import TOKENS, decode_sizes, prefill_sizes, verify_sizes
 from vlm_serve.models import load_model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 

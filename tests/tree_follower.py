@@ -6,7 +6,7 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.listing import ListedNode, NodeInfo, describe
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.records import Branch, Node
-from vlm_serve.engine.mirror import Change, TreeMirror
+from vlm_serve.engine.features.mirror import Change, TreeMirror
 
 Facts = tuple[NodeInfo, bytes]
 """Of a node: what is told of it, and its root's key."""

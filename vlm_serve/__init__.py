@@ -13,8 +13,8 @@ from vlm_serve.system.links import find_problem
 from vlm_serve.system.version import __version__
 
 if TYPE_CHECKING:
-    from vlm_serve.engine.adapters.options import LoRA
-    from vlm_serve.engine.outputs import CacheReport, Delta, Usage
+    from vlm_serve.engine.features.adapters.options import LoRA
+    from vlm_serve.engine.requests.outputs import CacheReport, Delta, Usage
     from vlm_serve.errors import FailedItemsError, VlmServeError
     from vlm_serve.options.config import EngineConfig
     from vlm_serve.pipeline.output import Choice, Output
@@ -39,17 +39,17 @@ __all__ = [
 ]
 
 _HOME = {
-    "CacheReport": "vlm_serve.engine.outputs",
+    "CacheReport": "vlm_serve.engine.requests.outputs",
     "Choice": "vlm_serve.pipeline",
-    "Delta": "vlm_serve.engine.outputs",
+    "Delta": "vlm_serve.engine.requests.outputs",
     "EngineConfig": "vlm_serve.options.config",
     "FailedItemsError": "vlm_serve.errors",
-    "LoRA": "vlm_serve.engine.adapters.options",
+    "LoRA": "vlm_serve.engine.features.adapters.options",
     "Output": "vlm_serve.pipeline",
     "Pipeline": "vlm_serve.pipeline",
     "SamplingParams": "vlm_serve.sampling_params",
     "StructuredOutputs": "vlm_serve.structured_outputs",
-    "Usage": "vlm_serve.engine.outputs",
+    "Usage": "vlm_serve.engine.requests.outputs",
     "VlmServeError": "vlm_serve.errors",
 }
 

@@ -13,8 +13,8 @@ from common.routing_trace import BLOCK_SIZE, Question
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.placement import plan_snapshots
 from vlm_serve.cache.prefix_cache import Lease, PrefixCache
-from vlm_serve.engine.affinity_map import AffinityMap
-from vlm_serve.engine.mirror import TreeMirror
+from vlm_serve.engine.features.affinity_map import AffinityMap
+from vlm_serve.engine.features.mirror import TreeMirror
 from vlm_serve.preprocess.affinity import AffinityDigest
 from vlm_serve.routing.view import RequestUsage
 

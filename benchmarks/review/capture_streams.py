@@ -16,7 +16,7 @@ from unittest.mock import patch
 import checkout  # noqa: F401
 import torch
 
-from vlm_serve.engine.step_tables import CudaGraphs
+from vlm_serve.engine.steps.step_tables import CudaGraphs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

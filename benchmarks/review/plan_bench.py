@@ -24,13 +24,13 @@ from symbolic import make_prompt
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.engine.batching import KnownSequence, make_batch
-from vlm_serve.engine.media import MediaPlanner
-from vlm_serve.engine.plan import Sampled, StepOutput
-from vlm_serve.engine.planning import SchedulerConfig
-from vlm_serve.engine.request import Language, Request
-from vlm_serve.engine.scheduler import Scheduler
-from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.core.media import MediaPlanner
+from vlm_serve.engine.core.planning import SchedulerConfig
+from vlm_serve.engine.core.scheduler import Scheduler
+from vlm_serve.engine.requests.plan import Sampled, StepOutput
+from vlm_serve.engine.requests.request import Language, Request
+from vlm_serve.engine.requests.sequence import SequenceGroup
+from vlm_serve.engine.steps.batching import KnownSequence, make_batch
 from vlm_serve.sampling_params import SamplingParams
 
 BLOCK = 64

@@ -16,9 +16,9 @@ import checkout  # noqa: F401
 import torch
 from operations import Operations
 
-from vlm_serve.engine.plan import SequenceInfo
-from vlm_serve.engine.sampler import SequenceSampler, draw_rows
-from vlm_serve.engine.step_memory import peak_of
+from vlm_serve.engine.requests.plan import SequenceInfo
+from vlm_serve.engine.start.step_memory import peak_of
+from vlm_serve.engine.steps.sampler import SequenceSampler, draw_rows
 from vlm_serve.sampling_params import SamplingParams
 
 VOCABULARY = 248_320

@@ -17,9 +17,9 @@ import checkout  # noqa: F401
 import torch
 from queued_device import QueuedDevice
 
-from vlm_serve.engine.step_buffers import StepBuffers
-from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
-from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.steps.step_buffers import StepBuffers
+from vlm_serve.engine.steps.step_sizes import SequenceLimits, StepSize
+from vlm_serve.engine.steps.step_tables import HostRing
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.models.batch import ForwardBatch
 

@@ -28,7 +28,7 @@ def test_requests_that_run_get_no_reply(monkeypatch: pytest.MonkeyPatch) -> None
     """Lose the card in the middle: another run is to ask them again, not to keep an error."""
     from parity import executor_of
 
-    from vlm_serve.engine import local_executor
+    from vlm_serve.engine.steps import local_executor
     from vlm_serve.pipeline.pipeline import Pipeline
 
     config = EngineConfig(cache_memory="16MiB", block_size=16, threads=1)

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 
 import vlm_serve
 from vlm_serve import EngineConfig, Pipeline, SamplingParams
-from vlm_serve.engine.drafting import Drafting
-from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.features.drafts.drafting import Drafting
+from vlm_serve.engine.requests.sequence import Sequence
 
 DENSE = Path(vlm_serve.__file__).parent / "demo" / "dense"
 

@@ -46,7 +46,7 @@ def question(number: int) -> dict[str, Any]:
 
 def rank_pids(server: ServerProcess) -> list[int]:
     below = processes_below(server.process.pid)
-    return [pid for pid, line in below.items() if "vlm_serve.engine.ranks" in line]
+    return [pid for pid, line in below.items() if "vlm_serve.engine.steps.ranks" in line]
 
 
 def test_answers_go_on_elsewhere_when_a_rank_is_killed(server: ServerProcess) -> None:

@@ -63,7 +63,7 @@ def test_another_group_of_ranks_comes_while_prompts_wait(server: ServerProcess) 
         for each in asking:
             each.result(SECONDS)
     below = processes_below(server.process.pid)
-    ranks = [line for line in below.values() if "vlm_serve.engine.ranks" in line]
+    ranks = [line for line in below.values() if "vlm_serve.engine.steps.ranks" in line]
     assert len(ranks) == 2 * (RANKS - 1), below
 
 

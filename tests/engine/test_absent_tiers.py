@@ -22,8 +22,8 @@ from serving import wait_for
 
 from vlm_serve.cache.tiers.disk import FILE_NAME
 from vlm_serve.cache.tiers.stack import TierStack
-from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.start.build import build
 from vlm_serve.pipeline.pipeline import Pipeline
 
 PROMPT = random_ids(100, seed=5)

@@ -8,9 +8,9 @@ from typing import Any
 from cache_texts import END_OF_TURN, Image, Text
 from cache_world import World, make_world
 
-from vlm_serve.engine import affinity_map as affinity_module
-from vlm_serve.engine.affinity_map import AffinityMap
-from vlm_serve.engine.mirror import TreeMirror
+from vlm_serve.engine.features import affinity_map as affinity_module
+from vlm_serve.engine.features.affinity_map import AffinityMap
+from vlm_serve.engine.features.mirror import TreeMirror
 from vlm_serve.preprocess.affinity import affinity_keys_of_body
 from vlm_serve.preprocess.keys import PromptKeys
 

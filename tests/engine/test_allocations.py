@@ -12,11 +12,11 @@ from families import FAMILIES, SPECS
 from make_checkpoint import make_checkpoint
 from peft_folders import random_factors, write_adapter
 
-from vlm_serve.engine import step_memory
-from vlm_serve.engine.adapters.table import SlotSizes, most_bytes
-from vlm_serve.engine.arithmetic import Backend, decide
-from vlm_serve.engine.memory import StepMemory
-from vlm_serve.engine.step_memory import measure_step_memory, peak_of, planned_step_memory
+from vlm_serve.engine.numerics.arithmetic import Backend, decide
+from vlm_serve.engine.start import step_memory
+from vlm_serve.engine.start.step_memory import measure_step_memory, peak_of, planned_step_memory
+from vlm_serve.engine.steps.adapter_table import SlotSizes, most_bytes
+from vlm_serve.engine.steps.memory import StepMemory
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.models import Model, load_model, read_spec
 from vlm_serve.models.adapters import place, read_adapter, uniform

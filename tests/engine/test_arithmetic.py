@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from vlm_serve.engine import step_paths
-from vlm_serve.engine.arithmetic import Backend, decide
-from vlm_serve.engine.step_paths import find_backend
+from vlm_serve.engine.numerics.arithmetic import Backend, decide
+from vlm_serve.engine.steps import step_paths
+from vlm_serve.engine.steps.step_paths import find_backend
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.kernels.native_self_test import SelfTestDigests

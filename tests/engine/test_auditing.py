@@ -18,11 +18,11 @@ from parity_cases import photograph, random_ids, user
 from serving import wait_for
 from symbolic import make_prompt
 
-from vlm_serve.engine.auditing import MAX_PENDING, Auditor, judge
-from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.plan import Sampled
-from vlm_serve.engine.request import Language, Request
-from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.features.audits import MAX_PENDING, Auditor, judge
+from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.requests.plan import Sampled
+from vlm_serve.engine.requests.request import Language, Request
+from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
@@ -89,7 +89,7 @@ def test_a_wrong_hit_is_noticed(
     pipe.generate(prompt, greedy(12))
     pool: torch.Tensor = executor_of(pipe.engine)._caches[what]
     pipe.engine.call(lambda: pool.copy_(torch.flip(pool, dims=(-2,)) * 3))
-    with caplog.at_level(logging.ERROR, "vlm_serve.engine.auditing"):
+    with caplog.at_level(logging.ERROR, "vlm_serve.engine.features.audits"):
         wrong = pipe.generate(prompt, greedy(12))
         assert wrong.usage.cached_tokens == 96
         assert counts(pipe, 1) == {"audits": 1, "mismatches": 1, "near_ties": 0, "dropped": 0}

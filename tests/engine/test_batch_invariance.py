@@ -21,8 +21,8 @@ from make_checkpoint import make_checkpoint
 from sweeps import quick
 from triton_case import engines_on_triton
 
-from vlm_serve.engine.arithmetic import Backend, decide
-from vlm_serve.engine.invariance import exact_only, promise
+from vlm_serve.engine.numerics.arithmetic import Backend, decide
+from vlm_serve.engine.numerics.invariance import exact_only, promise
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.native_self_test import SelfTestDigests
 from vlm_serve.kernels.paged_attention import triton as attention_triton

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlm_serve.engine.batching import KnownSequence, make_batch
-from vlm_serve.engine.plan import SampleTask, SequenceInfo, Slice
+from vlm_serve.engine.requests.plan import SampleTask, SequenceInfo, Slice
+from vlm_serve.engine.steps.batching import KnownSequence, make_batch
 from vlm_serve.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, presence_penalty=1.0)

@@ -16,12 +16,12 @@ from queued_device import QueuedDevice, with_queue
 from step_graphs import SPECS
 from sweeps import quick
 
-from vlm_serve.engine import build as building
-from vlm_serve.engine import step_paths
-from vlm_serve.engine.draft_graphs import DraftGraphs
-from vlm_serve.engine.drafts.lengths import CostCurve
-from vlm_serve.engine.step_graphs import StepGraphs
-from vlm_serve.engine.step_sizes import StepSize
+from vlm_serve.engine.features.drafts.lengths import CostCurve
+from vlm_serve.engine.start import build as building
+from vlm_serve.engine.steps import step_paths
+from vlm_serve.engine.steps.draft_graphs import DraftGraphs
+from vlm_serve.engine.steps.step_graphs import StepGraphs
+from vlm_serve.engine.steps.step_sizes import StepSize
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.models.parts import feed_forward
 from vlm_serve.options.config import EngineConfig

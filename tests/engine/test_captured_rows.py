@@ -11,10 +11,10 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
-from vlm_serve.engine import step_paths
-from vlm_serve.engine.arithmetic import Backend, decide
-from vlm_serve.engine.step_sizes import CapturedRows
-from vlm_serve.engine.step_tables import Step, StepTables
+from vlm_serve.engine.numerics.arithmetic import Backend, decide
+from vlm_serve.engine.steps import step_paths
+from vlm_serve.engine.steps.step_sizes import CapturedRows
+from vlm_serve.engine.steps.step_tables import Step, StepTables
 from vlm_serve.models import load_model, read_spec
 from vlm_serve.options.config import EngineConfig
 

@@ -14,10 +14,10 @@ from letters import Letters
 from symbolic import make_prompt
 from together import together
 
-from vlm_serve.engine.plan import SampleTask
-from vlm_serve.engine.request import Language, Request
-from vlm_serve.engine.sampler import SequenceSampler, sample
-from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.requests.plan import SampleTask
+from vlm_serve.engine.requests.request import Language, Request
+from vlm_serve.engine.requests.sequence import SequenceGroup
+from vlm_serve.engine.steps.sampler import SequenceSampler, sample
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar import state
 from vlm_serve.options.config import EngineConfig

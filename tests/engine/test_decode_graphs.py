@@ -27,12 +27,12 @@ from step_graphs import (
 )
 from sweeps import quick
 
-from vlm_serve.engine.build import build
-from vlm_serve.engine.drafting import Drafting
-from vlm_serve.engine.step_buffers import StepBuffers
-from vlm_serve.engine.step_graphs import StepGraphs
-from vlm_serve.engine.step_sizes import SequenceLimits, StepSize, decode_sizes
-from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.features.drafts.drafting import Drafting
+from vlm_serve.engine.start.build import build
+from vlm_serve.engine.steps.step_buffers import StepBuffers
+from vlm_serve.engine.steps.step_graphs import StepGraphs
+from vlm_serve.engine.steps.step_sizes import SequenceLimits, StepSize, decode_sizes
+from vlm_serve.engine.steps.step_tables import HostRing
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vlm_serve.engine.detokenizer import Detokenizer
+from vlm_serve.engine.requests.detokenizer import Detokenizer
 
 
 class Bytes:

@@ -10,8 +10,8 @@ import torch
 from parity import executor_of, greedy
 from parity_cases import random_ids
 
-from vlm_serve.engine import local_executor
-from vlm_serve.engine.local_executor import after_failure
+from vlm_serve.engine.steps import local_executor
+from vlm_serve.engine.steps.local_executor import after_failure
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline

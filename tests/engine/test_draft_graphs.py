@@ -18,13 +18,13 @@ from queued_device import QueuedDevice, running
 from step_graphs import SPECS, HostFree, Written, started
 from sweeps import quick
 
-from vlm_serve.engine.batching import KnownSequence
-from vlm_serve.engine.draft_graphs import DraftBuffers, DraftGraphs
-from vlm_serve.engine.mtp_runner import MtpInput, MtpRunner, make_draft_batch
-from vlm_serve.engine.plan import SequenceInfo
-from vlm_serve.engine.step_graphs import StepGraphs
-from vlm_serve.engine.step_sizes import SequenceLimits, StepSize, pass_sizes
-from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.requests.plan import SequenceInfo
+from vlm_serve.engine.steps.batching import KnownSequence
+from vlm_serve.engine.steps.draft_graphs import DraftBuffers, DraftGraphs
+from vlm_serve.engine.steps.mtp_runner import MtpInput, MtpRunner, make_draft_batch
+from vlm_serve.engine.steps.step_graphs import StepGraphs
+from vlm_serve.engine.steps.step_sizes import SequenceLimits, StepSize, pass_sizes
+from vlm_serve.engine.steps.step_tables import HostRing
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches

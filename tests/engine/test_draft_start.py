@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlm_serve.engine.draft_start import why_off, with_drafts
+from vlm_serve.engine.start.draft_start import why_off, with_drafts
 from vlm_serve.options.config import EngineConfig
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from scheduling import BLOCK, Seer, World
 
-from vlm_serve.engine.drafting import max_drafts
-from vlm_serve.engine.executor import RowsAfter, StepError
-from vlm_serve.engine.plan import StepPlan
+from vlm_serve.engine.core.executor import RowsAfter, StepError
+from vlm_serve.engine.features.drafts.drafting import max_drafts
+from vlm_serve.engine.requests.plan import StepPlan
 
 MOST = 5
 ALONE = 11

@@ -20,8 +20,8 @@ from parity_cases import photograph, random_ids, user
 from sweeps import quick
 from together import together
 
-from vlm_serve.engine.drafting import Drafting
-from vlm_serve.engine.drafts.suffix import SuffixDrafter
+from vlm_serve.engine.features.drafts.drafting import Drafting
+from vlm_serve.engine.features.drafts.suffix import SuffixDrafter
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams

@@ -13,8 +13,8 @@ from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Origin
 from vlm_serve.cache.tiers.host import HostStore
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store_calls import WaitBudget
-from vlm_serve.engine import media_tiers
-from vlm_serve.engine.media_tiers import EmbeddingForm, EmbeddingTiers
+from vlm_serve.engine.core import media_tiers
+from vlm_serve.engine.core.media_tiers import EmbeddingForm, EmbeddingTiers
 
 FORM = EmbeddingForm(8, torch.bfloat16)
 TOKENS = 4

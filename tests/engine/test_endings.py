@@ -7,9 +7,9 @@ from scheduling import BLOCK, World
 from simulated_turns import AnyTurn
 from symbolic import END_OF_TURN, InjectedFailure
 
-from vlm_serve.engine.endings import LEAST_TOKENS
-from vlm_serve.engine.executor import StepError
-from vlm_serve.engine.sequence import Sequence, SequenceGroup
+from vlm_serve.engine.core.executor import StepError
+from vlm_serve.engine.features.endings.endings import LEAST_TOKENS
+from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 
 PROMPT = (5,) * 10
 LONG = (*range(6, 6 + LEAST_TOKENS), END_OF_TURN)

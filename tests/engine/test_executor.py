@@ -14,8 +14,8 @@ from parity import executor_of
 from parity_cases import photograph, random_ids, user
 from together import together
 
-from vlm_serve.engine.local_executor import LocalExecutor
-from vlm_serve.engine.plan import SequenceInfo, StepOutput, StepPlan
+from vlm_serve.engine.requests.plan import SequenceInfo, StepOutput, StepPlan
+from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vlm_serve.cache.experts import ExpertPiece
-from vlm_serve.engine.sequence import ExpertLog, Rows
+from vlm_serve.engine.requests.sequence import ExpertLog, Rows
 
 LAYERS, TOP_K = 3, 2
 

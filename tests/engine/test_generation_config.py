@@ -13,8 +13,8 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.commands.plan import make
-from vlm_serve.engine.build import find_checkpoint, with_generation
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.start.build import find_checkpoint, with_generation
 from vlm_serve.errors import CheckpointError, ConfigError, FieldError, ModelNotFoundError
 from vlm_serve.models.files import resolve_checkpoint
 from vlm_serve.models.registry import read_spec

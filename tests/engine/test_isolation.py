@@ -13,9 +13,9 @@ from make_checkpoint import make_checkpoint
 from parity import executor_of, greedy
 from parity_cases import random_ids
 
-from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.plan import SampleTask
-from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.requests.plan import SampleTask
+from vlm_serve.engine.requests.sequence import Sequence
 from vlm_serve.errors import EngineError
 from vlm_serve.models.parts.feed_forward import LoadedMlp
 from vlm_serve.options.config import EngineConfig

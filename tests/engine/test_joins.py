@@ -9,10 +9,10 @@ from scheduling import BLOCK, World
 from symbolic import SymbolicMedia, make_prompt
 
 from vlm_serve.cache.placement import MAX_NEW_SNAPSHOTS
-from vlm_serve.engine.executor import StepError
-from vlm_serve.engine.joins import MAX_FRUITLESS_JOINS, MAX_IDLE_STEPS
-from vlm_serve.engine.plan import StepPlan
-from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.core.executor import StepError
+from vlm_serve.engine.features.joins import MAX_FRUITLESS_JOINS, MAX_IDLE_STEPS
+from vlm_serve.engine.requests.plan import StepPlan
+from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.preprocess.prompt import Prompt
 
 DOCUMENT = tuple(range(5, 45)) * 2

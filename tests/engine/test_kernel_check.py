@@ -14,9 +14,9 @@ from make_checkpoint import make_checkpoint
 from step_graphs import SPECS
 from triton_case import DEVICE, kernels
 
-from vlm_serve.engine import kernel_check
-from vlm_serve.engine.arithmetic import Backend, decide
-from vlm_serve.engine.kernel_check import check_at_start, check_kernels
+from vlm_serve.engine.numerics.arithmetic import Backend, decide
+from vlm_serve.engine.start import kernel_check
+from vlm_serve.engine.start.kernel_check import check_at_start, check_kernels
 from vlm_serve.errors import EngineError
 from vlm_serve.kernels import gated_delta, kv_write, norms, triton_check
 from vlm_serve.kernels.dispatch import Op
@@ -229,7 +229,7 @@ def test_what_is_known_is_said_where_nothing_is_checked(
 def test_an_unusual_form_enters_the_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
-    monkeypatch.setattr("vlm_serve.engine.arithmetic.triton_version", lambda: "3.7.1")
+    monkeypatch.setattr("vlm_serve.engine.numerics.arithmetic.triton_version", lambda: "3.7.1")
     config = replace(CONFIG, dtype="auto")
     numerics = decide(config, torch.bfloat16, Backend(torch.device("cuda", 0))).numerics
     assert "triton 3.7.1 sums 3, chunk_gated_delta with 16 columns and 2 warps, torch" in numerics

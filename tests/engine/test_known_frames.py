@@ -14,7 +14,7 @@ from families import SPECS
 from make_checkpoint import make_checkpoint
 from parity import greedy
 
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
 

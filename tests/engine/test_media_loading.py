@@ -12,9 +12,9 @@ from parity import greedy
 from PIL import Image
 from waiting import WAIT_SECONDS, wait_for
 
-from vlm_serve.engine import build
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.start import build
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.preprocess.prompt import Prompt

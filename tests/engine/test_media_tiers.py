@@ -23,8 +23,8 @@ from parity_cases import photograph, user, video
 from vlm_serve.cache.tiers.disk import FILE_NAME
 from vlm_serve.cache.tiers.entry import Entry, Kind, Sealed, seal, unseal
 from vlm_serve.cache.tiers.host import HostStore
-from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.start.build import build
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.preprocess.raw_index import pack_record, unpack_record
@@ -251,7 +251,7 @@ def test_a_record_that_lies_changes_no_answer(dense: Path, tmp_path: Path, lie: 
 
 
 def test_host_memory_takes_what_is_evicted(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlm_serve.engine.build.EMBEDDING_CACHE_BYTES", 1)
+    monkeypatch.setattr("vlm_serve.engine.start.build.EMBEDDING_CACHE_BYTES", 1)
     with opened(dense) as pipe:
         cold = answer(pipe, MOVED)
     with opened(dense, host_cache_memory="64MiB") as pipe:

@@ -12,7 +12,7 @@ from cache_world import World, make_world
 from tree_follower import Follower
 
 from vlm_serve.cache.records import MediaStart
-from vlm_serve.engine.mirror import TreeMirror
+from vlm_serve.engine.features.mirror import TreeMirror
 
 TEXT = Text(list(range(10, 19)))
 

@@ -15,10 +15,10 @@ from make_checkpoint import make_checkpoint
 from parity_cases import photograph, random_ids, user
 from together import together
 
-from vlm_serve.engine.build import build
-from vlm_serve.engine.drafting import Drafting, PayoffProbe
-from vlm_serve.engine.drafts.base import MtpDrafter
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.features.drafts.base import MtpDrafter
+from vlm_serve.engine.features.drafts.drafting import Drafting, PayoffProbe
+from vlm_serve.engine.start.build import build
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline

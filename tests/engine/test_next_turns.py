@@ -13,7 +13,7 @@ from parity import greedy
 from parity_cases import random_ids
 from waiting import wait_for
 
-from vlm_serve.engine.outputs import Delta, FinishReason
+from vlm_serve.engine.requests.outputs import Delta, FinishReason
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline

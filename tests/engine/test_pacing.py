@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from scheduling import BLOCK, World
 
-from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.plan import Encode, StepPlan
-from vlm_serve.engine.planning import Pace
+from vlm_serve.engine.core.planning import Pace
+from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.requests.plan import Encode, StepPlan
 
 
 def step(tokens: int) -> StepPlan:

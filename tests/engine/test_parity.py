@@ -14,8 +14,8 @@ from parity import Comparison, Messages, check, greedy
 from parity_cases import SYSTEM, assistant, conversations, photograph, random_ids, user
 from sweeps import quick
 
-from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.start.build import build
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
 

@@ -7,7 +7,7 @@ import pickle
 from scheduling import World
 from symbolic import END_OF_TURN
 
-from vlm_serve.engine.plan import Sampled, StepOutput
+from vlm_serve.engine.requests.plan import Sampled, StepOutput
 
 
 def test_a_decode_step_is_as_small_after_a_long_answer_as_at_its_start() -> None:

@@ -21,8 +21,8 @@ from queued_device import QueuedDevice, with_queue
 from sweeps import quick
 
 from vlm_serve.commands.plan import make
-from vlm_serve.engine import pooling
-from vlm_serve.engine.pooling import embedding_of, score_of
+from vlm_serve.engine.requests import pooling
+from vlm_serve.engine.requests.pooling import embedding_of, score_of
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.options.config import EngineConfig

@@ -13,8 +13,8 @@ from make_checkpoint import make_checkpoint
 from parity_cases import photograph, random_ids, user
 from together import together
 
-from vlm_serve.engine.plan import PromptLogprobs
-from vlm_serve.engine.prompt_rows import PromptLog, logprob_rows
+from vlm_serve.engine.requests.plan import PromptLogprobs
+from vlm_serve.engine.requests.prompt_rows import PromptLog, logprob_rows
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cache_texts import Text
 from cache_world import World, make_world
 
-from vlm_serve.engine.mirror import SECONDS, RecentChanges, TreeMirror
+from vlm_serve.engine.features.mirror import SECONDS, RecentChanges, TreeMirror
 
 TEXT = Text(list(range(10, 19)))
 

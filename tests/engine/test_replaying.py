@@ -6,9 +6,9 @@ import pytest
 from scheduling import BLOCK, World
 from symbolic import VOCABULARY, chain, extended, next_token
 
-from vlm_serve.engine.plan import StepPlan
-from vlm_serve.engine.queues import MAX_REPLAYS, REPLAYED_TOKENS, UpdateSlots
-from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.core.queues import MAX_REPLAYS, REPLAYED_TOKENS, UpdateSlots
+from vlm_serve.engine.requests.plan import StepPlan
+from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.errors import InvalidRequestError
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from vlm_serve.engine.outputs import PromptSegment
-from vlm_serve.engine.reports import prompt_segments, tokens_by_tier
+from vlm_serve.engine.requests.outputs import PromptSegment
+from vlm_serve.engine.requests.reports import prompt_segments, tokens_by_tier
 
 
 def told(boundary: int, length: int, *fetched: tuple[int, int, str]) -> list[tuple[int, int, str]]:

@@ -19,7 +19,7 @@ from parity_cases import random_ids
 from sweeps import quick
 
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.prompt import Prompt

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
-from vlm_serve.engine.sampler import SequenceSampler, sample, uniform
+from vlm_serve.engine.requests.plan import Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.steps.sampler import SequenceSampler, sample, uniform
 from vlm_serve.sampling_params import SamplingParams
 
 NEUTRAL = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0)

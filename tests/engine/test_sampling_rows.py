@@ -10,9 +10,9 @@ import pytest
 import torch
 from recorded_ops import RecordedOps
 
-from vlm_serve.engine import sampler as sampling
-from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
-from vlm_serve.engine.sampler import SequenceSampler, draw_rows, sample
+from vlm_serve.engine.requests.plan import Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.steps import sampler as sampling
+from vlm_serve.engine.steps.sampler import SequenceSampler, draw_rows, sample
 from vlm_serve.sampling_params import SamplingParams
 
 VOCAB = 97

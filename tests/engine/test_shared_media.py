@@ -181,7 +181,7 @@ def test_a_record_that_lies_is_overwritten_for_everybody(dense: Path, store: Sto
         cold = answer(alone, chat)
     with opened(dense, store) as liar, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "vlm_serve.engine.media_tiers.pack_record",
+            "vlm_serve.engine.core.media_tiers.pack_record",
             lambda record: pack_record(replace(record, hashes=(b"?" * 32,))),
         )
         liar.engine.preprocessor.prepare(chat)

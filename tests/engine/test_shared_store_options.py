@@ -12,8 +12,8 @@ import pytest
 from redis_server import StoreServer, running
 
 from vlm_serve.commands.plan import make, render
-from vlm_serve.engine.build import build
-from vlm_serve.engine.shared_store import find_store, read_address
+from vlm_serve.engine.features.tiers.shared_store import find_store, read_address
+from vlm_serve.engine.start.build import build
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 

@@ -12,8 +12,8 @@ from simulated_adapters import NAMES, AdapterSimulation
 from simulation import Simulation
 from sweeps import quick
 
-from vlm_serve.engine.features import TABLE, Row
-from vlm_serve.engine.replaying import Replays
+from vlm_serve.engine.features.replays import Replays
+from vlm_serve.engine.features.table import TABLE, Row
 
 STEPS = 200
 EVENTFUL = 34

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vlm_serve.engine.slicing import chunk_ends, slice_end
+from vlm_serve.engine.core.slicing import chunk_ends, slice_end
 
 
 def _cuts(length: int, block_size: int, extra: set[int]) -> list[int]:

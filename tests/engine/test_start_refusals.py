@@ -19,9 +19,9 @@ from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.commands.plan import make
-from vlm_serve.engine.build import build, longest_context
-from vlm_serve.engine.memory import MemoryPlan, check_pools, host_memory, named_shortage
-from vlm_serve.engine.ranks.start import _rendezvous
+from vlm_serve.engine.start.build import build, longest_context
+from vlm_serve.engine.steps.memory import MemoryPlan, check_pools, host_memory, named_shortage
+from vlm_serve.engine.steps.ranks.start import _rendezvous
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.models.registry import read_spec
 from vlm_serve.options.config import EngineConfig

@@ -14,12 +14,12 @@ from families import FAMILIES
 from make_checkpoint import make_checkpoint
 from parity import executor_of
 
-from vlm_serve.engine import memory as sizes
-from vlm_serve.engine import step_memory
-from vlm_serve.engine.memory import StepMemory, default_cache_memory
-from vlm_serve.engine.step_memory import fixed_parts, largest_span, measure_step_memory
-from vlm_serve.engine.step_sizes import CapturedRows
-from vlm_serve.engine.tower_graphs import patch_sizes
+from vlm_serve.engine.start import step_memory
+from vlm_serve.engine.start.step_memory import fixed_parts, largest_span, measure_step_memory
+from vlm_serve.engine.steps import memory as sizes
+from vlm_serve.engine.steps.memory import StepMemory, default_cache_memory
+from vlm_serve.engine.steps.step_sizes import CapturedRows
+from vlm_serve.engine.steps.tower_graphs import patch_sizes
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline

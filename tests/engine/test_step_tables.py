@@ -8,7 +8,7 @@ from make_checkpoint import make_checkpoint
 from queued_device import FAULTS, QueuedDevice, broken, with_queue
 from step_graphs import SPECS
 
-from vlm_serve.engine.step_tables import HostRing, Parts, StepTables, Table, Tables
+from vlm_serve.engine.steps.step_tables import HostRing, Parts, StepTables, Table, Tables
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline

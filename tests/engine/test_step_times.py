@@ -9,7 +9,7 @@ import pytest
 from make_checkpoint import make_checkpoint
 from parity import greedy
 
-from vlm_serve.engine.loop import BOUNDS, StepTimes
+from vlm_serve.engine.core.loop import BOUNDS, StepTimes
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 

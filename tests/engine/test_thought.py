@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from together import together
 
-from vlm_serve.engine.detokenizer import Detokenizer
-from vlm_serve.engine.thought import Thought, ThoughtState
+from vlm_serve.engine.requests.detokenizer import Detokenizer
+from vlm_serve.engine.requests.thought import Thought, ThoughtState
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline

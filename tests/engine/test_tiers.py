@@ -23,8 +23,8 @@ from together import together
 
 from vlm_serve.cache.tiers.disk import FILE_NAME
 from vlm_serve.cache.tiers.host import HostStore
-from vlm_serve.engine.build import build
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.start.build import build
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline

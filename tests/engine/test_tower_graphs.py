@@ -19,8 +19,8 @@ from queued_device import QueuedDevice, with_queue
 from step_graphs import SPECS, HostFree
 from triton_case import row_by_row
 
-from vlm_serve.engine import tower_graphs
-from vlm_serve.engine.tower_graphs import TowerGraphs, most_tiles, patch_sizes
+from vlm_serve.engine.steps import tower_graphs
+from vlm_serve.engine.steps.tower_graphs import TowerGraphs, most_tiles, patch_sizes
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.triton_support import Target, interpreted, record_launches

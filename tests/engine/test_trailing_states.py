@@ -6,8 +6,8 @@ import pytest
 from scheduling import BLOCK, Seer, World
 from simulated_turns import AnyTurn
 
-from vlm_serve.engine.executor import RowsAfter, StepError
-from vlm_serve.engine.sequence import SequenceGroup
+from vlm_serve.engine.core.executor import RowsAfter, StepError
+from vlm_serve.engine.requests.sequence import SequenceGroup
 
 PROMPT = (5,) * 10
 

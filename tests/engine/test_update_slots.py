@@ -9,9 +9,9 @@ import pytest
 from letters import Letters
 from symbolic import make_prompt
 
-from vlm_serve.engine.queues import UpdateSlotAllocator, UpdateSlots
-from vlm_serve.engine.request import Language, Request
-from vlm_serve.engine.sequence import Sequence, SequenceGroup
+from vlm_serve.engine.core.queues import UpdateSlotAllocator, UpdateSlots
+from vlm_serve.engine.requests.request import Language, Request
+from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 from vlm_serve.sampling_params import SamplingParams
 
 SIZE = 4

@@ -17,10 +17,10 @@ from queued_device import QueuedDevice, running
 from step_graphs import SPECS, HostFree, Written, bits, started
 from sweeps import quick
 
-from vlm_serve.engine.step_buffers import StepBuffers
-from vlm_serve.engine.step_graphs import StepGraphs
-from vlm_serve.engine.step_sizes import SequenceLimits, StepSize, verify_sizes
-from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.steps.step_buffers import StepBuffers
+from vlm_serve.engine.steps.step_graphs import StepGraphs
+from vlm_serve.engine.steps.step_sizes import SequenceLimits, StepSize, verify_sizes
+from vlm_serve.engine.steps.step_tables import HostRing
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges

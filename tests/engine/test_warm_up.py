@@ -15,8 +15,8 @@ from families import FAMILIES
 from make_checkpoint import make_checkpoint
 from sweeps import quick
 
-from vlm_serve.engine.arithmetic import Backend, decide
-from vlm_serve.engine.warm_up import warm_up
+from vlm_serve.engine.numerics.arithmetic import Backend, decide
+from vlm_serve.engine.start.warm_up import warm_up
 from vlm_serve.models import load_model, read_spec
 from vlm_serve.options.config import EngineConfig
 

@@ -10,7 +10,7 @@ import torch
 from quantised_codes import dequantised, integers
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_row
 
-from vlm_serve.engine.adapters.table import FixedRows, row_tables, write_changes
+from vlm_serve.engine.steps.adapter_table import FixedRows, row_tables, write_changes
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_factors import RECORD, LowRankChange, Up, held

@@ -18,7 +18,7 @@ import torch
 from kernel_oracles import gated_delta_reference
 from triton_case import assert_near, kernels, prefill_case, randn
 
-from vlm_serve.engine.arithmetic import Backend, decide
+from vlm_serve.engine.numerics.arithmetic import Backend, decide
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.backends import LIBRARIES, choose, named
 from vlm_serve.kernels.checks import KernelArgumentError

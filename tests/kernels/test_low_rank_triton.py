@@ -9,7 +9,7 @@ import torch
 from kernel_oracles import rms_norm_reference
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn, row_by_row
 
-from vlm_serve.engine.adapters.table import FixedRows, row_tables, write_changes
+from vlm_serve.engine.steps.adapter_table import FixedRows, row_tables, write_changes
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear import Joined, low_rank
 from vlm_serve.kernels.linear.base import Epilogue, Linear

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlm_serve.engine.step_paths import find_backend
+from vlm_serve.engine.steps.step_paths import find_backend
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import native_build, native_library, native_processor, native_self_test
 from vlm_serve.kernels import native_shipped as module

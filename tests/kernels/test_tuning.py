@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.common.gpu_table import LEAST_GAIN, Timed, best_tiles, write_table
-from vlm_serve.engine.arithmetic import Backend, decide
+from vlm_serve.engine.numerics.arithmetic import Backend, decide
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import tuning
 from vlm_serve.kernels.linear import few_codes_triton

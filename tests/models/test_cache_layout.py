@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from vlm_serve.cache.tiers.entry import Kind
-from vlm_serve.engine.tier_transfer import TensorTransfer, to_bytes
+from vlm_serve.engine.core.media_tiers import to_bytes
+from vlm_serve.engine.steps.tier_transfer import TensorTransfer
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
 from vlm_serve.models.parts.attention import Attention
 

@@ -12,9 +12,9 @@ from compiled_cases import SPECS
 from make_checkpoint import make_checkpoint
 from model_driver import Driver, Sequence_, text_sequence
 
-from vlm_serve.engine import step_paths
-from vlm_serve.engine.build import build
-from vlm_serve.engine.local_executor import LocalExecutor
+from vlm_serve.engine.start.build import build
+from vlm_serve.engine.steps import step_paths
+from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.native_build import BuildError

@@ -14,9 +14,9 @@ from model_driver import Driver, text_sequence
 from quantised_oracles import experts_together
 from safetensors.torch import load_file
 
-from vlm_serve.engine.batching import KnownSequence
-from vlm_serve.engine.mtp_runner import MtpInput, make_draft_batch
-from vlm_serve.engine.plan import SequenceInfo
+from vlm_serve.engine.requests.plan import SequenceInfo
+from vlm_serve.engine.steps.batching import KnownSequence
+from vlm_serve.engine.steps.mtp_runner import MtpInput, make_draft_batch
 from vlm_serve.models import load_model
 from vlm_serve.sampling_params import SamplingParams
 

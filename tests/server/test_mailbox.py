@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vlm_serve.engine.outputs import Delta, FinishReason
+from vlm_serve.engine.requests.outputs import Delta, FinishReason
 from vlm_serve.server.service import PATIENT_SECONDS, Mailbox
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vlm_serve.engine.arithmetic import Backend, decide
-from vlm_serve.engine.memory import MemoryPlan, StepMemory
+from vlm_serve.engine.numerics.arithmetic import Backend, decide
+from vlm_serve.engine.steps.memory import MemoryPlan, StepMemory
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.weight_sizes import WeightBytes
 from vlm_serve.options.config import EngineConfig

@@ -12,7 +12,7 @@ from server_process import COMMAND
 from sweeps import quick
 
 from vlm_serve.cli import main
-from vlm_serve.engine.memory import free_host_memory
+from vlm_serve.engine.steps.memory import free_host_memory
 from vlm_serve.system.process_limits import free_address_space
 
 SMALL = ("--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.errors import ConfigError, MediaError, MediaFetchError
 from vlm_serve.kernels.native_library import built
 from vlm_serve.options.config import EngineConfig

@@ -10,10 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from vlm_serve.engine.arithmetic import decide, name_of
-from vlm_serve.engine.invariance import promise
-from vlm_serve.engine.memory import free_host_memory
-from vlm_serve.engine.step_paths import find_backend
+from vlm_serve.engine.numerics.arithmetic import decide, name_of
+from vlm_serve.engine.numerics.invariance import promise
+from vlm_serve.engine.steps.memory import free_host_memory
+from vlm_serve.engine.steps.step_paths import find_backend
 from vlm_serve.kernels import native_build, native_kept, native_library
 from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.kernels.native_processor import processor_name

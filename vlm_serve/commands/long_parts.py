@@ -7,9 +7,9 @@ import logging
 import sys
 
 LONG_PARTS = (
-    "vlm_serve.engine.kernel_check",
-    "vlm_serve.engine.step_paths",
-    "vlm_serve.engine.warm_up",
+    "vlm_serve.engine.start.kernel_check",
+    "vlm_serve.engine.steps.step_paths",
+    "vlm_serve.engine.start.warm_up",
     "vlm_serve.kernels.native_build",
     "vlm_serve.models.files",
     "vlm_serve.models.weights",

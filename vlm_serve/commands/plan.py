@@ -12,12 +12,20 @@ from typing import Any
 
 import torch
 
-from vlm_serve.engine.adapter_start import planned_bytes
-from vlm_serve.engine.arithmetic import Arithmetic, decide
-from vlm_serve.engine.build import changes_of, find_checkpoint, longest_context, with_block_size
-from vlm_serve.engine.draft_start import with_drafts, with_mtp
-from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
-from vlm_serve.engine.memory import (
+from vlm_serve.engine.features.drafts.suffix import ANSWER_BYTES
+from vlm_serve.engine.features.tiers.shared_store import read_address
+from vlm_serve.engine.numerics.arithmetic import Arithmetic, decide
+from vlm_serve.engine.requests.pooling import head_rows, without_drafts
+from vlm_serve.engine.start.adapter_start import planned_bytes
+from vlm_serve.engine.start.build import (
+    changes_of,
+    find_checkpoint,
+    longest_context,
+    with_block_size,
+)
+from vlm_serve.engine.start.draft_start import with_drafts, with_mtp
+from vlm_serve.engine.start.step_memory import planned_step_memory
+from vlm_serve.engine.steps.memory import (
     EMBEDDING_CACHE_BYTES,
     LOGPROB_CACHE_BYTES,
     MemoryPlan,
@@ -27,11 +35,8 @@ from vlm_serve.engine.memory import (
     plan_memory,
     split_by_interval,
 )
-from vlm_serve.engine.pooling import head_rows, without_drafts
-from vlm_serve.engine.ranks.start import slot_bytes
-from vlm_serve.engine.shared_store import read_address
-from vlm_serve.engine.step_memory import planned_step_memory
-from vlm_serve.engine.step_paths import find_backend, graphs_wanted
+from vlm_serve.engine.steps.ranks.start import slot_bytes
+from vlm_serve.engine.steps.step_paths import find_backend, graphs_wanted
 from vlm_serve.models import ModelSpec, read_spec
 from vlm_serve.models.weight_sizes import WeightBytes, prompt_price, weight_bytes
 from vlm_serve.options.config import EngineConfig

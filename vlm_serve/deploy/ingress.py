@@ -21,7 +21,7 @@ from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.deploy.replica import ReplicaSetup
 from vlm_serve.deploy.replica_pool import ReplicaPool
 from vlm_serve.deploy.serving import application, max_open_requests
-from vlm_serve.engine.adapters.options import named_adapters
+from vlm_serve.engine.features.adapters.options import named_adapters
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import from_mapping, options_of

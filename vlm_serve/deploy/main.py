@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from vlm_serve.deploy.checks import check
 from vlm_serve.deploy.cluster import Cluster, end_on_signals
 from vlm_serve.deploy.options import DeployConfig
-from vlm_serve.engine.adapters.options import named_adapters
+from vlm_serve.engine.features.adapters.options import named_adapters
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig

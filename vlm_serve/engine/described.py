@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from vlm_serve.engine.draft_start import why_off
-from vlm_serve.engine.drafting import max_drafts
-from vlm_serve.engine.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.memory import LOGPROB_CACHE_BYTES
-from vlm_serve.engine.ranks.start import slot_bytes
-from vlm_serve.engine.step_sizes import CapturedRows
-from vlm_serve.engine.tower_graphs import patch_sizes
+from vlm_serve.engine.features.drafts.drafting import max_drafts
+from vlm_serve.engine.features.drafts.suffix import ANSWER_BYTES
+from vlm_serve.engine.start.draft_start import why_off
+from vlm_serve.engine.steps.memory import LOGPROB_CACHE_BYTES
+from vlm_serve.engine.steps.ranks.start import slot_bytes
+from vlm_serve.engine.steps.step_sizes import CapturedRows
+from vlm_serve.engine.steps.tower_graphs import patch_sizes
 from vlm_serve.models.weight_sizes import prompt_price
 from vlm_serve.options.declared import format_size
 

@@ -12,25 +12,23 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import ListedNode, NodeInfo, TreePage, describe
-from vlm_serve.engine.adapters.store import AdapterCounts, ServedAdapter
-from vlm_serve.engine.affinity_map import AffinityMap
-from vlm_serve.engine.auditing import Auditor
-from vlm_serve.engine.build import build
-from vlm_serve.engine.drafting import Drafting
-from vlm_serve.engine.inspection import Inspector, PinInfo
-from vlm_serve.engine.joins import Joining
-from vlm_serve.engine.loop import EngineLoop
-from vlm_serve.engine.mirror import TreeMirror
-from vlm_serve.engine.next_turns import PlainTurn
-from vlm_serve.engine.outputs import CacheReport, Delta
-from vlm_serve.engine.parts import EngineParts
-from vlm_serve.engine.pooling import check_task
-from vlm_serve.engine.replaying import ReplayCounts, Replays
-from vlm_serve.engine.request import NextTurn, Request, find_bad_words
-from vlm_serve.engine.sequence import SequenceGroup
-from vlm_serve.engine.thought import CLOSING, Thought
-from vlm_serve.engine.tier_loading import TierLoading
-from vlm_serve.engine.validation import (
+from vlm_serve.engine.core.loop import EngineLoop
+from vlm_serve.engine.features.adapters.store import AdapterCounts, ServedAdapter
+from vlm_serve.engine.features.affinity_map import AffinityMap
+from vlm_serve.engine.features.audits import Auditor
+from vlm_serve.engine.features.drafts.drafting import Drafting
+from vlm_serve.engine.features.endings.next_turns import PlainTurn
+from vlm_serve.engine.features.inspection import Inspector, PinInfo
+from vlm_serve.engine.features.joins import Joining
+from vlm_serve.engine.features.mirror import TreeMirror
+from vlm_serve.engine.features.replays import ReplayCounts, Replays
+from vlm_serve.engine.features.tiers.loading import TierLoading
+from vlm_serve.engine.requests.outputs import CacheReport, Delta
+from vlm_serve.engine.requests.pooling import check_task
+from vlm_serve.engine.requests.request import NextTurn, Request, find_bad_words
+from vlm_serve.engine.requests.sequence import SequenceGroup
+from vlm_serve.engine.requests.thought import CLOSING, Thought
+from vlm_serve.engine.requests.validation import (
     check_forced,
     check_logprobs,
     check_page,
@@ -39,6 +37,8 @@ from vlm_serve.engine.validation import (
     check_ttl,
     with_token_limit,
 )
+from vlm_serve.engine.start.build import build
+from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import Grammar

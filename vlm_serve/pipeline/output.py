@@ -6,11 +6,11 @@ import queue
 from dataclasses import dataclass, field, replace
 
 from vlm_serve.cache.experts import Rows
-from vlm_serve.engine.outputs import CacheReport, Delta, FinishReason, Usage
-from vlm_serve.engine.plan import PromptLogprobs
-from vlm_serve.engine.pooling import Vector
-from vlm_serve.engine.request import NextTurn
-from vlm_serve.engine.thought import Thought
+from vlm_serve.engine.requests.outputs import CacheReport, Delta, FinishReason, Usage
+from vlm_serve.engine.requests.plan import PromptLogprobs
+from vlm_serve.engine.requests.pooling import Vector
+from vlm_serve.engine.requests.request import NextTurn
+from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams

@@ -9,10 +9,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from vlm_serve.engine.adapters.options import LoRA
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.outputs import CacheReport, Delta
-from vlm_serve.engine.pooling import ONE_TOKEN, Vector, check_task, embedding_of, score_of
+from vlm_serve.engine.features.adapters.options import LoRA
+from vlm_serve.engine.requests.outputs import CacheReport, Delta
+from vlm_serve.engine.requests.pooling import ONE_TOKEN, Vector, check_task, embedding_of, score_of
 from vlm_serve.errors import ConfigError, EngineClosedError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.output import Choice as Choice

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.errors import FailedItemsError, InvalidRequestError
 from vlm_serve.options.declared import did_you_mean
 from vlm_serve.pipeline.output import Collector, Output, TextForm, split_delta

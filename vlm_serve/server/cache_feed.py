@@ -17,8 +17,8 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vlm_serve.engine.memory import EMBEDDING_CACHE_BYTES, LOGPROB_CACHE_BYTES
-from vlm_serve.engine.mirror import SECONDS, TreeMirror
+from vlm_serve.engine.features.mirror import SECONDS, TreeMirror
+from vlm_serve.engine.steps.memory import EMBEDDING_CACHE_BYTES, LOGPROB_CACHE_BYTES
 from vlm_serve.errors import EngineClosedError, OverloadedError
 from vlm_serve.server.http.errors import DrainingError
 from vlm_serve.server.http.open_requests import OpenRequests
@@ -26,7 +26,7 @@ from vlm_serve.server.state import ServerState
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
-    from vlm_serve.engine.memory import MemoryPlan
+    from vlm_serve.engine.steps.memory import MemoryPlan
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vlm_serve.engine.outputs import CacheReport, Usage
+from vlm_serve.engine.requests.outputs import CacheReport, Usage
 
 _access = logging.getLogger("vlm_serve.access")
 

@@ -20,8 +20,8 @@ from vlm_serve.server.metrics import Metrics
 from vlm_serve.server.response_store import ResponseStore
 
 if TYPE_CHECKING:
-    from vlm_serve.engine.adapters.store import AdapterStore
     from vlm_serve.engine.engine import Engine
+    from vlm_serve.engine.features.adapters.store import AdapterStore
 
 
 class KeyedBody(Protocol):

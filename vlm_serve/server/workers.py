@@ -60,7 +60,10 @@ def worker_table(preprocess_threads: int) -> tuple[WorkerGroup, ...]:
         WorkerGroup("process", "vlm_serve.preprocess.decode_worker", "4 + 3", "decoding media"),
         WorkerGroup("process", "vlm_serve.grammar.worker", 1, "compiling grammars"),
         WorkerGroup(
-            "process", "vlm_serve.engine.ranks.worker", "tensor_parallel_size - 1", "other ranks"
+            "process",
+            "vlm_serve.engine.steps.ranks.worker",
+            "tensor_parallel_size - 1",
+            "other ranks",
         ),
     )
 

@@ -13,7 +13,7 @@ from make_checkpoint import make_checkpoint
 from parity_cases import random_ids
 from peft_folders import adapted_experts, fused_experts, random_expert_factors, write_adapter
 
-from vlm_serve.engine.adapter_start import planned_bytes
+from vlm_serve.engine.start.adapter_start import planned_bytes
 from vlm_serve.errors import CheckpointError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline

@@ -25,9 +25,9 @@ from peft_folders import (
 from safetensors.torch import load_file
 from triton_case import engines_on_triton
 
-from vlm_serve.engine import adapter_start as start
-from vlm_serve.engine.adapters.options import slot_bytes
-from vlm_serve.engine.memory import StepMemory
+from vlm_serve.engine.features.adapters.options import slot_bytes
+from vlm_serve.engine.start import adapter_start as start
+from vlm_serve.engine.steps.memory import StepMemory
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
 from vlm_serve.kernels.triton_support import interpreted

@@ -18,13 +18,13 @@ from step_graphs import SPECS, HostFree, started
 from sweeps import quick
 from triton_case import kernels, row_by_row
 
-from vlm_serve.engine.adapters.options import LoRA
-from vlm_serve.engine.adapters.table import AdapterTable, SlotSizes
-from vlm_serve.engine.adapters.waiting import AdapterWaiting
-from vlm_serve.engine.step_buffers import StepBuffers
-from vlm_serve.engine.step_graphs import StepGraphs
-from vlm_serve.engine.step_sizes import SequenceLimits, StepSize
-from vlm_serve.engine.step_tables import HostRing
+from vlm_serve.engine.features.adapters.options import LoRA
+from vlm_serve.engine.features.adapters.waiting import AdapterWaiting
+from vlm_serve.engine.steps.adapter_table import AdapterTable, SlotSizes
+from vlm_serve.engine.steps.step_buffers import StepBuffers
+from vlm_serve.engine.steps.step_graphs import StepGraphs
+from vlm_serve.engine.steps.step_sizes import SequenceLimits, StepSize
+from vlm_serve.engine.steps.step_tables import HostRing
 from vlm_serve.kernels.dispatch import triton_everywhere
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_factors import RECORD

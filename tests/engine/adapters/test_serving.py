@@ -17,9 +17,9 @@ from parity import greedy, inputs_of
 from parity_cases import photograph, random_ids, user
 from peft_folders import adapted, random_adapter
 
-from vlm_serve.engine.adapters.options import LoRA
-from vlm_serve.engine.adapters.store import MAX_ADAPTERS, MAX_NAMES, OTHERS, AdapterCounts
-from vlm_serve.engine.outputs import Usage
+from vlm_serve.engine.features.adapters.options import LoRA
+from vlm_serve.engine.features.adapters.store import MAX_ADAPTERS, MAX_NAMES, OTHERS, AdapterCounts
+from vlm_serve.engine.requests.outputs import Usage
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline

@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from vlm_serve.engine.adapters.slots import NO_SLOT, AdapterSlots
-from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.features.adapters.slots import NO_SLOT, AdapterSlots
+from vlm_serve.engine.requests.sequence import Sequence
 from vlm_serve.errors import OverloadedError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up

@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from vlm_serve.engine.drafts.base import MAX_EVIDENCE
-from vlm_serve.engine.drafts.lengths import Acceptance, AcceptanceTracker
-from vlm_serve.engine.sequence import Sequence
+from vlm_serve.engine.features.drafts.base import MAX_EVIDENCE
+from vlm_serve.engine.features.drafts.lengths import Acceptance, AcceptanceTracker
+from vlm_serve.engine.requests.sequence import Sequence
 
 WEAK, STRONG = 0, MAX_EVIDENCE
 

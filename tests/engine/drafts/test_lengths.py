@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_serve.engine.drafts.base import MAX_EVIDENCE
-from vlm_serve.engine.drafts.lengths import Acceptance, Candidate, CostCurve, depths, share
+from vlm_serve.engine.features.drafts.base import MAX_EVIDENCE
+from vlm_serve.engine.features.drafts.lengths import Acceptance, Candidate, CostCurve, depths, share
 
 FREE = CostCurve()
 LINEAR = CostCurve([(1, 1.0), (2, 2.0)])

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from vlm_serve.engine.drafts import measuring
-from vlm_serve.engine.drafts.measuring import ascending, measure_plain, measure_rows, sizes
+from vlm_serve.engine.features.drafts import measuring
+from vlm_serve.engine.features.drafts.measuring import ascending, measure_plain, measure_rows, sizes
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vlm_serve.engine.drafting import PROBED_STEPS, PayoffProbe
+from vlm_serve.engine.features.drafts.drafting import PROBED_STEPS, PayoffProbe
 
 
 def ways(

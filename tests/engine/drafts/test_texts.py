@@ -9,7 +9,7 @@ from array import array
 from letters import Letters
 from symbolic import make_prompt
 
-from vlm_serve.engine.drafts.suffix import (
+from vlm_serve.engine.features.drafts.suffix import (
     BYTES_PER_TOKEN,
     CONTEXT_BYTES,
     MAX_TRIED,
@@ -20,8 +20,8 @@ from vlm_serve.engine.drafts.suffix import (
     nearest,
     repeated,
 )
-from vlm_serve.engine.request import Language, Request
-from vlm_serve.engine.sequence import Sequence, SequenceGroup
+from vlm_serve.engine.requests.request import Language, Request
+from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 from vlm_serve.sampling_params import SamplingParams
 
 NUMBERS = itertools.count()

@@ -20,7 +20,7 @@ from rank_processes import on_ranks_of, rank_processes
 from sweeps import quick
 
 from vlm_serve.commands.plan import make
-from vlm_serve.engine.ranks.process import RankProcesses
+from vlm_serve.engine.steps.ranks.process import RankProcesses
 from vlm_serve.models import read_spec
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline

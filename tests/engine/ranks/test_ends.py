@@ -22,8 +22,8 @@ from server_process import server_process
 from serving import wait_for
 
 from vlm_serve.cli import main
-from vlm_serve.engine.ranks.executor import ShardedExecutor
-from vlm_serve.engine.ranks.process import RankProcesses
+from vlm_serve.engine.steps.ranks.executor import ShardedExecutor
+from vlm_serve.engine.steps.ranks.process import RankProcesses
 from vlm_serve.errors import ConfigError, EngineClosedError, EngineError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
@@ -207,8 +207,8 @@ def test_a_step_that_fails_in_a_process_group_ends_the_engine() -> None:
 
 
 def test_a_rank_that_cannot_load_its_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vlm_serve.engine.ranks import start
-    from vlm_serve.engine.ranks.task import RankTask
+    from vlm_serve.engine.steps.ranks import start
+    from vlm_serve.engine.steps.ranks.task import RankTask
 
     with rank_processes(2) as processes:
         send = processes._all[0].send
@@ -246,7 +246,7 @@ def test_bad_sizes_are_one_sentence_at_start(
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from vlm_serve.engine.ranks.start import _devices
+    from vlm_serve.engine.steps.ranks.start import _devices
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but this machine has 1 GPU"):
@@ -256,7 +256,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_take_the_gpus_from_the_named_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from vlm_serve.engine.ranks.start import _devices
+    from vlm_serve.engine.steps.ranks.start import _devices
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert _devices(torch.device("cuda"), 2) == ["cuda:0", "cuda:1"]

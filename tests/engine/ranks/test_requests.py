@@ -16,8 +16,8 @@ from parity_cases import random_ids
 from rank_processes import on_ranks_of, rank_processes
 from together import together
 
-from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.ranks.process import RankProcesses
+from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.steps.ranks.process import RankProcesses
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.structured_outputs import StructuredOutputs

@@ -10,7 +10,7 @@ import pytest
 from other_user import mode, umask
 
 import vlm_serve
-from vlm_serve.engine.ranks.start import _rendezvous
+from vlm_serve.engine.steps.ranks.start import _rendezvous
 from vlm_serve.models import read_spec
 from vlm_serve.options.config import EngineConfig
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from vlm_serve.engine.ranks.process import ConnectionLostError, Wire
+from vlm_serve.engine.steps.ranks.process import ConnectionLostError, Wire
 
 
 @contextmanager

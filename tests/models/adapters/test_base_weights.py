@@ -16,7 +16,7 @@ from make_checkpoint import make_checkpoint
 from peft_folders import linears, random_factors, write_adapter
 from safetensors.torch import load_file
 
-from vlm_serve.engine.adapters.options import LoRA
+from vlm_serve.engine.features.adapters.options import LoRA
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.adapters import read_adapter
 from vlm_serve.models.adapters.beside import check_base

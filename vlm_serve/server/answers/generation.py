@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from vlm_serve.engine.outputs import CacheReport, Delta, Usage
-from vlm_serve.engine.plan import PromptLogprobs
-from vlm_serve.engine.request import NextTurn
-from vlm_serve.engine.thought import Thought
-from vlm_serve.engine.validation import check_logprobs
+from vlm_serve.engine.requests.outputs import CacheReport, Delta, Usage
+from vlm_serve.engine.requests.plan import PromptLogprobs
+from vlm_serve.engine.requests.request import NextTurn
+from vlm_serve.engine.requests.thought import Thought
+from vlm_serve.engine.requests.validation import check_logprobs
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.affinity import AffinityKey

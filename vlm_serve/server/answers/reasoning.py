@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, cast
 
-from vlm_serve.engine.thought import Thought
+from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.preprocess.family import THINK_END, begins_in_thought, leaves_thought_open
 from vlm_serve.preprocess.template_traits import TemplateTraits
 

@@ -10,7 +10,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from vlm_serve.engine.adapters.options import LoRA
+from vlm_serve.engine.features.adapters.options import LoRA
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 from vlm_serve.server.api.fields import RequestModel
 from vlm_serve.server.api.request_body import read_json

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Scope
 
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.keys import KeyScope
 from vlm_serve.preprocess.reading.conversation import Conversation

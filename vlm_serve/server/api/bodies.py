@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, Field
 
-from vlm_serve.engine.outputs import CacheReport, Delta, Usage
+from vlm_serve.engine.requests.outputs import CacheReport, Delta, Usage
 from vlm_serve.preprocess.prompt import Prompt
 
 T = TypeVar("T")

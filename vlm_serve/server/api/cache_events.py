@@ -17,7 +17,7 @@ from starlette.responses import Response
 from vlm_serve.cache.listing import ListedNode, NodeInfo
 from vlm_serve.cache.records import Hit
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.mirror import Change, PastChange, TreeListing
+from vlm_serve.engine.features.mirror import Change, PastChange, TreeListing
 from vlm_serve.server.api.cache import (
     CacheNode,
     VisibleRoots,

@@ -14,8 +14,8 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.plan import PromptLogprobs
+from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.requests.plan import PromptLogprobs
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vlm_serve.engine.request import NextTurn
+from vlm_serve.engine.requests.request import NextTurn
 from vlm_serve.errors import ContextLengthError, FieldError, InvalidRequestError
 from vlm_serve.preprocess.keys import KeyScope
 from vlm_serve.preprocess.prompt import Prompt

@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 from starlette.types import Scope
 
-from vlm_serve.engine.outputs import Delta
-from vlm_serve.engine.pooling import ONE_TOKEN, Vector, embedding_of, score_of
+from vlm_serve.engine.requests.outputs import Delta
+from vlm_serve.engine.requests.pooling import ONE_TOKEN, Vector, embedding_of, score_of
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.keys import KeyScope
 from vlm_serve.preprocess.pooled_prompts import embedding_messages, rerank_messages

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from vlm_serve.engine.outputs import CacheReport, Delta, PromptMedia, PromptSegment, Usage
+from vlm_serve.engine.requests.outputs import CacheReport, Delta, PromptMedia, PromptSegment, Usage
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.failover.attempt import FAILURE, REPORT, TOKENS, USAGE, Attempt, tokens_of
 

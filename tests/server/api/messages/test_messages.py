@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from serving import RunningServer, running
 from tool_texts import CALL, CITY_TOOL
 
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.errors import OverloadedError
 from vlm_serve.preprocess.template_traits import TemplateTraits, Thinking
 from vlm_serve.preprocess.tokenizer import Tokenizer

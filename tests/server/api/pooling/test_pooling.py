@@ -16,7 +16,7 @@ from families import SPECS
 from make_checkpoint import make_checkpoint
 from serving import RunningServer, ok, running
 
-from vlm_serve.engine import pooling
+from vlm_serve.engine.requests import pooling
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.server.config import ServerConfig

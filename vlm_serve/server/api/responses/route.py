@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from vlm_serve.engine.outputs import Delta
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_past

@@ -1,8 +1,0 @@
-"""LoRA adapters of an engine.
-
-options.py  the adapters that options name, and their limits
-store.py    adapters by name, with their users
-slots.py    those in the executor
-table.py    their addresses, for captured steps
-counts.py   counts of their requests
-"""

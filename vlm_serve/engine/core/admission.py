@@ -1,0 +1,191 @@
+"""Admission of waiting sequences: match, pin and reserve, or roll everything back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vlm_serve.cache.placement import plan_snapshots
+from vlm_serve.cache.prefix_cache import Match, PrefixCache
+from vlm_serve.engine.core.hooks import Admission, Hooks
+from vlm_serve.engine.core.slicing import slice_end
+from vlm_serve.engine.requests.outputs import CacheReport
+from vlm_serve.engine.requests.reports import boundary_key, prompt_segments, tokens_by_tier
+from vlm_serve.engine.requests.sequence import Sequence
+
+
+class Admitter:
+    """Admits sequences one at a time.
+
+    Args:
+        cache: prefix cache with blocks and rows.
+        hooks: features that may have a sequence wait for a deeper match, and that add to reports.
+        state_interval: tokens between regular snapshots of a long prompt.
+        complete_experts: if True, requests for routed experts do not reuse tokens without recorded
+            experts.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        hooks: Hooks,
+        state_interval: int,
+        *,
+        complete_experts: bool = False,
+    ) -> None:
+        self._cache = cache
+        self._hooks = hooks
+        self._state_interval = state_interval
+        self._complete_experts = complete_experts
+        self._refused: tuple[object, ...] = ()
+
+    def admit(self, sequence: Sequence, budget: int, *, alone: bool, whole: bool = False) -> bool:
+        """Give the sequence a lease with a live row and the blocks of its first slice. Return False
+        if that is not possible now.
+
+        If anything is missing, the tentative match is rolled back completely. If nothing else is
+        running, the match itself may hold the only evictable snapshot: it is then retried without
+        the match. If a deeper match is on its way, the sequence is set to `fetching` first.
+
+        Args:
+            budget: maximum number of tokens of its first slice.
+            alone: True if nothing else is running.
+            whole: admit only if the first slice completes the prompt.
+        """
+        if sequence.suspended is not None:
+            lease = self._cache.resume(sequence.suspended)
+            if lease is None and sequence.suspended.valid:
+                return False
+            sequence.suspended = None
+            if lease is not None:
+                sequence.lease = lease
+                return True
+        attempt = (sequence.number, budget, alone, whole, self._cache.version)
+        if self._refused == attempt:
+            return False  # the cache has not changed since the last attempt
+        admitted = self._try(sequence, budget, alone=alone, whole=whole)
+        if not admitted and not sequence.fetching:
+            self._refused = (*attempt[:-1], self._cache.version)
+        return admitted
+
+    def _try(self, sequence: Sequence, budget: int, *, alone: bool, whole: bool) -> bool:
+        if sequence.request.cold:
+            return self._start(sequence, None, budget, whole=whole)
+        match = self.match(sequence)
+        # After a failed step, recompute instead of fetching.
+        if not sequence.suspect_until and not self.may_use(sequence, match):
+            return False
+        if self._start(sequence, match, budget, whole=whole):
+            self._record_admission(sequence, match)
+            return True
+        if alone and match.boundary and self._start(sequence, None, budget, whole=whole):
+            self._record_admission(sequence, match, used=0)
+            return True
+        return False
+
+    def needs_experts(self, sequence: Sequence) -> bool:
+        """Return True if a sequence reuses no tokens without recorded experts."""
+        complete = self._complete_experts or sequence.request.complete_experts
+        return complete and sequence.experts is not None
+
+    def prefill_end(self, sequence: Sequence) -> int:
+        """Return the number of a waiting sequence's tokens that prefill computes. These are all of
+        them, or its prompt alone: decoding then computes its answer again."""
+        exact = self._cache.config.exact_only
+        return len(sequence.prompt) if exact else sequence.num_tokens
+
+    def match(self, sequence: Sequence) -> Match:
+        """Return what the cache has of a waiting sequence."""
+        target = self.prefill_end(sequence)
+        return self._cache.match(
+            sequence.keys,
+            limit=target - 1,
+            length=target,
+            complete_experts=self.needs_experts(sequence),
+            logprobs=sequence.group.wanted_rows,
+        )
+
+    def may_use(self, sequence: Sequence, match: Match, least: int = 0) -> bool:
+        """Return False if a sequence must wait for a match that becomes deeper than this one.
+
+        Args:
+            least: depth from which waiting is worth it.
+        """
+        return all(may(sequence, match, least) for may in self._hooks.may_use)
+
+    def _start(self, sequence: Sequence, match: Match | None, budget: int, *, whole: bool) -> bool:
+        target = self.prefill_end(sequence)
+        if whole and target - (match.boundary if match is not None else 0) > budget:
+            return False
+        lease = self._cache.open(match, private=sequence.request.cold)
+        start = lease.boundary
+        end = slice_end(sequence.keys.cuts, start, target, budget)
+        if end <= start or not self._cache.take_row(lease) or not self._cache.grow(lease, end):
+            self._cache.close(lease)
+            return False
+        sequence.lease = lease
+        if sequence.experts is not None:
+            sequence.experts.replay(self._cache.cached_experts(lease))
+        log = sequence.group.prompt_log
+        if log is not None and match is not None:
+            log.replay(match.logprobs)
+        sequence.num_cached = sequence.num_computed = start
+        sequence.prefill_target = target
+        sequence.snapshot_positions = dict(
+            plan_snapshots(
+                sequence.prompt,
+                start=start,
+                junction=self._cache.junction(match, sequence.keys) if match is not None else 0,
+                interval=self._state_interval,
+                min_gain=self._cache.config.min_snapshot_gain * self._cache.config.block_size,
+                first_row=log.first if log is not None else None,
+                learned=self._cache.places.table(sequence.keys.root),
+            )
+        )
+        return True
+
+    def _record_admission(self, sequence: Sequence, match: Match, used: int | None = None) -> None:
+        group, experts = sequence.group, sequence.experts
+        boundary = match.boundary if used is None else used
+        replay = group.report is not None
+        assert sequence.lease is not None
+        admission = Admission(sequence, match, boundary, match.reason)
+        for notice in self._hooks.on_matched:
+            notice(admission)
+        match = replace(match, reason=admission.reason)
+        joined_tokens, joined_ms = admission.joined_tokens, admission.joined_ms
+        self._cache.record(
+            sequence.lease,
+            match,
+            len(sequence.prompt),
+            used=boundary,
+            replay=replay,
+            joined_tokens=joined_tokens,
+            joined_ms=joined_ms,
+        )
+        if replay:
+            return
+        self._cache.learn(
+            sequence.lease,
+            match,
+            sequence.keys,
+            len(sequence.prompt),
+            sequence.snapshot_positions,
+        )
+        log, length = group.prompt_log, len(sequence.prompt)
+        segments = prompt_segments(boundary, length, admission.fetched)
+        group.cached_tokens = boundary
+        group.report = CacheReport(
+            prompt_tokens=length,
+            kv_boundary=match.kv_boundary,
+            state_boundary=match.state_boundary,
+            boundary=boundary,
+            tiers=tokens_by_tier(segments),
+            reason=match.reason,
+            experts_missing=0 if experts is None else experts.num_unknown(boundary),
+            logprobs_reused=0 if log is None else log.num_reused,
+            joined_tokens=joined_tokens,
+            joined_ms=joined_ms,
+            answer_tokens=match.answered if boundary else 0,
+            segments=segments,
+            boundary_key=boundary_key(sequence.keys, boundary),
+        )

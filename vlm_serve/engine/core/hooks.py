@@ -1,0 +1,244 @@
+"""Hooks of the core step: the moments at which features are called.
+
+The core plans, runs and commits. It imports no feature; a feature has methods of these names, and
+`Hooks` calls those of all features in the order of the table (`features.py`). One that is off is
+not in the table, so nothing of it is called.
+
+*Notices* (`on_...`) tell what has happened. *Vetoes* (`may_...`) say whether something may happen
+now. *Offers* (`plan_...`) add to the step that is being planned, in the order of these phases:
+open, decode, prompts, drafts, trail, (the core folds), close. *Reclaims* give memory back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from vlm_serve.cache.matching import Match
+from vlm_serve.engine.requests.plan import Slice, StepOutput, StepPlan
+from vlm_serve.engine.requests.request import Request
+from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
+
+Holding = Literal["memory", "adapters"]
+"""What a reclaim is to free: anything, or slots of adapters alone."""
+
+
+class Loop(Protocol):
+    """What features may ask of the engine's loop. `post` is thread-safe; everything else belongs to
+    the loop's own thread."""
+
+    @property
+    def num_running(self) -> int:
+        """Number of running sequences."""
+
+    @property
+    def has_idle_callers(self) -> bool:
+        """True if a caller's request waits for anything but a running prefill."""
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run a command between two steps. Raise EngineClosedError if the loop has ended."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that does not come from a caller."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request. Ignore unknown ids."""
+
+
+class CommittedRow(NamedTuple):
+    """One slice of a committed step.
+
+    Attributes:
+        sequence: its sequence, which may have ended.
+        item: the slice.
+        accepted: number of its sampled tokens that have become part of the answer.
+    """
+
+    sequence: Sequence
+    item: Slice
+    accepted: int
+
+
+@dataclass(slots=True)
+class Admission:
+    """What the report of an admitted request says; features add what they know.
+
+    Attributes:
+        sequence: the sequence; it has its lease.
+        match: what the cache had of its prompt.
+        boundary: number of tokens that it reuses, at most those of the match.
+        reason: why the match is not deeper, see `cache.reasons`.
+        fetched: (start, end, tier) of tokens that came from lower tiers.
+        joined_tokens, joined_ms: what waiting for another prefill has gained and taken.
+    """
+
+    sequence: Sequence
+    match: Match
+    boundary: int
+    reason: str
+    fetched: tuple[tuple[int, int, str], ...] = ()
+    joined_tokens: int = 0
+    joined_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Methods of features by moment, in the table's order.
+
+    What concerns a whole step is called once a step with all its rows; what concerns a sequence is
+    called once for each.
+
+    Attributes:
+        on_added: a request has been queued.
+        on_waiting: a sequence begins to wait for its admission, at first or again.
+        on_admitted: a sequence has got a lease, and none of its tokens is planned yet.
+        on_matched: the same, with what its request's report will say.
+        on_fetched: what a waiting sequence can start from may have grown.
+        on_stopping: a running sequence is about to lose its lease and to wait again.
+        on_ended: an answer has ended. What its sequence holds may be kept for a while.
+        on_learned: a step has succeeded and took so many seconds.
+        on_computed: the tokens of ended answers have been committed, and no others yet.
+        on_committed: a step has been committed.
+        on_failed: a step has failed, and nothing has been rolled back yet.
+        may_start: may a waiting sequence be admitted now? One that raises ends its request.
+        may_use: may a sequence start from this match, or is a deeper one than `least` coming?
+        may_leave: may a sequence whose answer has ended give up what it holds?
+        plan_open: takes tokens of the step before all others do, at most as many as are given.
+            Return their number.
+        plan_decode: extends the decode token of a sequence whose next tokens are known, by at most
+            as many tokens as are given.
+        plan_prompts: looks at the sequences that wait or run; called whenever some may have begun
+            to, before prompts are planned and in between.
+        plan_drafts: adds drafts, at most as many tokens as are given.
+        plan_trail: adds copies of state rows, before pending updates are folded into these.
+        plan_close: adds what has the lowest priority. Return True if that is worth a step without
+            any slice.
+        reclaim: gives up what is held for later. Return False if there was nothing.
+        has_work: would a step get on with anything, if no sequence runs or waits?
+        attach: the engine's loop begins; it runs functions between steps.
+        on_planned: a step has been planned, or could not be: begin what was asked for meanwhile.
+        is_busy: will another thread have the loop plan again?
+        on_answering: the first token of a request has been sampled.
+        on_finished: all choices of a request have ended.
+        on_published: the cache has changed, or may have; called before clients learn of it.
+        on_idle: a step or command is over and the next has not begun.
+        on_time: something may be due; called between steps and commands.
+        seconds_left: how long may the loop wait for a command until something is due?
+        close: the engine ends.
+    """
+
+    on_added: list[Callable[[SequenceGroup], None]] = field(default_factory=list)
+    on_waiting: list[Callable[[Sequence], None]] = field(default_factory=list)
+    on_admitted: list[Callable[[Sequence], None]] = field(default_factory=list)
+    on_matched: list[Callable[[Admission], None]] = field(default_factory=list)
+    on_fetched: list[Callable[[Sequence], None]] = field(default_factory=list)
+    on_stopping: list[Callable[[Sequence], None]] = field(default_factory=list)
+    on_ended: list[Callable[[Sequence], None]] = field(default_factory=list)
+    on_learned: list[Callable[[StepPlan, StepOutput, float], None]] = field(default_factory=list)
+    on_computed: list[Callable[[], None]] = field(default_factory=list)
+    on_committed: list[Callable[[list[CommittedRow], StepOutput], None]] = field(
+        default_factory=list
+    )
+    on_failed: list[Callable[[StepPlan], None]] = field(default_factory=list)
+    may_start: list[Callable[[Sequence], bool]] = field(default_factory=list)
+    may_use: list[Callable[[Sequence, Match, int], bool]] = field(default_factory=list)
+    may_leave: list[Callable[[Sequence], bool]] = field(default_factory=list)
+    plan_open: list[Callable[[int], int]] = field(default_factory=list)
+    plan_decode: list[Callable[[Sequence, Slice, int], Slice]] = field(default_factory=list)
+    plan_prompts: list[Callable[[], None]] = field(default_factory=list)
+    plan_drafts: list[Callable[[int], None]] = field(default_factory=list)
+    plan_trail: list[Callable[[], None]] = field(default_factory=list)
+    plan_close: list[Callable[[], bool]] = field(default_factory=list)
+    reclaim: list[Callable[[Holding], bool]] = field(default_factory=list)
+    has_work: list[Callable[[], bool]] = field(default_factory=list)
+    attach: list[Callable[[Loop], None]] = field(default_factory=list)
+    on_planned: list[Callable[[], None]] = field(default_factory=list)
+    is_busy: list[Callable[[], bool]] = field(default_factory=list)
+    on_answering: list[Callable[[SequenceGroup], None]] = field(default_factory=list)
+    on_finished: list[Callable[[SequenceGroup], None]] = field(default_factory=list)
+    on_published: list[Callable[[], None]] = field(default_factory=list)
+    on_idle: list[Callable[[], None]] = field(default_factory=list)
+    on_time: list[Callable[[], None]] = field(default_factory=list)
+    seconds_left: list[Callable[[], float]] = field(default_factory=list)
+    close: list[Callable[[], None]] = field(default_factory=list)
+
+    def add(self, feature: object, concerns: Callable[[Request], bool] | None = None) -> None:
+        """Call a feature's methods from now on, after those of the features added before.
+
+        Args:
+            feature: has methods with the names of hooks.
+            concerns: tells whether it has to do with a request. Of the others it is told nothing,
+                and while there is no such request its methods for whole steps are not called.
+        """
+        gate = _Gate(self) if concerns is not None else None
+        for name in self.__slots__:
+            method = getattr(feature, name, None)
+            if method is None:
+                continue
+            if concerns is not None and name in _OF_ONE:
+                method = _only(concerns, method, _OF_ONE[name])
+            if gate is not None and name in _OF_STEPS:
+                gate.methods.append((name, method))
+            else:
+                getattr(self, name).append(method)
+        if gate is not None and concerns is not None and gate.methods:
+            self.on_added.append(_only(concerns, gate.enter, None))
+            self.on_ended.append(_only(concerns, gate.leave, None))
+
+
+_OF_ONE = {
+    "on_added": None,
+    "on_admitted": None,
+    "on_answering": None,
+    "on_ended": None,
+    "may_start": True,
+}
+"""Hooks about a single request or sequence, with what they return for one that does not concern."""
+
+_OF_STEPS = ("on_learned", "on_computed", "on_committed", "plan_open", "plan_drafts", "plan_trail")
+"""Hooks about a whole step that a feature needs only while some request concerns it."""
+
+
+class _Gate:
+    """Has the methods of a feature for whole steps called while a request concerns it.
+
+    Args:
+        hooks: where they are called.
+
+    Attributes:
+        methods: name of the hook, and method.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.methods: list[tuple[str, Callable[..., Any]]] = []
+        self._hooks = hooks
+        self._numbers: set[int] = set()
+        self._open = False
+
+    def enter(self, group: SequenceGroup) -> None:
+        """Begin with a request."""
+        self._numbers.update(sequence.number for sequence in group.sequences)
+        if not self._open:
+            self._open = True
+            self._hooks.plan_open.append(self._close_if_over)
+            for name, method in self.methods:
+                getattr(self._hooks, name).append(method)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended; its last step is still told of."""
+        self._numbers.discard(sequence.number)
+
+    def _close_if_over(self, room: int) -> int:
+        if not self._numbers:
+            self._open = False
+            self._hooks.plan_open.remove(self._close_if_over)
+            for name, method in self.methods:
+                getattr(self._hooks, name).remove(method)
+        return 0
+
+
+def _only(
+    concerns: Callable[[Request], bool], method: Callable[[Any], Any], otherwise: bool | None
+) -> Callable[[Any], Any]:
+    return lambda subject: method(subject) if concerns(subject.request) else otherwise

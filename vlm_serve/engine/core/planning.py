@@ -1,0 +1,473 @@
+"""Step planner: continuous batching of chunked prefill and decode under one token budget.
+
+The prompt tokens of a step are limited by time too, since other sequences wait for its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from vlm_serve.engine.core.admission import Admitter
+from vlm_serve.engine.core.queues import SequenceQueues, order
+from vlm_serve.engine.core.slicing import chunk_ends, slice_end
+from vlm_serve.engine.requests.plan import Slice, StepPlan
+from vlm_serve.engine.requests.sequence import Sequence
+
+_DECAY = 0.8
+"""Weight of all earlier steps after each further step (exponential decay)."""
+_DEPTH_DECAY = 0.98
+"""Decay for the cost of depth; slower, since one step says little about it."""
+_MIN_SPREAD = 0.02
+"""Minimum relative spread of depths for an estimate of the cost of depth."""
+_MIN_DEPTH = 256.0
+"""Lower bound of `doubling`: attention to this many tokens costs no more than the rest of a token's
+work."""
+_UNLIMITED = 1 << 30
+
+
+class _Depths:
+    """Cost of a token by its context length: least-squares fit of `a + b * context` to the time per
+    token of each step, with exponential decay."""
+
+    def __init__(self) -> None:
+        self._steps = self._context = self._square = self._cost = self._both = 0.0
+        self.doubling = math.inf
+        """Context length at which attention costs as much as all other work; infinite while
+        unknown."""
+
+    def learn(self, context: float, cost: float) -> None:
+        """Record a step with a mean cost of `cost` per token and a mean context of `context`
+        tokens."""
+        self._steps = _DEPTH_DECAY * self._steps + 1
+        self._context = _DEPTH_DECAY * self._context + context
+        self._square = _DEPTH_DECAY * self._square + context * context
+        self._cost = _DEPTH_DECAY * self._cost + cost
+        self._both = _DEPTH_DECAY * self._both + context * cost
+        spread = self._steps * self._square - self._context**2
+        if spread <= _MIN_SPREAD * self._steps * self._square:
+            return
+        flat = self._cost * self._square - self._both * self._context
+        slope = self._both * self._steps - self._cost * self._context
+        if slope <= 0:
+            self.doubling = math.inf
+        else:
+            self.doubling = max(_MIN_DEPTH, flat / slope)
+
+
+class Pace:
+    """Estimates how many tokens fit into the target duration of a step, from recent steps. A token
+    deep in a long prompt costs more than one at its start.
+
+    Measured times may decide where prompts are cut: cuts change no bit of an answer.
+
+    Args:
+        seconds: target duration of a step; 0 means no limit.
+        least: tokens that a step may always have: smaller steps waste time.
+    """
+
+    def __init__(self, seconds: float, least: int) -> None:
+        self._target = seconds
+        self._least = least
+        self._depths = _Depths()
+        self._work = 0.0
+        self._seconds = 0.0
+        self._queued = False
+
+    def learn(self, plan: StepPlan, seconds: float, *, awaited: bool = True) -> None:
+        """Record the duration of a step. Skip steps with few tokens or with media to encode: they
+        say little about the cost of a token.
+
+        Args:
+            plan: the step.
+            seconds: from its plan to its output.
+            awaited: False if it was only queued. Then the next awaited step has waited for both,
+                and neither says what it cost.
+        """
+        tokens, queued = plan.num_tokens, self._queued
+        self._queued = not awaited
+        if queued or not awaited:
+            return
+        if 2 * tokens < self._least or plan.encodes:
+            return
+        looked = sum((item.end - item.start) * (item.start + item.end) / 2 for item in plan.slices)
+        self._depths.learn(looked / tokens, seconds / tokens)
+        self._work = _DECAY * self._work + tokens + looked / self._depths.doubling
+        self._seconds = _DECAY * self._seconds + seconds
+
+    def most(self, start: int) -> int:
+        """Return the token limit of the next step; unlimited while nothing is known.
+
+        Args:
+            start: position of the step's first token in its prompt.
+        """
+        if not self._target or not self._seconds:
+            return _UNLIMITED
+        # Solve n * (1 + (start + n / 2) / doubling) = work for n.
+        work, doubling = self._target * self._work / self._seconds, self._depths.doubling
+        at_start = 1 + start / doubling
+        fit = 2 * work / (at_start + math.sqrt(at_start * at_start + 2 * work / doubling))
+        return max(self._least, int(fit))
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step, in tokens unless the name says otherwise."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    chunk_size: int
+    state_interval: int
+    decode_state_interval: int
+    reported_tokens: int = 1 << 30
+    """Maximum number of prompt tokens whose log-probabilities one step computes; at least a
+    block."""
+    complete_experts: bool = False
+    """If True, requests for routed experts do not reuse tokens without recorded experts."""
+    speculative_tokens: int = 0
+    """Maximum number of drafts per sequence and step; 0 disables drafts."""
+    step_seconds: float = 0.0
+    """Target duration of a step with prompt tokens, in seconds; 0 means no limit."""
+    answer_ends: Literal["auto", "always", "off"] = "off"
+    """Whether the states at the ends of answers are kept."""
+    min_step_tokens: int = 256
+    """Tokens that a step may have regardless of its duration; at least a block. Four times as many
+    if a single sequence is active."""
+
+
+_SINGLE_SEQUENCE_FACTOR = 4
+"""A step that serves a single sequence may exceed the token limit by this factor."""
+_SHORT_PROMPT_FACTOR = 4
+"""A prompt is short enough for its own step if the step's budget is at least this many times
+larger."""
+_MAX_OVERTAKING = 8
+"""Maximum number of waiting prompts per step that may overtake a long prefill."""
+
+
+class Planner:
+    """Reserves blocks, state rows and embeddings for the next step.
+
+    The order is: decode tokens, running prefills and replays (oldest first), admissions, then
+    drafts from the remaining budget.
+
+    Short prompts overtake a prefill that needs more than one step. A prompt much smaller than the
+    step gets its own step, without the long prefill; the next step is the long prefill's again.
+    Otherwise, up to half of the step goes to prompts that fit into this half completely.
+
+    After a failed step, its sequences are suspects. While there are suspects, the first of them
+    runs alone.
+
+    Args:
+        queues: sequences and their resources, with the features that add to a step.
+        admitter: gives waiting sequences their leases.
+        config: limits.
+
+    Attributes:
+        pace: limits the prompt tokens of a step by its expected duration.
+        failures: sequences that could not be planned, each with its error.
+    """
+
+    def __init__(self, queues: SequenceQueues, admitter: Admitter, config: SchedulerConfig) -> None:
+        self._queues = queues
+        self._hooks = queues.hooks
+        self._cache = queues.cache
+        self._media = queues.media
+        self._config = config
+        self._reports_left = 0
+        self._held_back = False
+        self.pace = Pace(config.step_seconds, config.min_step_tokens)
+        self.failures: list[tuple[Sequence, Exception]] = []
+        self._admitter = admitter
+
+    def plan(self) -> StepPlan | None:
+        """Plan the next step; return None if nothing can run."""
+        kept = len(self._queues.kept)
+        plan = self._plan()
+        if plan is None and len(self._queues.kept) < kept:
+            plan = self._plan()  # sequences may have waited for what was given up
+        return plan
+
+    def _plan(self) -> StepPlan | None:
+        queues, hooks = self._queues, self._hooks
+        queues.begin_plan()
+        budget = self._config.max_num_batched_tokens
+        kept = len(queues.running) + self._config.block_size
+        for offer in hooks.plan_open[:]:
+            budget -= offer(budget - kept)
+        self._reports_left = self._config.reported_tokens
+        self._media.begin_step(budget)
+        candidates = sorted(queues.suspects[:1] or queues.running, key=order)
+        decoding: list[Sequence] = []
+        later: list[Sequence] = []
+        for sequence in candidates:
+            (later if sequence.prefilling or sequence.replaying else decoding).append(sequence)
+        for sequence in decoding:
+            budget -= self._grant(sequence, budget)
+        if later or queues.waiting:
+            budget -= self._grant_prompts(later, self._prompt_limit(budget, later))
+        for add_drafts in hooks.plan_drafts:
+            add_drafts(max(0, budget))
+        for add_copies in hooks.plan_trail:
+            add_copies()
+        for item in queues.planned:
+            if item.kind == "decode":
+                queues.fold(queues[item.sequence])
+        due = [add_last() for add_last in hooks.plan_close]
+        if not queues.planned and not any(due):
+            return None
+        leases = [queues[item.sequence].lease for item in queues.planned]
+        return StepPlan(
+            slices=tuple(queues.planned),
+            encodes=self._media.take_encodes(),
+            recalled=self._media.take_recalled(),
+            copies=tuple(copy for lease in leases if lease is not None for copy in lease.copies),
+            row_copies=tuple(queues.row_copies),
+            dropped_slots=self._media.take_dropped(),
+            folds=tuple(queues.folds),
+            partial_folds=queues.partial_folds,
+            skip_mtp=queues.skip_mtp,
+        )
+
+    def _prompt_limit(self, budget: int, running: list[Sequence]) -> int:
+        """Return the maximum number of prompt tokens of this step; at most `budget`. The oldest
+        prefill is expected to take most of them."""
+        queues = self._queues
+        alone = len(queues.running) + len(queues.waiting) - len(queues.followers) <= 1
+        least = self._config.min_step_tokens * (_SINGLE_SEQUENCE_FACTOR if alone else 1)
+        decodes = self._config.max_num_batched_tokens - budget
+        start = next((each.num_computed for each in running if each.prefilling), 0)
+        return min(budget, max(self.pace.most(start) - decodes, least))
+
+    def _grant_prompts(self, running: list[Sequence], budget: int) -> int:
+        """Plan slices of running prefills and replays, and admit waiting sequences. Return the
+        number of tokens planned."""
+        left, kept = budget, 0
+        self._offer_prompts()
+        prefills = [each for each in running if each.prefilling]
+        held_back, self._held_back = self._held_back, False
+        if self._may_be_overtaken(prefills, budget):
+            if not held_back:
+                short = self._find_overtaking(prefills[0], budget // _SHORT_PROMPT_FACTOR)
+                taken = budget - self._admit(budget, short)
+                if taken:
+                    self._held_back = True
+                    return taken
+            most = max(0, min(budget // 2, budget - self._config.block_size))
+            kept = min(most, sum(each.num_tokens for each in self._find_overtaking(prefills[0])))
+        for sequence in running:
+            left -= self._grant(sequence, left - kept)
+        self._offer_prompts()
+        # Prefills that are blocked leave budget unused: spend it on waiting prompts of any length.
+        whole = kept > 0 and left - kept < self._config.block_size
+        prefills = [each for each in self._queues.running if each.prefilling] if whole else []
+        beside = self._find_overtaking(min(prefills, key=order)) if prefills else None
+        return budget - self._admit(left, beside)
+
+    def _offer_prompts(self) -> None:
+        for offer in self._hooks.plan_prompts:
+            offer()
+
+    def _may_be_overtaken(self, prefills: list[Sequence], budget: int) -> bool:
+        """Return True if the running prefills need more than this step and another sequence may
+        start."""
+        queues = self._queues
+        needed = sum(each.prefill_target - each.num_computed for each in prefills)
+        full = len(queues.running) >= self._config.max_num_seqs
+        return bool(needed) and needed > budget and not queues.suspects and not full
+
+    def _find_overtaking(self, prefill: Sequence, most: int | None = None) -> list[Sequence]:
+        """Return the waiting sequences that may overtake a prefill, in order. Sequences of lower
+        priority and prompts longer than `most` tokens are left out."""
+        found: list[Sequence] = []
+        for sequence in self._queues.waiting:
+            lower = sequence.priority > prefill.priority
+            if lower or len(found) == _MAX_OVERTAKING:
+                break
+            free = sequence.overtakes and not self._queues.is_held(sequence)
+            if free and (most is None or sequence.num_tokens <= most):
+                found.append(sequence)
+        return found
+
+    def _admit(self, budget: int, short: list[Sequence] | None) -> int:
+        """Admit waiting sequences; return the remaining budget.
+
+        Args:
+            budget: tokens.
+            short: if given, admit only these, and each only if its whole prompt fits; None means
+                all waiting sequences.
+        """
+        queues, most, whole = self._queues, budget, short is not None
+        waiting = short
+        if waiting is None:
+            waiting = queues.suspects[:1] or list(queues.waiting)
+        for sequence in waiting:
+            if queues.is_held(sequence):
+                continue  # the sequences behind it need not wait for a tier or a leader
+            if not self._may_start(sequence):
+                continue  # the sequences behind it need not wait for what it waits for
+            if sequence.suspect_until:
+                self._preempt_all()
+            full = len(queues.running) >= self._config.max_num_seqs
+            if budget <= 0 or full:
+                return budget
+            alone = not queues.running
+            admit = partial(self._admitter.admit, sequence, budget, alone=alone, whole=whole)
+            admitted = admit()
+            lacking = not (admitted or sequence.fetching or whole)
+            if lacking and budget >= self._config.block_size and queues.reclaim():
+                admitted = admit()
+            if not admitted:
+                if sequence.fetching:
+                    continue
+                if not whole:
+                    return budget
+                sequence.overtakes = budget < most
+                continue
+            queues.start(sequence)
+            budget -= self._grant(sequence, budget)
+            self._offer_prompts()
+        return budget
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Return True unless a feature has a sequence wait, or ends it with an error."""
+        try:
+            return all(may(sequence) for may in self._hooks.may_start)
+        except AssertionError:
+            raise
+        except Exception as error:
+            self.failures.append((sequence, error))
+            return False
+
+    def _preempt_all(self) -> None:
+        """Preempt every running sequence: a suspect runs alone. The others would wait anyway, so
+        their blocks may as well be free."""
+        for other in sorted(self._queues.running, key=order, reverse=True):
+            self._queues.preempt(other)
+
+    def _grant(self, sequence: Sequence, budget: int) -> int:
+        """Plan the next slice of a sequence; return the number of tokens planned. Media and
+        grammars belong to a single request. If one of them raises, skip the sequence and add it to
+        `failures`."""
+        try:
+            if sequence.prefilling:
+                return self._grant_prefill(sequence, budget)
+            return self._grant_decode(sequence, budget)
+        except AssertionError:
+            raise
+        except Exception as error:
+            self.failures.append((sequence, error))
+            return 0
+
+    def _grant_decode(self, sequence: Sequence, budget: int) -> int:
+        """Plan one decode token, or several forced tokens of a replay if the budget allows. Return
+        the number of tokens planned."""
+        if sequence.replaying and budget <= 0:
+            return 0
+        if sequence.lease is None or not self._ensure_blocks(sequence, sequence.num_computed + 1):
+            return 0
+        start = sequence.num_computed
+        end = start + 1
+        interval = self._config.decode_state_interval
+        snapshots = self._reserve(sequence, (end,)) if interval and end % interval == 0 else ()
+        item = self._slice(sequence, start, end, snapshots)
+        if sequence.replaying:
+            for extend in self._hooks.plan_decode:
+                item = extend(sequence, item, budget - 1)
+        self._queues.planned.append(item)
+        return item.end - start
+
+    def _grant_prefill(self, sequence: Sequence, budget: int) -> int:
+        """Plan the next slice of a prefill, limited by budget and blocks. Return the number of
+        tokens planned."""
+        if sequence.lease is None or budget <= 0:
+            return 0
+        config, cuts = self._config, sequence.keys.cuts
+        start = sequence.num_computed
+        log = sequence.group.prompt_log if sequence.group.wanted_rows is not None else None
+        if log is not None:
+            budget = min(budget, log.next - 1 - start + self._reports_left)
+        end = slice_end(cuts, start, sequence.prefill_target, budget)
+        end = self._media.clip(sequence, start, end)
+        if end <= start or not self._ensure_blocks(sequence, end):
+            return 0
+        ends = chunk_ends(cuts, start, end, config.block_size, config.chunk_size)
+        wanted = [p for p in sequence.snapshot_positions if start < p <= end]
+        reported = log.to_report(start, end) if log is not None else (0, 0)
+        self._reports_left -= max(0, reported[1] - reported[0])
+        embeddings = self._media.acquire(sequence, start, end)
+        snapshots = self._reserve(sequence, wanted)
+        self._queues.planned.append(
+            self._slice(
+                sequence, start, end, snapshots, ends=ends, embeddings=embeddings, reported=reported
+            )
+        )
+        return end - start
+
+    def _ensure_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Grow the lease to `num_tokens`; preempt other sequences until it fits. Replaying
+        sequences are preempted first, then the last ones in scheduling order. Return False if the
+        sequence itself was preempted."""
+        assert sequence.lease is not None
+        queues = self._queues
+        while not self._cache.grow(sequence.lease, num_tokens):
+            if queues.reclaim():
+                continue
+            last = max(queues.running, key=lambda each: (each.replaying, order(each)))
+            assert len(queues.running) > 1, "one sequence always fits: checked when submitted"
+            queues.preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def _reserve(self, sequence: Sequence, positions: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """Reserve rows for state snapshots, most important position first; skip positions without a
+        free row. Return (position, row) pairs, ascending."""
+        assert sequence.lease is not None
+        reserved = []
+        for position in positions:
+            kind = sequence.snapshot_positions.get(position, "decode")
+            row = self._cache.reserve_snapshot(sequence.lease, position, kind)
+            if row is not None:
+                reserved.append((position, row))
+        return tuple(sorted(reserved))
+
+    def _slice(
+        self,
+        sequence: Sequence,
+        start: int,
+        end: int,
+        snapshots: tuple[tuple[int, int], ...],
+        *,
+        ends: tuple[int, ...] = (),
+        embeddings: tuple[tuple[int, int, int, int], ...] = (),
+        reported: tuple[int, int] = (0, 0),
+    ) -> Slice:
+        lease, known = sequence.lease, len(sequence.prompt)
+        assert lease is not None
+        first_block = sequence.settled_blocks if lease.committed else 0
+        tasks = []
+        if end == sequence.num_tokens:
+            tasks = [each.sample_task() for each in (sequence, *sequence.pending_forks)]
+        return Slice(
+            sequence=sequence.number,
+            kind="prefill" if ends else "decode",
+            token_ids=tuple(sequence.token_ids[max(start, known) : end]),
+            start=start,
+            end=end,
+            src_row=lease.src_row,
+            dst_row=lease.row,
+            first_block=first_block,
+            blocks=tuple(lease.blocks[first_block:]),
+            write_start=lease.shared_tokens,
+            chunk_ends=ends,
+            snapshots=snapshots,
+            embeddings=embeddings,
+            samples=tuple(tasks),
+            reported_start=reported[0],
+            reported_end=reported[1],
+            adapter=sequence.adapter_slot,
+        )

@@ -1,0 +1,103 @@
+"""Options of adapters: those that are loaded at start, and engines that cannot serve any."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vlm_serve.errors import ConfigError, InvalidRequestError
+from vlm_serve.options.config import EngineConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from vlm_serve.models.adapters import Modules
+
+NAME = re.compile(r"[\w.:/+-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """An adapter to load.
+
+    Attributes:
+        name: under which requests ask for it.
+        path: folder in PEFT's form, or a hub id.
+    """
+
+    name: str
+    path: str | Path
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
+            raise InvalidRequestError(
+                "an adapter's name must be 1 to 128 letters, digits or _.:/+-", param="lora_name"
+            )
+
+
+def named_adapters(config: EngineConfig) -> list[LoRA]:
+    """Return the config's adapters.
+
+    Raises:
+        ConfigError: one is not of the form name=path, or a name comes twice.
+    """
+    found: dict[str, LoRA] = {}
+    for each in config.lora_modules:
+        name, equals, path = each.partition("=")
+        if not equals or not path or not NAME.fullmatch(name):
+            raise ConfigError(
+                f"lora_modules must be of the form name=path, got {each!r}", param="lora_modules"
+            )
+        if name in found:
+            raise ConfigError(f"lora_modules names {name!r} twice", param="lora_modules")
+        found[name] = LoRA(name, path)
+    return list(found.values())
+
+
+def factors_dtype(config: EngineConfig) -> torch.dtype | None:
+    """Return the dtype of adapters' factors in memory; None: as their files have them."""
+    from vlm_serve.engine.numerics.arithmetic import (
+        DTYPES,  # the gateway names adapters without torch
+    )
+
+    return DTYPES.get(config.lora_dtype)
+
+
+def serves_adapters(config: EngineConfig) -> bool:
+    """Tell whether an engine captures and compiles steps with adapters."""
+    return bool(config.lora_modules) or config.reserve_loras
+
+
+def slot_bytes(config: EngineConfig, most: int = 0, modules: Modules | None = None) -> int:
+    """Return the bytes of all slots on a GPU, each as large as the largest named adapter: later
+    ones may take any slot.
+
+    Args:
+        config: options.
+        most: bytes of the largest adapter to be loaded later, see `most_bytes`.
+        modules: of the model. Experts in one piece take the memory of the largest rank. None: count
+            the files.
+
+    Raises:
+        ConfigError, CheckpointError, ModelNotFoundError: as far as the files tell.
+    """
+    from vlm_serve.models.adapters import place, read_adapter
+
+    dtype, experts, sizes = factors_dtype(config), changed_experts(config), list[int]()
+    for each in named_adapters(config):
+        file = read_adapter(each.path, dtype)
+        placed = None if modules is None else place(file, modules, experts).changes
+        sizes.append(file.nbytes if placed is None else placed.factor_bytes)
+    if config.reserve_loras:
+        sizes.append(most)
+    return config.max_loras * max(sizes, default=0)
+
+
+def changed_experts(config: EngineConfig) -> tuple[str, ...]:
+    """Return the weights of routed experts open to adapters."""
+    chosen = config.lora_experts
+    if chosen == "all":
+        return "gate_up_proj", "down_proj"
+    return () if chosen == "none" else (chosen,)

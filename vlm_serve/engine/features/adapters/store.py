@@ -1,0 +1,254 @@
+"""The adapters of an engine by name: loaded, listed, used, unloaded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from vlm_serve.engine.features.adapters.options import LoRA
+from vlm_serve.engine.requests.outputs import Usage
+from vlm_serve.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
+from vlm_serve.models.adapters import Adapter, AdapterFile, Modules, place, read_adapter
+from vlm_serve.options.declared import format_size
+from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
+
+MAX_ADAPTERS = 1000
+"""Most names of adapters at a time."""
+MAX_NAMES = 100
+"""Most names to count one by one; later ones are counted together, as OTHERS."""
+OTHERS = "other adapters"
+
+
+@dataclass(eq=False)
+class ServedAdapter:
+    """An adapter under its name.
+
+    Attributes:
+        name: under which requests ask for it.
+        source: the folder or the hub id that it was loaded from.
+        adapter: its weights; the same object for all names of the same content.
+        loaded_at: Unix time in seconds.
+        users: requests that have not ended.
+        leaving: it is being unloaded: no request may begin.
+    """
+
+    name: str
+    source: str
+    adapter: Adapter
+    loaded_at: int = field(default_factory=lambda: int(time.time()))
+    users: int = 0
+    leaving: bool = False
+
+    @property
+    def identity(self) -> AdapterIdentity:
+        """The digests under which its prompts are cached."""
+        return AdapterIdentity(self.adapter.digest, self.adapter.vision_digest)
+
+
+class AdapterStore:
+    """Adapters of one engine. Thread-safe.
+
+    Args:
+        modules: of the model.
+        max_rank: of adapters that may be loaded.
+        experts: projections of routed experts that adapters may change.
+        dtype: of factors in memory; None: as stored.
+        checked: compares what an adapter's folder has of its model; raises CheckpointError.
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        *,
+        max_rank: int,
+        experts: tuple[str, ...] = (),
+        dtype: torch.dtype | None = None,
+        checked: Callable[[AdapterFile], None] = lambda _: None,
+    ) -> None:
+        self._modules = modules
+        self._max_rank = max_rank
+        self._experts = experts
+        self._dtype = dtype
+        self._checked = checked
+        self._changed = threading.Condition()
+        self._by_name: dict[str, ServedAdapter] = {}
+
+    def load(self, wanted: LoRA, *, taken: tuple[str, ...] = ()) -> ServedAdapter:
+        """Read an adapter and offer it under its name. Requests go on meanwhile.
+
+        Args:
+            wanted: its name and its folder.
+            taken: names that mean something else.
+
+        Raises:
+            InvalidRequestError: the name is taken, or there are too many.
+            CheckpointError, ModelNotFoundError: see `read_adapter` and `place`; or its rank is
+                above the limit.
+        """
+        self._check_free(wanted.name, taken)
+        adapter = self._read(wanted.path)
+        with self._changed:
+            self._check_free(wanted.name, taken)
+            known = self.with_digest(adapter.digest)
+            served = ServedAdapter(wanted.name, str(wanted.path), known or adapter)
+            self._by_name[wanted.name] = served
+        return served
+
+    def _read(self, path: str | Path) -> Adapter:
+        file = read_adapter(path, self._dtype)
+        if file.max_rank > self._max_rank:
+            raise CheckpointError(
+                f"the adapter has rank {file.max_rank}, more than max_lora_rank {self._max_rank}"
+            )
+        self._checked(file)
+        return place(file, self._modules, self._experts)
+
+    def _check_free(self, name: str, taken: tuple[str, ...]) -> None:
+        if len(self._by_name) >= MAX_ADAPTERS:
+            raise InvalidRequestError(
+                f"{MAX_ADAPTERS} adapters are loaded, which is the most: unload one first",
+                param="lora_name",
+            )
+        if name in taken:
+            raise InvalidRequestError(
+                f"{name!r} is a name of the model: choose another for the adapter",
+                param="lora_name",
+            )
+        if name in self._by_name:
+            raise InvalidRequestError(
+                f"the name {name!r} is taken: unload it first, or choose another",
+                param="lora_name",
+            )
+
+    def unload(self, name: str, timeout: float | None = None) -> None:
+        """Offer an adapter no longer, wait until the last request with it has ended, and free it.
+
+        Args:
+            timeout: seconds to wait; the adapter leaves later by itself. None: no limit.
+
+        Raises:
+            ModelNotFoundError: there is none of that name.
+        """
+        with self._changed:
+            served = self._by_name.get(name)
+            if served is None or served.leaving:
+                raise ModelNotFoundError(f"no adapter {name!r} is loaded", param="lora_name")
+            served.leaving = True
+            self._leave(served)
+            self._changed.wait_for(lambda: self._by_name.get(name) is not served, timeout)
+
+    def _leave(self, served: ServedAdapter) -> None:
+        if served.leaving and not served.users:
+            self._by_name.pop(served.name, None)
+            self._changed.notify_all()
+
+    def find(self, name: str) -> ServedAdapter | None:
+        """Return the adapter of a name."""
+        served = self._by_name.get(name)
+        return None if served is None or served.leaving else served
+
+    def all(self) -> list[ServedAdapter]:
+        """Return the served adapters, in the order of loading."""
+        return [each for each in list(self._by_name.values()) if not each.leaving]
+
+    def identity_of(self, lora: LoRA | str | None) -> AdapterIdentity:
+        """Return the identity of an adapter by its name; a `LoRA` is loaded if it is new.
+
+        Raises:
+            ModelNotFoundError: there is none of that name.
+            InvalidRequestError: the name means another folder.
+            CheckpointError, ConfigError: see `load`.
+        """
+        if lora is None:
+            return NO_ADAPTER
+        served = self.find(lora if isinstance(lora, str) else lora.name)
+        if isinstance(lora, LoRA) and (served is None or served.source != str(lora.path)):
+            served = self.load(lora)
+        if served is None:
+            names = ", ".join(each.name for each in self.all()) or "none"
+            raise ModelNotFoundError(
+                f"no adapter {lora!r} is loaded: lora_modules gives them names, and has {names}",
+                param="lora",
+            )
+        return served.identity
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Return (out, in) of the model's modules that adapters can change."""
+        return dict(self._modules.sizes)
+
+    def with_digest(self, digest: str) -> Adapter | None:
+        """Return a loaded adapter by its content."""
+        for each in list(self._by_name.values()):
+            if each.adapter.digest == digest:
+                return each.adapter
+        return None
+
+    def begin_use(self, digest: str) -> ServedAdapter:
+        """Count a request with an adapter, which `end_use` ends.
+
+        Raises:
+            ModelNotFoundError: the adapter has been unloaded.
+        """
+        with self._changed:
+            for each in self._by_name.values():
+                if each.adapter.digest == digest and not each.leaving:
+                    each.users += 1
+                    return each
+        raise ModelNotFoundError("the request's adapter has been unloaded", param="model")
+
+    def end_use(self, served: ServedAdapter) -> None:
+        """End what `begin_use` began."""
+        with self._changed:
+            served.users -= 1
+            self._leave(served)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all factors in host memory."""
+        return sum(each.nbytes for each in self._distinct())
+
+    def _distinct(self) -> list[Adapter]:
+        """Return the loaded adapters, each once however many names it has."""
+        return list({each.adapter.digest: each.adapter for each in self.all()}.values())
+
+    def described(self, slots: int, *, compiled: bool) -> str:
+        """Return their number and sizes for the table of the start; `slots`: of those laid out."""
+        count, size = len(self.all()), format_size(self.num_bytes)
+        text = f"{count} of {size} in host memory on top"
+        if compiled:
+            laid_out = sorted((each.layout_bytes for each in self._distinct()), reverse=True)
+            text += f"; up to {slots} laid out, {format_size(sum(laid_out[:slots]))} on top"
+        return text
+
+
+class AdapterCounts:
+    """Sums over ended requests by names of adapters, which are bounded in number. Used by the
+    engine's thread."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Counter[str]] = {}
+
+    def add(self, name: str, usage: Usage) -> None:
+        """Count an ended request."""
+        if name not in self._by_name and len(self._by_name) >= MAX_NAMES:
+            name = OTHERS
+        accepted = usage.accepted_prediction_tokens
+        used = {
+            "requests": 1,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "generated_tokens": usage.completion_tokens,
+            "draft_tokens": accepted + usage.rejected_prediction_tokens,
+            "accepted_tokens": accepted,
+        }
+        self._by_name.setdefault(name, Counter()).update(used)
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Return the sums by name."""
+        return {name: dict(each) for name, each in list(self._by_name.items())}

@@ -1,0 +1,148 @@
+"""The table of features: what hangs on the hooks of the core step, in which order, and when.
+
+A feature touches its folder and its row here. Its methods are those of `hooks.Hooks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, cast
+
+from vlm_serve.cache.tier_fetching import TierFetcher
+from vlm_serve.engine.core.planning import SchedulerConfig
+from vlm_serve.engine.core.scheduler import Scheduler
+from vlm_serve.engine.features.adapters.slots import AdapterSlots
+from vlm_serve.engine.features.adapters.waiting import AdapterWaiting
+from vlm_serve.engine.features.drafts.base import Drafter
+from vlm_serve.engine.features.drafts.drafting import Drafting
+from vlm_serve.engine.features.drafts.lengths import CostCurve
+from vlm_serve.engine.features.endings.endings import Endings
+from vlm_serve.engine.features.joins import Joining
+from vlm_serve.engine.features.replays import Replays
+from vlm_serve.engine.features.tiers.fetching import Fetching
+from vlm_serve.engine.requests.request import Request
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What features need beside the scheduler.
+
+    Attributes:
+        config: limits.
+        fetcher: fetches entries from lower cache tiers; None if there are no tiers.
+        drafters: sources of drafts; empty disables drafts.
+        costs: duration of a step by its rows.
+        pass_costs: duration of a pass of the model's MTP layer, by number of sequences.
+        never_drafted: tokens that are never drafted.
+        slots: slots of adapters; None: no request has one.
+    """
+
+    config: SchedulerConfig
+    fetcher: TierFetcher | None = None
+    drafters: Tokens[Drafter] = ()
+    costs: CostCurve = field(default_factory=CostCurve)
+    pass_costs: CostCurve | None = None
+    never_drafted: frozenset[int] = frozenset()
+    slots: AdapterSlots | None = None
+
+
+class Row(NamedTuple):
+    """One feature.
+
+    Attributes:
+        name: for messages and tests.
+        make: returns the feature, or None if it is off.
+        concerns: tells which requests it has to do with; None: all.
+        commutes: False if its place among the features of one hook has meaning.
+    """
+
+    name: str
+    make: Callable[[Scheduler, Options], object | None]
+    concerns: Callable[[Request], bool] | None = None
+    commutes: bool = True
+
+
+def _joins(scheduler: Scheduler, options: Options) -> Joining | None:
+    queues = scheduler.queues
+    return Joining(queues, scheduler.admitter) if queues.cache.config.enabled else None
+
+
+def _endings(scheduler: Scheduler, options: Options) -> Endings | None:
+    config, cache = options.config, scheduler.queues.cache.config
+    if config.answer_ends == "off" or not (cache.enabled and cache.has_state):
+        return None
+    return Endings(scheduler.queues, config.answer_ends, config.max_num_seqs)
+
+
+def _drafts(scheduler: Scheduler, options: Options) -> Drafting | None:
+    config = options.config
+    if not options.drafters:
+        return None
+    return Drafting(
+        scheduler.queues,
+        options.drafters,
+        most=config.speculative_tokens,
+        sequences=config.max_num_seqs,
+        costs=options.costs,
+        pass_costs=options.pass_costs,
+        state_interval=config.decode_state_interval,
+        never=options.never_drafted,
+    )
+
+
+def _replays(scheduler: Scheduler, options: Options) -> Replays:
+    return Replays(scheduler.queues, options.config.decode_state_interval)
+
+
+def _fetching(scheduler: Scheduler, options: Options) -> Fetching | None:
+    return None if options.fetcher is None else Fetching(options.fetcher, scheduler.hooks)
+
+
+def _adapters(scheduler: Scheduler, options: Options) -> AdapterWaiting | None:
+    return None if options.slots is None else AdapterWaiting(scheduler.queues, options.slots)
+
+
+TABLE = (
+    Row("joins", _joins),
+    Row("replays", _replays, concerns=lambda request: bool(request.forced)),
+    Row("endings", _endings),
+    Row("fetching", _fetching),
+    Row("drafts", _drafts),
+    # Whoever may start gets its adapter loaded, so nothing else may refuse it behind this.
+    Row(
+        "adapters", _adapters, concerns=lambda request: request.adapter is not None, commutes=False
+    ),
+)
+
+
+class Features:
+    """The features of an engine that are on.
+
+    Args:
+        scheduler: the core whose hooks they use.
+        options: what they need beside it.
+        table: their rows, in order.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, options: Options, table: Iterable[Row] = TABLE
+    ) -> None:
+        self._by_type: dict[type[Any], object] = {}
+        self._by_name: dict[str, object] = {}
+        for row in table:
+            feature = row.make(scheduler, options)
+            if feature is not None:
+                self._by_type[type(feature)] = self._by_name[row.name] = feature
+                scheduler.hooks.add(feature, row.concerns)
+
+    def items(self) -> Iterable[tuple[str, object]]:
+        """Return the features by their names in the table, in order."""
+        return self._by_name.items()
+
+    def get(self, kind: type[_T]) -> _T | None:
+        """Return the feature of this class; None if it is off."""
+        return cast("_T | None", self._by_type.get(kind))

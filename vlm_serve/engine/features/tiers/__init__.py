@@ -1,0 +1,1 @@
+"""Lower cache tiers, as the engine uses them. `loading.py` is the face."""

@@ -1,0 +1,1 @@
+"""Which arithmetic an engine computes with, under which name, and how far its bits reach."""

@@ -1,0 +1,1 @@
+"""Starts an engine: checkpoint, arithmetic, memory, checks of kernels. `build.py` is its face."""

@@ -1,0 +1,42 @@
+"""Components of an engine, assembled by `build`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.engine.core.executor import Executor
+from vlm_serve.engine.core.media import MediaPlanner
+from vlm_serve.engine.core.scheduler import Scheduler
+from vlm_serve.engine.features.adapters.store import AdapterStore
+from vlm_serve.engine.features.table import Features
+from vlm_serve.engine.features.tiers.loading import Tiers
+from vlm_serve.engine.numerics.arithmetic import Arithmetic
+from vlm_serve.engine.requests.request import Language
+from vlm_serve.engine.steps.memory import MemoryPlan, StepMemory
+from vlm_serve.models import ModelSpec
+from vlm_serve.models.weight_sizes import WeightBytes
+from vlm_serve.options.config import EngineConfig
+from vlm_serve.preprocess.prepare import Preprocessor
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Components of an engine. `config` has its defaults filled in. `steps` is None where it is not
+    measured."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    arithmetic: Arithmetic
+    weights: WeightBytes
+    memory: MemoryPlan
+    preprocessor: Preprocessor
+    language: Language
+    scheduler: Scheduler
+    features: Features
+    adapters: AdapterStore
+    executor: Executor
+    cache: PrefixCache
+    media: MediaPlanner
+    tiers: Tiers | None = None
+    steps: StepMemory | None = None
