@@ -74,7 +74,7 @@ from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.system.host_memory import retain_freed_memory
 
 DEMO_DIRECTORIES = {"demo": "dense", "demo-moe": "moe"}
-_DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+_DEMO_FOLDER = Path(__file__).parents[2] / "demo"
 MIN_STEP_TOKENS, GPU_MIN_STEP_TOKENS = 256, 1024
 """Prompt tokens that a step may always have. On a GPU the host takes tens of milliseconds to launch
 a step of any size."""
