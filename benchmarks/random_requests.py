@@ -36,7 +36,7 @@ from parity_cases import random_ids, user
 from vlm_serve import EngineConfig, Pipeline
 from vlm_serve.engine.sequence import Sequence
 from vlm_serve.pipeline.pipeline import Output
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs
 

@@ -31,7 +31,7 @@ from vlm_serve.engine.request import Language, NextTurn, Request
 from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.engine.update_slots import UpdateSlots
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 BLOCK = 8

@@ -26,7 +26,7 @@ from vlm_serve.engine import batching
 from vlm_serve.engine.build import DEMO_DIRECTORIES, find_checkpoint
 from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo
 from vlm_serve.engine.sampler import SequenceSampler
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 TURN = "<|im_start|>"
 

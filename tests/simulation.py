@@ -41,7 +41,7 @@ from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.scheduler import Event, Scheduler
 from vlm_serve.engine.sequence import SequenceGroup
 from vlm_serve.engine.update_slots import UpdateSlots
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 EMBEDDING_BYTES = 4

@@ -27,10 +27,10 @@ from vlm_serve.cache.logprobs import row_type
 from vlm_serve.cache.records import LogprobRows
 from vlm_serve.engine.executor import RowsAfter, StepError
 from vlm_serve.engine.plan import Sampled, SampleTask, SequenceInfo, Slice, StepOutput, StepPlan
-from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity, PromptKeys
-from vlm_serve.preprocess.prompt import MediaSpan, Prompt
+from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity, PromptKeys
+from vlm_serve.preprocess.identity.prompt import MediaSpan, Prompt
 from vlm_serve.preprocess.reading.conversation import Modality
-from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.system.stopping import Stop
 
 NOTHING = b""
 END_OF_TURN = 1

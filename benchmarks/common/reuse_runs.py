@@ -23,8 +23,8 @@ from vlm_serve.engine.planning import SchedulerConfig
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.engine.scheduler import Scheduler
 from vlm_serve.engine.sequence import SequenceGroup
-from vlm_serve.preprocess.keys import PromptKeys
-from vlm_serve.preprocess.prompt import MediaSpan, Prompt
+from vlm_serve.preprocess.identity.keys import PromptKeys
+from vlm_serve.preprocess.identity.prompt import MediaSpan, Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 from .reuse_workloads import BLOCK_SIZE, END_OF_TURN, VOCABULARY, Asked, render

@@ -20,7 +20,7 @@ from vlm_serve.cache.records import Lease
 from vlm_serve.engine.plan import PartialFold, Slice, StepPlan
 from vlm_serve.engine.queues import SequenceQueues
 from vlm_serve.engine.sequence import Sequence
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 _REMEMBERED = 1024
 """Ends of answers that may still be continued. An end that leaves the memory never was."""

@@ -28,7 +28,7 @@ from vlm_serve.engine.sequence import Sequence, SequenceGroup
 from vlm_serve.engine.tier_loading import TierLoading
 from vlm_serve.engine.validation import check_request
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.system.host_threads import release_worker_threads
 
 _log = logging.getLogger(__name__)

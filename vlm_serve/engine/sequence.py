@@ -19,7 +19,7 @@ from vlm_serve.engine.plan import PromptLogprobs, Sampled, SampleTask, SequenceI
 from vlm_serve.engine.prompt_rows import PromptLog
 from vlm_serve.engine.request import Language, Request
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.keys import KEY_BYTES
+from vlm_serve.preprocess.identity.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from vlm_serve.cache.logprobs import WantedRows
