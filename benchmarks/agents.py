@@ -41,9 +41,9 @@ from vlm_serve.cache.reasons import key_at
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.requests.sequence import Sequence
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.keys import PromptKeys
-from vlm_serve.preprocess.template import ChatTemplate
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.identity.keys import PromptKeys
+from vlm_serve.preprocess.text.template import ChatTemplate
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 TEMPLATES = ("keeps thoughts", "drops thoughts")

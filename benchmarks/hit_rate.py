@@ -33,8 +33,8 @@ from vlm_serve import EngineConfig, Pipeline, SamplingParams
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.pipeline.requests import returned
-from vlm_serve.preprocess.keys import PromptKeys
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.keys import PromptKeys
+from vlm_serve.preprocess.identity.prompt import Prompt
 
 ANSWER = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
 QUESTIONS = [

@@ -41,7 +41,7 @@ from parity_cases import random_ids, user
 from vlm_serve import EngineConfig, SamplingParams
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.requests.outputs import Delta
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 
 MOST_TOKENS, MOST_TIME = 1.05, 1.1
 BRANCH, QUESTION = 384, 24

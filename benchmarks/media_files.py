@@ -20,10 +20,10 @@ from common.machine import describe
 from mutated_media import Mutated, mutated
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.decoders import Decoders
-from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.pdf_pages import PdfPage
-from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.preprocess.media.decoders import Decoders
+from vlm_serve.preprocess.media.limits import MediaLimits
+from vlm_serve.preprocess.media.pdf_pages import PdfPage
+from vlm_serve.system.stopping import Stop
 
 LIMITS = MediaLimits(max_decode_seconds=20.0, max_image_decode_seconds=20.0)
 MOST_GROWTH = 32 << 20

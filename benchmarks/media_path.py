@@ -32,7 +32,7 @@ from common.kernels_before import Before, is_child, serve
 from common.machine import ROOT, commit
 from make_checkpoint import make_checkpoint
 
-from vlm_serve.preprocess.media_process import content_hash
+from vlm_serve.preprocess.media.processing import content_hash
 from vlm_serve.preprocess.prepare import Preprocessor
 
 SECONDS, RATE, WIDTH, HEIGHT = 30, 24, 1920, 1080

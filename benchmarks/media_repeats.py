@@ -26,9 +26,9 @@ from make_checkpoint import make_checkpoint
 from PIL import Image, ImageDraw, ImageFont
 
 from vlm_serve.engine.requests.reports import repeated_spans
-from vlm_serve.preprocess.keys import embedding_key
+from vlm_serve.preprocess.identity.keys import embedding_key
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.prepare import Preprocessor
-from vlm_serve.preprocess.prompt import Prompt
 
 RATE, WIDTH, HEIGHT = 10, 1280, 720
 SPEC = CheckpointSpec(patch_size=16, video_max_pixels=25_165_824)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 
 def milliseconds(call: Callable[[], object]) -> float:

@@ -37,7 +37,7 @@ from vlm_serve import EngineConfig, Pipeline
 from vlm_serve.engine.features.drafts.drafting import Drafting
 from vlm_serve.engine.requests.sequence import Sequence
 from vlm_serve.pipeline.pipeline import Output
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs
 

@@ -31,7 +31,7 @@ from common.routing_ray import RayPrefix
 from common.routing_simulation import Clock, Outcome, Replica, simulate
 from common.routing_trace import Question, Trace
 
-from vlm_serve.preprocess.affinity import AffinityDigest, affinity_keys_of_body
+from vlm_serve.preprocess.identity.affinity import AffinityDigest, affinity_keys_of_body
 from vlm_serve.routing.holdings import MAX_ALL_ENTRIES, MAX_DIGEST_ENTRIES
 from vlm_serve.routing.router import Policy, Router
 from vlm_serve.routing.view import ReplicaView

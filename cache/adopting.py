@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vlm_serve.cache.ledger import Ledger
     from vlm_serve.cache.matching import Match
     from vlm_serve.cache.records import Lease, Rows
-    from vlm_serve.preprocess.keys import PromptKeys
+    from vlm_serve.preprocess.identity.keys import PromptKeys
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from vlm_serve.cache.records import Lease, Node, Rows
 
 if TYPE_CHECKING:
     from vlm_serve.cache.ledger import Ledger
-    from vlm_serve.preprocess.keys import PromptKeys
+    from vlm_serve.preprocess.identity.keys import PromptKeys
 
 __all__ = ["ExpertPiece", "Rows", "cached_rows", "record", "seed"]
 

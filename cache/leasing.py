@@ -17,7 +17,7 @@ from vlm_serve.cache.timed_pins import TimedPins
 if TYPE_CHECKING:
     from vlm_serve.cache.ledger import Ledger
     from vlm_serve.cache.matching import Match
-    from vlm_serve.preprocess.keys import PromptKeys
+    from vlm_serve.preprocess.identity.keys import PromptKeys
 
 ANSWER_END, ANSWER_PART = "answer_end", "answer_part"
 """Kinds of snapshots: behind the token that ended an answer, and inside of an answer."""

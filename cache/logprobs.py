@@ -20,7 +20,7 @@ from vlm_serve.cache.lazy_heap import LazyHeap
 from vlm_serve.cache.records import Branch, Lease, LogprobRows, Node
 
 if TYPE_CHECKING:
-    from vlm_serve.preprocess.keys import PromptKeys
+    from vlm_serve.preprocess.identity.keys import PromptKeys
 
 
 def row_type(top: int) -> np.dtype[Any]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vlm_serve.cache.logprobs import RowPiece
     from vlm_serve.cache.records import Branch, Node, Snapshot
     from vlm_serve.cache.trie import Trie
-    from vlm_serve.preprocess.keys import PromptKeys
+    from vlm_serve.preprocess.identity.keys import PromptKeys
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from vlm_serve.cache.places import INTERVAL, LEARNED, PlaceTable
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 MAX_NEW_SNAPSHOTS = 8
 """Most snapshots that one request plans."""

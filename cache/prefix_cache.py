@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from vlm_serve.cache.tiers.entry import Origin
-    from vlm_serve.preprocess.keys import PromptKeys
+    from vlm_serve.preprocess.identity.keys import PromptKeys
 
 __all__ = ["CacheConfig", "Lease", "LeftState", "Match", "PrefixCache", "Suspended"]
 

@@ -12,7 +12,7 @@ from vlm_serve.cache.records import NO_MEDIA, Block, Branch, Lease, Node, Snapsh
 
 if TYPE_CHECKING:
     from vlm_serve.cache.ledger import Ledger
-    from vlm_serve.preprocess.keys import PromptKeys
+    from vlm_serve.preprocess.identity.keys import PromptKeys
 
 
 MAX_NODES_PER_BLOCK = 16

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from vlm_serve.cache.matching import Boundaries
     from vlm_serve.cache.trie import Trie
-    from vlm_serve.preprocess.keys import PromptKeys
+    from vlm_serve.preprocess.identity.keys import PromptKeys
 
 
 class GhostMemory:

@@ -19,7 +19,7 @@ from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.cache.tiers.transfer import Transfer, expert_rows
 
 if TYPE_CHECKING:
-    from vlm_serve.preprocess.keys import PromptKeys
+    from vlm_serve.preprocess.identity.keys import PromptKeys
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ slices but the last.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,15 +16,16 @@ import torch
 from blake3 import blake3
 
 from vlm_serve.errors import CheckpointError, InvalidRequestError
-from vlm_serve.preprocess.keys import tagged
-from vlm_serve.preprocess.loaded_media import LoadedMedia
-from vlm_serve.preprocess.media_process import MediaRecord, Slices
-from vlm_serve.preprocess.media_processors import Processor
-from vlm_serve.preprocess.processors import SliceConfig
-from vlm_serve.preprocess.prompt import MediaSpan
+from vlm_serve.preprocess.identity.keys import tagged
+from vlm_serve.preprocess.identity.prompt import MediaSpan
+from vlm_serve.preprocess.media.loaded_media import LoadedMedia
+from vlm_serve.preprocess.media.media_processors import Processor
+from vlm_serve.preprocess.media.processing import MediaRecord, Slices
+from vlm_serve.preprocess.media.processors import SliceConfig
 from vlm_serve.preprocess.reading.conversation import Modality
-from vlm_serve.preprocess.tokenizer import Tokenizer
-from vlm_serve.preprocess.typed_text import TypedText
+from vlm_serve.preprocess.text.rendering import PromptPiece
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.typed_text import TypedText
 
 _DOMAIN = b"vlm-serve picture on a canvas 1"
 
@@ -44,48 +44,6 @@ class VisionTokens:
         if token_id == self.image_pad:
             return "image"
         return "video" if token_id == self.video_pad else None
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPiece:
-    """A piece of rendered text in hidden form: a special token, or the text between two of them."""
-
-    text: str
-    is_special: bool
-
-
-def split_pieces(text: str, pattern: re.Pattern[str]) -> Iterator[PromptPiece]:
-    """Split a rendered prompt at the template's special tokens; user text is still hidden."""
-    at = 0
-    for match in pattern.finditer(text):
-        if match.start() > at:
-            yield PromptPiece(text[at : match.start()], False)
-        yield PromptPiece(match.group(), True)
-        at = match.end()
-    if at < len(text):
-        yield PromptPiece(text[at:], False)
-
-
-def last_pieces(
-    tokenizer: Tokenizer, typed: TypedText, pieces: Sequence[PromptPiece], count: int
-) -> list[PromptPiece]:
-    """Return the end of a prompt without media: at least its last `count` tokens, or all.
-
-    The time is that of encoding about as many tokens.
-    """
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode_plain(typed.restore(text))
-
-    kept: list[PromptPiece] = []
-    wanted = tokenizer.enough(count)
-    for piece in reversed(pieces):
-        if wanted <= 0:
-            break
-        at, found = (0, 1) if piece.is_special else tokenizer.find_end(piece.text, wanted, encode)
-        kept.append(PromptPiece(piece.text[at:], piece.is_special))
-        wanted -= found
-    return kept[::-1]
 
 
 @dataclass(slots=True)

@@ -14,45 +14,49 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.decoders import Decoders
-from vlm_serve.preprocess.documents import Documents
 from vlm_serve.preprocess.expand import (
     Expander,
     Expansion,
-    PromptPiece,
     common_length,
     find_expander,
     find_vision_tokens,
-    last_pieces,
     mrope_positions,
     shared_tokens,
-    split_pieces,
 )
-from vlm_serve.preprocess.family import Family
-from vlm_serve.preprocess.fetch import Holding
-from vlm_serve.preprocess.keys import (
+from vlm_serve.preprocess.identity.keys import (
     NO_ADAPTER,
     AdapterIdentity,
     PromptKeys,
     RootFields,
     Roots,
 )
-from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.loaded_media import LoadedMedia
-from vlm_serve.preprocess.media_items import MediaLoader, is_remote
-from vlm_serve.preprocess.media_options import ONE_OF_EACH, MediaDefaults
-from vlm_serve.preprocess.media_processors import find_processors, missing_files
-from vlm_serve.preprocess.prompt import Prompt
-from vlm_serve.preprocess.raw_index import RawIndex, UploadRecords
+from vlm_serve.preprocess.identity.prompt import Prompt
+from vlm_serve.preprocess.media.decoders import Decoders
+from vlm_serve.preprocess.media.documents import Documents
+from vlm_serve.preprocess.media.fetch import Holding
+from vlm_serve.preprocess.media.limits import MediaLimits
+from vlm_serve.preprocess.media.loaded_media import LoadedMedia
+from vlm_serve.preprocess.media.loading import MediaLoader, is_remote
+from vlm_serve.preprocess.media.media_processors import find_processors, missing_files
+from vlm_serve.preprocess.media.part_options import ONE_OF_EACH, MediaDefaults
+from vlm_serve.preprocess.media.raw_index import RawIndex, UploadRecords
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
-from vlm_serve.preprocess.rendering import ChatRequest, Rendering, texts_of
-from vlm_serve.preprocess.stopping import ConcurrencyLimiter, Stop
-from vlm_serve.preprocess.template import ChatTemplate, load_template, named_chat_template
-from vlm_serve.preprocess.template_traits import TemplateTraits
-from vlm_serve.preprocess.tokenizer import Tokenizer, checked_ids, read_json
-from vlm_serve.preprocess.typed_text import TypedText
+from vlm_serve.preprocess.text.family import Family
+from vlm_serve.preprocess.text.rendering import (
+    ChatRequest,
+    PromptPiece,
+    Rendering,
+    last_pieces,
+    split_pieces,
+    texts_of,
+)
+from vlm_serve.preprocess.text.template import ChatTemplate, load_template, named_chat_template
+from vlm_serve.preprocess.text.template_traits import TemplateTraits
+from vlm_serve.preprocess.text.tokenizer import Tokenizer, checked_ids, read_json
+from vlm_serve.preprocess.text.typed_text import TypedText
+from vlm_serve.system.stopping import ConcurrencyLimiter, Stop
 
 _log = logging.getLogger(__name__)
 _SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{0,128}")
@@ -360,7 +364,7 @@ class Preprocessor:
             media=tuple(media),
             media_ends=tuple(expansion.media_ends),
             message_ends=tuple(expansion.message_ends),
-            system_end=rendering.system_end(expansion),
+            system_end=rendering.system_end(expansion.message_ends),
             stable_end=self._stable_end(rendering, expansion),
             next_turn=None
             if rendering.cut

@@ -11,7 +11,7 @@ import numpy as np
 
 from vlm_serve.cache.logprobs import row_type
 from vlm_serve.cache.records import LogprobRows, Rows
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 END_OF_TURN = 1
 PAD = 3

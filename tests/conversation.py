@@ -11,7 +11,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from vlm_serve.preprocess.keys import RootFields
+from vlm_serve.preprocess.identity.keys import RootFields
 from vlm_serve.preprocess.prepare import Preprocessor
 
 FIELDS = RootFields(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_image import Pixels, decode_opened, open_image
+from vlm_serve.preprocess.media.images import Pixels, decode_opened, open_image
+from vlm_serve.preprocess.media.limits import MediaLimits
 
 
 def decode_image(data: bytes, limits: MediaLimits) -> Pixels:

@@ -28,7 +28,7 @@ from vlm_serve.engine.requests.plan import StepOutput, StepPlan
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.pipeline.requests import returned
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 MOST_AT_ONCE = 6

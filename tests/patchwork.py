@@ -9,7 +9,7 @@ from vlm_serve.models.parts.base import Norm, Routing
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
 from vlm_serve.models.spec import LayerSpec, ModelSpec, Rope
-from vlm_serve.preprocess.family import CHATML
+from vlm_serve.preprocess.text.family import CHATML
 
 
 def spec(config: Config) -> ModelSpec:

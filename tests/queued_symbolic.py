@@ -19,7 +19,7 @@ from symbolic import SymbolicExecutor
 
 from vlm_serve.engine.requests.plan import SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.steps.step_tables import HostRing, StepTables, Table
-from vlm_serve.preprocess.keys import AdapterIdentity
+from vlm_serve.preprocess.identity.keys import AdapterIdentity
 
 _SMALLEST = 1 << 12
 """Bytes of the smallest tables; others have powers of two times as many."""

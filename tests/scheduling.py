@@ -35,7 +35,7 @@ from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.plan import StepPlan
 from vlm_serve.engine.requests.request import Language, NextTurn, Request
 from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 BLOCK = 8

@@ -9,7 +9,7 @@ import jsonschema
 import numpy as np
 
 from vlm_serve.grammar.state import Grammar, GrammarState
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 WIDTH = 768
 STEPS = 300

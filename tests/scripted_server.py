@@ -26,7 +26,7 @@ from vlm_serve.engine.requests.plan import Sampled, SampleTask, SequenceInfo
 from vlm_serve.engine.start.build import DEMO_DIRECTORIES, find_checkpoint
 from vlm_serve.engine.steps import batching
 from vlm_serve.engine.steps.sampler import SequenceSampler
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 TURN = "<|im_start|>"
 

@@ -24,7 +24,7 @@ from vlm_serve.errors import ModelNotFoundError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
 from vlm_serve.models.adapters import Adapter, LowRank, Modules
-from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
+from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity
 
 NAMES = [f"name{each}" for each in range(6)]
 CONTENTS = 8

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from symbolic import END_OF_TURN, VOCABULARY, SymbolicMedia, make_prompt
 
-from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity
+from vlm_serve.preprocess.identity.prompt import Prompt
 
 
 class Prompts:

@@ -45,7 +45,7 @@ from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.plan import StepOutput, StepPlan
 from vlm_serve.engine.requests.request import Language, Request
 from vlm_serve.engine.requests.sequence import SequenceGroup
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 EMBEDDING_BYTES = 4

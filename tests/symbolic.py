@@ -34,10 +34,10 @@ from vlm_serve.engine.requests.plan import (
     StepOutput,
     StepPlan,
 )
-from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity, PromptKeys
-from vlm_serve.preprocess.prompt import MediaSpan, Prompt
+from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity, PromptKeys
+from vlm_serve.preprocess.identity.prompt import MediaSpan, Prompt
 from vlm_serve.preprocess.reading.conversation import Modality
-from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.system.stopping import Stop
 
 NOTHING = b""
 END_OF_TURN = 1

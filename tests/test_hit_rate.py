@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.common.reuse_runs import Run, make_prompt, reusable
 from benchmarks.common.reuse_workloads import WORKLOADS, Asked, digest, workload
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 
 DIGESTS = {
     "chats": "04c6382a405e1319",

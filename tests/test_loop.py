@@ -22,10 +22,12 @@ from sweeps import MARKS
 ROOT = Path(__file__).resolve().parent.parent
 # What is collected without torch; the other areas compute with tensors.
 LIGHT = ("cache", "grammar", "native", "routing")
-LIGHT_PREPROCESS = (
-    *("affinity", "data_url", "decode_slots", "decode_wire", "decoders", "end_tokens"),
-    *("fetch", "fetch_local", "http_get", "keys", "limiter", "typed_text"),
-)
+LIGHT_PREPROCESS = {
+    "identity": ("affinity", "keys"),
+    "media": ("decode_slots", "decode_wire", "decoders", "fetch", "fetch_local", "http_get"),
+    "reading": ("data_url",),
+    "text": ("end_tokens", "typed_text"),
+}
 SLOW = " or ".join(MARKS)
 QUICK = f"not ({SLOW})"
 COLLECT = """
@@ -229,7 +231,12 @@ def collected(*folders: str) -> list[str]:
 
 
 def test_some_areas_are_collected_without_torch() -> None:
-    files = [f"preprocess/test_{name}.py" for name in LIGHT_PREPROCESS]
+    files = [
+        f"preprocess/{room}/test_{name}.py"
+        for room, names in LIGHT_PREPROCESS.items()
+        for name in names
+    ]
+    files.append("system/test_limiter.py")
     files += [f"batch/{path.name}" for path in (ROOT / "tests" / "batch").glob("test_*.py")]
     assert collected(*LIGHT, *files) == ["0"]
 

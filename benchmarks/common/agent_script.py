@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_serve.preprocess.template import ChatTemplate
+from vlm_serve.preprocess.text.template import ChatTemplate
 
 Message = dict[str, Any]
 

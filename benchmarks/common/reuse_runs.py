@@ -24,8 +24,8 @@ from vlm_serve.engine.features.table import Features, Options
 from vlm_serve.engine.requests.plan import Sampled, SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.requests.request import Language, Request
 from vlm_serve.engine.requests.sequence import SequenceGroup
-from vlm_serve.preprocess.keys import PromptKeys
-from vlm_serve.preprocess.prompt import MediaSpan, Prompt
+from vlm_serve.preprocess.identity.keys import PromptKeys
+from vlm_serve.preprocess.identity.prompt import MediaSpan, Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 from .reuse_workloads import BLOCK_SIZE, END_OF_TURN, VOCABULARY, Asked, render

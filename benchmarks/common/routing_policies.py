@@ -10,7 +10,7 @@ from typing import Protocol
 
 from common.routing_trace import Question
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.preprocess.affinity import AffinityDigest
+from vlm_serve.preprocess.identity.affinity import AffinityDigest
 from vlm_serve.routing.router import Policy, Router
 from vlm_serve.routing.view import ReplicaView, RequestUsage
 

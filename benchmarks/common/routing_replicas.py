@@ -21,7 +21,7 @@ from server_process import server_process
 from common.routing_policies import Chooser
 from common.routing_simulation import DIGEST_AGE, DIGEST_SECONDS, WINDOW_SECONDS, Outcome
 from common.routing_trace import VIDEO_SHARE, Question, Trace
-from vlm_serve.preprocess.affinity import AffinityDigest
+from vlm_serve.preprocess.identity.affinity import AffinityDigest
 from vlm_serve.routing.view import RequestUsage
 
 OPTIONS = ("--threads", "1", "--max-num-seqs", "8", "--no-page", "--speculative", "off")

@@ -15,7 +15,7 @@ from vlm_serve.cache.placement import plan_snapshots
 from vlm_serve.cache.prefix_cache import Lease, PrefixCache
 from vlm_serve.engine.features.affinity_map import AffinityMap
 from vlm_serve.engine.features.mirror import TreeMirror
-from vlm_serve.preprocess.affinity import AffinityDigest
+from vlm_serve.preprocess.identity.affinity import AffinityDigest
 from vlm_serve.routing.view import RequestUsage
 
 WINDOW_SECONDS = 10.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from vlm_serve.preprocess.affinity import affinity_keys_of_body
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.affinity import affinity_keys_of_body
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 USERS, MEDIA, VIDEO_SHARE = 64, 200, 0.3
 BLOCK_SIZE = 64

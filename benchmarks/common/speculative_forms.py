@@ -16,7 +16,7 @@ from functools import cache
 from itertools import accumulate, cycle
 from pathlib import Path
 
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vlm_serve.cache.matching import Match
     from vlm_serve.cache.records import Branch
     from vlm_serve.cache.trie import Trie
-    from vlm_serve.preprocess.keys import PromptKeys
+    from vlm_serve.preprocess.identity.keys import PromptKeys
 
 Segment = tuple[int, int, str]
 """Tokens `[start, end)` and their tier."""

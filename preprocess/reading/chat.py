@@ -9,8 +9,7 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import REASONING_KEYS, Conversation
 from vlm_serve.preprocess.reading.parts import read_content
 from vlm_serve.preprocess.reading.tools import is_cut, read_tool_call, read_tools
-from vlm_serve.preprocess.reading.values import list_of, object_of, short_repr
-from vlm_serve.preprocess.typed_text import plain_data
+from vlm_serve.preprocess.reading.values import list_of, object_of, plain_data, short_repr
 
 # "developer" is OpenAI's newer name for the system role; templates know only the old one.
 _ROLES = {

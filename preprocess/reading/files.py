@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError, UnsupportedFieldError
-from vlm_serve.preprocess.data_url import read_data_url
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, Modality
+from vlm_serve.preprocess.reading.data_url import read_data_url
 from vlm_serve.preprocess.reading.values import object_of, short_repr, text_of
 
 FILE_PARTS = frozenset({"file", "input_file"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vlm_serve.preprocess.typed_text import MAX_DEPTH
+from vlm_serve.preprocess.reading.values import MAX_DEPTH
 
 _MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 _LISTS = frozenset({"content", "output", "summary", "tool_calls"})

@@ -13,8 +13,7 @@ from vlm_serve.preprocess.reading.items import read_response
 from vlm_serve.preprocess.reading.marks import without_marks
 from vlm_serve.preprocess.reading.results import order_results
 from vlm_serve.preprocess.reading.systems import join_leading
-from vlm_serve.preprocess.reading.values import object_of
-from vlm_serve.preprocess.typed_text import plain_data
+from vlm_serve.preprocess.reading.values import object_of, plain_data
 
 MAX_TEMPLATE_KWARGS = 64
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.reading.values import begins_json, list_of
-from vlm_serve.preprocess.typed_text import plain_data
+from vlm_serve.preprocess.reading.values import begins_json, list_of, plain_data
 
 MAX_ARGUMENTS_CHARACTERS = 1 << 20
 """Limit on the JSON text of one tool call's arguments."""

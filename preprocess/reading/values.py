@@ -9,6 +9,26 @@ from pydantic_core import from_json
 
 from vlm_serve.errors import InvalidRequestError, UnsupportedFieldError
 
+MAX_DEPTH = 64
+
+
+def plain_data(value: Any, param: str, depth: int = MAX_DEPTH) -> Any:
+    """Return a fresh copy made of dict, list, str, int, float, bool and None alone.
+
+    Raises InvalidRequestError for anything else, and for data nested deeper than `MAX_DEPTH`.
+    """
+    if depth == 0:
+        raise InvalidRequestError(f"{param} is nested deeper than {MAX_DEPTH} levels", param=param)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        if any(not isinstance(key, str) for key in value):
+            raise InvalidRequestError(f"{param} has a key that is not a string", param=param)
+        return {str(key): plain_data(item, param, depth - 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item, param, depth - 1) for item in value]
+    raise InvalidRequestError(f"{param} must be JSON data, not {type(value).__name__}", param=param)
+
 
 def text_of(item: Mapping[str, Any], name: str, where: str) -> str:
     """Return a field's text. Raises InvalidRequestError if the field is not text."""

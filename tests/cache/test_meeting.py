@@ -9,7 +9,7 @@ from cache_texts import END_OF_TURN, Image, Segment, Text
 
 from vlm_serve.cache.matching import shared_cut
 from vlm_serve.cache.reasons import key_at
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 SIZE = 8
 

@@ -20,7 +20,7 @@ from vlm_serve.cache.logprobs import RowKeeper, RowPiece
 from vlm_serve.cache.pools import BlockPool, RowPool, RowState
 from vlm_serve.cache.records import Block, Lease, Node, Snapshot
 from vlm_serve.cache.suspension import Suspensions
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 SEEDS = range(40)
 STEPS = 150

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vlm_serve.cache.placement import MAX_NEW_SNAPSHOTS, plan_snapshots
 from vlm_serve.cache.places import Place, PlaceTable
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 BLOCK = 16
 

@@ -19,7 +19,7 @@ from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.lazy_heap import LazyHeap
 from vlm_serve.cache.listing import MediaInfo
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 
 def numbers(count: int, first: int = 10) -> list[int]:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message
 from vlm_serve.deploy.gateway import ONE_REPLICA, Gateway
 from vlm_serve.deploy.gateway_routes import ROUTES
 from vlm_serve.deploy.replica_pool import ReplicaCall, ReplicaPool
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.app import create_routes, routed
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import guarded

@@ -11,8 +11,8 @@ from cache_world import World, make_world
 from vlm_serve.engine.features import affinity_map as affinity_module
 from vlm_serve.engine.features.affinity_map import AffinityMap
 from vlm_serve.engine.features.mirror import TreeMirror
-from vlm_serve.preprocess.affinity import affinity_keys_of_body
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.affinity import affinity_keys_of_body
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 SYSTEM = [*range(10, 21), END_OF_TURN]
 PICTURE = Image("cat", 8)

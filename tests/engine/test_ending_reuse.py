@@ -6,7 +6,7 @@ from symbolic import END_OF_TURN, make_prompt
 
 from vlm_serve.cache.reasons import key_at
 from vlm_serve.engine.features.endings.endings import EndReuse
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 BLOCK = 8
 

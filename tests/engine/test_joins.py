@@ -13,7 +13,7 @@ from vlm_serve.engine.core.executor import StepError
 from vlm_serve.engine.features.joins import MAX_FRUITLESS_JOINS, MAX_IDLE_STEPS
 from vlm_serve.engine.requests.plan import StepPlan
 from vlm_serve.engine.requests.sequence import SequenceGroup
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 
 DOCUMENT = tuple(range(5, 45)) * 2
 """80 tokens: 10 blocks."""

@@ -16,8 +16,8 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.start import build
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
+from vlm_serve.preprocess.media.limits import MediaLimits
 
 
 @pytest.fixture(scope="module")

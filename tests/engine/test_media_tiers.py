@@ -27,7 +27,7 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.start.build import build
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
-from vlm_serve.preprocess.raw_index import pack_record, unpack_record
+from vlm_serve.preprocess.media.raw_index import pack_record, unpack_record
 
 NAMES = [
     "dense, equal heads, one kv head",

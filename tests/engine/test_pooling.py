@@ -28,7 +28,7 @@ from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.pipeline.requests import returned
-from vlm_serve.preprocess.pooled_prompts import embedding_messages, rerank_messages
+from vlm_serve.preprocess.text.pooled_prompts import embedding_messages, rerank_messages
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
 NAMES = quick(["vl", "vl moe", "dense", "qwen3"], ["vl"])

@@ -22,7 +22,7 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs
 

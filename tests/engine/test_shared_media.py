@@ -22,7 +22,7 @@ from sweeps import quick
 
 from vlm_serve.cache.tiers.shared_format import DIGEST_BYTES, EPOCH_BYTES
 from vlm_serve.pipeline.pipeline import Output, Pipeline
-from vlm_serve.preprocess.raw_index import pack_record
+from vlm_serve.preprocess.media.raw_index import pack_record
 
 SPECS = {"dense": CheckpointSpec(), "moe": CheckpointSpec(num_experts=8)}
 PICTURE, CLIP = photograph("coffee.png"), video("carphone_pristine.mp4")

@@ -8,7 +8,7 @@ import pytest
 
 import vlm_serve
 from vlm_serve.eval.longbench import fit, keep_ends
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from make_checkpoint import make_checkpoint
 from prometheus_client.parser import text_string_to_metric_families
 
 from vlm_serve.engine.requests.outputs import CacheReport, Usage
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.finished_request import FinishedRequest
 from vlm_serve.server.http.request_memory import RequestMemory
 from vlm_serve.server.metrics import Metrics

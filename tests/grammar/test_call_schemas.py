@@ -18,7 +18,7 @@ import vlm_serve
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import Grammar
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm
 from vlm_serve.server.api.structured import ToolChoice, with_tools

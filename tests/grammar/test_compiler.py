@@ -33,7 +33,7 @@ from vlm_serve.grammar import compiler as compiling
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import GrammarState
 from vlm_serve.grammar.worker import send
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.structured_outputs import StructuredOutputs
 
 WIDTH = 768

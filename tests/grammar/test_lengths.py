@@ -18,7 +18,7 @@ from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.lengths import countable
 from vlm_serve.grammar.library import Library
 from vlm_serve.grammar.state import Compiled, Grammar, GrammarState
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.api.structured import ToolChoice, with_tools
 from vlm_serve.structured_outputs import StructuredOutputs

@@ -18,7 +18,7 @@ from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.lark import pattern
 from vlm_serve.grammar.library import Library
 from vlm_serve.grammar.searching import is_ascii, whole
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 # White space and letters of ECMA-262 beside those of Python's `re`.
 _ECMA = {"s": "\ufeff", "w": "", "d": ""}

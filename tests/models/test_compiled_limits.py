@@ -21,7 +21,7 @@ from vlm_serve.kernels.native_build import BuildError
 from vlm_serve.models import load_model
 from vlm_serve.models.program import UnsupportedError
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.keys import RootFields
+from vlm_serve.preprocess.identity.keys import RootFields
 
 pytestmark = pytest.mark.usefixtures("compiler")
 

@@ -11,7 +11,7 @@ from make_checkpoint import make_checkpoint
 
 from vlm_serve.errors import CheckpointError, ModelNotFoundError
 from vlm_serve.models import load_model, read_spec, resolve_checkpoint
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 KINDS = {

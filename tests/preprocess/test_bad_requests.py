@@ -24,8 +24,8 @@ from make_checkpoint import make_checkpoint
 from PIL import Image
 
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
-from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_processors import processor_fingerprint
+from vlm_serve.preprocess.media.limits import MediaLimits
+from vlm_serve.preprocess.media.media_processors import processor_fingerprint
 from vlm_serve.preprocess.prepare import Preprocessor
 
 

@@ -11,8 +11,8 @@ import pytest
 from conversation import build
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.family import begins_in_thought
 from vlm_serve.preprocess.prepare import Preprocessor
+from vlm_serve.preprocess.text.family import begins_in_thought
 
 Make = Callable[[str], Preprocessor]
 USER = {"role": "user", "content": "hi"}

@@ -14,8 +14,8 @@ from conversation import Messages, clip, frames, picture, say
 from PIL import Image
 
 from vlm_serve.errors import InvalidRequestError, MediaError
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.prepare import Preprocessor
-from vlm_serve.preprocess.prompt import Prompt
 
 
 def assert_equal(prompt: Prompt, expected: dict[str, Any]) -> None:

@@ -28,8 +28,8 @@ from conversation import (
 from make_checkpoint import make_checkpoint
 from PIL import Image
 
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.prepare import Preprocessor
-from vlm_serve.preprocess.prompt import Prompt
 
 
 def assert_equal(prompt: Prompt, expected: dict[str, Any], checkpoint: Path) -> None:

@@ -19,8 +19,8 @@ from conversation import (
 from PIL import Image
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.keys import PromptKeys
-from vlm_serve.preprocess.media_processors import processor_fingerprint
+from vlm_serve.preprocess.identity.keys import PromptKeys
+from vlm_serve.preprocess.media.media_processors import processor_fingerprint
 from vlm_serve.preprocess.prepare import Preprocessor
 
 

@@ -23,8 +23,8 @@ from conversation import (
 from PIL import Image
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.prepare import Preprocessor
-from vlm_serve.preprocess.prompt import Prompt
 
 
 def test_spans_and_ends(preprocessor: Preprocessor, cat: Image.Image) -> None:

@@ -10,8 +10,8 @@ import published_vocabulary
 import pytest
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from vlm_serve.preprocess.family import QWEN2, QWEN3_5
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.family import QWEN2, QWEN3_5
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 FAMILIES = {"qwen3.5": QWEN3_5, "qwen2": QWEN2}
 TEXTS = [

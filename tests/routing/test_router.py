@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlm_serve.preprocess.affinity import AffinityDigest, affinity_keys_of_body, place_of
+from vlm_serve.preprocess.identity.affinity import AffinityDigest, affinity_keys_of_body, place_of
 from vlm_serve.routing import holdings
 from vlm_serve.routing import router as routers
 from vlm_serve.routing.holdings import Digests, SentPrefixes

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vlm_serve.preprocess.affinity import affinity_keys_of_body, place_of
+from vlm_serve.preprocess.identity.affinity import affinity_keys_of_body, place_of
 from vlm_serve.routing.router import MAX_ANSWER_TOKENS, MAX_FACTOR, MIN_FACTOR, SizeEstimator
 
 

@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from make_checkpoint import make_checkpoint
 from serving import RunningServer, running, wait_for
 
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from vlm_serve.errors import (
     MediaFetchError,
     OverloadedError,
 )
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 JSON = {"Content-Type": "application/json"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlm_serve.preprocess.decoders import default_slots
+from vlm_serve.preprocess.media.decoders import default_slots
 from vlm_serve.server.bounds import parts, total
 from vlm_serve.server.config import ServerConfig
 

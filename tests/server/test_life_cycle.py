@@ -18,7 +18,7 @@ from serving import WAIT_SECONDS, RunningServer, chat_body, running, wait_for
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.listening import listen
 from vlm_serve.server.idle_check import IDLE_CHECK_DELAY_SECONDS

@@ -19,9 +19,9 @@ from serving import RunningServer, connect, running, wait_for
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.rendering import Rendering
-from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.preprocess.text.rendering import Rendering
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.system.stopping import Stop
 
 
 @pytest.fixture(scope="module")

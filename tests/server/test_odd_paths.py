@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from odd_paths import odd_targets, wrong_answers
 from serving import RunningServer, running
 
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.app import routed
 from vlm_serve.server.config import ServerConfig
 

@@ -13,7 +13,7 @@ from serving import RunningServer, running
 from tool_texts import CALL, CITY_TOOL
 
 from vlm_serve.errors import ContextLengthError, MediaFetchError, OverloadedError
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from serving import RunningServer, running
 
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 RESETS = ("/reset_prefix_cache", "/flush_cache")

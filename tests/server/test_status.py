@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import RunningServer, chat_body, wait_for
 
 from vlm_serve.engine.requests.outputs import Delta
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.http.openapi import DescribedApp
 

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from serving import RunningServer, chat_body, running, wait_for
 
 from vlm_serve.errors import ConfigError
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.tracing import RequestTracer
 

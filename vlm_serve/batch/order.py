@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_serve.preprocess.affinity import front_of, turns_of
+from vlm_serve.preprocess.identity.affinity import front_of, turns_of
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 from vlm_serve.preprocess.reading.reader import APIS, read_conversation
 

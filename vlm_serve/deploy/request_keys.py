@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.types import Scope
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.affinity import affinity_keys_of_body
+from vlm_serve.preprocess.identity.affinity import affinity_keys_of_body
 from vlm_serve.preprocess.reading.reader import APIS
 from vlm_serve.server.http.json_body import count_json, parse_counted
 from vlm_serve.server.http.request_memory import current_share

@@ -43,10 +43,10 @@ from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.affinity import AffinityDigest, AffinityKey
-from vlm_serve.preprocess.family import THINK_END, begins_in_thought, leaves_thought_open
+from vlm_serve.preprocess.identity.affinity import AffinityDigest, AffinityKey
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.prepare import Preprocessor
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.text.family import THINK_END, begins_in_thought, leaves_thought_open
 from vlm_serve.sampling_params import SamplingParams
 
 _T = TypeVar("_T")

@@ -24,7 +24,7 @@ from vlm_serve.eval.replies import (
     tokens_of,
 )
 from vlm_serve.pipeline.pipeline import Output, Pipeline
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 
 _NOTES = {

@@ -22,7 +22,7 @@ from vlm_serve.errors import EngineClosedError, InvalidRequestError, OverloadedE
 from vlm_serve.grammar.library import Library
 from vlm_serve.grammar.state import Compiled, Grammar
 from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, send
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.structured_outputs import StructuredOutputs
 from vlm_serve.system import child, children
 

@@ -16,7 +16,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.cache_layout import CacheLayout, Pool
 from vlm_serve.models.parts.base import FeedForward, Loader, Mixer, Norm, Routing
 from vlm_serve.models.quantization.scheme import QuantScheme
-from vlm_serve.preprocess.family import Family
+from vlm_serve.preprocess.text.family import Family
 
 
 @dataclass(frozen=True)

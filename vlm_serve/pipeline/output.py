@@ -12,7 +12,7 @@ from vlm_serve.engine.requests.pooling import Vector
 from vlm_serve.engine.requests.request import NextTurn
 from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.errors import VlmServeError
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.next_turn import ParsedTurn
 from vlm_serve.server.answers.output_parser import OutputParser

@@ -33,14 +33,14 @@ from vlm_serve.pipeline.requests import (
     returned,
     settled,
 )
-from vlm_serve.preprocess.keys import NO_ADAPTER
-from vlm_serve.preprocess.pooled_prompts import (
+from vlm_serve.preprocess.identity.keys import NO_ADAPTER
+from vlm_serve.preprocess.identity.prompt import Prompt
+from vlm_serve.preprocess.text.pooled_prompts import (
     Content,
     contents_of,
     embedding_messages,
     rerank_messages,
 )
-from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.reasoning import reasoning_form
 from vlm_serve.server.config import ServerConfig

@@ -17,7 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_serve.preprocess.affinity import KEY_BYTES, MAX_KEYS, AffinityDigest, AffinityKey, place_of
+from vlm_serve.preprocess.identity.affinity import (
+    KEY_BYTES,
+    MAX_KEYS,
+    AffinityDigest,
+    AffinityKey,
+    place_of,
+)
 from vlm_serve.routing.holdings import Digests, SentPrefixes
 from vlm_serve.routing.view import ReplicaView, RequestUsage
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, MEMORY_BYTES
-from vlm_serve.preprocess.decoders import (
+from vlm_serve.preprocess.media.decoders import (
     LIGHT_DECODE_BYTES,
     LIGHT_FILE_BYTES,
     PROCESS_BYTES,
     default_slots,
 )
-from vlm_serve.preprocess.limits import MediaLimits
+from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.connection import READ_BYTES
 from vlm_serve.server.http.json_body import max_cost

@@ -12,11 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vlm_serve.engine.requests.outputs import Delta
-from vlm_serve.preprocess.loaded_media import LoadedMedia
-from vlm_serve.preprocess.prompt import Prompt
-from vlm_serve.preprocess.rendering import Rendering
-from vlm_serve.preprocess.stopping import Stop
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.identity.prompt import Prompt
+from vlm_serve.preprocess.media.loaded_media import LoadedMedia
+from vlm_serve.preprocess.text.rendering import Rendering
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.admission import AdmissionControl
 from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.config import ServerConfig
@@ -28,6 +27,7 @@ from vlm_serve.server.routes import MountedRoutes
 from vlm_serve.server.state import ServerState
 from vlm_serve.server.trimming import Trimmer
 from vlm_serve.server.workers import Workers
+from vlm_serve.system.stopping import Stop
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.types import Scope
 
 from vlm_serve.errors import ModelNotFoundError
-from vlm_serve.preprocess.keys import NO_ADAPTER, KeyScope
+from vlm_serve.preprocess.identity.keys import NO_ADAPTER, KeyScope
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.finished_request import FinishedRequest
 from vlm_serve.server.http.request_memory import RequestMemory

@@ -57,7 +57,9 @@ def worker_table(preprocess_threads: int) -> tuple[WorkerGroup, ...]:
         WorkerGroup("thread", "vlm-serve-tiers", 1, "event loop of the lower cache tiers"),
         WorkerGroup("thread", "open-", "1 a tier", "opening a lower cache tier"),
         WorkerGroup("thread", "disk", "1 an operation", "reading and writing the disk tier"),
-        WorkerGroup("process", "vlm_serve.preprocess.decode_worker", "4 + 3", "decoding media"),
+        WorkerGroup(
+            "process", "vlm_serve.preprocess.media.decode_worker", "4 + 3", "decoding media"
+        ),
         WorkerGroup("process", "vlm_serve.grammar.worker", 1, "compiling grammars"),
         WorkerGroup(
             "process",

@@ -11,7 +11,7 @@ from make_checkpoint import make_checkpoint
 from serving import RunningServer, running, wait_for
 
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 

@@ -13,7 +13,7 @@ from serving import RunningServer, running, wait_for
 
 from vlm_serve.batch import batches as all_batches
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 if TYPE_CHECKING:

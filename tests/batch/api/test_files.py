@@ -16,7 +16,7 @@ from fake_engine import FakeEngine
 from serving import RunningServer, running, wait_for
 
 from vlm_serve.batch import file_store
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.tenants import Owner
 

@@ -10,7 +10,7 @@ from batch_client import CHAT, Batcher, line
 from fake_engine import FakeEngine
 from serving import RunningServer, running, wait_for
 
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 if TYPE_CHECKING:

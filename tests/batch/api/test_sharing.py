@@ -12,7 +12,7 @@ from fake_engine import FakeEngine
 from serving import RunningServer, running, wait_for
 
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import BEHIND
 from vlm_serve.server.config import ServerConfig
 

@@ -23,7 +23,7 @@ from vlm_serve.engine.requests.outputs import Usage
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
-from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
+from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity
 from vlm_serve.sampling_params import SamplingParams
 
 BASE = EngineConfig(device="cpu", dtype="float32", block_size=16, cache_memory="32MiB")

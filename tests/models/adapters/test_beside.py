@@ -15,7 +15,7 @@ import pytest
 import vlm_serve
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.adapters.beside import check_beside
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 DEMO = Path(vlm_serve.__file__).parent / "demo/dense"
 TEXTS = (

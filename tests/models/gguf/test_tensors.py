@@ -23,7 +23,7 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models import read_spec, resolve_checkpoint
 from vlm_serve.models.gguf.folder import gguf_files, open_tensors
 from vlm_serve.models.gguf.tensors import GgufTensors
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 _CASES = [
     pytest.param(spec, id=name)

@@ -12,7 +12,7 @@ from sweeps import quick
 from tool_texts import cuts, is_unfinished, told
 
 from vlm_serve.engine.requests.outputs import Delta
-from vlm_serve.preprocess.template import ChatTemplate
+from vlm_serve.preprocess.text.template import ChatTemplate
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm
 from vlm_serve.server.api.chat import ChatChoiceState

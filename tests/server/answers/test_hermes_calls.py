@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 from tool_texts import TOOLS, cuts, read_of, told, told_alike
 
-from vlm_serve.preprocess.template import ChatTemplate
+from vlm_serve.preprocess.text.template import ChatTemplate
 from vlm_serve.server.answers.json_calls import JsonReader
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import form_of

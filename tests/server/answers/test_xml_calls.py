@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 from tool_texts import TOOLS, read_of, told, told_alike
 
-from vlm_serve.preprocess.template import ChatTemplate
+from vlm_serve.preprocess.text.template import ChatTemplate
 from vlm_serve.server.answers.tag_calls import TagReader
 
 CLOSED = "</parameter>\n</function>\n</tool_call>"

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from serving import RunningServer, running
 from tool_texts import FILE
 
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 FUNCTION: dict[str, Any] = {"name": "write_file", "description": "writes", "parameters": FILE}

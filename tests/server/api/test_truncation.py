@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serving import RunningServer
 
 from vlm_serve.errors import ContextLengthError
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.api.conversation import prepare_truncated

@@ -10,7 +10,7 @@ from serving import RunningServer, running
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.declared import options_of
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.browsers import for_browsers, host_name, is_loopback
 from vlm_serve.server.main import is_open_to_all

@@ -15,7 +15,7 @@ from fake_engine import FakeEngine
 from server_process import server_process
 from serving import WAIT_SECONDS, RunningServer, connect, running, wait_for
 
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 CHAT = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": %d, "stream": true}'

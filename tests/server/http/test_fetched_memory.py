@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from vlm_serve.errors import OverloadedError
-from vlm_serve.preprocess.stopping import Stop, StoppedError
 from vlm_serve.server.http.request_memory import FetchedMemory, RequestMemory, Share
+from vlm_serve.system.stopping import Stop, StoppedError
 
 
 class Fetcher:

@@ -10,7 +10,7 @@ import pytest
 from fake_engine import FakeEngine
 from serving import RunningServer, running
 
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http import static_page
 

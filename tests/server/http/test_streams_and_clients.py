@@ -10,7 +10,7 @@ from fake_engine import FakeEngine
 from serving import WAIT_SECONDS, RunningServer, chat_body, connect, parse_events, running, wait_for
 
 from vlm_serve.errors import EngineError
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 BODY = b'{"messages": [{"role": "user", "content": "hi"}], "stream": %s}'

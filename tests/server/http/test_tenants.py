@@ -14,7 +14,7 @@ from serving import RunningServer, chat_body, running
 from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.tenants import read_tenant_keys
 

@@ -20,8 +20,8 @@ from vlm_serve.engine.requests.plan import StepPlan
 from vlm_serve.engine.requests.request import Request
 from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.prepare import Preprocessor
-from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.system.host_threads import release_worker_threads
 

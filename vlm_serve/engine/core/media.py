@@ -19,9 +19,9 @@ from vlm_serve.engine.core.media_tiers import EmbeddingTiers
 from vlm_serve.engine.requests.plan import Encode, Recalled
 from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 from vlm_serve.errors import MediaError, VlmServeError
-from vlm_serve.preprocess.keys import embedding_key
-from vlm_serve.preprocess.prompt import MediaItem, MediaSpan, Prompt, UnconfirmedError
-from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.preprocess.identity.keys import embedding_key
+from vlm_serve.preprocess.identity.prompt import MediaItem, MediaSpan, Prompt, UnconfirmedError
+from vlm_serve.system.stopping import Stop
 
 SpanRows = tuple[int, int, int, int]
 _THREADS = 4

@@ -21,9 +21,9 @@ from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import READ_LIMIT
 from vlm_serve.cache.tiers.store_calls import WaitBudget
-from vlm_serve.preprocess.keys import tagged
-from vlm_serve.preprocess.media_process import MediaRecord
-from vlm_serve.preprocess.raw_index import pack_record, unpack_record
+from vlm_serve.preprocess.identity.keys import tagged
+from vlm_serve.preprocess.media.processing import MediaRecord
+from vlm_serve.preprocess.media.raw_index import pack_record, unpack_record
 
 AHEAD_BYTES = 64 << 20
 """Approximate bytes that one request prefetches at a time, for the spans behind the needed one."""

@@ -15,8 +15,8 @@ from typing import Protocol
 from vlm_serve.cache.reasons import key_at
 from vlm_serve.engine.features.mirror import TreeMirror
 from vlm_serve.engine.requests.sequence import SequenceGroup
-from vlm_serve.preprocess.affinity import AffinityDigest, AffinityKey, place_of
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.affinity import AffinityDigest, AffinityKey, place_of
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 MAX_NOTED_KEYS = 16_384
 MAX_DIGEST_ENTRIES = 4096

@@ -21,7 +21,7 @@ from vlm_serve.engine.requests.reports import (
     repeated_spans,
     tokens_by_tier,
 )
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 
 MAX_WAIT_SECONDS = 3600.0
 """Upper bound for a wait: queues reject timeouts of some millions of seconds."""

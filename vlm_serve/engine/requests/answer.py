@@ -13,7 +13,7 @@ from vlm_serve.engine.requests.outputs import FinishReason
 from vlm_serve.engine.requests.request import Language, Request
 from vlm_serve.engine.requests.thought import ThoughtState
 from vlm_serve.grammar.state import GrammarState
-from vlm_serve.preprocess.family import THINK_END
+from vlm_serve.preprocess.text.family import THINK_END
 from vlm_serve.sampling_params import MAX_BAD_WORD_LENGTH
 
 _LONGEST_BAD_WORD = 4 * MAX_BAD_WORD_LENGTH

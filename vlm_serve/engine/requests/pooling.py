@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 
 JUDGEMENTS = ("yes", "no")

@@ -12,8 +12,8 @@ from vlm_serve.cache.reasons import key_at
 from vlm_serve.cache.tiers.lookup import Segment
 from vlm_serve.engine.requests.outputs import CacheReport, PromptMedia, PromptSegment
 from vlm_serve.engine.requests.sequence import Sequence as EngineSequence
-from vlm_serve.preprocess.keys import PromptKeys
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.keys import PromptKeys
+from vlm_serve.preprocess.identity.prompt import Prompt
 
 COMPUTED = "computed"
 

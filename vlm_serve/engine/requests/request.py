@@ -11,8 +11,8 @@ from vlm_serve.engine.requests.outputs import Delta, FinishReason
 from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.models.adapters import Adapter
-from vlm_serve.preprocess.affinity import AffinityKey
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.affinity import AffinityKey
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 

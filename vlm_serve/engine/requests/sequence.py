@@ -19,7 +19,7 @@ from vlm_serve.engine.requests.plan import PromptLogprobs, Sampled, SampleTask, 
 from vlm_serve.engine.requests.prompt_rows import PromptLog
 from vlm_serve.engine.requests.request import Language, Request
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.keys import KEY_BYTES
+from vlm_serve.preprocess.identity.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from vlm_serve.cache.logprobs import WantedRows

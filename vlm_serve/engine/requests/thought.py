@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from vlm_serve.preprocess.family import THINK_END, THINK_START, TOOL_START
+from vlm_serve.preprocess.text.family import THINK_END, THINK_START, TOOL_START
 
 CLOSING = f"\n{THINK_END}"
 """How a thought ends whose budget is used up: as templates write it."""

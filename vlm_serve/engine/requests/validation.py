@@ -9,7 +9,7 @@ from typing import Any
 
 from vlm_serve.errors import ContextLengthError, FieldError, InvalidRequestError
 from vlm_serve.models import ModelSpec
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
 MAX_TREE_NODES = 1000

@@ -67,9 +67,9 @@ from vlm_serve.models.config import Changes, read_json
 from vlm_serve.models.files import check_no_revision, check_no_tower
 from vlm_serve.models.weight_sizes import weight_bytes
 from vlm_serve.options.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
-from vlm_serve.preprocess.keys import RootFields
-from vlm_serve.preprocess.limits import MediaLimits
-from vlm_serve.preprocess.media_processors import processor_fingerprint
+from vlm_serve.preprocess.identity.keys import RootFields
+from vlm_serve.preprocess.media.limits import MediaLimits
+from vlm_serve.preprocess.media.media_processors import processor_fingerprint
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.system.host_memory import retain_freed_memory
 

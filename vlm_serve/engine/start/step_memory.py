@@ -37,7 +37,7 @@ from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.model import unread_model
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.processors import image_config
+from vlm_serve.preprocess.media.processors import image_config
 
 REPORTED_LOGITS_BYTES = 256 << 20
 """Maximum bytes of prompt logits that one step computes for requested prompt log-probabilities."""

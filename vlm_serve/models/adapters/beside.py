@@ -21,9 +21,9 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.models.adapters.changes import unprefixed
 from vlm_serve.models.adapters.folder import WEIGHTS_FILE, AdapterFile
 from vlm_serve.models.files import SafetensorsFile, TensorFile, open_files
-from vlm_serve.preprocess.family import QWEN2, QWEN3_5, Family, family_of
-from vlm_serve.preprocess.template import named_chat_template
-from vlm_serve.preprocess.tokenizer import read_json
+from vlm_serve.preprocess.text.family import QWEN2, QWEN3_5, Family, family_of
+from vlm_serve.preprocess.text.template import named_chat_template
+from vlm_serve.preprocess.text.tokenizer import read_json
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from vlm_serve.models.adapters.changes import (
 )
 from vlm_serve.models.adapters.folder import AdapterFile, split
 from vlm_serve.options.declared import format_size
-from vlm_serve.preprocess.keys import tagged
+from vlm_serve.preprocess.identity.keys import tagged
 
 _DOMAIN = b"vlm-serve adapter 1"
 _LISTED = 8

@@ -11,8 +11,8 @@ from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import qwen3_5, shared
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.models.vision_windows import WindowVisionSpec
-from vlm_serve.preprocess.family import family_of
-from vlm_serve.preprocess.processors import MERGES
+from vlm_serve.preprocess.media.processors import MERGES
+from vlm_serve.preprocess.text.family import family_of
 
 _WHOLE: dict[str, Any] = {
     "downsample_mode": "16x",

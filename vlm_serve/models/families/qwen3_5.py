@@ -11,7 +11,7 @@ from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
 from vlm_serve.models.parts.base import FeedForward, Mixer, Norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec, Rope, Vision
-from vlm_serve.preprocess.family import QWEN3_5
+from vlm_serve.preprocess.text.family import QWEN3_5
 
 _MIXERS: dict[str, Callable[[Config], Mixer]] = {
     "linear_attention": shared.gated_delta,

@@ -10,7 +10,7 @@ from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
 from vlm_serve.models.parts.base import FeedForward, Norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec
-from vlm_serve.preprocess.family import QWEN2
+from vlm_serve.preprocess.text.family import QWEN2
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 151936,

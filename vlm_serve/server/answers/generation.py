@@ -22,9 +22,8 @@ from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.engine.requests.validation import check_logprobs
 from vlm_serve.errors import EngineClosedError
 from vlm_serve.grammar.state import Grammar
-from vlm_serve.preprocess.affinity import AffinityKey
-from vlm_serve.preprocess.prompt import Prompt
-from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.preprocess.identity.affinity import AffinityKey
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.reasoning import (
     ReasoningParser,
@@ -38,6 +37,7 @@ from vlm_serve.server.finished_request import FinishedRequest
 from vlm_serve.server.http.errors import RequestTimeoutError, renamed_params
 from vlm_serve.server.http.request_memory import current_share
 from vlm_serve.server.service import Preparation, Service
+from vlm_serve.system.stopping import Stop
 
 TOKEN_BYTES = 128
 """Memory of one prompt token: its id, positions, text, and its part of keys and spans."""

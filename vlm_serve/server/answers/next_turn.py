@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlm_serve.engine.requests.outputs import FinishReason
-from vlm_serve.preprocess.prompt import SharedTokens
+from vlm_serve.preprocess.identity.prompt import SharedTokens
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import Piece
 

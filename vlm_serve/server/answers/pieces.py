@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from vlm_serve.preprocess.family import THINK_END as THINK_END
-from vlm_serve.preprocess.family import THINK_START as THINK_START
+from vlm_serve.preprocess.text.family import THINK_END as THINK_END
+from vlm_serve.preprocess.text.family import THINK_START as THINK_START
 
 TOOL_START = "<tool_call>"
 TOOL_END = "</tool_call>"

@@ -18,7 +18,7 @@ from starlette.types import Scope
 
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.errors import VlmServeError
-from vlm_serve.preprocess.keys import KeyScope
+from vlm_serve.preprocess.identity.keys import KeyScope
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation, Task, answering

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from vlm_serve.engine.requests.outputs import CacheReport, Delta, Usage
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.prompt import Prompt
 
 T = TypeVar("T")
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.requests.request import NextTurn
 from vlm_serve.errors import ContextLengthError, FieldError, InvalidRequestError
-from vlm_serve.preprocess.keys import KeyScope
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.keys import KeyScope
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
-from vlm_serve.preprocess.rendering import Rendering
-from vlm_serve.preprocess.stopping import Stop
-from vlm_serve.preprocess.template_traits import SWITCH, TemplateTraits
+from vlm_serve.preprocess.text.rendering import Rendering
+from vlm_serve.preprocess.text.template_traits import SWITCH, TemplateTraits
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import (
     Generation,
@@ -36,6 +35,7 @@ from vlm_serve.server.api.request_body import affinity_of
 from vlm_serve.server.api.structured import ToolChoice, with_tools
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.service import Preparation, Service
+from vlm_serve.system.stopping import Stop
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.answer import AnswerStream, Event, Incoming, ResponseSpec, answer_prompt

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from vlm_serve.engine.requests.plan import PromptLogprobs
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.api.bodies import (
     CompletionLogprobs,
     PromptLogprob,

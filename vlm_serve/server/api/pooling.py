@@ -17,10 +17,10 @@ from starlette.types import Scope
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.pooling import ONE_TOKEN, Vector, embedding_of, score_of
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.keys import KeyScope
-from vlm_serve.preprocess.pooled_prompts import embedding_messages, rerank_messages
+from vlm_serve.preprocess.identity.keys import KeyScope
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
+from vlm_serve.preprocess.text.pooled_prompts import embedding_messages, rerank_messages
 from vlm_serve.server.answers.generation import Generation, Task
 from vlm_serve.server.api.answer import AnswerStream, Event, ResponseSpec, respond
 from vlm_serve.server.api.bodies import CacheReportBody, Optional, add_usage, cache_report_body

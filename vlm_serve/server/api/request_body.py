@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.affinity import AffinityKey, affinity_keys
+from vlm_serve.preprocess.identity.affinity import AffinityKey, affinity_keys
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import APIS, read_conversation
 from vlm_serve.server.http.body import read_body

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.keys import KeyScope
-from vlm_serve.preprocess.prompt import Prompt
+from vlm_serve.preprocess.identity.keys import KeyScope
+from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
 from vlm_serve.server.api.bodies import Optional

@@ -19,8 +19,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlm_serve.errors import OverloadedError
-from vlm_serve.preprocess.fetch import Hold
-from vlm_serve.preprocess.stopping import Stop
+from vlm_serve.preprocess.media.fetch import Hold
+from vlm_serve.system.stopping import Stop
 
 BODY_FACTOR = 3
 """Copies of a body while its structure is checked: the body and two made from it."""

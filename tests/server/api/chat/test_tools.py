@@ -12,7 +12,7 @@ from serving import RunningServer, running
 from tool_texts import CALL
 from tool_texts import CITY_TOOL as TOOL
 
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 

@@ -16,7 +16,7 @@ from tool_texts import CALL, CITY_TOOL
 from vlm_serve.engine.engine import Engine
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.reading import items
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 if TYPE_CHECKING:

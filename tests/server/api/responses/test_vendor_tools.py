@@ -9,7 +9,7 @@ import pytest
 from fake_engine import FakeEngine
 from serving import RunningServer, ok, running
 
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 
 IGNORED = "x-vlm-serve-ignored-fields"

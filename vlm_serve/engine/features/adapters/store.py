@@ -16,7 +16,7 @@ from vlm_serve.engine.requests.outputs import Usage
 from vlm_serve.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
 from vlm_serve.models.adapters import Adapter, AdapterFile, Modules, place, read_adapter
 from vlm_serve.options.declared import format_size
-from vlm_serve.preprocess.keys import NO_ADAPTER, AdapterIdentity
+from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity
 
 MAX_ADAPTERS = 1000
 """Most names of adapters at a time."""

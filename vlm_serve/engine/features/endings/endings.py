@@ -21,7 +21,7 @@ from vlm_serve.engine.core.queues import SequenceQueues
 from vlm_serve.engine.features.endings.next_turns import NextTurns
 from vlm_serve.engine.requests.plan import PartialFold, Slice, StepPlan
 from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
-from vlm_serve.preprocess.keys import PromptKeys
+from vlm_serve.preprocess.identity.keys import PromptKeys
 
 _REMEMBERED = 1024
 """Ends of answers that may still be continued. An end that leaves the memory never was."""

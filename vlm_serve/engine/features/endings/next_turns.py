@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from vlm_serve.engine.requests.outputs import FinishReason
 from vlm_serve.engine.requests.sequence import Sequence
 from vlm_serve.errors import EngineClosedError, VlmServeError
-from vlm_serve.preprocess.prompt import SharedTokens
+from vlm_serve.preprocess.identity.prompt import SharedTokens
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_past
-from vlm_serve.preprocess.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.answers.json_calls import decodable
 from vlm_serve.server.api.answer import Event, Incoming, ResponseSpec, answer_prompt

@@ -1,0 +1,501 @@
+"""Converts encoded images and PIL images to upright 8-bit RGB, and animated ones to videos.
+
+Transparency is composed over white with the same Pillow calls as in transformers
+(`image_transforms.convert_to_rgb`), hence with the same bits. Three things left open by
+transformers are defined here. EXIF orientation is always applied. 16-bit samples keep their upper
+byte instead of clipping. A transparent colour of a PNG file refers to samples at the file's own
+depth.
+
+Pictures are converted strip by strip into the returned array. Besides it and Pillow's decoded
+image, no other full-size copy exists.
+
+Files with small faults are read as other programs read them. Each scan of a progressive JPEG file
+may touch every pixel, however few bytes the scan has. So scans are counted from the markers,
+without decoding anything.
+
+Optional packages read further formats. HEIC and HEIF need `pi-heif` (the extra `media`) or
+`pillow-heif`; JPEG XL needs `pillow-jxl-plugin`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import PIL.ExifTags
+import PIL.Image
+from PIL.PngImagePlugin import PngImageFile
+
+from vlm_serve.errors import MediaError
+from vlm_serve.preprocess.media.file_kinds import PDF, VIDEO_KINDS, file_kind
+from vlm_serve.preprocess.media.limits import MediaLimits, check_deadline, check_video
+from vlm_serve.preprocess.media.pdf_pages import is_page, render_page
+from vlm_serve.preprocess.media.video_times import FrameTimes, measure
+
+Pixels = npt.NDArray[np.uint8]
+NewPixels = Callable[[tuple[int, int, int]], Pixels]
+"""Allocates the output array of a given shape."""
+
+_PLUGINS: tuple[tuple[str, str, str], ...] = (
+    ("pi_heif", "pi-heif", "HEIF"),
+    ("pillow_heif", "pillow-heif", "HEIF"),
+    ("pillow_jxl", "pillow-jxl-plugin", "JXL"),
+)
+"""(module, package, format as Pillow names it); of two for a format the first one is taken."""
+
+
+@cache
+def plugins() -> dict[str, str]:
+    """Register the installed plugins with Pillow; return their versions by format."""
+    found: dict[str, str] = {}
+    for module, package, form in _PLUGINS:
+        if form in found:
+            continue
+        try:
+            number = version(package)
+            loaded = import_module(module)
+        except (PackageNotFoundError, ImportError, OSError):
+            continue
+        if form == "HEIF":
+            loaded.register_heif_opener()
+        if form in PIL.Image.OPEN:
+            found[form] = f"{package} {number}"
+    return found
+
+
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP", *plugins())
+_WHITE = (255, 255, 255, 255)
+_16_BIT = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
+_STRIP_PIXELS = 1 << 20
+# Bytes that Pillow uses per pixel; 4 in all other modes.
+_MODE_BYTES = {"1": 1, "L": 1, "P": 1} | dict.fromkeys(_16_BIT - {"I"}, 2)
+# Two threads must not load a lazily opened image at the same time.
+_load_lock = threading.Lock()
+_DAMAGED = "the image is truncated or damaged"
+_ELSEWHERE = {PDF: "a part of the type file takes it"}
+
+
+_REMEDIES = {
+    "a HEIC picture": "install vlm-serve[media] to read it",
+    "a HEIF picture": "install vlm-serve[media] to read it",
+    "a JPEG XL picture": "install pillow-jxl-plugin to read it",
+}
+"""What helps, by kind of file (`file_kind`)."""
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_CHUNK = struct.Struct(">I4s")
+_CHECKSUM = struct.Struct(">I")
+_MATTERS = frozenset({b"tRNS", b"acTL", b"fcTL", b"fdAT"})
+"""Ancillary chunks with an effect on pixels."""
+_JPEG_START, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+_SEARCHED = 1 << 16
+"""Bytes at a JPEG file's end to search for its end marker."""
+# Inside a scan, 0xFF is followed by 0 (a sample), a restart marker or fill bytes.
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+_BARE = frozenset({0x01, 0xD8})
+_START_OF_SCAN, _END = 0xDA, 0xD9
+_PADS = (bytes(64), b"\x2a\xd5" * 32)
+
+
+_ANIMATED = ("GIF", "WEBP", "PNG", "AVIF")
+_ANIMATED_KINDS = frozenset({"a GIF picture", "a WebP picture", "a PNG picture", "an AVIF picture"})
+_SHORTEST_MS, _DEFAULT_MS = 11, 100
+"""Browsers show a frame with a shorter duration for as long as the default."""
+_MILLISECOND = Fraction(1, 1000)
+
+
+class MediaMemoryError(MediaError):
+    """Decoding exceeds its memory limit."""
+
+
+def _empty(shape: tuple[int, int, int]) -> Pixels:
+    return np.empty(shape, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedImage:
+    """An encoded image with only its header read.
+
+    Attributes:
+        image: the image as Pillow opened it.
+        low: the same file, opened to give the lower bytes of 16-bit colours; None if not needed.
+        twin: a JPEG file without its end marker, ended in another way; None for all others.
+        work: pixels times the passes of the decoder over them.
+    """
+
+    image: PIL.Image.Image
+    low: PIL.Image.Image | None
+    work: int
+    twin: PIL.Image.Image | None = None
+
+
+def open_image(data: bytes, limits: MediaLimits) -> OpenedImage:
+    """Read and check the header of an encoded image.
+
+    Args:
+        data: the file's bytes; formats are those in `FORMATS`, and pages (`PdfPage.packed`).
+        limits: limits on bytes, pixels, passes and memory; all are checked before decoding.
+
+    Raises MediaError unless it is such an image, within the limits.
+    """
+    if not data:
+        raise MediaError("the image is empty")
+    if len(data) > limits.max_image_bytes:
+        raise MediaError(f"the image is over {limits.max_image_bytes} bytes")
+    if is_page(data):
+        image = render_page(data, limits)
+        return OpenedImage(image, None, image.width * image.height)
+    try:
+        data, twin = _without_broken_notes(data), None
+        if _lacks_end(data):
+            data, other = _ended_twice(data)
+            twin = PIL.Image.open(io.BytesIO(other), formats=FORMATS)
+        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
+    except PIL.UnidentifiedImageError:
+        raise _unsupported(data) from None
+    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning):
+        raise _too_many_pixels(limits) from None
+    except MemoryError:
+        raise _too_much_memory(limits) from None
+    except Exception:  # Pillow's plugins raise errors of any kind on a broken header
+        raise MediaError("the image is damaged") from None
+    _check_size(image, limits)
+    scans = count_scans(data, limits.max_image_scans)
+    if scans > limits.max_image_scans:
+        raise MediaError(f"the image has over {limits.max_image_scans} scans")
+    low = _normalise_transparency(image, data)
+    pixels = image.width * image.height
+    held = _MODE_BYTES.get(image.mode, 4) * (2 if low or twin else 1) + 3
+    if scans > 1:  # the decoder keeps all coefficients between scans
+        held += 2 * len(image.getbands())
+    if pixels * held > limits.max_decode_bytes:
+        raise _too_much_memory(limits)
+    return OpenedImage(image, low, pixels * max(scans, 1), twin)
+
+
+def decode_opened(opened: OpenedImage, limits: MediaLimits, new: NewPixels = _empty) -> Pixels:
+    """Decode an opened image (the first frame of an animated one) into an array from `new`, and
+    close the image.
+
+    Returns:
+        uint8 `[height, width, 3]`.
+
+    Raises MediaError if it is not complete.
+    """
+    with opened.image as image:
+        if opened.twin is not None:
+            _check_complete(image, opened.twin, limits)
+        return _decode(image, opened.low, limits, new)
+
+
+def image_to_rgb(image: PIL.Image.Image, limits: MediaLimits) -> Pixels:
+    """Convert a PIL image of any mode, which stays unchanged.
+
+    Returns:
+        uint8 `[height, width, 3]`.
+
+    Raises MediaError if it is over the pixel limit, of an unsupported mode, or cannot be loaded.
+    """
+    _check_size(image, limits)
+    with _load_lock:
+        _load(image, limits)
+    return _decode(image, None, limits, _empty)
+
+
+def _check_size(image: PIL.Image.Image, limits: MediaLimits) -> None:
+    if image.width * image.height > limits.max_image_pixels:
+        raise _too_many_pixels(limits)
+    if image.width == 0 or image.height == 0:
+        raise MediaError("the image has no pixels")
+
+
+@contextlib.contextmanager
+def _reading(limits: MediaLimits) -> Iterator[None]:
+    """Turn the block's errors into MediaError: Pillow's plugins raise any kind on broken data."""
+    try:
+        yield
+    except MemoryError:
+        raise _too_much_memory(limits) from None
+    except Exception:
+        raise MediaError(_DAMAGED) from None
+
+
+def _load(image: PIL.Image.Image, limits: MediaLimits) -> None:
+    with _reading(limits):
+        image.load()
+
+
+def _check_complete(image: PIL.Image.Image, twin: PIL.Image.Image, limits: MediaLimits) -> None:
+    """Raise MediaError if a JPEG file without its end marker lacks blocks, too."""
+    for each in (image, twin):
+        _load(each, limits)
+    with twin:
+        if not np.array_equal(np.asarray(image), np.asarray(twin)):
+            raise MediaError(_DAMAGED)
+
+
+def _unsupported(data: bytes) -> MediaError:
+    kind = file_kind(data)
+    known = f"not an image of a supported format ({', '.join(FORMATS)})"
+    found = f": it is {kind}" if kind else ""
+    remedies = dict.fromkeys(VIDEO_KINDS, "send it as a video") | _REMEDIES | _ELSEWHERE
+    remedy = f"; {remedies[kind]}" if kind in remedies else ""
+    return MediaError(known + found + remedy)
+
+
+def _decode(
+    image: PIL.Image.Image,
+    low: PIL.Image.Image | None,
+    limits: MediaLimits,
+    new: NewPixels,
+) -> Pixels:
+    _load(image, limits)
+    if low is not None:
+        _load(low, limits)
+    if image.mode == "F":
+        raise MediaError("floating-point images are not supported")
+    with _reading(limits):
+        orientation = _orientation(image)
+        transposed = orientation in _TRANSPOSED
+        pixels = new(
+            (image.width, image.height, 3) if transposed else (image.height, image.width, 3)
+        )
+        view = _AS_STORED.get(orientation, _unchanged)(pixels)
+        for box in _strips(image.size):
+            view[box[1] : box[3]] = _to_rgb(image.crop(box), low and low.crop(box))
+    return pixels
+
+
+def _strips(size: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
+    width, height = size
+    rows = max(1, _STRIP_PIXELS // width)
+    for top in range(0, height, rows):
+        yield 0, top, width, min(top + rows, height)
+
+
+def _too_many_pixels(limits: MediaLimits) -> MediaError:
+    return MediaError(f"the image is over {limits.max_image_pixels} pixels")
+
+
+def _too_much_memory(limits: MediaLimits) -> MediaMemoryError:
+    most = limits.max_decode_bytes >> 20
+    return MediaMemoryError(f"the image takes over {most} MiB to decode")
+
+
+def _unchanged(pixels: Any) -> Any:
+    return pixels
+
+
+# Map an upright picture to its stored layout, by EXIF orientation.
+_AS_STORED: dict[int, Callable[[Any], Any]] = {
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: np.rot90(pixels),
+    7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
+    8: lambda pixels: np.rot90(pixels, 3),
+}
+_TRANSPOSED = frozenset({5, 6, 7, 8})
+
+
+def _orientation(image: PIL.Image.Image) -> int:
+    try:
+        found = image.getexif().get(PIL.ExifTags.Base.Orientation, 1)
+    except Exception:  # broken EXIF does not make the pixels invalid
+        return 1
+    return found if isinstance(found, int) else 1
+
+
+def _normalise_transparency(image: PIL.Image.Image, data: bytes) -> PIL.Image.Image | None:
+    """Scale a PNG file's transparent colour to the depth of Pillow's samples.
+
+    Pillow drops the lower bytes of 16-bit colours: for those, return an image that reads them.
+    """
+    if not isinstance(image, PngImageFile) or image.info.get("transparency") is None:
+        return None
+    raw_mode = image.tile[0].args if image.tile else None
+    if raw_mode in ("L;2", "L;4"):
+        largest = (1 << int(raw_mode[2:])) - 1
+        image.info["transparency"] = (image.info["transparency"] & largest) * (255 // largest)
+    if raw_mode != "RGB;16B":
+        return None
+    low = PngImageFile(io.BytesIO(data))
+    low.tile = [tile._replace(args="RGB;16L") for tile in low.tile]
+    return low
+
+
+def _to_rgb(strip: PIL.Image.Image, low: PIL.Image.Image | None) -> Pixels:
+    if strip.mode in _16_BIT:
+        return _from_16_bit(strip)
+    if low is not None:
+        key = np.array(strip.info["transparency"])
+        pixels = np.array(strip)
+        clear = (pixels == key >> 8).all(axis=2) & (np.asarray(low) == key & 0xFF).all(axis=2)
+        pixels[clear] = 0xFF
+        return pixels
+    return np.asarray(_over_white(strip))
+
+
+def _over_white(image: PIL.Image.Image) -> PIL.Image.Image:
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    image = image.convert("RGBA")
+    background = PIL.Image.new("RGBA", image.size, _WHITE)
+    return PIL.Image.alpha_composite(background, image).convert("RGB")
+
+
+def _from_16_bit(image: PIL.Image.Image) -> Pixels:
+    samples = np.asarray(image)
+    grey = (np.clip(samples, 0, 0xFFFF) >> 8).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey[samples == transparent] = 0xFF
+    return np.broadcast_to(grey[:, :, None], (*grey.shape, 3))
+
+
+def count_scans(data: bytes, most: int) -> int:
+    """Count the scans of the first image, at most `most + 1`; 0 if it is not a JPEG file."""
+    if data[:2] != b"\xff\xd8":
+        return 0
+    scans, at = 0, 2
+    while scans <= most:
+        found = _MARKER.search(data, at)
+        if found is None or data[found.start() + 1] == _END:
+            break
+        kind, at = data[found.start() + 1], found.end()
+        if kind in _BARE:
+            continue
+        scans += kind == _START_OF_SCAN
+        at += max(2, int.from_bytes(data[at : at + 2], "big"))
+    return scans
+
+
+def _without_broken_notes(data: bytes) -> bytes:
+    """Return a PNG file without descriptive chunks of a wrong checksum.
+
+    Other bytes come back as they are.
+    """
+    if not data.startswith(_PNG_SIGNATURE):
+        return data
+    view = memoryview(data)
+    kept, at, dropped = [view[: len(_PNG_SIGNATURE)]], len(_PNG_SIGNATURE), False
+    while at + _CHUNK.size <= len(data):
+        size, kind = _CHUNK.unpack_from(data, at)
+        body = at + _CHUNK.size
+        end = body + size + _CHECKSUM.size
+        if end > len(data):
+            break
+        note = bool(kind[0] & 0x20) and kind not in _MATTERS
+        if (
+            note
+            and zlib.crc32(view[at + 4 : body + size])
+            != _CHECKSUM.unpack_from(data, body + size)[0]
+        ):
+            dropped = True
+        else:
+            kept.append(view[at:end])
+        at = end
+    return b"".join([*kept, view[at:]]) if dropped else data
+
+
+def _lacks_end(data: bytes) -> bool:
+    """Return True for a JPEG file without a marker at its end."""
+    return data.startswith(_JPEG_START) and data.rfind(_JPEG_END, max(0, len(data) - _SEARCHED)) < 0
+
+
+def _ended_twice(data: bytes) -> tuple[bytes, bytes]:
+    """Return a JPEG file with two different ends.
+
+    Bytes behind the last block do not change a picture. So both give the same pixels, unless blocks
+    are missing.
+    """
+    blocks = data.rstrip(_JPEG_END[:1])  # half of the marker may be there
+    first, second = (blocks + pad + _JPEG_END for pad in _PADS)
+    return first, second
+
+
+def may_be_animated(data: bytes | memoryview) -> bool:
+    """Return True for a possibly animated picture: GIF, WebP, PNG or AVIF."""
+    return file_kind(data) in _ANIMATED_KINDS
+
+
+class AnimatedPicture:
+    """An animated picture in memory; a `Video`.
+
+    Args:
+        data: the file.
+        fps: replaces the file's durations.
+        limits: limits on bytes, frames, pixels, length and decoding time.
+
+    Raises MediaError for a still or damaged picture, and beyond a limit.
+    """
+
+    cut_short, sound = False, True
+    num_decoded = 0
+
+    def __init__(self, data: bytes | memoryview, fps: float | None, limits: MediaLimits) -> None:
+        self._limits = limits
+        self._deadline = time.monotonic() + limits.max_decode_seconds
+        with _damage_told():
+            self._image = PIL.Image.open(io.BytesIO(bytes(data)), formats=_ANIMATED)
+            size = self._image.height, self._image.width
+            total = int(getattr(self._image, "n_frames", 1))
+            check_video(total, None, size, limits)
+            if total < 2:
+                kind = self._image.format
+                raise MediaError(f"a still {kind} picture; send it as an image")
+            found = self._find_times(total, fps)
+        self.times, self.fps, self.steady = found.seconds, found.fps, found.steady
+        check_video(total, self.times[-1] + 1 / self.fps, size, limits)
+
+    def _find_times(self, total: int, fps: float | None) -> FrameTimes:
+        if fps is not None:
+            return FrameTimes.even(total, fps)
+        shown, at = [], 0
+        for index in range(total):
+            self._seek(index)
+            shown.append(at)
+            duration = round(float(self._image.info.get("duration") or 0))
+            at += duration if duration >= _SHORTEST_MS else _DEFAULT_MS
+        return measure(shown, total, _MILLISECOND, 0.0)
+
+    def _seek(self, index: int) -> None:
+        check_deadline(self._deadline, self._limits)
+        self._image.seek(index)
+        self._image.load()
+
+    def frames(self, indices: Sequence[int]) -> Iterator[Pixels]:
+        """See `Video.frames`. Raises MediaError if the file proves to be damaged."""
+        self._deadline = time.monotonic() + self._limits.max_decode_seconds
+        for index in indices:
+            with _damage_told():
+                self._seek(index)
+                pixels = image_to_rgb(self._image, self._limits)
+            self.num_decoded = index + 1  # a picture is made from those before it
+            yield pixels
+
+
+@contextlib.contextmanager
+def _damage_told() -> Iterator[None]:
+    """Turn the block's other errors into MediaError: Pillow's plugins raise any kind on broken
+    data."""
+    try:
+        yield
+    except MediaError:
+        raise
+    except Exception:
+        raise MediaError("the animated picture is damaged") from None

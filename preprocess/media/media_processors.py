@@ -1,0 +1,109 @@
+"""Combines the settings, options and arithmetic of a checkpoint's media processors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vlm_serve.preprocess.media.part_options import (
+    image_options,
+    slice_image_options,
+    slice_video_options,
+    video_options,
+)
+from vlm_serve.preprocess.media.processing import Processed, process_image, process_video
+from vlm_serve.preprocess.media.processors import (
+    PictureConfig,
+    check_fit,
+    check_modes,
+    fingerprint,
+    image_config,
+    slice_image_config,
+    slice_video_config,
+    video_config,
+)
+from vlm_serve.preprocess.media.slice_process import process_sliced_image, process_sliced_video
+from vlm_serve.preprocess.reading.conversation import MediaPart
+from vlm_serve.preprocess.text.family import Family, family_of
+from vlm_serve.preprocess.text.tokenizer import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """A processor of images or of videos.
+
+    Both of its functions take its config and raise InvalidRequestError.
+
+    Attributes:
+        config: its settings.
+        read_options: returns the effective options of a part.
+        run: turns a decoded medium and its options into a record and pixels.
+    """
+
+    config: PictureConfig
+    read_options: Callable[[MediaPart, Any], Any]
+    run: Callable[[Any, Any, Any], Processed]
+
+    def options(self, part: MediaPart) -> Any:
+        """See `read_options`."""
+        return self.read_options(part, self.config)
+
+    def process(self, decoded: Any, options: Any) -> Processed:
+        """See `run`."""
+        return self.run(decoded, options, self.config)
+
+
+def missing_files(
+    images: Processor | None, videos: Processor | None
+) -> dict[Literal["image", "video"], str]:
+    """Return the kinds of media without a processor, each with the file that it lacks."""
+    missing: dict[Literal["image", "video"], str] = {}
+    if images is None:
+        missing["image"] = "preprocessor_config.json"
+    if videos is None:
+        missing["video"] = "video_preprocessor_config.json"
+    return missing
+
+
+def find_processors(
+    directory: Path | str, config: Mapping[str, Any], family: Family
+) -> tuple[Processor | None, Processor | None]:
+    """Return the processors of images and of videos, None for one the checkpoint does not have.
+
+    Args:
+        config: config.json.
+        family: the model's.
+
+    Raises CheckpointError for settings that are not supported or do not fit the model.
+    """
+    images: PictureConfig | None
+    videos: PictureConfig | None
+    if family.slice_start is None:
+        images, videos = image_config(directory), video_config(directory)
+        image_processor = Processor(images, image_options, process_image) if images else None
+        video_processor = Processor(videos, video_options, process_video) if videos else None
+    else:
+        images, videos = slice_image_config(directory), slice_video_config(directory)
+        check_modes(config, images, videos)
+        image_processor = (
+            Processor(images, slice_image_options, process_sliced_image) if images else None
+        )
+        video_processor = (
+            Processor(videos, slice_video_options, process_sliced_video) if videos else None
+        )
+    check_fit(config["vision_config"], images, videos)
+    return image_processor, video_processor
+
+
+def processor_fingerprint(directory: Path | str, config: Mapping[str, Any] | None = None) -> bytes:
+    """Return 32 bytes that name the checkpoint's media processors and their settings; `config`:
+    see `Preprocessor`."""
+    if config is None:
+        config = read_json(Path(directory) / "config.json")
+    if not config.get("vision_config"):
+        return fingerprint(None, None)
+    family = family_of(str(config.get("model_type", "")))
+    found = find_processors(directory, config, family)
+    return fingerprint(*(each.config if each else None for each in found))

@@ -1,0 +1,676 @@
+"""Turns decoded pixels into the vision tower's input: samples, resizes and hashes them.
+
+A hash names the pixels that the model sees (docs/architecture.md#identity).
+
+Sizes of resized pictures, and the frames sampled from a video, follow transformers'
+`Qwen2VLImageProcessor.resize` / `smart_resize` and `Qwen3VLVideoProcessor.resize` /
+`sample_frames`, number for number; with slices, `MiniCPMV4_6ImageProcessor` and
+`MiniCPMV4_6VideoProcessor`.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from vlm_serve.errors import MediaError
+from vlm_serve.preprocess.identity.keys import tagged
+from vlm_serve.preprocess.media.frames import Video
+from vlm_serve.preprocess.media.images import Pixels
+from vlm_serve.preprocess.media.known_frames import Hashes, KnownVideo
+from vlm_serve.preprocess.media.part_options import ImageOptions, VideoOptions
+from vlm_serve.preprocess.media.processors import PixelConfig, VideoConfig, resize
+from vlm_serve.preprocess.reading.conversation import Modality
+
+_DOMAIN = b"vlm-serve content 1"
+_PATCH_DOMAIN = b"vlm-serve temporal patch 1"
+
+
+Pictures = tuple[torch.Tensor, ...]
+"""One frame as the model sees it: the whole picture, then its slices."""
+
+
+MAX_ASPECT_RATIO = 200
+_FINE_SECONDS = 0.1
+"""Spacing of the candidate frames in a video too long for its maximum number of frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """How a medium's pictures are cut: rows, columns, and (h, w) of each slice in patches."""
+
+    rows: int
+    columns: int
+    grid: tuple[int, int]
+
+    @property
+    def count(self) -> int:
+        """Slices per picture."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRecord:
+    """Everything a prompt needs of a medium besides its pixels.
+
+    Attributes:
+        modality: "image" or "video".
+        grid: (t, h, w) in patches; of the whole pictures if there are slices too.
+        hashes: content hash of every span: temporal patches, or pictures with their slices.
+        times: seconds of every temporal patch, if the prompt includes timestamps; empty for an
+            image.
+        merge_size: patches per side that form one token.
+        slices: layout of every picture, None for no slices.
+        cut_short: the file ends before its own end; the medium is the part before.
+    """
+
+    modality: Modality
+    grid: tuple[int, int, int]
+    hashes: tuple[bytes, ...]
+    times: tuple[float, ...]
+    merge_size: int
+    slices: Slices | None = None
+    cut_short: bool = False
+
+    def span(self, patch: int) -> tuple[int, int, int]:
+        """Return (frame, h, w): the picture of a span, and the span's own size in patches."""
+        if self.slices is None:
+            return patch, *self.grid[1:]
+        frame, part = divmod(patch, 1 + self.slices.count)
+        return frame, *(self.slices.grid if part else self.grid[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """A record and its pixels after the resize.
+
+    Attributes:
+        pixels: uint8 `[frames, 3, height, width]`.
+        details: uint8 `[frames, slices, 3, height, width]` of pictures cut into slices, else None.
+        kept: places of these frames among the sampled ones, ascending; None: these are all.
+    """
+
+    record: MediaRecord
+    pixels: torch.Tensor
+    details: torch.Tensor | None = None
+    kept: Sequence[int] | None = None
+
+    def has(self, patch: int, patch_size: int) -> bool:
+        """Return True if the pixels of a span are here."""
+        if self.kept is None:
+            return True
+        frames = 1 if self.record.slices is not None else patch_size
+        first = self._row(self.record.span(patch)[0] * frames)
+        return first < self._row((self.record.span(patch)[0] + 1) * frames)
+
+    def _row(self, place: int) -> int:
+        return place if self.kept is None else bisect_left(self.kept, place)
+
+    def frames(self, patch: int, patch_size: int) -> torch.Tensor:
+        """Return uint8 `[1 or patch_size, 3, height, width]` of a span.
+
+        The last frame is repeated to fill a temporal patch of a video.
+        """
+        if self.details is not None:
+            frame, part = divmod(patch, 1 + self.details.shape[1])
+            if part:
+                row = self._row(frame)
+                return self.details[row, part - 1 : part]
+            patch = frame
+        if self.record.modality == "image":
+            return self.pixels[patch : patch + 1]
+        first, last = (self._row(place * patch_size) for place in (patch, patch + 1))
+        return filled(self.pixels[first:last], patch_size)
+
+
+def channels_first(pixels: Pixels) -> torch.Tensor:
+    """View `[height, width, 3]` as `[3, height, width]`."""
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def process_image(pixels: Pixels, options: ImageOptions, config: PixelConfig) -> Processed:
+    """Process one image.
+
+    Args:
+        pixels: uint8 `[height, width, 3]`.
+
+    Raises MediaError if one side is over 200 times the other.
+    """
+    size = image_size(
+        *pixels.shape[:2],
+        factor=config.factor,
+        min_pixels=options.min_pixels,
+        max_pixels=options.max_pixels,
+    )
+    resized = _resized(pixels, size, config)
+    grid = (1, *config.grid(*resized.shape[-2:]))
+    digest = content_hash("image", resized, grid)
+    record = MediaRecord("image", grid, (digest,), (), config.merge_size)
+    return Processed(record, resized[None])
+
+
+def process_video(video: Video, options: VideoOptions, config: VideoConfig) -> Processed:
+    """Process one video; frames are resized as they are decoded, so few are held at full size.
+
+    Of a `KnownVideo`, only frames are decoded that are not known, see `sample`.
+
+    Raises MediaError if it is damaged, too long for the grid, or one side is over 200 times the
+    other.
+    """
+    if options.sampling == "fps_grid":
+        assert options.sample_fps is not None
+        indices: Sequence[int] = grid_frames(video.times, options.sample_fps, options.max_frames)
+        times = [index / options.sample_fps for index in range(len(indices))]
+    else:
+        indices = _uniform(len(video.times), video.fps, options, config)
+        # Multiples of the exact rate, if the video keeps it.
+        times = [index / video.fps if video.steady else video.times[index] for index in indices]
+    patch_size = config.temporal_patch_size
+
+    def lay_out(height: int, width: int) -> FrameLayout:
+        size = _frame_size(height, width, len(indices), options, config)
+        return FrameLayout(size if config.do_resize else (height, width), config)
+
+    found = sample(video, indices, patch_size, lay_out)
+    grid = (len(found.hashes), *config.grid(*found.layout.size))
+    record = MediaRecord(
+        "video",
+        grid,
+        found.hashes,
+        tuple(patch_times(times, patch_size)),
+        config.merge_size,
+        cut_short=video.cut_short,
+    )
+    pixels = stacked([whole for (whole,) in found.pictures])
+    return Processed(record, pixels, kept=found.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLayout:
+    """A `Layout` of frames seen whole.
+
+    Attributes:
+        size: (height, width) of every frame after the resize.
+    """
+
+    size: tuple[int, int]
+    config: VideoConfig
+
+    @property
+    def key(self) -> str:
+        """See `Layout`."""
+        return "{}x{}".format(*self.size)
+
+    @property
+    def merge_size(self) -> int:
+        """See `Layout`."""
+        return self.config.merge_size
+
+    def pictures(self, frame: Pixels) -> tuple[torch.Tensor, ...]:
+        """See `Layout`. Raises MediaError if the processor does not resize, and a side does not fit
+        its patches."""
+        return (_resized(frame, self.size, self.config),)
+
+    def hashes(self, pictures: tuple[torch.Tensor, ...]) -> tuple[bytes, ...]:
+        """See `Layout`."""
+        (whole,) = pictures
+        return (content_hash("video", whole, (1, *self.config.grid(*whole.shape[-2:]))),)
+
+    def spans(self, frames: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
+        """See `Layout`."""
+        whole = [digest for (digest,) in frames]
+        return (patch_hash(whole, self.config.temporal_patch_size),)
+
+
+def stacked(pictures: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack pictures of one size; there may be none."""
+    return torch.stack(list(pictures)) if pictures else torch.empty(0, dtype=torch.uint8)
+
+
+def grid_frames(times: Sequence[float], sample_fps: float, max_frames: int) -> Sequence[int]:
+    """See `grid_indices`. Raises MediaError for more frames than are allowed."""
+    indices = grid_indices(times, sample_fps, max_frames)
+    if len(indices) > max_frames:
+        raise MediaError(
+            f"the video has over {max_frames} frames at {sample_fps:g} a second; lower sample_fps"
+        )
+    return indices
+
+
+def counted_indices(
+    total: int, fps: float, wanted: int, sample_fps: float | None, max_frames: int
+) -> Sequence[int]:
+    """Return `wanted` evenly spaced frames, -1 for all, but no more than `sample_fps` gives.
+
+    Raises MediaError for more frames than are allowed.
+    """
+    count = total if wanted < 0 else min(wanted, total)
+    if sample_fps is not None:
+        count = min(count, max(1, int(total / fps * sample_fps)))
+    if count > max_frames:
+        raise MediaError(
+            f"{count} frames of the video are over the limit of {max_frames}; set num_frames or a "
+            "lower fps"
+        )
+    return spread_indices(total, count)
+
+
+def _uniform(total: int, fps: float, options: VideoOptions, config: VideoConfig) -> Sequence[int]:
+    if options.num_frames is not None:
+        return counted_indices(
+            total, fps, options.num_frames, options.sample_fps, options.max_frames
+        )
+    if not config.do_sample_frames:
+        return range(min(total, options.max_frames))
+    if options.sample_fps is not None:
+        return uniform_indices(
+            total,
+            fps,
+            sample_fps=options.sample_fps,
+            min_frames=config.min_frames,
+            max_frames=options.max_frames,
+        )
+    assert config.num_frames is not None
+    return spread_indices(total, min(config.num_frames, options.max_frames))
+
+
+def _frame_size(
+    height: int, width: int, num_frames: int, options: VideoOptions, config: VideoConfig
+) -> tuple[int, int]:
+    if options.sampling == "fps_grid":
+        size = image_size(
+            height,
+            width,
+            factor=config.factor,
+            min_pixels=config.factor**2,
+            max_pixels=options.max_frame_pixels,
+        )
+        if num_frames * size[0] * size[1] > options.max_pixels:
+            raise MediaError(
+                f"{num_frames} frames of {size[1]}x{size[0]} pixels exceed a video's budget of "
+                f"{options.max_pixels} pixels; lower sample_fps or max_frame_pixels"
+            )
+        return size
+    max_pixels = options.max_pixels
+    if config.cap_pixels_per_frame:
+        max_pixels = capped_budget(
+            num_frames,
+            min_pixels=options.min_pixels,
+            max_pixels=options.max_pixels,
+            max_frame_pixels=config.max_video_tokens * config.factor**2,
+        )
+    return video_size(
+        height,
+        width,
+        num_frames=num_frames,
+        factor=config.factor,
+        temporal_factor=config.temporal_patch_size,
+        min_pixels=options.min_pixels,
+        max_pixels=max_pixels,
+    )
+
+
+def _resized(picture: Pixels, size: tuple[int, int], config: PixelConfig) -> torch.Tensor:
+    if config.do_resize:
+        return resize(channels_first(picture), size, config)
+    kept = channels_first(picture).contiguous()
+    if kept.shape[-2] % config.factor or kept.shape[-1] % config.factor:
+        raise MediaError(f"sides must be multiples of {config.factor} pixels")
+    return kept
+
+
+def filled(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Return `[patch_size, 3, height, width]` of a temporal patch, its last frame repeated."""
+    missing = patch_size - len(frames)
+    if missing:
+        frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
+    return frames
+
+
+def content_hash(modality: Modality, pixels: torch.Tensor, grid: tuple[int, int, int]) -> bytes:
+    """Return the 32-byte BLAKE3 of an image, or of a frame or slice of a video.
+
+    Args:
+        modality: part of the hash: an image and a video frame of equal pixels are different media.
+        pixels: post-resize uint8 `[3, height, width]`, contiguous.
+        grid: (1, h, w) in patches.
+    """
+    assert pixels.dtype == torch.uint8 and pixels.is_contiguous()
+    fields = (
+        tagged("domain", _DOMAIN),
+        tagged("modality", modality),
+        tagged("dtype", "uint8"),
+        tagged("shape", ",".join(map(str, pixels.shape))),
+        tagged("grid", ",".join(map(str, grid))),
+    )
+    hasher = blake3(b"".join(fields))
+    # The pixels come last and the shape gives their length: no prefix and no copy is needed.
+    hasher.update(pixels.numpy().reshape(-1).data)
+    return hasher.digest()
+
+
+def patch_hash(frames: Sequence[bytes], size: int) -> bytes:
+    """Return the 32-byte hash of a temporal patch, from the content hashes of its frames.
+
+    So a patch of known frames has a known hash, without their pixels.
+
+    Args:
+        frames: at most `size` hashes; the last frame is repeated to fill the patch.
+    """
+    filled = [*frames, *[frames[-1]] * (size - len(frames))]
+    fields = (tagged("domain", _PATCH_DOMAIN), tagged("frames", b"".join(filled)))
+    return blake3(b"".join(fields)).digest()
+
+
+class Layout(Protocol):
+    """Size and cut of all frames of a sampling."""
+
+    @property
+    def key(self) -> str:
+        """Everything that decides the pictures of a frame, besides the processor."""
+        ...
+
+    @property
+    def merge_size(self) -> int:
+        """Patches per side of one token."""
+        ...
+
+    def pictures(self, frame: Pixels) -> Pictures:
+        """Resize and cut one frame."""
+        ...
+
+    def hashes(self, pictures: Pictures) -> Hashes:
+        """Return the content hashes of a frame."""
+        ...
+
+    def spans(self, frames: Sequence[Hashes]) -> Hashes:
+        """Return the hashes of the spans of frames that belong together."""
+        ...
+
+
+L = TypeVar("L", bound=Layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled(Generic[L]):
+    """Frames of a video.
+
+    Attributes:
+        hashes: of all spans.
+        kept: places in the sampling of the decoded frames, ascending; None: these are all.
+        pictures: of those.
+    """
+
+    layout: L
+    hashes: Hashes
+    kept: Sequence[int] | None
+    pictures: list[Pictures]
+
+
+def sample(
+    video: Video, indices: Sequence[int], together: int, lay_out: Callable[[int, int], L]
+) -> Sampled[L]:
+    """Return frames; resize and hash each while later ones are decoded.
+
+    Nothing is decoded if the hashes of all frames are known. Otherwise frames are decoded unless
+    their spans are known and have their embeddings at hand: those that need pixels are decoded
+    once, with the new ones.
+
+    Args:
+        indices: of the frames, ascending.
+        together: frames of a span; their pixels are needed together.
+        lay_out: returns the layout of all frames from (height, width) of the first one.
+
+    Raises as `Video.frames` and `lay_out` do.
+    """
+    memory = video if isinstance(video, KnownVideo) else None
+    groups = [indices[at : at + together] for at in range(0, len(indices), together)]
+    kept: Sequence[int] = range(len(indices))
+    hashes: dict[int, Hashes] = {}
+    layout: L | None = None
+    size = memory.size(indices[0]) if memory is not None else None
+    if memory is not None and size is not None:
+        layout = lay_out(*size)
+        hashes = memory.hashes(layout.key)
+        kept = list(_places_to_decode(groups, together, layout, hashes, memory))
+    pictures: list[Pictures] = []
+    made: dict[int, Hashes] = {}
+    if kept:
+        wanted = [indices[place] for place in kept]
+        for index, frame in zip(wanted, video.frames(wanted), strict=True):
+            if layout is None:
+                size = frame.shape[0], frame.shape[1]
+                layout = lay_out(*size)
+            pictures.append(layout.pictures(frame))
+            made[index] = layout.hashes(pictures[-1])
+    assert layout is not None and size is not None
+    if memory is not None:
+        memory.count(shown=len(indices), known=len(indices) - len(kept))
+        if made:
+            memory.learn((indices[0], size), layout.key, made)
+    hashes = hashes | made
+    spans = [layout.spans([hashes[index] for index in group]) for group in groups]
+    some = kept if len(kept) < len(indices) else None
+    return Sampled(layout, tuple(each for span in spans for each in span), some, pictures)
+
+
+def _places_to_decode(
+    groups: Sequence[Sequence[int]],
+    together: int,
+    layout: Layout,
+    hashes: dict[int, Hashes],
+    memory: KnownVideo,
+) -> Iterator[int]:
+    wanted = memory.wanted
+    if wanted is None and all(index in hashes for group in groups for index in group):
+        return
+    for number, group in enumerate(groups):
+        if all(index in hashes for index in group):
+            spans = layout.spans([hashes[index] for index in group])
+            at_hand = all(memory.held(span, layout.merge_size) for span in spans)
+            if at_hand if wanted is None else number not in wanted:
+                continue
+        yield from range(number * together, number * together + len(group))
+
+
+def check_ratio(height: float, width: float) -> None:
+    """Check the aspect ratio. Raises MediaError if one side is over 200 times the other."""
+    ratio = max(height, width) / min(height, width)
+    if ratio > MAX_ASPECT_RATIO:
+        raise MediaError(f"the aspect ratio must be at most {MAX_ASPECT_RATIO}, it is {ratio:.1f}")
+
+
+def image_size(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Return (height, width) after the resize: multiples of `factor`, the area within bounds.
+
+    Raises MediaError if one side is over 200 times the other.
+    """
+    check_ratio(height, width)
+    return _fit(height, width, 1, 1, factor, min_pixels, max_pixels)
+
+
+def video_size(
+    height: int,
+    width: int,
+    *,
+    num_frames: int,
+    factor: int,
+    temporal_factor: int,
+    min_pixels: int,
+    max_pixels: int,
+) -> tuple[int, int]:
+    """Return (height, width) of every frame; the bounds are on the area of all frames together.
+
+    Raises MediaError if one side is over 200 times the other.
+    """
+    # transformers refuses a single frame. Here it is repeated to fill its temporal patch.
+    num_frames = max(num_frames, temporal_factor)
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    check_ratio(height, width)
+    rounded = round(num_frames / temporal_factor) * temporal_factor
+    return _fit(height, width, num_frames, rounded, factor, min_pixels, max_pixels)
+
+
+def _fit(
+    height: int,
+    width: int,
+    num_frames: int,
+    rounded_frames: int,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+) -> tuple[int, int]:
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    area = rounded_frames * new_height * new_width
+    if area > max_pixels:
+        shrink = math.sqrt((num_frames * height * width) / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif area < min_pixels:
+        grow = math.sqrt(min_pixels / (num_frames * height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+def capped_budget(
+    num_frames: int, *, min_pixels: int, max_pixels: int, max_frame_pixels: int
+) -> int:
+    """Return the area of all frames together, with each frame's share capped.
+
+    This is `cap_pixels_per_frame` of the config.
+    """
+    share = min(max_frame_pixels, max_pixels // num_frames)
+    return max(share, int(min_pixels * 1.05)) * num_frames
+
+
+def uniform_indices(
+    total: int, fps: float, *, sample_fps: float, min_frames: int, max_frames: int
+) -> list[int]:
+    """Return frames spread evenly over a video of `total` frames at `fps` frames per second."""
+    wanted = int(total / fps * sample_fps)
+    return spread_indices(total, min(max(wanted, min_frames), max_frames, total))
+
+
+def spread_indices(total: int, num_frames: int) -> list[int]:
+    """Return `num_frames` frame numbers from the first to the last, evenly spaced."""
+    indices: list[int] = np.linspace(0, total - 1, num_frames).round().astype(int).tolist()
+    return indices
+
+
+def grid_indices(times: Sequence[float], sample_fps: float, max_frames: int) -> list[int]:
+    """Return the first frame at or after k / sample_fps seconds, for every k with one.
+
+    The choice of a frame does not depend on later frames, so a longer recording keeps the frames of
+    a shorter one. At most `max_frames + 1` are returned: the extra one reveals an excess.
+
+    Args:
+        times: seconds from the first frame, ascending.
+    """
+    indices: list[int] = []
+    frame = 0
+    while len(indices) <= max_frames:
+        # Rounding errors may put a computed time just before its grid point.
+        wanted = len(indices) / sample_fps - 1e-6
+        while frame < len(times) and times[frame] < wanted:
+            frame += 1
+        if frame == len(times):
+            break
+        indices.append(frame)
+    return indices
+
+
+def patch_times(times: Sequence[float], temporal_patch_size: int) -> list[float]:
+    """Return the seconds of every temporal patch: the mean of its first and last frames' times.
+
+    The last frame is repeated to fill the last patch.
+    """
+    padded = [*times, *[times[-1]] * (-len(times) % temporal_patch_size)]
+    last = temporal_patch_size - 1
+    return [
+        (padded[at] + padded[at + last]) / 2 for at in range(0, len(padded), temporal_patch_size)
+    ]
+
+
+def slice_grid(height: int, width: int, *, max_slices: int, side: int) -> tuple[int, int] | None:
+    """Return (rows, columns) of slices, None for a picture that is seen whole.
+
+    There are about as many slices as squares of that side fit into the picture's area, in the
+    layout closest to its shape.
+    """
+    multiple = min(math.ceil(height * width / side**2), max_slices)
+    if multiple <= 1:
+        return None
+    shape, best, least = math.log(width / height), (1, 1), math.inf
+    for count in (multiple - 1, multiple, multiple + 1):
+        if count == 1 or count > max_slices:
+            continue
+        for rows in range(1, count + 1):
+            if count % rows:
+                continue
+            error = abs(shape - math.log(count // rows / rows))
+            if error < least or (error == least and rows > best[0]):
+                best, least = (rows, count // rows), error
+    return best
+
+
+def whole_size(
+    height: float, width: float, *, side: int, factor: int, enlarge: bool
+) -> tuple[int, int]:
+    """Return (height, width) of a resized picture, as multiples of `factor`.
+
+    A picture larger than a square of that side is reduced to about its area. A smaller one is
+    enlarged to it if `enlarge` is set.
+    """
+    if enlarge or height * width > side * side:
+        ratio = width / height
+        height = int(side / math.sqrt(ratio))
+        width = int(height * ratio)
+    return _round(height, factor), _round(width, factor)
+
+
+def slice_size(
+    height: int, width: int, grid: tuple[int, int], *, side: int, factor: int
+) -> tuple[int, int]:
+    """Return (height, width) of each slice of a picture."""
+    rows, columns = grid
+    return whole_size(
+        _round(height, rows) / rows,
+        _round(width, columns) / columns,
+        side=side,
+        factor=factor,
+        enlarge=True,
+    )
+
+
+def _round(length: float, divisor: int) -> int:
+    return max(round(length / divisor) * divisor, divisor)
+
+
+def second_indices(total: int, fps: float, *, sample_fps: float, max_frames: int) -> list[int]:
+    """Return a frame for every `1 / sample_fps` seconds of a video of `total` frames.
+
+    If those are more than `max_frames`, spread `max_frames` over the whole length.
+    """
+    duration = total / fps
+    if duration * sample_fps <= max_frames:
+        count = math.ceil(duration * sample_fps)
+        return [min(int(index * fps / sample_fps), total - 1) for index in range(count)]
+    times = [round(index * _FINE_SECONDS, 1) for index in range(int(duration / _FINE_SECONDS))]
+    indices = [min(int(seconds * fps), total - 1) for seconds in times]
+    if len(indices) > max_frames:
+        chosen = np.linspace(0, len(indices) - 1, max_frames, dtype=int)
+        indices = [indices[place] for place in chosen]
+    return indices

@@ -1,0 +1,286 @@
+"""Renders a conversation with a checkpoint's chat template; its media are not loaded yet."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.identity.keys import AdapterIdentity, Roots
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.text.family import THINK_END, THINK_START
+from vlm_serve.preprocess.text.template import ChatTemplate
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
+from vlm_serve.preprocess.text.typed_text import TypedText
+
+Message = dict[str, Any]
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatRequest:
+    """Messages, tools and template variables of a request.
+
+    Raises InvalidRequestError if the template does not accept these messages, or if the last one
+    has nothing to continue.
+
+    Attributes:
+        messages: the conversation's, fitted to the template.
+        tools: function definitions; None if there are none.
+        kwargs: further variables of the template.
+    """
+
+    def __init__(self, conversation: Conversation, template: ChatTemplate) -> None:
+        self._continuation = None
+        if conversation.continue_final_message:
+            marked = template.traits.thinking.marked
+            self._continuation = Continuation(conversation.messages[-1], marked=marked)
+            last = self._continuation.message
+            conversation = replace(conversation, messages=[*conversation.messages[:-1], last])
+        self._template = template
+        self.messages = template.traits.fit(conversation)
+        self.tools = conversation.tools or None
+        self.kwargs = conversation.template_kwargs
+        self._add_generation_prompt = conversation.add_generation_prompt
+
+    def tools_text(self) -> str:
+        """Return the tools as JSON, about as long as their rendering."""
+        return json.dumps(self.tools, ensure_ascii=False) if self.tools else ""
+
+    def render(self, typed: TypedText) -> str:
+        """Render the prompt's text, with user text hidden by `typed`."""
+        messages = typed.hide(self.messages)
+        if self._continuation is None:
+            return self._render(typed, messages, self._add_generation_prompt)
+        render = partial(self._render, typed, add_generation_prompt=False)
+        return self._continuation.cut(messages, typed.mark, render)
+
+    def render_next_turn(self, typed: TypedText) -> str:
+        """Render a possible next prompt: the conversation with an answer and one more user turn."""
+        answered = self.messages[-1]["role"] == "assistant"
+        roles = ("user",) if answered else ("assistant", "user")
+        turns = [self._template.traits.fit_turn(role, "a") for role in roles]
+        return self._render(typed, typed.hide(self.messages) + turns, True)
+
+    def render_answered(self, typed: TypedText, answer: Conversation) -> str:
+        """Render the next prompt: the conversation with an answer and one more turn. That is the
+        results of the answer's calls, or a user's turn.
+
+        Raises InvalidRequestError if the template refuses the answer, or if the answer continues
+        the last message in a form that cannot be joined.
+        """
+        traits, messages = self._template.traits, self.messages
+        (said,) = traits.fit(answer)
+        if self._continuation is not None:
+            messages, said = messages[:-1], _joined(messages[-1], said)
+        calls = said.get("tool_calls") or ()
+        turns = [
+            traits.fit_turn("tool", "a") | {"tool_call_id": call.get("id")} for call in calls
+        ] or [traits.fit_turn("user", "a")]
+        return self._render(typed, typed.hide([*messages, said]) + turns, True)
+
+    def _render(
+        self,
+        typed: TypedText,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+    ) -> str:
+        text = self._template.render(
+            messages,
+            tools=typed.hide(self.tools),
+            add_generation_prompt=add_generation_prompt,
+            kwargs=typed.hide(self.kwargs),
+        )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "the messages contain a lone surrogate", param="messages"
+            ) from None
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """A piece of rendered text in hidden form: a special token, or the text between two of them."""
+
+    text: str
+    is_special: bool
+
+
+def split_pieces(text: str, pattern: re.Pattern[str]) -> Iterator[PromptPiece]:
+    """Split a rendered prompt at the template's special tokens; user text is still hidden."""
+    at = 0
+    for match in pattern.finditer(text):
+        if match.start() > at:
+            yield PromptPiece(text[at : match.start()], False)
+        yield PromptPiece(match.group(), True)
+        at = match.end()
+    if at < len(text):
+        yield PromptPiece(text[at:], False)
+
+
+def last_pieces(
+    tokenizer: Tokenizer, typed: TypedText, pieces: Sequence[PromptPiece], count: int
+) -> list[PromptPiece]:
+    """Return the end of a prompt without media: at least its last `count` tokens, or all.
+
+    The time is that of encoding about as many tokens.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode_plain(typed.restore(text))
+
+    kept: list[PromptPiece] = []
+    wanted = tokenizer.enough(count)
+    for piece in reversed(pieces):
+        if wanted <= 0:
+            break
+        at, found = (0, 1) if piece.is_special else tokenizer.find_end(piece.text, wanted, encode)
+        kept.append(PromptPiece(piece.text[at:], piece.is_special))
+        wanted -= found
+    return kept[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A conversation that has been read, checked and rendered; its media are yet to be loaded.
+
+    Attributes:
+        roots: of the prompt's keys.
+        adapter: of the model's weights.
+        media: the media to load, in order.
+        request: the conversation.
+        typed: the special tokens typed by users.
+        text: the template's text, with those hidden.
+        pieces: that text, split at the template's special tokens.
+        cut: there are only the last of them.
+    """
+
+    roots: Roots
+    cache_salt: str
+    adapter: AdapterIdentity
+    request: ChatRequest
+    media: list[MediaPart]
+    typed: TypedText
+    text: str
+    pieces: tuple[PromptPiece, ...]
+    cut: bool = False
+
+    def system_end(self, message_ends: Sequence[int]) -> int:
+        """Return the position after a leading system message, 0 if there is none."""
+        first_text = next((piece.text for piece in self.pieces if not piece.is_special), "")
+        if first_text.lstrip().startswith("system") and message_ends:
+            return message_ends[0]
+        return 0
+
+
+def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the texts in the messages' contents; messages in the form of `Conversation`."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        for part in [content] if isinstance(content, str) else content or ():
+            text = part if isinstance(part, str) else part.get("text")
+            if isinstance(text, str):
+                found.append(text)
+    return found
+
+
+def _joined(start: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return the message continued by an answer. Raises InvalidRequestError."""
+    texts = [message.get("content") for message in (start, rest)]
+    if not all(isinstance(text, str) for text in texts) or "reasoning_content" in rest:
+        raise InvalidRequestError("the answer does not continue a text", param="messages")
+    return start | rest | {"content": "".join(map(str, texts))}
+
+
+class Continuation:
+    """Finds the end of the last message's rendering: of its text, or of a thought that it leaves
+    open.
+
+    A thought is open if the message has nothing behind it, or if its text begins with `<think>` and
+    has no `</think>`.
+
+    Args:
+        message: the last message.
+        marked: the template knows thoughts.
+
+    Raises InvalidRequestError if the message has nothing to continue.
+    """
+
+    def __init__(self, message: Message, *, marked: bool) -> None:
+        thought, text = _reasoning(message), message.get("content")
+        if marked and isinstance(text, str) and message["role"] == "assistant":
+            start = text.lstrip()
+            if start.startswith(THINK_START) and THINK_END not in start and not thought:
+                thought, text = start.removeprefix(THINK_START).removeprefix("\n"), None
+        self._thought = thought if marked and text is None and not message.get("tool_calls") else ""
+        if text is None and not self._thought.strip():
+            raise _nothing_to_continue()
+        if self._thought.strip():
+            message = message | {"content": None} | dict.fromkeys(_REASONING, self._thought)
+        else:
+            self._thought = ""
+        self.message = message
+
+    def cut(
+        self, messages: list[Message], mark: str, render: Callable[[list[Message]], str]
+    ) -> str:
+        """Return the rendered text of messages up to the end of the last one.
+
+        Args:
+            messages: the messages; the last one is `message`.
+            mark: a text that occurs nowhere else.
+            render: renders messages.
+
+        Raises InvalidRequestError if the template does not render that end.
+        """
+        # A lost blank reveals a template that trims the end of a text; then trim here too.
+        ending = mark + " "
+        text = render([*messages[:-1], self._ended(messages[-1], ending)])
+        at = text.rfind(mark)
+        if at < 0 and self._thought:  # The template writes no thought of an answer: write it.
+            plain = {key: value for key, value in messages[-1].items() if key not in _REASONING}
+            plain["content"] = f"{THINK_START}\n{messages[-1][_REASONING[0]]}"
+            text = render([*messages[:-1], _with_text(plain, ending)])
+            at = text.rfind(mark)
+        if at < 0:
+            raise InvalidRequestError(
+                "the chat template does not render the message to continue",
+                param="continue_final_message",
+            )
+        return text[:at] if text[at : at + len(ending)] == ending else text[:at].rstrip()
+
+    def _ended(self, message: Message, ending: str) -> Message:
+        if not self._thought:
+            return _with_text(message, ending)
+        return message | {
+            key: message[key] + ending for key in _REASONING if isinstance(message.get(key), str)
+        }
+
+
+def _reasoning(message: Message) -> str:
+    return next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
+
+
+def _with_text(message: Message, ending: str) -> Message:
+    """Return a message with more at the end of its text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return message | {"content": content + ending}
+    places = [at for at, part in enumerate(content or ()) if part["type"] == "text"]
+    if content is None or not places:
+        raise _nothing_to_continue()
+    last = places[-1]
+    part = content[last] | {"text": content[last]["text"] + ending}
+    return message | {"content": [*content[:last], part, *content[last + 1 :]]}
+
+
+def _nothing_to_continue() -> InvalidRequestError:
+    return InvalidRequestError(
+        "the last message has no text to continue", param="continue_final_message"
+    )
