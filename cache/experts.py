@@ -36,13 +36,13 @@ def seed(lease: Lease, block_size: int) -> None:
     """Copy the rows between the last block boundary and the lease's start into the lease."""
     index, rest = divmod(lease.boundary, block_size)
     if rest == 0:
-        lease.expert_rows = []
         return
     source = lease.tail.experts if lease.tail is not None else None
     if source is None and index < len(lease.path):
         source = lease.path[index].experts
-    lease.expert_seed = source[:rest] if source is not None else None
-    lease.expert_rows = [lease.expert_seed] if lease.expert_seed is not None else None
+    if source is not None:
+        lease.expert_seed = source[:rest]
+        lease.expert_rows = [lease.expert_seed]
 
 
 def cached_rows(lease: Lease, block_size: int) -> tuple[ExpertPiece, ...]:
@@ -58,15 +58,12 @@ def cached_rows(lease: Lease, block_size: int) -> tuple[ExpertPiece, ...]:
     return tuple(pieces)
 
 
-def record(ledger: Ledger, lease: Lease, keys: PromptKeys, end: int, rows: Rows | None) -> None:
+def record(ledger: Ledger, lease: Lease, keys: PromptKeys, end: int, rows: Rows) -> None:
     """Store the rows of tokens `[lease.length, end)` with the nodes that have none yet.
 
     Call it after the nodes up to `end` are published and before the lease's length advances.
     """
     block_size, start = ledger.config.block_size, lease.length
-    if rows is None:
-        lease.expert_rows = None if end % block_size else []
-        return
     assert len(rows) == end - start, "one row per computed token"
     position = start
     while position < end:

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.matching import key_at, media_offset, media_starts
 from vlm_serve.cache.pools import RowState
-from vlm_serve.cache.reasons import key_at, media_offset, media_starts
 from vlm_serve.cache.records import NO_MEDIA, Block, Branch, Lease, Node, Snapshot
 
 if TYPE_CHECKING:

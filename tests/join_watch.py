@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
 from vlm_serve.engine.joins import MAX_FRUITLESS_JOINS, MAX_IDLE_STEPS, Join
 from vlm_serve.engine.queues import order
 from vlm_serve.engine.scheduler import Scheduler

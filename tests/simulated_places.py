@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from vlm_serve.cache.places import MOST_PLACES, Place, PlaceTable
+from vlm_serve.cache.placement import MOST_PLACES, Place, PlaceTable
 from vlm_serve.cache.prefix_cache import PrefixCache
 
 

@@ -15,8 +15,8 @@ from symbolic import SymbolicMedia
 
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
+from vlm_serve.cache.matching import key_at
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.cache.reasons import key_at
 from vlm_serve.engine.media import MediaPlanner
 from vlm_serve.engine.plan import Sampled, SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.planning import SchedulerConfig

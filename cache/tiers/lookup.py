@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Origin
 
 if TYPE_CHECKING:

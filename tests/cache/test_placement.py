@@ -9,8 +9,7 @@ from cache_texts import END_OF_TURN, Image, Text
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_serve.cache.placement import MAX_NEW_SNAPSHOTS, plan_snapshots
-from vlm_serve.cache.places import Place, PlaceTable
+from vlm_serve.cache.placement import MAX_NEW_SNAPSHOTS, Place, PlaceTable, plan_snapshots
 from vlm_serve.preprocess.keys import PromptKeys
 
 BLOCK = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_serve.cache.places import (
+from vlm_serve.cache.placement import (
     INTERVAL,
     LEARNED,
     MOST_GROUPS,

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
 from vlm_serve.engine.mirror import TreeMirror
 from vlm_serve.preprocess.affinity import AffinityDigest, AffinityKey, place_of
 from vlm_serve.preprocess.keys import PromptKeys

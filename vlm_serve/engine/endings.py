@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
 from vlm_serve.cache.records import Lease
 from vlm_serve.engine.plan import PartialFold, Slice, StepPlan
 from vlm_serve.engine.queues import SequenceQueues

@@ -124,12 +124,12 @@ class Inspector:
 
     def pin_node(self, node: Node, ttl_seconds: float, owner: bytes | None) -> int:
         """Pin a node and its ancestors; return the number of tokens."""
-        return self._cache.pin_node(node, self.clock() + ttl_seconds, owner)
+        return self._cache.timed_pins.add_node(node, self.clock() + ttl_seconds, owner)
 
     def pins(self, owner: bytes | None) -> tuple[PinInfo, ...]:
         """Describe an owner's pins, None: all of them, earliest expiry first."""
         now = self.clock()
-        pins = [each for each in self._cache.timed_pins if owner in (None, each.owner)]
+        pins = [each for each in self._cache.timed_pins.pins if owner in (None, each.owner)]
         return tuple(
             PinInfo(
                 key=pin.key.hex(),
@@ -143,16 +143,17 @@ class Inspector:
 
     def lift_pins(self, owner: bytes | None, key: bytes | None) -> int:
         """Release pins of an owner, None: of all, with that key, None: any; return their number."""
-        return self._cache.lift_pins(
+        return self._cache.timed_pins.lift(
             lambda pin: owner in (None, pin.owner) and key in (None, pin.key)
         )
 
     def expire(self) -> None:
         """Release expired pins."""
-        self._cache.expire(self.clock())
+        if self._cache.timed_pins.next_end is not None:
+            self._cache.timed_pins.expire(self.clock())
 
     @property
     def seconds_left(self) -> float | None:
         """Seconds until the next pin expires; None without pins."""
-        end = self._cache.next_expiry
+        end = self._cache.timed_pins.next_end
         return None if end is None else max(0.0, min(end - self.clock(), MAX_WAIT_SECONDS))
