@@ -130,10 +130,10 @@ class RowKeeper:
 
     def _make_room(self, size: int) -> bool:
         while self.num_bytes + size > self.limit:
-            found = self.spare.peek()
-            if found is None:
+            least_used = self.spare.peek()
+            if least_used is None:
                 return False
-            self.drop(found[1])
+            self.drop(least_used[1])
         return True
 
 

@@ -254,25 +254,25 @@ def key_at(keys: PromptKeys, cut: int) -> bytes:
 
 
 def miss_reason(
-    evidence: Evidence, keys: PromptKeys, limit: int, path: list[Node], found: Boundaries
+    evidence: Evidence, keys: PromptKeys, limit: int, path: list[Node], bounds: Boundaries
 ) -> str:
     """Return one word for a match that found these boundaries."""
     possible = keys.last_cut(len(keys) - 1)
     if possible == 0:
         return "below_granularity"
-    if found.usable == possible:
+    if bounds.usable == possible:
         return "full"
-    if found.usable < found.state:
+    if bounds.usable < bounds.state:
         return "experts_missing"
-    if found.state < found.kv:
-        return _state_reason(evidence, keys, found)
-    return _kv_reason(evidence, keys, limit, path, found)
+    if bounds.state < bounds.kv:
+        return _state_reason(evidence, keys, bounds)
+    return _kv_reason(evidence, keys, limit, path, bounds)
 
 
-def _state_reason(evidence: Evidence, keys: PromptKeys, found: Boundaries) -> str:
+def _state_reason(evidence: Evidence, keys: PromptKeys, bounds: Boundaries) -> str:
     """Return the reason for a match with KV beyond its state."""
-    first = bisect_right(keys.cuts, found.state)
-    last = bisect_right(keys.cuts, found.kv)
+    first = bisect_right(keys.cuts, bounds.state)
+    last = bisect_right(keys.cuts, bounds.kv)
     evicted = evidence.evicted_snapshots
     if len(evicted) and any(key_at(keys, cut) in evicted for cut in keys.cuts[first:last]):
         return "snapshot_evicted"
@@ -280,7 +280,7 @@ def _state_reason(evidence: Evidence, keys: PromptKeys, found: Boundaries) -> st
 
 
 def _kv_reason(
-    evidence: Evidence, keys: PromptKeys, limit: int, path: list[Node], found: Boundaries
+    evidence: Evidence, keys: PromptKeys, limit: int, path: list[Node], bounds: Boundaries
 ) -> str:
     """Return the reason for a match whose KV ends where its state does."""
     block_size = keys.block_size
@@ -294,18 +294,18 @@ def _kv_reason(
     if any(key in evidence.pending for key in missing):
         return "in_flight"
     deepest = bisect_right(keys.cuts, min(limit, start))
-    if deepest and keys.cuts[deepest - 1] > found.kv:
+    if deepest and keys.cuts[deepest - 1] > bounds.kv:
         return "span_clamp"
     parent = path[-1].key if path else keys.root
-    if _in_a_video(keys, found.kv):
+    if _in_a_video(keys, bounds.kv):
         return "media_grown"
     offset = media_offset(keys, start, end)
-    differs = media_offset(keys, max(start, found.kv), end) != NO_MEDIA
+    differs = media_offset(keys, max(start, bounds.kv), end) != NO_MEDIA
     if differs and (parent, offset) in evidence.trie.media_starts:
         return "media_changed"
     if not path and evidence.trie.roots and keys.root not in evidence.trie.roots:
         return "salt"
-    return "unseen" if found.usable else "cold"
+    return "unseen" if bounds.usable else "cold"
 
 
 def _in_a_video(keys: PromptKeys, boundary: int) -> bool:

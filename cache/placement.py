@@ -101,7 +101,7 @@ def plan_snapshots(
     plan.add(prompt.message_ends[-2:], "message", min_gain)
     left = plan.room
     if learned is not None:
-        places = [each.position(len(prompt), keys.block_size) for each in learned.places]
+        places = [place.position(len(prompt), keys.block_size) for place in learned.places]
         plan.add_learned([keys.last_cut(place) for place in places if place > 0], min_gain)
         left = plan.room if learned.intervals_pay(interval) else 0
     regular = range(start // interval * interval + interval, len(prompt), interval)
@@ -218,7 +218,7 @@ def choose_places(bins: Sequence[Bin], most: int, price: float = 0.0) -> list[in
         most: maximum number of places.
         price: savings due from each further place, in blocks times weight.
     """
-    ordered = sorted(bins, key=lambda each: each.at)
+    ordered = sorted(bins, key=lambda prompts: prompts.at)
     count = len(ordered)
     served = [_served(ordered[first:]) for first in range(count)]
     possible = [index for index in range(count) if ordered[index].possible]
@@ -269,25 +269,29 @@ def merged(wants: Iterable[Bin]) -> list[Bin]:
         sums[want.at] = weight + want.weight, lost + want.weight * want.lost
     bins = []
     for at, (weight, lost) in sums.items():
-        near = sum(each for other, (each, _) in sums.items() if at <= other <= at + _NEAR)
+        near = sum(
+            near_weight for other, (near_weight, _) in sums.items() if at <= other <= at + _NEAR
+        )
         if lost > 0:
             bins.append(Bin(at, lost / weight, weight, possible=near >= _SUPPORT))
-    return sorted(bins, key=lambda each: -each.weight * each.lost)[:MAX_BINS]
+    return sorted(bins, key=lambda place_bin: -place_bin.weight * place_bin.lost)[:MAX_BINS]
 
 
 def remaining(bins: Sequence[Bin], places: Sequence[int]) -> list[float]:
     """Return the blocks lost by each bin with these places."""
-    found = []
-    for each in bins:
-        behind = [each.at - place for place in places if place <= each.at]
-        found.append(min([each.lost, *behind]))
-    return found
+    lost = []
+    for prompts in bins:
+        behind = [prompts.at - place for place in places if place <= prompts.at]
+        lost.append(min([prompts.lost, *behind]))
+    return lost
 
 
 def _served(bins: Sequence[Bin]) -> list[float]:
     """Return the gain of a place at the first bin for the first one, two, ... bins."""
     at = bins[0].at
-    return list(accumulate(each.weight * max(0.0, each.lost - (each.at - at)) for each in bins))
+    return list(
+        accumulate(prompts.weight * max(0.0, prompts.lost - (prompts.at - at)) for prompts in bins)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,12 +354,12 @@ class Planned:
     def before(self, position: int, *, regular: bool) -> int:
         """Return the last planned position up to this one, with or without the regular ones; the
         start if there is none."""
-        found = (
+        earlier = (
             place
             for place, kind in self.kinds.items()
             if place <= position and (regular or kind not in REGULAR)
         )
-        return max(found, default=self.start)
+        return max(earlier, default=self.start)
 
 
 @dataclass(slots=True)
@@ -370,16 +374,16 @@ class _Want:
 
 @dataclass(slots=True)
 class _Share:
-    made: float = _PRIOR
+    planned: float = _PRIOR
     wanted: float = _PRIOR
 
     def add(self, *, wanted: bool) -> None:
-        self.made = _DECAY * self.made + 1
+        self.planned = _DECAY * self.planned + 1
         self.wanted = _DECAY * self.wanted + wanted
 
     @property
     def value(self) -> float:
-        return min(1.0, self.wanted / self.made)
+        return min(1.0, self.wanted / self.planned)
 
 
 @dataclass(eq=False, slots=True)
@@ -411,7 +415,7 @@ class _Group:
         """Count a want; if there are too many different ones, forget the least."""
         key = depth, distance
         if key not in self.wants and len(self.wants) >= MOST_WANTS:
-            del self.wants[min(self.wants, key=lambda each: self.weight(self.wants[each]))]
+            del self.wants[min(self.wants, key=lambda want: self.weight(self.wants[want]))]
         want = self.wants.setdefault(key, _Want())
         weight = self.weight(want)
         want.lost = (want.lost * weight + lost) / (weight + 1)
@@ -443,12 +447,12 @@ class _Group:
             True: [Bin(-distance, lost, weight) for (_, distance), weight, lost in wants],
         }
         least = price / block_size * self.fresh
-        found = {axis: solve(bins, MOST_PLACES, least) for axis, bins in axes.items()}
-        from_end = found[True].gain >= found[False].gain
-        first = found[from_end]
+        solutions = {axis: solve(bins, MOST_PLACES, least) for axis, bins in axes.items()}
+        from_end = solutions[True].gain >= solutions[False].gain
+        first = solutions[from_end]
         left = [
-            Bin(each.at, lost, each.weight)
-            for each, lost in zip(axes[not from_end], first.left, strict=True)
+            Bin(other.at, lost, other.weight)
+            for other, lost in zip(axes[not from_end], first.left, strict=True)
         ]
         second = solve(left, MOST_PLACES - len(first.ranked), least)
         places = [

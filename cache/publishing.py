@@ -95,12 +95,12 @@ class Publisher:
         """Let the path's pin hold the block from now on, and return an own duplicate: a lease never
         holds more blocks than its tokens need."""
         lease, blocks = self._lease, self._ledger.blocks
-        own = blocks[lease.blocks[index]]
-        if own is not node.block:
+        written = blocks[lease.blocks[index]]
+        if written is not node.block:
             lease.blocks[index] = node.block.id
             lease.exact = lease.exact and node.exact
         lease.num_shared = index + 1
-        self._ledger.let_go(own)
+        self._ledger.let_go(written)
 
     def _publish_tails(self) -> None:
         cuts = self._keys.cuts

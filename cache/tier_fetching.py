@@ -165,16 +165,24 @@ class TierFetcher:
         if any(entry_id not in entries for entry_id in needed):
             return TierReading(deeper)
         staged = {entry_id: self._transfer.stage(entries[entry_id]) for entry_id in needed}
-        foreign = [entry_id for entry_id, each in staged.items() if each is None]
+        foreign = [entry_id for entry_id, content in staged.items() if content is None]
         if foreign:
             await self._stack.discard_bad(foreign)
             return TierReading(deeper)
-        rows = {each.key: expert_rows(entries[each]) for each in deeper.experts if each in entries}
-        experts = {key: each for key, each in rows.items() if each is not None}
+        rows = {
+            entry_id.key: expert_rows(entries[entry_id])
+            for entry_id in deeper.experts
+            if entry_id in entries
+        }
+        experts = {key: expert_ids for key, expert_ids in rows.items() if expert_ids is not None}
         return TierReading(deeper, Content(entries, staged, experts))
 
     def _adopt(self, keys: PromptKeys, deeper: Deeper, content: Content) -> bool:
-        kv = {each.key: content.staged[each] for each in deeper.needed if each.kind is Kind.KV}
+        kv = {
+            entry_id.key: content.staged[entry_id]
+            for entry_id in deeper.needed
+            if entry_id.kind is Kind.KV
+        }
 
         def fill(places: Destinations) -> None:
             for key, block in places.blocks.items():
@@ -199,7 +207,7 @@ def _exact_until(deeper: Deeper, entries: dict[EntryId, Entry], block_size: int)
     for index, entry_id in enumerate(deeper.blocks):
         if not entries[entry_id].exact:
             return (first + index) * block_size
-    ends = [each for each in (deeper.tail, deeper.state) if each is not None]
+    ends = [entry_id for entry_id in (deeper.tail, deeper.state) if entry_id is not None]
     exact = all(entries[entry_id].exact for entry_id in ends)
     return deeper.boundary if exact else deeper.boundary - 1
 
