@@ -295,7 +295,7 @@ def _served(bins: Sequence[Bin]) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LearnedPlace:
     """A regular place of every prompt of a group.
 
     Attributes:
@@ -323,7 +323,7 @@ class PlaceTable:
         interval_share: share of wanted snapshots of the fixed interval.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[LearnedPlace, ...]
     price: float
     interval_share: float
 
@@ -456,8 +456,8 @@ class _Group:
         ]
         second = solve(left, MOST_PLACES - len(first.ranked), least)
         places = [
-            *(Place(abs(at), from_end) for at in first.ranked),
-            *(Place(abs(at), not from_end) for at in second.ranked),
+            *(LearnedPlace(abs(at), from_end) for at in first.ranked),
+            *(LearnedPlace(abs(at), not from_end) for at in second.ranked),
         ]
         self.table = PlaceTable(tuple(places), price, self.share(INTERVAL).value)
 

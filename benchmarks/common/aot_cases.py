@@ -29,7 +29,7 @@ from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8, StoredIn
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe.reference import Beside
+from vlm_serve.kernels.moe.reference import Addends
 from vlm_serve.kernels.norms import Normed, gated_rms_norm, rms_norm
 from vlm_serve.kernels.paged_attention import (
     attention_decode,
@@ -202,8 +202,11 @@ def _experts(shapes: Shapes) -> Iterator[Case]:
         weights = half(tokens, shapes.top_k)
         x = half(tokens, shapes.hidden)
         yield "moe", partial(routed_experts, x, weights, ids, gate_up, down)
-        beside = Beside(x, x, weights[:, :1])
-        yield "moe, beside", partial(routed_experts, x, weights, ids, gate_up, down, beside=beside)
+        addends = Addends(x, x, weights[:, :1])
+        yield (
+            "moe, beside",
+            partial(routed_experts, x, weights, ids, gate_up, down, addends=addends),
+        )
 
 
 def _quantised(shapes: Shapes) -> Iterator[Case]:

@@ -16,7 +16,7 @@ from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
 from vlm_serve.kernels.kv_write import Rotation, rotate_and_write, write_kv
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe.reference import Beside
+from vlm_serve.kernels.moe.reference import Addends
 from vlm_serve.kernels.norms import gated_rms_norm
 from vlm_serve.kernels.paged_attention import attention_decode, gated_attention_decode
 from vlm_serve.kernels.rope import qk_norm_rope
@@ -143,8 +143,8 @@ def test_experts_and_what_is_beside_them(dtype: torch.dtype, shared: bool) -> No
         out = routed_experts(x, weights, ids, gate_up, down)
         if shared:
             out = out + times_sigmoid(own, gate)
-        beside = Beside(residual, own, gate) if shared else Beside(residual)
-        result = routed_experts(x, weights, ids, gate_up, down, beside=beside)
+        addends = Addends(residual, own, gate) if shared else Addends(residual)
+        result = routed_experts(x, weights, ids, gate_up, down, addends=addends)
     assert torch.equal(result, residual + out)
 
 
