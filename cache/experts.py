@@ -94,14 +94,6 @@ def _fill(ledger: Ledger, lease: Lease, keys: PromptKeys, start: int, stop: int)
 def _nodes_without_rows(
     ledger: Ledger, lease: Lease, keys: PromptKeys, start: int, stop: int
 ) -> list[Node]:
-    block_size = ledger.config.block_size
-    index = start // block_size
-    parent = lease.path[index - 1] if index else ledger.trie.root(keys.root)
-    if parent is None or index > len(lease.path):
-        return []
     cuts = keys.cuts[bisect_right(keys.cuts, start) : bisect_right(keys.cuts, stop)]
-    nodes = [
-        parent.children.get(keys.tails[cut]) if cut % block_size else lease.path[index]
-        for cut in cuts
-    ]
+    nodes = [ledger.trie.node_at(lease.path, keys, cut) for cut in cuts]
     return [node for node in nodes if node is not None and node.experts is None]

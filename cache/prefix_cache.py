@@ -232,30 +232,24 @@ class PrefixCache:
 
     def snapshot_positions(self, keys: PromptKeys, limit: int) -> tuple[int, ...]:
         """Return the cut points up to `limit` that have a state."""
-        root = self.ledger.trie.root(keys.root)
+        trie = self.ledger.trie
+        root = trie.root(keys.root)
         if root is None or not self.config.has_state:
             return ()
         path, size, cuts = walk(root, keys), keys.block_size, list[int]()
         for cut in keys.cuts:
-            depth, rest = divmod(cut, size)
-            if cut > limit or depth > len(path):
+            if cut > limit or cut // size > len(path):
                 break
-            before = path[depth - 1] if depth else root
-            node = before.children.get(keys.tails[cut]) if rest else path[depth - 1]
+            node = trie.node_at(path, keys, cut)
             if node is not None and node.snapshot is not None:
                 cuts.append(cut)
         return tuple(cuts)
 
     def node_at(self, keys: PromptKeys, cut: int) -> Node | None:
         """Return the node ending at a cut point; None if it is not in the trie."""
-        root = self.ledger.trie.root(keys.root)
-        depth, rest = divmod(cut, keys.block_size)
-        path = walk(root, keys, depth)
-        if root is None or len(path) < depth:
-            return None
-        if rest == 0:
-            return path[-1]
-        return (path[-1] if path else root).children.get(keys.tails[cut])
+        trie = self.ledger.trie
+        path = walk(trie.root(keys.root), keys, cut // keys.block_size)
+        return trie.node_at(path, keys, cut)
 
     # The life of a request
 

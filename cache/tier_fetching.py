@@ -278,7 +278,7 @@ def _reserve(
     full, rest = divmod(boundary, config.block_size)
     present = len(lease.path)
     wanted = {keys.block_keys[index]: index for index in range(present, full)}
-    if rest and full >= present and not _has_tail(ledger, lease, keys, boundary):
+    if rest and full >= present and ledger.trie.node_at(lease.path, keys, boundary) is None:
         wanted[key_at(keys, boundary)] = full
     if not arrival.kv.issuperset(wanted) or (config.has_state and not arrival.state):
         return None
@@ -295,27 +295,17 @@ def _reserve(
         row = reserved
     # Reserving may have evicted the tail on which the boundary depends.
     on_device = rest and full >= present and key_at(keys, boundary) not in wanted
-    if on_device and not _has_tail(ledger, lease, keys, boundary):
+    if on_device and ledger.trie.node_at(lease.path, keys, boundary) is None:
         return None
     return Destinations({key: lease.blocks[index] for key, index in wanted.items()}, row)
-
-
-def _has_tail(ledger: Ledger, lease: Lease, keys: PromptKeys, boundary: int) -> bool:
-    """Return True if the tail that ends at `boundary` is a child of the lease's last node."""
-    index = boundary // keys.block_size
-    if index != len(lease.path):
-        return False
-    branch = lease.path[-1] if index else ledger.trie.root(keys.root)
-    return branch is not None and keys.tails[boundary] in branch.children
 
 
 def _give_experts(ledger: Ledger, lease: Lease, keys: PromptKeys, arrival: Arrival) -> None:
     nodes = list(lease.path)
     if arrival.boundary % keys.block_size:
-        index = arrival.boundary // keys.block_size
-        branch = lease.path[index - 1] if index else ledger.trie.root(keys.root)
-        assert branch is not None
-        nodes.append(branch.children[keys.tails[arrival.boundary]])
+        tail = ledger.trie.node_at(lease.path, keys, arrival.boundary)
+        assert tail is not None
+        nodes.append(tail)
     for node in nodes:
         rows = arrival.experts.get(node.key)
         if rows is not None and node.experts is None and len(rows) == node.num_tokens:
