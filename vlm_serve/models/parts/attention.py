@@ -12,7 +12,7 @@ import torch
 
 from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.kv_quant.compiled import pages_record
-from vlm_serve.kernels.kv_write import Rotation, rotate_and_write
+from vlm_serve.kernels.kv_write import rotate_and_write
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.norms import Normed
@@ -25,6 +25,7 @@ from vlm_serve.kernels.paged_attention import (
     without_first,
 )
 from vlm_serve.kernels.ranks import Ranks
+from vlm_serve.kernels.rope import Rotation
 from vlm_serve.kernels.rope.compiled import MAX_DIM
 from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool
 from vlm_serve.models.parts.base import (
