@@ -37,7 +37,7 @@ from PIL import Image
 from published_templates import NAMES, source_of
 from serving import RunningServer, ok, running
 
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.requests.sequence import Sequence
 from vlm_serve.options.config import EngineConfig

@@ -76,8 +76,8 @@ def main() -> int:
                 failed += 1
                 print(f"- {label}: failed\n{traceback.format_exc()}", flush=True)
                 continue
-            failed += len(found.found)
-            for sentence in sorted(set(found.found)):
+            failed += len(found.failures)
+            for sentence in sorted(set(found.failures)):
                 print(f"- {label}: {sentence}", flush=True)
             for key, (apart, limit) in found.apart.items():
                 worst[key] = max(worst.get(key, (0.0, 0.0, "")), (apart, limit, label))

@@ -11,7 +11,7 @@ class _Entry:
     slot: int
     num_bytes: int
     pins: int
-    made: bool
+    filled: bool
     """False after `invalidate`: the slot is empty, and the next user computes it again."""
 
 
@@ -49,7 +49,7 @@ class EmbeddingCache:
     def __contains__(self, key: bytes) -> bool:
         """Return True if the embedding exists or the current step is about to compute it."""
         entry = self._entries.get(key)
-        return entry is not None and entry.made
+        return entry is not None and entry.filled
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -62,12 +62,12 @@ class EmbeddingCache:
         """
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry(self._next_slot, num_bytes, 0, made=False)
+            entry = self._entries[key] = _Entry(self._next_slot, num_bytes, 0, filled=False)
             self._next_slot += 1
             self.used += num_bytes
         assert entry.num_bytes == num_bytes, "one key with two sizes"
-        hit = entry.made
-        entry.made = True
+        hit = entry.filled
+        entry.filled = True
         entry.pins += 1
         self._idle.pop(key, None)
         self.hits += hit
@@ -82,7 +82,7 @@ class EmbeddingCache:
         entry.pins -= 1
         if entry.pins:
             return
-        if entry.made:
+        if entry.filled:
             self._idle[key] = None
             self._trim()
         else:
@@ -93,7 +93,7 @@ class EmbeddingCache:
         entry = self._entries.get(key)
         if entry is None:
             return
-        entry.made = False
+        entry.filled = False
         if not entry.pins:
             del self._idle[key]
             self._drop(key)
@@ -117,7 +117,7 @@ class EmbeddingCache:
         assert not set(slots) & set(self._evicted), "an evicted slot is still in use"
         idle = {key for key, entry in entries.items() if not entry.pins}
         assert idle == self._idle.keys(), "idle embeddings are wrong"
-        assert all(entries[key].made for key in idle), "an embedding that was never made is kept"
+        assert all(entries[key].filled for key in idle), "an embedding that was never made is kept"
         pinned = sum(entry.num_bytes for entry in entries.values() if entry.pins)
         assert self.used <= max(self.capacity, pinned), "over budget with idle embeddings"
 

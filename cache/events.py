@@ -31,7 +31,9 @@ class Topic(Generic[_T]):
         self.subscribers = (*self.subscribers, subscriber)
 
     def unsubscribe(self, subscriber: Callable[[_T], object]) -> None:
-        self.subscribers = tuple(each for each in self.subscribers if each != subscriber)
+        self.subscribers = tuple(
+            listener for listener in self.subscribers if listener != subscriber
+        )
 
     def publish(self, event: _T) -> None:
         """Call the subscribers in order; an exception is logged and counted, and the next one is
@@ -133,8 +135,8 @@ class CacheStats:
     def _snapshot_ready(self, snapshot: Snapshot) -> None:
         self.saves[snapshot.kind] += 1
 
-    def _counted(self, what: tuple[str, str]) -> None:
-        name, kind = what
+    def _counted(self, event: tuple[str, str]) -> None:
+        name, kind = event
         value = getattr(self, name)
         if isinstance(value, Counter):
             value[kind] += 1
@@ -145,5 +147,7 @@ class CacheStats:
         """Return a copy made of plain numbers and dicts."""
         return {
             name: dict(value) if isinstance(value, Counter) else value
-            for name, value in ((each.name, getattr(self, each.name)) for each in fields(self))
+            for name, value in (
+                (counter.name, getattr(self, counter.name)) for counter in fields(self)
+            )
         }

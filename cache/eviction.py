@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vlm_serve.cache.ledger import WORTHLESS
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.lazy_heap import Priority
+    from vlm_serve.cache.candidates import Priority
     from vlm_serve.cache.ledger import Ledger
     from vlm_serve.cache.records import Block, Snapshot
     from vlm_serve.cache.suspension import Suspensions
@@ -37,7 +37,7 @@ class Evictor:
     @property
     def can_make_row(self) -> bool:
         ledger = self._ledger
-        return bool(ledger.rows.num_free or len(self._suspensions) or len(ledger.spare_snapshots))
+        return bool(ledger.rows.num_free or self._suspensions.leases or len(ledger.spare_snapshots))
 
     def make_row(self, worth: float | None = None) -> bool:
         """Evict until a row is free; return False, without any change, if that is impossible.

@@ -36,13 +36,13 @@ def seed(lease: Lease, block_size: int) -> None:
     """Copy the rows between the last block boundary and the lease's start into the lease."""
     index, rest = divmod(lease.boundary, block_size)
     if rest == 0:
-        lease.expert_rows = []
         return
     source = lease.tail.experts if lease.tail is not None else None
     if source is None and index < len(lease.path):
         source = lease.path[index].experts
-    lease.expert_seed = source[:rest] if source is not None else None
-    lease.expert_rows = [lease.expert_seed] if lease.expert_seed is not None else None
+    if source is not None:
+        lease.expert_seed = source[:rest]
+        lease.expert_rows = [lease.expert_seed]
 
 
 def cached_rows(lease: Lease, block_size: int) -> tuple[ExpertPiece, ...]:
@@ -58,15 +58,12 @@ def cached_rows(lease: Lease, block_size: int) -> tuple[ExpertPiece, ...]:
     return tuple(pieces)
 
 
-def record(ledger: Ledger, lease: Lease, keys: PromptKeys, end: int, rows: Rows | None) -> None:
+def record(ledger: Ledger, lease: Lease, keys: PromptKeys, end: int, rows: Rows) -> None:
     """Store the rows of tokens `[lease.length, end)` with the nodes that have none yet.
 
     Call it after the nodes up to `end` are published and before the lease's length advances.
     """
     block_size, start = ledger.config.block_size, lease.length
-    if rows is None:
-        lease.expert_rows = None if end % block_size else []
-        return
     assert len(rows) == end - start, "one row per computed token"
     position = start
     while position < end:
@@ -97,14 +94,6 @@ def _fill(ledger: Ledger, lease: Lease, keys: PromptKeys, start: int, stop: int)
 def _nodes_without_rows(
     ledger: Ledger, lease: Lease, keys: PromptKeys, start: int, stop: int
 ) -> list[Node]:
-    block_size = ledger.config.block_size
-    index = start // block_size
-    parent = lease.path[index - 1] if index else ledger.trie.root(keys.root)
-    if parent is None or index > len(lease.path):
-        return []
     cuts = keys.cuts[bisect_right(keys.cuts, start) : bisect_right(keys.cuts, stop)]
-    nodes = [
-        parent.children.get(keys.tails[cut]) if cut % block_size else lease.path[index]
-        for cut in cuts
-    ]
+    nodes = [ledger.trie.node_at(lease.path, keys, cut) for cut in cuts]
     return [node for node in nodes if node is not None and node.experts is None]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.candidates import LazyHeap, Priority, Use, make_policy
 from vlm_serve.cache.events import CacheEvents
-from vlm_serve.cache.lazy_heap import LazyHeap, Priority
 from vlm_serve.cache.logprobs import RowKeeper
-from vlm_serve.cache.policy import Use, make_policy
+from vlm_serve.cache.matching import GhostMemory
 from vlm_serve.cache.pools import BlockPool, RowPool, RowState
-from vlm_serve.cache.reasons import GhostMemory
 from vlm_serve.cache.records import Block, Node, Snapshot
 from vlm_serve.cache.trie import Trie
 
@@ -62,14 +61,16 @@ class Ledger:
         node.pins += 1
         self.blocks.harden(node.block)
         self.units.discard(node.block)
-        self.logprobs.spare.discard(node)
+        if node.logprobs is not None:
+            self.logprobs.refresh(node)
         self.used(node)
 
     def unpin(self, node: Node) -> None:
         assert node.pins > 0, "a node was unpinned twice"
         node.pins -= 1
         self.let_go(node.block)
-        self.logprobs.refresh(node)
+        if node.logprobs is not None:
+            self.logprobs.refresh(node)
         self.used(node)
 
     def let_go(self, block: Block) -> None:
@@ -82,14 +83,16 @@ class Ledger:
         node.pins -= 1
         node.parked += 1
         self.blocks.park(node.block)
-        self.logprobs.refresh(node)
+        if node.logprobs is not None:
+            self.logprobs.refresh(node)
         self.used(node)
 
     def unpark(self, node: Node) -> None:
         node.parked -= 1
         node.pins += 1
         self.blocks.unpark(node.block)
-        self.logprobs.spare.discard(node)
+        if node.logprobs is not None:
+            self.logprobs.refresh(node)
         self.used(node)
 
     def drop_parked(self, node: Node) -> None:
@@ -165,7 +168,8 @@ class Ledger:
         if node.experts is not None:
             self.expert_bytes -= node.experts.nbytes
             node.experts = None  # readers of the tree may keep a reference to the node
-        self.logprobs.drop(node)
+        if node.logprobs is not None:
+            self.logprobs.drop(node)
         self.trie.remove(node)
         self.blocks.detach(node.block, node)
         self.refresh_unit(node.block)

@@ -150,12 +150,12 @@ def describe(config: CacheConfig, entry: ListedNode) -> NodeInfo:
         media=tuple(
             [
                 MediaInfo(
-                    each.offset,
-                    each.length,
-                    each.kind,
-                    each.content_hash.hex()[:HASH_CHARACTERS],
+                    media.offset,
+                    media.length,
+                    media.kind,
+                    media.content_hash.hex()[:HASH_CHARACTERS],
                 )
-                for each in node.media
+                for media in node.media
             ]
         ),
         snapshot=entry.snapshot,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vlm_serve.cache.lazy_heap import LazyHeap
+from vlm_serve.cache.candidates import LazyHeap
 from vlm_serve.cache.records import Branch, Lease, LogprobRows, Node
 
 if TYPE_CHECKING:
@@ -121,19 +121,19 @@ class RowKeeper:
         self.refresh(node)
 
     def drop(self, node: Node) -> None:
-        """Remove a node's rows."""
-        if node.logprobs is not None:
-            self.num_bytes -= sys.getsizeof(node.logprobs)
-            node.logprobs = None
-            self._changed(node)
-            self.refresh(node)
+        """Remove the rows of a node that has some."""
+        assert node.logprobs is not None
+        self.num_bytes -= sys.getsizeof(node.logprobs)
+        node.logprobs = None
+        self._changed(node)
+        self.spare.discard(node)
 
     def _make_room(self, size: int) -> bool:
         while self.num_bytes + size > self.limit:
-            found = self.spare.peek()
-            if found is None:
+            least_used = self.spare.peek()
+            if least_used is None:
                 return False
-            self.drop(found[1])
+            self.drop(least_used[1])
         return True
 
 

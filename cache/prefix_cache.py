@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.adopting import Arrival, Destinations, adopt
+from vlm_serve.cache.answer_ends import AnswerEnds
 from vlm_serve.cache.audit import AuditedState, audit
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.events import CacheStats
-from vlm_serve.cache.experts import ExpertPiece, cached_rows
-from vlm_serve.cache.leasing import Leasing
+from vlm_serve.cache.eviction import Evictor
+from vlm_serve.cache.experts import ExpertPiece, cached_rows, record, seed
 from vlm_serve.cache.ledger import Ledger
 from vlm_serve.cache.listing import CacheUsage, usage
-from vlm_serve.cache.logprobs import RowPiece, WantedRows, kept_rows
-from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, walk
-from vlm_serve.cache.publishing import LeftState
-from vlm_serve.cache.reasons import Evidence, miss_reason
-from vlm_serve.cache.records import Hit, Lease, Node
-from vlm_serve.cache.suspension import Suspended
+from vlm_serve.cache.logprobs import RowPiece, WantedRows, keep, kept_rows
+from vlm_serve.cache.matching import Boundaries, Evidence, Match, find_boundaries, miss_reason, walk
+from vlm_serve.cache.placement import Places
+from vlm_serve.cache.pools import RowState
+from vlm_serve.cache.publishing import LeftState, Publisher, give_row
+from vlm_serve.cache.records import Hit, Lease, LeaseState, Node, Rows, Snapshot
+from vlm_serve.cache.suspension import Suspended, Suspensions
 from vlm_serve.cache.tiers.lookup import TierQuery, make_tier_query
-from vlm_serve.cache.timed_pins import TimedPin
+from vlm_serve.cache.timed_pins import TimedPins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheConfig", "Lease", "LeftState", "Match", "PrefixCache", "Suspended"]
 
 
-class PrefixCache(Leasing):
+class PrefixCache:
     """Blocks, state rows, the trie over them, and their holders.
 
     Not thread-safe: the engine thread owns it. Misuse (closing twice, committing backwards, a stale
@@ -45,15 +46,36 @@ class PrefixCache(Leasing):
         config: sizes and switches.
 
     Attributes:
+        ledger: the books behind it, which only this package changes.
         events: changes of the cache, for subscribers.
         stats: counters.
+        leases: the open ones, oldest first.
+        timed_pins: prefixes kept until a given time.
+        answer_ends: keeps the states at the ends of answers.
+        places: learns where snapshots pay.
     """
 
     def __init__(self, config: CacheConfig) -> None:
-        super().__init__(Ledger(config))
-        self.events = self._ledger.events
+        self.config = config
+        self.ledger = ledger = Ledger(config)
+        self.events = ledger.events
         self.stats = CacheStats()
         self.stats.listen(self.events, config.block_size)
+        self.leases: dict[Lease, None] = {}
+        self._suspensions = Suspensions(ledger)
+        self._evictor = Evictor(ledger, self._suspensions)
+        self.timed_pins = TimedPins(ledger)
+        self.answer_ends = AnswerEnds(ledger, self._evictor)
+        self.places = Places(
+            config.block_size,
+            config.num_snapshot_rows,
+            config.min_snapshot_gain * config.block_size,
+            learned=config.learned_places,
+        )
+        self.events.snapshot_evicted.subscribe(lambda snapshot: self.places.evicted())
+        self._evidence = Evidence(
+            ledger.trie, ledger.evicted_nodes, ledger.evicted_snapshots, ledger.pending
+        )
 
     # Matching
 
@@ -78,50 +100,50 @@ class PrefixCache(Leasing):
         assert limit < max(1, len(keys)), "at least one token is always computed"
         if not self.config.enabled:
             return Match(reason="disabled", root=keys.root)
-        ledger = self._ledger
+        ledger = self.ledger
         blocks = len(keys.block_keys)
         if length is not None:
             blocks = min(blocks, length // self.config.block_size)
-        path, found = self._find(keys, limit, depth=blocks, complete_experts=complete_experts)
-        reason = self._reason(keys, limit, path, found)
+        path, bounds = self._find(keys, limit, depth=blocks, complete_experts=complete_experts)
+        reason = miss_reason(self._evidence, keys, limit, path, bounds)
         kept: tuple[RowPiece, ...] = ()
         if logprobs is not None:
             kept = kept_rows(ledger.trie.root(keys.root), path, keys, logprobs)
             limit = min(limit, (kept[-1].end if kept else logprobs.first) - 1)
-            free = found.usable
-            found = self._boundaries(path, keys, limit, complete_experts=complete_experts)
-            reason = "prompt_logprobs" if found.usable < free else reason
-        used = [*path, found.tail] if found.tail is not None else path
-        exact = found.snapshot is None or found.snapshot.exact
+            free = bounds.usable
+            bounds = self._boundaries(path, keys, limit, complete_experts=complete_experts)
+            reason = "prompt_logprobs" if bounds.usable < free else reason
+        used = [*path, bounds.tail] if bounds.tail is not None else path
+        exact = bounds.snapshot is None or bounds.snapshot.exact
         gain = self.config.min_snapshot_gain * self.config.block_size
         missing = len(path) < blocks
         return Match(
-            boundary=found.usable,
-            kv_boundary=found.kv,
+            boundary=bounds.usable,
+            kv_boundary=bounds.kv,
             kv_tokens=len(path) * self.config.block_size,
-            state_boundary=found.state,
-            snapshot=found.snapshot,
+            state_boundary=bounds.state,
+            snapshot=bounds.snapshot,
             exact=exact and all(node.exact for node in used),
             reason=reason,
             blocks=tuple([node.block.id for node in path]),
-            junction=self.config.has_state and found.kv - found.state >= gain,
+            junction=self.config.has_state and bounds.kv - bounds.state >= gain,
             limit=limit,
             logprobs=kept,
             nodes=tuple(path),
-            tail=found.tail,
+            tail=bounds.tail,
             pending_key=keys.block_keys[len(path)] if missing else None,
             version=ledger.version,
             root=keys.root,
-            answered=self._answered(path, found),
+            answered=self._answered(path, bounds),
         )
 
-    def _answered(self, path: list[Node], found: Boundaries) -> int:
+    def _answered(self, path: list[Node], bounds: Boundaries) -> int:
         """Return how many tokens up to the usable boundary the model generated."""
-        used = path[: found.usable // self.config.block_size]
-        tail = 0 if found.tail is None else found.tail.answered
-        if found.tail is None and found.usable % self.config.block_size:
+        used = path[: bounds.usable // self.config.block_size]
+        tail = 0 if bounds.tail is None else bounds.tail.answered
+        if bounds.tail is None and bounds.usable % self.config.block_size:
             node = path[len(used)]
-            tail = max(0, node.answered - (node.end - found.usable))
+            tail = max(0, node.answered - (node.end - bounds.usable))
         return sum(node.answered for node in used) + tail
 
     def record(
@@ -141,7 +163,7 @@ class PrefixCache(Leasing):
         `used` tokens were taken from the cache: 0 if the request ran without its match. For
         `joined_tokens` of them it has waited `joined_ms` until another request had computed them.
         """
-        events = self._ledger.events
+        events = self.ledger.events
         if replay:
             events.counted.publish(("replays", ""))
         elif events.hit.subscribers:
@@ -205,47 +227,316 @@ class PrefixCache(Leasing):
             return None
         if not rest or depth < len(match.nodes):
             return match.nodes[depth if rest else depth - 1]
-        parent = match.nodes[depth - 1] if depth else self._ledger.trie.root(keys.root)
+        parent = match.nodes[depth - 1] if depth else self.ledger.trie.root(keys.root)
         return None if parent is None else parent.children.get(keys.tails[cut])
-
-    # The rest of a request's life
-
-    def cached_experts(self, lease: Lease) -> tuple[ExpertPiece, ...]:
-        """Return the expert rows of tokens `[0, lease.boundary)`, in order; pieces without rows are
-        gaps."""
-        return cached_rows(lease, self.config.block_size)
 
     def snapshot_positions(self, keys: PromptKeys, limit: int) -> tuple[int, ...]:
         """Return the cut points up to `limit` that have a state."""
-        root = self._ledger.trie.root(keys.root)
+        trie = self.ledger.trie
+        root = trie.root(keys.root)
         if root is None or not self.config.has_state:
             return ()
-        path, size, found = walk(root, keys), keys.block_size, list[int]()
+        path, size, cuts = walk(root, keys), keys.block_size, list[int]()
         for cut in keys.cuts:
-            depth, rest = divmod(cut, size)
-            if cut > limit or depth > len(path):
+            if cut > limit or cut // size > len(path):
                 break
-            before = path[depth - 1] if depth else root
-            node = before.children.get(keys.tails[cut]) if rest else path[depth - 1]
+            node = trie.node_at(path, keys, cut)
             if node is not None and node.snapshot is not None:
-                found.append(cut)
-        return tuple(found)
+                cuts.append(cut)
+        return tuple(cuts)
 
     def node_at(self, keys: PromptKeys, cut: int) -> Node | None:
         """Return the node ending at a cut point; None if it is not in the trie."""
-        root = self._ledger.trie.root(keys.root)
-        depth, rest = divmod(cut, keys.block_size)
-        path = walk(root, keys, depth)
-        if root is None or len(path) < depth:
+        trie = self.ledger.trie
+        path = walk(trie.root(keys.root), keys, cut // keys.block_size)
+        return trie.node_at(path, keys, cut)
+
+    # The life of a request
+
+    def open(self, match: Match | None, *, private: bool = False) -> Lease:
+        """Pin everything that a match found; None: open an empty lease. Never fails on a fresh
+        match.
+
+        A private lease is empty, and nothing that it computes is published.
+        """
+        assert not (private and match is not None), "a private lease shares nothing"
+        lease = Lease(private=private)
+        self.leases[lease] = None
+        if match is None:
+            lease.expert_rows = []
+            return lease
+        ledger = self.ledger
+        assert match.version == ledger.version, "the match is stale: something was evicted since"
+        lease.blocks = list(match.blocks)
+        lease.num_shared = len(match.blocks)
+        lease.shared_tokens = match.kv_tokens
+        lease.boundary = lease.length = lease.prefilled = match.boundary
+        lease.exact = match.exact
+        lease.path = list(match.nodes)
+        lease.tail = match.tail
+        lease.answered = match.tail.answered if match.tail is not None else 0
+        lease.snapshot = match.snapshot
+        for node in lease.path:
+            ledger.pin(node)
+        if lease.tail is not None:
+            ledger.pin(lease.tail)
+        if lease.snapshot is not None:
+            ledger.pin_snapshot(lease.snapshot)
+            lease.src_row = lease.snapshot.row
+        lease.expert_rows = None if lease.boundary % self.config.block_size else []
+        if ledger.expert_bytes:
+            seed(lease, self.config.block_size)
+        self._expect(lease, match.pending_key)
+        return lease
+
+    def take_row(self, lease: Lease) -> bool:
+        """Give the lease its live row; return False, without any change, if none is available.
+
+        It takes a free row, or evicts. As a last resort, a lease that is the only reader of its
+        snapshot continues in the snapshot's own row. A model without state layers needs no row.
+        """
+        assert lease.state is LeaseState.OPEN
+        if not self.config.has_state:
+            return True
+        assert lease.row < 0, "the lease has a row"
+        rows = self.ledger.rows
+        if not rows.may_go_live:
+            return False
+        if self._evictor.make_row():
+            lease.row = rows.take(RowState.LIVE)
+            return True
+        if lease.snapshot is not None and lease.snapshot.pins == 1:
+            lease.row = self.ledger.steal_snapshot(lease.snapshot)
+            lease.snapshot = None
+            return True
+        return False
+
+    def grow(self, lease: Lease, num_tokens: int) -> bool:
+        """Acquire blocks for `num_tokens` tokens in total; return False, without any change, if too
+        few are left.
+
+        After a hit on a tail, the first call also requests a copy of its rows (`lease.copies`).
+        """
+        assert lease.state is LeaseState.OPEN
+        missing = self._blocks_for(num_tokens) - len(lease.blocks)
+        if missing <= 0:
+            return True
+        if not self._evictor.make_blocks(missing):
+            # A request that runs alone must always fit, so it alone may release timed pins.
+            if len(self.leases) > 1 or missing > self.config.num_blocks - len(lease.held_blocks):
+                return False
+            while not self._evictor.make_blocks(missing):
+                self.timed_pins.give_way()
+        first = len(lease.blocks)
+        lease.blocks.extend([self.ledger.blocks.take().id for _ in range(missing)])
+        if lease.tail is not None and first * self.config.block_size < lease.boundary:
+            rows = lease.boundary - lease.shared_tokens
+            lease.copies = ((lease.tail.block.id, lease.blocks[first], rows),)
+        return True
+
+    def shrink(self, lease: Lease, num_tokens: int) -> None:
+        """Return the blocks beyond `num_tokens` tokens, after drafts were rejected."""
+        assert lease.state is LeaseState.OPEN and num_tokens >= lease.length
+        while len(lease.blocks) > max(self._blocks_for(num_tokens), lease.num_shared):
+            self.ledger.let_go(self.ledger.blocks[lease.blocks.pop()])
+
+    def reserve_snapshot(self, lease: Lease, position: int, kind: str) -> int | None:
+        """Return a row for the state after `position` tokens, or None to skip the snapshot. Never
+        fails.
+
+        `position` must be a cut point outside spans, beyond the computed tokens. A repeated call
+        returns the same row.
+        """
+        assert lease.state is LeaseState.OPEN
+        assert position > lease.length, "the state at this position has gone by"
+        if lease.private or not (self.config.has_state and self.config.enabled):
             return None
-        if rest == 0:
-            return path[-1]
-        return (path[-1] if path else root).children.get(keys.tails[cut])
+        if position in lease.reserved:
+            return lease.reserved[position].row
+        depth, rest = divmod(position, self.config.block_size)
+        if rest == 0 and depth <= len(lease.path) and lease.path[depth - 1].snapshot is not None:
+            return None
+        expected = self.places.expected(lease.planned, kind)
+        if not (self._pays(lease, position, kind, expected) and self._evictor.make_row()):
+            self.ledger.events.counted.publish(("skips", kind))
+            return None
+        row = self.ledger.rows.take(RowState.RESERVED)
+        snapshot = lease.reserved[position] = Snapshot(row, position, kind)
+        snapshot.expected = expected
+        return row
+
+    def commit(
+        self,
+        lease: Lease,
+        keys: PromptKeys,
+        length: int,
+        *,
+        exact_until: int,
+        answer_start: int | None = None,
+        experts: Rows | None = None,
+        logprobs: RowPiece | None = None,
+    ) -> None:
+        """Publish tokens `[0, length)`, which are computed now, and the snapshots up to there.
+
+        Tokens from `exact_until` on were computed by decode steps, and those from `answer_start` on
+        were generated. The first commit releases the restore pins. Committing the same length again
+        changes nothing. With `CacheConfig.exact_only`, a decode step's commit publishes nothing.
+
+        `experts` are the routed expert rows `[n, layers, top_k]` of the n tokens computed since the
+        last commit. Nodes without rows get them, whoever created the nodes. `logprobs` are all
+        prompt log-probabilities that the request knows, for passed nodes with fewer of them.
+        """
+        assert lease.state is LeaseState.OPEN
+        assert lease.length <= length <= len(keys), "a commit goes forward, within its tokens"
+        assert length <= len(lease.blocks) * self.config.block_size, "tokens without a block"
+        if length == lease.length:
+            return
+        now = self.ledger.tick()
+        if not lease.committed:
+            self._count_use(lease, now)
+        if lease.hit is not None:
+            self.ledger.events.hit.publish(lease.hit)
+            lease.hit = None
+        kept = length <= exact_until or not self.config.exact_only
+        assert kept or lease.length >= exact_until, "prefill and decode in one commit"
+        if kept and self.config.enabled and not lease.private:
+            if lease.reserved or (keys.cuts and keys.cuts[-1] > lease.length):
+                Publisher(self.ledger, lease, keys, length, exact_until, answer_start).publish()
+            if experts is not None:
+                record(self.ledger, lease, keys, length, experts)
+            else:
+                lease.expert_rows = None if length % self.config.block_size else []
+            if logprobs is not None:
+                ledger = self.ledger
+                root = ledger.trie.root(keys.root)
+                keep(ledger.logprobs, root, lease, keys, length, logprobs)
+            depth, coming = len(lease.path), len(keys.block_keys)
+            if self.config.exact_only:
+                coming = min(coming, exact_until // self.config.block_size)
+            self._expect(lease, keys.block_keys[depth] if depth < coming else None)
+        self._release_restore(lease)
+        lease.committed = True
+        lease.length = length
+        lease.prefilled = min(length, exact_until)
+        lease.copies = ()
+        lease.src_row = lease.row
+
+    def abandon(self, lease: Lease) -> None:
+        """Return the lease's reserved rows after a failed step; nothing of the step is
+        published."""
+        assert lease.state is LeaseState.OPEN
+        for position in sorted(lease.reserved):
+            row = lease.reserved.pop(position).row
+            self.ledger.rows.change(row, RowState.RESERVED, RowState.FREE)
+        if lease.trailing is not None:
+            self.answer_ends.drop_trailing(lease)
+
+    def close(self, lease: Lease, left: LeftState | None = None) -> None:
+        """Return everything: pins, own blocks, live row, reservations.
+
+        Args:
+            left: given if the live row holds the state after all of the lease's tokens. At a cut
+                point it becomes the snapshot there, if there is none.
+        """
+        assert lease.state is LeaseState.OPEN, f"the lease is {lease.state.value}"
+        ledger = self.ledger
+        self.abandon(lease)
+        if left is not None:
+            give_row(ledger, lease, left)
+        self._release_restore(lease)
+        self._expect(lease, None)
+        if lease.committed:
+            now = ledger.tick()
+            for node in lease.path:
+                ledger.touch(node, now)
+        for node in reversed(lease.path):
+            ledger.unpin(node)
+        for block in lease.own_blocks:
+            ledger.let_go(ledger.blocks[block])
+        if lease.row >= 0:
+            ledger.rows.change(lease.row, RowState.LIVE, RowState.FREE)
+        lease.state = LeaseState.CLOSED
+        del self.leases[lease]
+
+    def fork(self, parent: Lease) -> Lease | None:
+        """Open a second lease at the same position (n > 1); return None, without any change, if
+        space is short.
+
+        It shares the full blocks, copies the rows of the partial one (`copies`), and has its own
+        row. The caller copies the parent's row into it before the next step.
+        """
+        assert parent.state is LeaseState.OPEN and parent.committed, "nothing to fork"
+        ledger, block_size = self.ledger, self.config.block_size
+        needs_row = self.config.has_state
+        if needs_row and not (ledger.rows.may_go_live and self._evictor.can_make_row):
+            return None
+        full, rest = divmod(parent.length, block_size)
+        if not self._evictor.make_blocks(1 if rest else 0):
+            return None
+        lease = Lease(
+            blocks=parent.blocks[: max(full, parent.num_shared)],
+            boundary=parent.boundary,
+            length=parent.length,
+            prefilled=parent.prefilled,
+            exact=parent.exact,
+            private=parent.private,
+            answered=parent.answered,
+            num_shared=parent.num_shared,
+            path=list(parent.path),
+            planned=parent.planned,
+            expert_seed=parent.expert_seed,
+            expert_rows=None if parent.expert_rows is None else list(parent.expert_rows),
+        )
+        self.leases[lease] = None
+        lease.shared_tokens = len(lease.blocks) * block_size
+        for node in lease.path:
+            ledger.pin(node)
+        for block in lease.own_blocks:
+            ledger.blocks.harden(ledger.blocks[block])
+        if lease.shared_tokens < parent.length:
+            lease.copy_source = parent.blocks[full]
+            ledger.blocks.harden(ledger.blocks[lease.copy_source])
+            lease.blocks.append(ledger.blocks.take().id)
+            lease.copies = ((lease.copy_source, lease.blocks[full], rest),)
+        if needs_row:
+            took = self.take_row(lease)
+            assert took, "a row was there to have"
+            lease.src_row = lease.row
+        return lease
+
+    def suspend(self, lease: Lease) -> Suspended | None:
+        """Preempt a request: its state and private blocks stay until something needs them.
+
+        Returns None if nothing was computed since the lease was opened; it is then simply closed.
+        """
+        assert lease.state is LeaseState.OPEN
+        if not lease.committed:
+            self.close(lease)
+            return None
+        self.abandon(lease)
+        self._expect(lease, None)
+        self.shrink(lease, lease.length)
+        del self.leases[lease]
+        return self._suspensions.add(lease)
+
+    def resume(self, suspended: Suspended) -> Lease | None:
+        """Reopen a suspended lease with its row live again.
+
+        Returns None if it has been evicted, or if no more rows may be live now. In the latter case
+        it stays valid: a finished request may hold its row until a forked choice has read it.
+        """
+        if suspended.lease is None:
+            return None
+        if suspended.lease.row >= 0 and not self.ledger.rows.may_go_live:
+            return None
+        lease = self._suspensions.resume(suspended)
+        self.leases[lease] = None
+        return lease
 
     def expect(self, node: Node, change: int) -> None:
         """Change the number of waiting requests that are about to use a node. They raise the value
         of its entries and pin nothing."""
-        self._ledger.expect(node, change)
+        self.ledger.expect(node, change)
 
     def drop(self, suspended: Suspended, left: LeftState | None = None) -> None:
         """Return the resources of a suspended request, if it has not been evicted.
@@ -255,6 +546,11 @@ class PrefixCache(Leasing):
         """
         if suspended.valid:
             self._suspensions.drop(suspended, left)
+
+    def cached_experts(self, lease: Lease) -> tuple[ExpertPiece, ...]:
+        """Return the expert rows of tokens `[0, lease.boundary)`, in order; pieces without rows are
+        gaps."""
+        return cached_rows(lease, self.config.block_size)
 
     # Lower tiers
 
@@ -267,45 +563,31 @@ class PrefixCache(Leasing):
             return None
         gain = self.config.min_snapshot_gain * self.config.block_size
         least = max(match.boundary + gain, least)
-        trie, has_state = self._ledger.trie, self.config.has_state
+        trie, has_state = self.ledger.trie, self.config.has_state
         return make_tier_query(
             trie, match, keys, limit, least=least, has_state=has_state, origin=origin
         )
 
-    def adopt(
-        self, keys: PromptKeys, arrival: Arrival, fill: Callable[[Destinations], None]
-    ) -> bool:
-        """Publish content read from a lower tier, so that the next match finds it.
-
-        `fill` copies it into the given blocks and row. Nothing is published before it returns, and
-        nothing stays reserved if it raises. Returns False, without publishing, if space is short or
-        if the content no longer fits what the device has.
-        """
-        match = self.match(keys, limit=arrival.boundary)
-        if match.boundary >= arrival.boundary:
-            return True
-        return adopt(self._ledger, self, match, keys, arrival, fill)
-
     def nodes(self) -> Iterator[Node]:
         """Yield every node with its snapshot, parents before children. Read-only."""
-        return self._ledger.trie.walk()
+        return self.ledger.trie.walk()
 
     # Gauges and upkeep
 
     @property
     def free_block_count(self) -> int:
         """Number of empty blocks."""
-        return self._ledger.blocks.num_free
+        return self.ledger.blocks.num_free
 
     @property
     def available_block_count(self) -> int:
         """Number of blocks that `grow` can hand out, evicting if necessary."""
-        return self._ledger.blocks.num_free + self._ledger.blocks.num_reclaimable
+        return self.ledger.blocks.num_free + self.ledger.blocks.num_reclaimable
 
     @property
     def version(self) -> tuple[int, ...]:
         """Unchanged as long as no match can find more content or other free space."""
-        ledger, rows = self._ledger, self._ledger.rows
+        ledger, rows = self.ledger, self.ledger.rows
         return (
             ledger.version,
             ledger.additions,
@@ -315,14 +597,14 @@ class PrefixCache(Leasing):
             rows.num_free,
             rows.num_live,
             len(ledger.spare_snapshots),
-            len(self._suspensions),
+            len(self._suspensions.leases),
             len(self.leases),
         )
 
     @property
     def usage(self) -> CacheUsage:
         """Gauges of blocks, nodes, rows and expert rows."""
-        return usage(self._ledger)
+        return usage(self.ledger)
 
     def pin(self, keys: PromptKeys, until: float, owner: bytes | None = None) -> int:
         """Keep the KV and the state of a prompt's deepest usable prefix until time `until`.
@@ -336,54 +618,21 @@ class PrefixCache(Leasing):
         """
         if not self.config.enabled:
             return 0
-        path, found = self._find(keys, len(keys), complete_experts=False)
-        if not found.usable:
+        path, bounds = self._find(keys, len(keys), complete_experts=False)
+        if not bounds.usable:
             return 0
         size = self.config.block_size
-        nodes = path[: found.usable // size if found.tail else -(-found.usable // size)]
-        if found.tail is not None:
-            nodes.append(found.tail)
-        new = TimedPin(tuple(nodes), found.snapshot, until, owner or nodes[0].parent.key)
-        return found.usable if self._timed_pins.add(new) else 0
-
-    def pin_node(self, node: Node, until: float, owner: bytes | None = None) -> int:
-        """Keep a node, all nodes before it and the deepest state there until time `until`. Without
-        an owner, its root owns the pin.
-
-        Returns the tokens pinned; 0 if the node was evicted, or if pins would hold too much.
-        """
-        if node.parent.children.get(node.key) is not node:
-            return 0
-        path = [node]
-        while isinstance(path[-1].parent, Node):
-            path.append(path[-1].parent)
-        snapshot = next((each.snapshot for each in path if each.snapshot is not None), None)
-        new = TimedPin(tuple(reversed(path)), snapshot, until, owner or path[-1].parent.key)
-        return node.end if self._timed_pins.add(new) else 0
-
-    @property
-    def timed_pins(self) -> tuple[TimedPin, ...]:
-        return self._timed_pins.pins
-
-    def lift_pins(self, wanted: Callable[[TimedPin], bool]) -> int:
-        """Release the wanted pins and return their number."""
-        return self._timed_pins.lift(wanted)
-
-    def expire(self, now: float) -> int:
-        """Release the expired pins and return their number."""
-        return self._timed_pins.expire(now)
-
-    @property
-    def next_expiry(self) -> float | None:
-        """Time of the next expiry; None if there are no pins."""
-        return self._timed_pins.next_end
+        nodes = path[: bounds.usable // size if bounds.tail else -(-bounds.usable // size)]
+        if bounds.tail is not None:
+            nodes.append(bounds.tail)
+        return bounds.usable if self.timed_pins.add(nodes, bounds.snapshot, until, owner) else 0
 
     def flush(self) -> None:
         """Evict everything that no running request holds, timed pins included, and forget it."""
-        self._timed_pins.clear()
+        self.timed_pins.clear()
         self._evictor.evict_everything()
-        self._ledger.evicted_nodes.clear()
-        self._ledger.evicted_snapshots.clear()
+        self.ledger.evicted_nodes.clear()
+        self.ledger.evicted_snapshots.clear()
 
     def check(self, wanted: Callable[[], bool] = lambda: False) -> bool:
         """Recompute every invariant; AssertionError names the violated one.
@@ -396,7 +645,10 @@ class PrefixCache(Leasing):
             True if the check ran to its end.
         """
         books = AuditedState(
-            self._ledger, list(self.leases), self._suspensions.items(), self._timed_pins.pins
+            self.ledger,
+            list(self.leases),
+            list(self._suspensions.leases.items()),
+            self.timed_pins.pins,
         )
         return audit(books, wanted)
 
@@ -404,14 +656,14 @@ class PrefixCache(Leasing):
         self, keys: PromptKeys, limit: int, *, depth: int | None = None, complete_experts: bool
     ) -> tuple[list[Node], Boundaries]:
         """Return the matched full nodes, at most `depth`, and the boundaries along them."""
-        path = walk(self._ledger.trie.root(keys.root), keys, depth)
+        path = walk(self.ledger.trie.root(keys.root), keys, depth)
         return path, self._boundaries(path, keys, limit, complete_experts=complete_experts)
 
     def _boundaries(
         self, path: list[Node], keys: PromptKeys, limit: int, *, complete_experts: bool
     ) -> Boundaries:
         return find_boundaries(
-            self._ledger.trie,
+            self.ledger.trie,
             path,
             keys,
             limit,
@@ -419,9 +671,47 @@ class PrefixCache(Leasing):
             complete_experts=complete_experts,
         )
 
-    def _reason(self, keys: PromptKeys, limit: int, path: list[Node], found: Boundaries) -> str:
-        ledger = self._ledger
-        evidence = Evidence(
-            ledger.trie, ledger.evicted_nodes, ledger.evicted_snapshots, ledger.pending
-        )
-        return miss_reason(evidence, keys, limit, path, found)
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def _pays(self, lease: Lease, position: int, kind: str, expected: float) -> bool:
+        """Return True if a row is free, or a snapshot is expected to save what evicting another one
+        for it costs. Others wait for a junction."""
+        if expected >= 1.0 or kind == "junction" or self.ledger.rows.num_free:
+            return True
+        before = max([lease.boundary, *(p for p in lease.reserved if p < position)])
+        return expected * (position - before) >= self.places.price
+
+    def _count_use(self, lease: Lease, now: int) -> None:
+        """Count a hit as a use, after its first step has succeeded."""
+        for node in lease.path if lease.tail is None else [*lease.path, lease.tail]:
+            node.hits += 1
+            self.ledger.touch(node, now)
+            self.ledger.used(node)
+        if lease.snapshot is not None:
+            lease.snapshot.hits += 1
+            self.ledger.touch_snapshot(lease.snapshot, now)
+
+    def _release_restore(self, lease: Lease) -> None:
+        """Unpin the blocks and snapshot that the first step read."""
+        ledger = self.ledger
+        if lease.snapshot is not None:
+            ledger.unpin_snapshot(lease.snapshot)
+            lease.snapshot = None
+        if lease.tail is not None:
+            ledger.unpin(lease.tail)
+            lease.tail = None
+        if lease.copy_source >= 0:
+            ledger.let_go(ledger.blocks[lease.copy_source])
+            lease.copy_source = -1
+
+    def _expect(self, lease: Lease, key: bytes | None) -> None:
+        """Record which block the lease publishes next, so that others see it is in flight."""
+        pending = self.ledger.pending
+        if lease.pending_key is not None:
+            pending[lease.pending_key] -= 1
+            if not pending[lease.pending_key]:
+                del pending[lease.pending_key]
+        lease.pending_key = key
+        if key is not None:
+            pending[key] = pending.get(key, 0) + 1

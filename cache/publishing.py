@@ -6,8 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.matching import media_offset, media_starts
 from vlm_serve.cache.pools import RowState
-from vlm_serve.cache.reasons import key_at, media_offset, media_starts
 from vlm_serve.cache.records import NO_MEDIA, Block, Branch, Lease, Node, Snapshot
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Publisher:
         others were not loaded."""
         self._publish_blocks()
         index, rest = divmod(self._length, self._block_size)
-        if rest and self._child(index, self._keys.tails[self._length]) is None:
+        if rest and self._node_at(self._length) is None:
             self._add(index, self._keys.tails[self._length], self._length)
         if self._length in self._lease.reserved:
             self.publish_snapshot(self._lease.reserved.pop(self._length))
@@ -68,11 +68,7 @@ class Publisher:
     def publish_row(self, row: int) -> bool:
         """Publish a request's row as the snapshot at `length`; return False, without any change, if
         none belongs there or if there is one."""
-        index, rest = divmod(self._length, self._block_size)
-        if rest:
-            node = self._child(index, self._keys.tails.get(self._length, b""))
-        else:
-            node = self._lease.path[index - 1] if index else None
+        node = self._node_at(self._length) if self._length else None
         if node is None or node.inside_span or node.snapshot is not None:
             return False
         rows = self._ledger.rows
@@ -84,7 +80,7 @@ class Publisher:
         lease, keys = self._lease, self._keys
         for index in range(len(lease.path), self._length // self._block_size):
             key = keys.block_keys[index]
-            node = self._child(index, key)
+            node = self._parent(index).children.get(key)
             if node is None:
                 node = self._add(index, key, (index + 1) * self._block_size)
             self._ledger.pin(node)
@@ -95,12 +91,12 @@ class Publisher:
         """Let the path's pin hold the block from now on, and return an own duplicate: a lease never
         holds more blocks than its tokens need."""
         lease, blocks = self._lease, self._ledger.blocks
-        own = blocks[lease.blocks[index]]
-        if own is not node.block:
+        written = blocks[lease.blocks[index]]
+        if written is not node.block:
             lease.blocks[index] = node.block.id
             lease.exact = lease.exact and node.exact
         lease.num_shared = index + 1
-        self._ledger.let_go(own)
+        self._ledger.let_go(written)
 
     def _publish_tails(self) -> None:
         cuts = self._keys.cuts
@@ -108,19 +104,15 @@ class Publisher:
         last = bisect_right(cuts, self._length)
         for cut in cuts[first:last]:
             index, rest = divmod(cut, self._block_size)
-            if rest and self._child(index, self._keys.tails[cut]) is None:
+            if rest and self._node_at(cut) is None:
                 room = len(self._block(index).nodes) < MAX_NODES_PER_BLOCK
                 if room or cut in self._lease.reserved:
                     self._add(index, self._keys.tails[cut], cut)
 
     def publish_snapshot(self, snapshot: Snapshot) -> None:
         """Move a snapshot from RESERVED to READY, or back to FREE if the node has one."""
-        keys, ledger, position = self._keys, self._ledger, snapshot.position
-        index, rest = divmod(position, self._block_size)
-        if rest:
-            node = self._child(index, keys.tails.get(position, b""))
-        else:
-            node = self._lease.path[index - 1]
+        ledger, position = self._ledger, snapshot.position
+        node = self._node_at(position)
         assert node is not None and not node.inside_span, f"no snapshot belongs at {position}"
         if node.snapshot is not None:
             ledger.rows.change(snapshot.row, RowState.RESERVED, RowState.FREE)
@@ -134,14 +126,13 @@ class Publisher:
         """Return the nearest shallower snapshot that this prompt could use."""
         cuts = self._keys.cuts
         for i in range(bisect_right(cuts, position - 1) - 1, -1, -1):
-            index, rest = divmod(cuts[i], self._block_size)
-            if rest:
-                node = self._child(index, key_at(self._keys, cuts[i]))
-            else:
-                node = self._lease.path[index - 1]
+            node = self._node_at(cuts[i])
             if node is not None and node.snapshot is not None:
                 return node.snapshot
         return None
+
+    def _node_at(self, cut: int) -> Node | None:
+        return self._ledger.trie.node_at(self._lease.path, self._keys, cut)
 
     def _parent(self, index: int) -> Branch:
         """Return the parent of block `index`: the path's node before it, or the root."""
@@ -149,10 +140,6 @@ class Publisher:
             return self._lease.path[index - 1]
         root = self._ledger.trie.root(self._keys.root)
         return root if root is not None else Branch(self._keys.root, 0, 0)
-
-    def _child(self, index: int, key: bytes) -> Node | None:
-        """Return the node of block `index` with this key, full or tail."""
-        return self._parent(index).children.get(key)
 
     def _add(self, index: int, key: bytes, end: int) -> Node:
         """Add a node on the block that holds tokens up to `end`."""

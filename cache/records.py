@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.places import Planned
+    from vlm_serve.cache.placement import Planned
 
 Rows = npt.NDArray[Any]
 """Routed expert rows `[tokens, layers, top_k]`."""

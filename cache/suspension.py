@@ -34,17 +34,15 @@ class Suspended:
 
 
 class Suspensions:
-    """All suspended requests, oldest first."""
+    """All suspended requests.
+
+    Attributes:
+        leases: theirs, oldest first.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
+        self.leases: dict[Suspended, Lease] = {}
         self._ledger = ledger
-        self._leases: dict[Suspended, Lease] = {}
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    def items(self) -> list[tuple[Suspended, Lease]]:
-        return list(self._leases.items())
 
     def add(self, lease: Lease) -> Suspended:
         """Turn a running request's holds into ones that eviction may revoke."""
@@ -57,13 +55,13 @@ class Suspensions:
             ledger.rows.change(lease.row, RowState.LIVE, RowState.PRIVATE)
         lease.state = LeaseState.SUSPENDED
         suspended = Suspended(lease)
-        self._leases[suspended] = lease
+        self.leases[suspended] = lease
         return suspended
 
     def resume(self, suspended: Suspended) -> Lease:
         """Reverse `add`."""
         ledger = self._ledger
-        lease = self._leases.pop(suspended)
+        lease = self.leases.pop(suspended)
         suspended.lease = None
         for node in lease.path:
             ledger.unpark(node)
@@ -78,10 +76,10 @@ class Suspensions:
         """Return all resources of a suspended request and invalidate it.
 
         Args:
-            left: as for `Leasing.close`.
+            left: as for `PrefixCache.close`.
         """
         ledger = self._ledger
-        lease = self._leases.pop(suspended)
+        lease = self.leases.pop(suspended)
         suspended.lease = None
         if left is not None:
             give_row(ledger, lease, left)
@@ -96,8 +94,8 @@ class Suspensions:
     def evict_oldest(self) -> bool:
         """Drop the request that was suspended first: the scheduler preempts the least urgent
         request first."""
-        if not self._leases:
+        if not self.leases:
             return False
-        self.drop(next(iter(self._leases)))
+        self.drop(next(iter(self.leases)))
         self._ledger.events.counted.publish(("evictions", "suspended"))
         return True

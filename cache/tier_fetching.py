@@ -1,17 +1,21 @@
-"""Loads a waiting request's reusable content from a lower tier before the request is admitted."""
+"""Loads a waiting request's reusable content from a lower tier before the request is admitted.
+
+The content is given blocks and a row, then published like computed content.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vlm_serve.cache.adopting import Arrival, Destinations
-from vlm_serve.cache.prefix_cache import Match, PrefixCache
-from vlm_serve.cache.records import Rows
+from vlm_serve.cache.matching import Match, key_at
+from vlm_serve.cache.prefix_cache import PrefixCache
+from vlm_serve.cache.publishing import Publisher
+from vlm_serve.cache.records import Lease, Rows
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
 from vlm_serve.cache.tiers.lookup import Deeper, Segment, TierQuery
 from vlm_serve.cache.tiers.stack import TierStack
@@ -19,6 +23,7 @@ from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.cache.tiers.transfer import Transfer, expert_rows
 
 if TYPE_CHECKING:
+    from vlm_serve.cache.ledger import Ledger
     from vlm_serve.preprocess.identity.keys import PromptKeys
 
 _log = logging.getLogger(__name__)
@@ -160,16 +165,24 @@ class TierFetcher:
         if any(entry_id not in entries for entry_id in needed):
             return TierReading(deeper)
         staged = {entry_id: self._transfer.stage(entries[entry_id]) for entry_id in needed}
-        foreign = [entry_id for entry_id, each in staged.items() if each is None]
+        foreign = [entry_id for entry_id, content in staged.items() if content is None]
         if foreign:
             await self._stack.discard_bad(foreign)
             return TierReading(deeper)
-        rows = {each.key: expert_rows(entries[each]) for each in deeper.experts if each in entries}
-        experts = {key: each for key, each in rows.items() if each is not None}
+        rows = {
+            entry_id.key: expert_rows(entries[entry_id])
+            for entry_id in deeper.experts
+            if entry_id in entries
+        }
+        experts = {key: expert_ids for key, expert_ids in rows.items() if expert_ids is not None}
         return TierReading(deeper, Content(entries, staged, experts))
 
     def _adopt(self, keys: PromptKeys, deeper: Deeper, content: Content) -> bool:
-        kv = {each.key: content.staged[each] for each in deeper.needed if each.kind is Kind.KV}
+        kv = {
+            entry_id.key: content.staged[entry_id]
+            for entry_id in deeper.needed
+            if entry_id.kind is Kind.KV
+        }
 
         def fill(places: Destinations) -> None:
             for key, block in places.blocks.items():
@@ -185,7 +198,7 @@ class TierFetcher:
             exact_until=_exact_until(deeper, content.entries, self._cache.config.block_size),
             experts=content.experts,
         )
-        return self._cache.adopt(keys, arrival, fill)
+        return adopt(self._cache, keys, arrival, fill)
 
 
 def _exact_until(deeper: Deeper, entries: dict[EntryId, Entry], block_size: int) -> int:
@@ -194,6 +207,108 @@ def _exact_until(deeper: Deeper, entries: dict[EntryId, Entry], block_size: int)
     for index, entry_id in enumerate(deeper.blocks):
         if not entries[entry_id].exact:
             return (first + index) * block_size
-    ends = [each for each in (deeper.tail, deeper.state) if each is not None]
+    ends = [entry_id for entry_id in (deeper.tail, deeper.state) if entry_id is not None]
     exact = all(entries[entry_id].exact for entry_id in ends)
     return deeper.boundary if exact else deeper.boundary - 1
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The content read for one prompt.
+
+    Attributes:
+        boundary: position up to which the prompt will be covered.
+        kv: keys of nodes whose KV was read.
+        state: whether the snapshot at `boundary` was read.
+        exact_until: everything before this position was computed by prefill alone.
+        experts: expert rows by node key.
+    """
+
+    boundary: int
+    kv: frozenset[bytes]
+    state: bool
+    exact_until: int
+    experts: Mapping[bytes, Rows] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Destinations:
+    """The destinations: node key -> block, and the row of the snapshot or -1."""
+
+    blocks: Mapping[bytes, int]
+    row: int
+
+
+def adopt(
+    cache: PrefixCache,
+    keys: PromptKeys,
+    arrival: Arrival,
+    fill: Callable[[Destinations], None],
+) -> bool:
+    """Publish content read from a lower tier, so that the next match finds it.
+
+    `fill` copies it into the given blocks and row. Nothing is published before it returns, and
+    nothing stays reserved if it raises. Returns False, without publishing, if space is short or
+    if the content no longer fits what the device has.
+    """
+    match, ledger = cache.match(keys, limit=arrival.boundary), cache.ledger
+    if match.boundary >= arrival.boundary:
+        return True
+    lease = cache.open(match)
+    try:
+        places = _reserve(cache, lease, keys, arrival)
+        if places is None:
+            return False
+        fill(places)
+        ledger.tick()
+        publisher = Publisher(ledger, lease, keys, arrival.boundary, arrival.exact_until)
+        publisher.publish_loaded()
+        _give_experts(ledger, lease, keys, arrival)
+    finally:
+        cache.close(lease)
+    return True
+
+
+def _reserve(
+    cache: PrefixCache, lease: Lease, keys: PromptKeys, arrival: Arrival
+) -> Destinations | None:
+    """Reserve blocks and a row for the part that the device lacks; return None if something is
+    missing."""
+    config, ledger, boundary = cache.config, cache.ledger, arrival.boundary
+    full, rest = divmod(boundary, config.block_size)
+    present = len(lease.path)
+    wanted = {keys.block_keys[index]: index for index in range(present, full)}
+    if rest and full >= present and ledger.trie.node_at(lease.path, keys, boundary) is None:
+        wanted[key_at(keys, boundary)] = full
+    if not arrival.kv.issuperset(wanted) or (config.has_state and not arrival.state):
+        return None
+    count = max(wanted.values()) + 1 - present if wanted else 0
+    if count > cache.available_block_count:
+        return None
+    if count and not cache.grow(lease, (present + count) * config.block_size):
+        return None
+    row = -1
+    if config.has_state:
+        reserved = cache.reserve_snapshot(lease, boundary, "tier")
+        if reserved is None:
+            return None
+        row = reserved
+    # Reserving may have evicted the tail on which the boundary depends.
+    on_device = rest and full >= present and key_at(keys, boundary) not in wanted
+    if on_device and ledger.trie.node_at(lease.path, keys, boundary) is None:
+        return None
+    return Destinations({key: lease.blocks[index] for key, index in wanted.items()}, row)
+
+
+def _give_experts(ledger: Ledger, lease: Lease, keys: PromptKeys, arrival: Arrival) -> None:
+    nodes = list(lease.path)
+    if arrival.boundary % keys.block_size:
+        tail = ledger.trie.node_at(lease.path, keys, arrival.boundary)
+        assert tail is not None
+        nodes.append(tail)
+    for node in nodes:
+        rows = arrival.experts.get(node.key)
+        if rows is not None and node.experts is None and len(rows) == node.num_tokens:
+            node.experts = rows
+            ledger.expert_bytes += rows.nbytes
+            ledger.used(node)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vlm_serve.cache.records import Node
+
 if TYPE_CHECKING:
     from vlm_serve.cache.ledger import Ledger
-    from vlm_serve.cache.records import Node, Snapshot
+    from vlm_serve.cache.records import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,13 @@ class TimedPins:
 
     Owners share that space fairly: a pin that does not fit takes the place of those of an owner
     that holds more, as long as its own owner holds less.
+
+    Attributes:
+        next_end: the next expiry; None: there are no pins.
     """
 
     def __init__(self, ledger: Ledger) -> None:
+        self.next_end: float | None = None
         self._ledger = ledger
         self._pins: dict[bytes, TimedPin] = {}
 
@@ -51,16 +57,20 @@ class TimedPins:
     def pins(self) -> tuple[TimedPin, ...]:
         return tuple(self._pins.values())
 
-    @property
-    def next_end(self) -> float | None:
-        """The next expiry; None if there are no pins."""
-        return min((pin.until for pin in self._pins.values()), default=None)
-
-    def add(self, new: TimedPin) -> bool:
+    def add(
+        self, nodes: Sequence[Node], snapshot: Snapshot | None, until: float, owner: bytes | None
+    ) -> bool:
         """Add a pin, or change the expiry of an existing one of the same deepest node.
+
+        Args:
+            nodes: its path from the root on.
+            snapshot: the state to keep; None: there is none.
+            until: its expiry.
+            owner: whose it is; None: its root's.
 
         Returns False, without any change, if pins would hold too much.
         """
+        new = TimedPin(tuple(nodes), snapshot, until, owner or nodes[0].parent.key)
         key = new.key
         others = {name: pin for name, pin in self._pins.items() if name != key}
         leaving = []
@@ -82,7 +92,22 @@ class TimedPins:
         for _ in leaving:
             self._ledger.events.counted.publish(("evictions", "timed_pin"))
         self._pins[key] = new
+        self._find_next_end()
         return True
+
+    def add_node(self, node: Node, until: float, owner: bytes | None = None) -> int:
+        """Keep a node, all nodes before it and the deepest state there until time `until`. Without
+        an owner, its root owns the pin.
+
+        Returns the tokens pinned; 0 if the node was evicted, or if pins would hold too much.
+        """
+        if node.parent.children.get(node.key) is not node:
+            return 0
+        path = [node]
+        while isinstance(path[-1].parent, Node):
+            path.append(path[-1].parent)
+        states = (ancestor.snapshot for ancestor in path if ancestor.snapshot is not None)
+        return node.end if self.add(path[::-1], next(states, None), until, owner) else 0
 
     def expire(self, now: float) -> int:
         """Release the expired pins and return their number."""
@@ -93,16 +118,20 @@ class TimedPins:
         due = [key for key, pin in self._pins.items() if wanted(pin)]
         for key in due:
             self._release(key)
+        self._find_next_end()
         return len(due)
 
     def give_way(self) -> None:
         """Release the pin with the earliest expiry."""
         self._release(min(self._pins, key=lambda key: self._pins[key].until))
+        self._find_next_end()
         self._ledger.events.counted.publish(("evictions", "timed_pin"))
 
     def clear(self) -> None:
-        for key in list(self._pins):
-            self._release(key)
+        self.lift(lambda pin: True)
+
+    def _find_next_end(self) -> None:
+        self.next_end = min((pin.until for pin in self._pins.values()), default=None)
 
     def _release(self, key: bytes) -> None:
         pin = self._pins.pop(key, None)

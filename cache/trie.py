@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from vlm_serve.cache.records import NO_MEDIA, Branch, Node
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from vlm_serve.preprocess.identity.keys import PromptKeys
 
 
 class Trie:
@@ -55,8 +57,19 @@ class Trie:
             if not self.media_starts[place]:
                 del self.media_starts[place]
 
-    def is_full(self, node: Node) -> bool:
-        return node.num_tokens == self.block_size
+    def node_at(self, path: Sequence[Node], keys: PromptKeys, cut: int) -> Node | None:
+        """Return the node that ends at a cut point of a prompt; None if there is none.
+
+        Args:
+            path: the prompt's full nodes from the root on, as far as they are known.
+        """
+        depth, rest = divmod(cut, self.block_size)
+        if depth > len(path):
+            return None
+        branch = path[depth - 1] if depth else self.root(keys.root)
+        if rest:
+            return branch.children.get(keys.tails.get(cut, b"")) if branch is not None else None
+        return path[depth - 1]
 
     def walk(self) -> Iterator[Node]:
         """Yield every node, parents before children, siblings in order of insertion."""

@@ -11,8 +11,8 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import gated_delta
 from vlm_serve.kernels.gated_delta import fla
 
-OWN = "own"
-LIBRARIES = (OWN, "fla")
+BUNDLED = "own"
+LIBRARIES = (BUNDLED, "fla")
 """`fla`: prefill of the gated delta rule by flash-linear-attention."""
 
 
@@ -27,7 +27,7 @@ def named(library: str, *, ranks: int, deterministic: bool) -> str:
     Raises:
         ConfigError: it cannot serve, with the reason.
     """
-    if library == OWN:
+    if library == BUNDLED:
         return ""
     said = fla.problem()
     if not said and deterministic:
@@ -45,6 +45,6 @@ def choose(library: str) -> None:
     Raises:
         ConfigError: its kernels are not what they are known to be.
     """
-    if library != OWN:
+    if library != BUNDLED:
         fla.pin_tiles()
-    gated_delta._chunk.choose(None if library == OWN else library)
+    gated_delta._chunk.choose(None if library == BUNDLED else library)

@@ -25,9 +25,9 @@ def derived(
     """
     version = -1 if weight.is_inference() else weight._version
     kept: dict[str, tuple[int, torch.Tensor]] = weight.__dict__.setdefault(_ATTRIBUTE, {})
-    found = kept.get(name)
-    if found is not None and found[0] == version:
-        return found[1]
+    entry = kept.get(name)
+    if entry is not None and entry[0] == version:
+        return entry[1]
     result = build(weight)
     kept[name] = (version, result)
     return result

@@ -41,7 +41,7 @@ class Op(Generic[P, R]):
             one before `triton`'s, which then computes what the chosen one returns None for.
     """
 
-    __slots__ = ("__weakref__", "_chosen", "_compiled", "_found", "others", "torch", "triton")
+    __slots__ = ("__weakref__", "_chosen", "_compiled", "_loaded", "others", "torch", "triton")
     _all: ClassVar[WeakSet[Op[..., Any]]] = WeakSet()
 
     def __init__(
@@ -57,7 +57,7 @@ class Op(Generic[P, R]):
         self.triton = triton
         self.others = others or {}
         self._chosen: str | None = None
-        self._found: Callable[P, R] | None = None
+        self._loaded: Callable[P, R] | None = None
         self._all.add(self)
 
     def __call__(self, device: torch.device, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -71,7 +71,7 @@ class Op(Generic[P, R]):
         # devices is much faster than reading their type.
         on_cpu = device == _CPU or device.type == "cpu"
         if self.triton is not None and (not on_cpu or _triton_everywhere.get()):
-            return (self._found or self.load_triton())(*args, **kwargs)
+            return (self._loaded or self.load_triton())(*args, **kwargs)
         if self._compiled is not None and on_cpu and _compiled.get():
             result = self._compiled(*args, **kwargs)
             if result is not None:
@@ -88,11 +88,11 @@ class Op(Generic[P, R]):
         Raises:
             KernelArgumentError: there is none, or Triton is not installed.
         """
-        found = self._load(self.triton or "")
+        implementation = self._load(self.triton or "")
         if self._chosen is not None:
-            found = _either(self._load(self.others[self._chosen]), found)
-        self._found = found
-        return found
+            implementation = _either(self._load(self.others[self._chosen]), implementation)
+        self._loaded = implementation
+        return implementation
 
     @staticmethod
     def _load(target: str) -> Callable[P, R]:
@@ -110,7 +110,7 @@ class Op(Generic[P, R]):
         """
         if name is not None and name not in self.others:
             raise KernelArgumentError("name", f"no implementation is called {name}")
-        self._chosen, self._found = name, None
+        self._chosen, self._loaded = name, None
 
     @classmethod
     def with_triton(cls) -> list[Op[..., Any]]:
@@ -120,7 +120,7 @@ class Op(Generic[P, R]):
     def replace_triton(self, implementation: Callable[P, R] | None) -> Callable[P, R] | None:
         """Call another function in place of the Triton implementation; None restores it. Return
         the one before."""
-        before, self._found = self._found, implementation
+        before, self._loaded = self._loaded, implementation
         return before
 
 

@@ -201,9 +201,9 @@ def _compiler() -> str:
     # A relative entry of PATH would depend on the current directory.
     path = os.pathsep.join(filter(os.path.isabs, os.get_exec_path()))
     for candidate in [wanted] if wanted else ["g++", "c++", "clang++"]:
-        found = shutil.which(candidate, path=path)
-        if found:
-            return os.path.abspath(found)
+        program = shutil.which(candidate, path=path)
+        if program:
+            return os.path.abspath(program)
     raise BuildError(f"{wanted or 'a C++ compiler'} was not found")
 
 

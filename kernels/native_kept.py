@@ -58,18 +58,18 @@ def opened(how: Recipe) -> tuple[Path, int]:
     """
     try:
         path = _place(how)
-        found = _found(path)
+        handle = _open_kept(path)
     except OSError as error:
         return _opened_apart(how, error)
-    if found is None:
+    if handle is None:
         if os.path.lexists(path):
             _log.warning("%s is damaged or another user's: it is rebuilt", path)
         try:
             native_build.build(how, path)
-            found = _found(path)
+            handle = _open_kept(path)
         except OSError as error:
             return _opened_apart(how, error)
-    return path, _there(path, found)
+    return path, _there(path, handle)
 
 
 def is_kept(how: Recipe) -> bool:
@@ -78,10 +78,10 @@ def is_kept(how: Recipe) -> bool:
     Raises:
         OSError: it would be built in a temporary folder, for the reason in the message.
     """
-    found = _found(_place(how))
-    if found is not None:
-        os.close(found)
-    return found is not None
+    handle = _open_kept(_place(how))
+    if handle is not None:
+        os.close(handle)
+    return handle is not None
 
 
 def _place(how: Recipe) -> Path:
@@ -90,7 +90,7 @@ def _place(how: Recipe) -> Path:
     return how.path()
 
 
-def _found(path: Path) -> int | None:
+def _open_kept(path: Path) -> int | None:
     """Return a descriptor of the library, or None if it is missing, damaged or another user's.
 
     Raises:
@@ -143,7 +143,7 @@ def _opened_apart(how: Recipe, reason: OSError) -> tuple[Path, int]:
     try:
         path = how.path()
         native_build.build(how, path)
-        return path, _there(path, _found(path))
+        return path, _there(path, _open_kept(path))
     except BaseException:
         os.environ[APART] = ""
         folder.remove()

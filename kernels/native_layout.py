@@ -32,9 +32,9 @@ def struct(name: str) -> type[ctypes.Structure]:
     fields: list[tuple[str, Any]] = []
     for declaration in _METHOD.sub("", body.group(1)).split(";")[:-1]:
         kind, names = declaration.replace("const ", "").split(maxsplit=1)
-        for each in names.split(","):
-            pointer = "*" in kind + each
-            fields.append((each.strip(" *\n"), ctypes.c_void_p if pointer else _kind(kind)))
+        for declared in names.split(","):
+            pointer = "*" in kind + declared
+            fields.append((declared.strip(" *\n"), ctypes.c_void_p if pointer else _kind(kind)))
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -45,10 +45,10 @@ def constant(name: str) -> int:
     Raises:
         KeyError: there is none, or their values differ.
     """
-    found = set(re.findall(rf"\b{name} = (\d+)\b", _sources()))
-    if len(found) != 1:
+    values = set(re.findall(rf"\b{name} = (\d+)\b", _sources()))
+    if len(values) != 1:
         raise KeyError(name)
-    return int(found.pop())
+    return int(values.pop())
 
 
 def _kind(name: str) -> Any:

@@ -61,7 +61,7 @@ FUNCTIONS: dict[str, tuple[str | type, ...]] = {
 """Parameters of every function of the library. A string names a struct passed by reference. All
 functions return the value of `guarded` in `native/guard.h`."""
 
-OWN = "_VLM_SERVE_OWN_KERNELS"
+COMPILED_HERE = "_VLM_SERVE_OWN_KERNELS"
 """Environment variable for child processes: set, none of the wheel's libraries is used."""
 
 UNMEASURED = "(measured at the first start)"
@@ -86,15 +86,15 @@ def build_own() -> None:
     with _loading:
         if _load.cache_info().currsize and shipped() is not None:
             raise BuildError("this process already computes with the library of its wheel")
-        os.environ[OWN] = "1"
+        os.environ[COMPILED_HERE] = "1"
 
 
 def shipped() -> Shipped | None:
     """Return the library of the wheel that `load` uses; None if it is or would be compiled."""
-    if os.environ.get(OWN):
+    if os.environ.get(COMPILED_HERE):
         return None
-    found = _shipped()
-    return None if found is None else found[1]
+    loaded = _shipped()
+    return None if loaded is None else loaded[1]
 
 
 def load() -> ctypes.CDLL:

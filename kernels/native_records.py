@@ -34,7 +34,7 @@ def packed(meta: PrefillMeta | DecodeMeta) -> ctypes.Structure:
         rows = [array("q", values) for values in (offsets(meta), meta.src_rows, meta.dst_rows)]
         meta.plans["compiled"] = (*rows, array("q", _snapshot_rows(meta)))
     arrays = cast("tuple[array[int], ...]", meta.plans["compiled"])
-    addresses = (each.buffer_info()[0] for each in arrays)
+    addresses = (numbers.buffer_info()[0] for numbers in arrays)
     return Packed(len(meta), torch.get_num_threads(), *addresses)
 
 
@@ -50,11 +50,11 @@ def tables(
 
     int32 arrays are used in place, however long they are.
     """
-    own = [
-        each if isinstance(each, array) and each.typecode == "i" else array("i", each)
-        for each in meta.block_tables
+    tables = [
+        table if isinstance(table, array) and table.typecode == "i" else array("i", table)
+        for table in meta.block_tables
     ]
-    return array("q", [each.buffer_info()[0] for each in own]), own
+    return array("q", [table.buffer_info()[0] for table in tables]), tables
 
 
 def _snapshot_rows(meta: PrefillMeta | DecodeMeta) -> Sequence[int]:

@@ -56,9 +56,9 @@ def run(library: ctypes.CDLL) -> SelfTestDigests:
 
 def check(library: ctypes.CDLL) -> None:
     """Raise BuildError if the library's float32 digest is wrong."""
-    found = run(library).float32
-    if found != FLOAT32:
-        raise BuildError(f"the library failed its self-test: digest {found}, expected {FLOAT32}")
+    computed = run(library).float32
+    if computed != FLOAT32:
+        raise BuildError(f"the library failed its self-test: digest {computed}, expected {FLOAT32}")
 
 
 def _print_digest() -> None:

@@ -58,7 +58,7 @@ def write_index(folder: Path, libraries: list[Shipped]) -> None:
     """Write the index of a folder of libraries, the best first. Raises OSError."""
     index = {
         "sources": native_build.sources_digest().hex(),
-        "libraries": [asdict(each) for each in libraries],
+        "libraries": [asdict(library) for library in libraries],
     }
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
@@ -75,8 +75,10 @@ def fitting() -> list[Shipped]:
     if index["sources"] != native_build.sources_digest().hex():
         _log.warning("the package's compiled kernels are not used: they are of other sources")
         return []
-    found = (Shipped(**{**each, "needs": tuple(each["needs"])}) for each in index["libraries"])
-    return [each for each in found if each.fits()]
+    libraries = (
+        Shipped(**{**entry, "needs": tuple(entry["needs"])}) for entry in index["libraries"]
+    )
+    return [library for library in libraries if library.fits()]
 
 
 def wanted() -> bool:
@@ -89,11 +91,11 @@ def load() -> tuple[ctypes.CDLL, Shipped] | None:
 
     What fails is logged, and the next one is tried.
     """
-    for each in fitting() if wanted() else []:
+    for library in fitting() if wanted() else []:
         try:
-            return _loaded(each), each
+            return _loaded(library), library
         except (OSError, AttributeError, BuildError) as error:
-            _log.warning("%s is not used: %s", each.path, error)
+            _log.warning("%s is not used: %s", library.path, error)
     return None
 
 

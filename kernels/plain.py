@@ -34,5 +34,5 @@ def sequences(
         return
     for index, (begin, end) in enumerate(pairwise(meta.cu_seqlens)):
         ends = meta.chunk_ends[index]
-        kept = [(ends[chunk], row) for own, chunk, row in meta.snapshots if own == index]
+        kept = [(ends[chunk], row) for owner, chunk, row in meta.snapshots if owner == index]
         yield begin, end, meta.src_rows[index], [*kept, (end, meta.dst_rows[index])]

@@ -48,7 +48,7 @@ class Faults:
     """What the checks have found.
 
     Attributes:
-        found: a sentence for each wrong kernel.
+        failures: a sentence for each wrong kernel.
         checked: kernels by name and shapes.
         unchecked: names of kernels that were not compared with the host, for want of time.
         spent: seconds that the host has computed, copied and compared.
@@ -56,7 +56,7 @@ class Faults:
             largest value.
     """
 
-    found: list[str] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)
     checked: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
     unchecked: set[str] = dataclasses.field(default_factory=set)
     spent: float = 0.0
@@ -75,9 +75,9 @@ class Faults:
     def note(self, name: str, results: list[torch.Tensor]) -> None:
         """Add a kernel's results, which it gave twice, to the digest."""
         self._bits.update(name.encode())
-        for each in results:
-            if each.numel() and each.nbytes <= DIGESTED_BYTES:
-                flat = each.detach().contiguous().view(-1).view(torch.uint8)
+        for tensor in results:
+            if tensor.numel() and tensor.nbytes <= DIGESTED_BYTES:
+                flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
                 self._bits.update(flat.to(_HOST).numpy().tobytes())
 
     def compare(self, name: str, mine: torch.Tensor, theirs: torch.Tensor, *, short: bool) -> None:
@@ -96,7 +96,7 @@ class Faults:
             limit = max(limit, TOLERANCE_16_BITS)
         self.apart[key] = max(self.apart.get(key, (0.0, limit)), (apart, limit))
         if apart > limit:
-            self.found.append(f"{name} differs from torch by {apart:.2g} of its largest value")
+            self.failures.append(f"{name} differs from torch by {apart:.2g} of its largest value")
 
 
 @contextmanager
@@ -131,7 +131,7 @@ class _Checked:
             return self._compared(name, faults, args, kwargs)
         except RuntimeError as error:
             # A GPU reports an illegal access at the next copy, and then for ever.
-            faults.found.append(f"{name} failed: {str(error).partition(chr(10))[0]}")
+            faults.failures.append(f"{name} failed: {str(error).partition(chr(10))[0]}")
             raise
 
     def _compared(
@@ -151,18 +151,18 @@ class _Checked:
         result = self._triton(*args, **kwargs)
         mine = list(_tensors((result, args, kwargs)))
         repeated = list(_tensors((first, again)))
-        changed = [each is not other for each, other in zip(mine, repeated, strict=True)]
+        changed = [tensor is not other for tensor, other in zip(mine, repeated, strict=True)]
         mine, repeated = list(compress(mine, changed)), list(compress(repeated, changed))
         if not all(map(_same_bits, mine, repeated)):
-            faults.found.append(f"{name} gives other bits in a second run")
+            faults.failures.append(f"{name} gives other bits in a second run")
             return result
         begin = time.perf_counter()
         faults.note(name, mine)
         if expected is not None:
-            short = any(each.dtype in SHORT for each in _tensors((args, kwargs)))
+            short = any(tensor.dtype in SHORT for tensor in _tensors((args, kwargs)))
             theirs = compress(_tensors((*expected, host)), changed)
-            for each, other in zip(mine, theirs, strict=True):
-                faults.compare(name, each, other, short=short)
+            for tensor, other in zip(mine, theirs, strict=True):
+                faults.compare(name, tensor, other, short=short)
         faults.spent += time.perf_counter() - begin
         return result
 
@@ -188,9 +188,9 @@ def difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
         return float("inf")
     if not mine.numel() or mine.dtype in (torch.int64, torch.int32):
         return 0.0
-    own, other = mine.to(_HOST).double(), theirs.double()
-    same = (own == other) | (own.isnan() & other.isnan())
-    apart = torch.where(same, 0.0, (own - other).abs()).nan_to_num(nan=float("inf"))
+    ours, other = mine.to(_HOST).double(), theirs.double()
+    same = (ours == other) | (ours.isnan() & other.isnan())
+    apart = torch.where(same, 0.0, (ours - other).abs()).nan_to_num(nan=float("inf"))
     if mine.dtype == torch.uint8:
         return float(apart.max())
     scale = float(other.abs().nan_to_num(0.0, 0.0, 0.0).max())
@@ -217,11 +217,11 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(each, change) for each in value))
+        return type(value)(*(_mapped(element, change) for element in value))
     if isinstance(value, tuple | list):
-        return type(value)(_mapped(each, change) for each in value)
+        return type(value)(_mapped(element, change) for element in value)
     if isinstance(value, dict):
-        return {name: _mapped(each, change) for name, each in value.items()}
+        return {name: _mapped(element, change) for name, element in value.items()}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -237,8 +237,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
+        for element in value:
+            yield from _tensors(element)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

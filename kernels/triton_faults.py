@@ -40,8 +40,10 @@ class Fault:
 
     def holds(self, architecture: int, triton: str) -> bool:
         """Return True if a GPU and a version of Triton have this fault."""
-        late = self.before == "" or _parts(triton) < _parts(self.before)
-        return architecture in self.architectures and _parts(self.since) <= _parts(triton) and late
+        unfixed = self.before == "" or _parts(triton) < _parts(self.before)
+        return (
+            architecture in self.architectures and _parts(self.since) <= _parts(triton) and unfixed
+        )
 
     def sentence(self, architecture: int, triton: str) -> str:
         """Return what is done about it, and why."""
@@ -115,7 +117,7 @@ def faults_at(architecture: int, triton: str) -> tuple[Fault, ...]:
 
 def form_of(op: str, architecture: int, triton: str) -> str:
     """Return the form that an op must take to be compiled right; "" for its usual one."""
-    forms = (each.instead for each in faults_at(architecture, triton) if each.op == op)
+    forms = (fault.instead for fault in faults_at(architecture, triton) if fault.op == op)
     return next(filter(None, forms), "")
 
 
@@ -128,5 +130,5 @@ def forms_at(architecture: int, triton: str) -> Iterator[str]:
 
 def _parts(text: str) -> tuple[int, ...]:
     """Return a version's numbers, without what follows them ("3.7.1+git12" is 3.7.1)."""
-    found = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()

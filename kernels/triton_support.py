@@ -338,7 +338,7 @@ def _decode_tables(meta: DecodeMeta, device: torch.device) -> Tables:
 
 def _verify_tables(meta: VerifyMeta, device: torch.device) -> Tables:
     slices = [(begin, end - begin) for begin, end in pairwise(meta.cu_seqlens)]
-    rows = [(*fold, *each) for fold, each in zip(meta.folds, slices, strict=True)]
+    rows = [(*fold, *slice_row) for fold, slice_row in zip(meta.folds, slices, strict=True)]
     parts: dict[str, Sequence[int]] = {
         "slices": [value for row in rows for value in row],
         "entries": [

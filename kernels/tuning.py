@@ -48,18 +48,18 @@ def table(architecture: int | str) -> Mapping[str, Mapping[str, int]]:
     if not path.is_file():
         return _NONE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["ops"]
-        return {op: {name: int(value) for name, value in own.items()} for op, own in found.items()}
+        ops = json.loads(path.read_text(encoding="utf-8"))["ops"]
+        return {op: {name: int(value) for name, value in tile.items()} for op, tile in ops.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path.name} is no table of tiles: {error}") from error
 
 
 def digest(architecture: int | str) -> str:
     """Return 8 hexadecimal digits of an architecture's table; "" without one."""
-    found = table(architecture)
-    if not found:
+    tiles = table(architecture)
+    if not tiles:
         return ""
-    text = json.dumps(found, sort_keys=True)
+    text = json.dumps(tiles, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
@@ -79,17 +79,17 @@ def tuned(
         ConfigError: the table names a field that the tile has not, a size that is no power of two,
             or more shared memory than there is.
     """
-    own = table(architecture).get(op, {})
+    measured = table(architecture).get(op, {})
     where = f"tuning/sm_{architecture}.json: {op}"
-    for name, value in own.items():
+    for name, value in measured.items():
         if name not in limits.fields:
             raise ConfigError(f"{where} has no {name}")
         known = _WHOLE.get(name)
         if value < 1 or (value not in known if known else value & (value - 1)):
             raise ConfigError(f"{where}: {name} cannot be {value}")
-    found = {**usual, **own}
-    if own and limits.shared(found) > most_shared:
+    tile = {**usual, **measured}
+    if measured and limits.shared(tile) > most_shared:
         raise ConfigError(
-            f"{where} takes {limits.shared(found)} bytes of shared memory, of {most_shared}"
+            f"{where} takes {limits.shared(tile)} bytes of shared memory, of {most_shared}"
         )
-    return found
+    return tile

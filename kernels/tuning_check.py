@@ -44,6 +44,6 @@ def tile_of(op: str) -> Callable[[], Mapping[str, int]] | None:
         return lambda: few_rows_triton.tile_of(half, columns, gated=True)._asdict()
     if not narrow and name == "few rows of codes":
         return lambda: few_codes_triton.tile_of(half, columns)._asdict()
-    if found := re.fullmatch(r"attention decode, head dim (\d+)", op):
-        return lambda: vars(decode_tile(half, int(found[1]), 1))
+    if match := re.fullmatch(r"attention decode, head dim (\d+)", op):
+        return lambda: vars(decode_tile(half, int(match[1]), 1))
     return None

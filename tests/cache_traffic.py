@@ -68,7 +68,7 @@ def _operate(world: World, rng: random.Random) -> None:
         else:
             world.drop(index)
     elif choice < 0.36:
-        world.cache.expire(rng.random())
+        world.cache.timed_pins.expire(rng.random())
     elif choice < 0.37:
         world.cache.flush()
     elif world.runs:

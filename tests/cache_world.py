@@ -18,8 +18,8 @@ from cache_texts import Text
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.listing import ListedNode, NodeInfo, describe
 from vlm_serve.cache.logprobs import RowPiece, WantedRows, top_of
+from vlm_serve.cache.matching import key_at
 from vlm_serve.cache.prefix_cache import Lease, Match, PrefixCache, Suspended
-from vlm_serve.cache.reasons import key_at
 from vlm_serve.cache.records import Node, Snapshot
 
 POISON = b"poison"
@@ -337,7 +337,7 @@ class World:
 
     def fingerprint(self) -> tuple[object, object]:
         """(everything about blocks and nodes, everything about rows and counters)."""
-        ledger = self.cache._ledger
+        ledger = self.cache.ledger
         blocks = (
             sorted(ledger.blocks.free_ids),
             [(block.hard, block.soft) for block in ledger.blocks.blocks],
@@ -353,7 +353,7 @@ class World:
         self.check_logprobs()
         assert not self.cache.events.failures, "see the log: something was evicted wrongly"
         found_nodes, found_snapshots = {}, {}
-        for node in self.cache._ledger.trie.walk():
+        for node in self.cache.ledger.trie.walk():
             found_nodes[node.key] = self.kv[node.block.id][node.num_tokens - 1]
             if node.snapshot is not None:
                 found_snapshots[node.key] = self.rows[node.snapshot.row]
@@ -372,7 +372,7 @@ class World:
 
     def _write(self, lease: Lease, position: int, value: bytes) -> None:
         index, offset = divmod(position, self.config.block_size)
-        block = self.cache._ledger.blocks[lease.blocks[index]]
+        block = self.cache.ledger.blocks[lease.blocks[index]]
         assert all(node.num_tokens <= offset for node in block.nodes), "published KV is overwritten"
         self.kv[block.id][offset] = value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
 from vlm_serve.engine.core.queues import order
 from vlm_serve.engine.core.scheduler import Scheduler
 from vlm_serve.engine.features.joins import (

@@ -135,8 +135,8 @@ def test_every_sampling_option_is_documented() -> None:
 
 
 def given_reasons() -> set[str]:
-    """Those that the code gives: `cache/reasons.py`, and what sets one elsewhere."""
-    code = (ROOT / "cache" / "reasons.py").read_text(encoding="utf-8")
+    """Those that the code gives: `cache/matching.py`, and what sets one elsewhere."""
+    code = (ROOT / "cache" / "matching.py").read_text(encoding="utf-8")
     found = re.findall(r"return .*", code)
     for path in (
         ROOT / "cache" / "prefix_cache.py",

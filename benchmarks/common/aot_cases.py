@@ -22,21 +22,21 @@ from vlm_serve.kernels.gated_delta import (
     verify_gated_delta,
 )
 from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
-from vlm_serve.kernels.kv_write import Rotation, copy_kv_rows, rotate_and_write, write_kv
+from vlm_serve.kernels.kv_write import copy_kv_rows, rotate_and_write, write_kv
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
 from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8, StoredIntegers
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe.reference import Beside
+from vlm_serve.kernels.moe.reference import Addends
 from vlm_serve.kernels.norms import Normed, gated_rms_norm, rms_norm
 from vlm_serve.kernels.paged_attention import (
     attention_decode,
     attention_prefill,
     gated_attention_decode,
 )
-from vlm_serve.kernels.rope import qk_norm_rope
+from vlm_serve.kernels.rope import Rotation, qk_norm_rope
 from vlm_serve.kernels.segment_attention import segment_attention
 from vlm_serve.kernels.state_copy import copy_rows
 
@@ -94,7 +94,7 @@ def _elementwise(shapes: Shapes) -> Iterator[Case]:
     q = half(TOKENS, shapes.query_heads, 2 * shapes.head_dim)[..., : shapes.head_dim]
     k = half(TOKENS, shapes.kv_heads, shapes.head_dim)
     weight, angles = half(shapes.head_dim), torch.empty(TOKENS, shapes.rotated // 2)
-    yield "rope", partial(qk_norm_rope, q, k, weight, weight, angles, angles, 1e-6)
+    yield "rope", partial(qk_norm_rope, q, k, Rotation(weight, weight, angles, angles, 1e-6))
 
 
 def _joined(shapes: Shapes) -> Iterator[Case]:
@@ -202,8 +202,11 @@ def _experts(shapes: Shapes) -> Iterator[Case]:
         weights = half(tokens, shapes.top_k)
         x = half(tokens, shapes.hidden)
         yield "moe", partial(routed_experts, x, weights, ids, gate_up, down)
-        beside = Beside(x, x, weights[:, :1])
-        yield "moe, beside", partial(routed_experts, x, weights, ids, gate_up, down, beside=beside)
+        addends = Addends(x, x, weights[:, :1])
+        yield (
+            "moe, beside",
+            partial(routed_experts, x, weights, ids, gate_up, down, addends=addends),
+        )
 
 
 def _quantised(shapes: Shapes) -> Iterator[Case]:

@@ -87,5 +87,5 @@ def _experts(
     x, weights = half(tokens, shapes.hidden), half(tokens, shapes.top_k)
     sites = ExpertSites(_site(tokens, 2), _site(tokens, 1))
     return partial(
-        _changed, CPU, x, weights, ids, gate_up, down, sites, deterministic=False, beside=None
+        _changed, CPU, x, weights, ids, gate_up, down, sites, deterministic=False, addends=None
     )

@@ -32,7 +32,7 @@ from vlm_serve.kernels.moe import triton as moe_triton
 from vlm_serve.kernels.paged_attention import attention_decode, attention_prefill
 from vlm_serve.kernels.paged_attention import triton as decode_triton
 from vlm_serve.kernels.paged_attention import triton as prefill_triton
-from vlm_serve.kernels.paged_attention.tiles_triton import Tile
+from vlm_serve.kernels.paged_attention.tiles_triton import AttentionTile
 from vlm_serve.kernels.triton_support import launch
 from vlm_serve.kernels.tuning import NARROW_BELOW
 
@@ -115,7 +115,7 @@ def _few_rows(columns: int, depth: int) -> list[Variant]:
     x, weight, _ = operands(columns, depth)
 
     def variant(own: tuple[int, int, int, int]) -> Variant:
-        tile = few_rows_triton.Tile(*own)
+        tile = few_rows_triton.FewRowsTile(*own)
         label = "columns {}, depth {}, warps {}, stages {}".format(*own)
         changes = ((few_rows_triton, "tile_of", lambda *_: tile),)
         op = "few rows, narrow" if columns < NARROW_BELOW else "few rows"
@@ -143,7 +143,7 @@ def _few_codes(columns: int, depth: int) -> list[Variant]:
     x, weight = operands(columns, depth)[0], quantised("int4", columns, depth)
 
     def variant(own: tuple[int, int, int, int]) -> Variant:
-        tile = few_codes_triton.Tile(*own)
+        tile = few_codes_triton.FewCodesTile(*own)
         label = "columns {}, lanes {}, warps {}, stages {}".format(*own)
         changes = ((few_codes_triton, "tile_of", lambda *_: tile),)
         op = "few rows of codes, narrow" if columns < NARROW_BELOW else "few rows of codes"
@@ -161,7 +161,7 @@ def _decode(dtype: torch.dtype, tiles: list[tuple[int, int, int, int]]) -> list[
         return attention_decode(q, kv, meta, scale=shapes.head_dim**-0.5)
 
     def variant(keys: int, warps: int, stages: int, programs: int) -> Variant:
-        tile = Tile(16, keys, warps, stages)
+        tile = AttentionTile(16, keys, warps, stages)
         changes = (
             (decode_triton, "decode_tile", lambda *_: tile),
             (decode_triton, "WANTED_PROGRAMS", programs),
@@ -185,7 +185,7 @@ def _prefill(dtype: torch.dtype, tiles: list[tuple[int, int, int, int]]) -> list
         return attention_prefill(q, kv, meta, scale=shapes.head_dim**-0.5)
 
     def variant(rows: int, keys: int, warps: int, stages: int) -> Variant:
-        tile = Tile(rows, keys, warps, stages)
+        tile = AttentionTile(rows, keys, warps, stages)
         label = f"rows {rows}, keys {keys}, warps {warps}, stages {stages}"
         return Variant(label, call, ((prefill_triton, "prefill_tile", lambda *_: tile),))
 

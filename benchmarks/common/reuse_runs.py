@@ -15,8 +15,8 @@ from symbolic import SymbolicMedia
 
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.embeddings import EmbeddingCache
+from vlm_serve.cache.matching import key_at
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.cache.reasons import key_at
 from vlm_serve.engine.core.media import MediaPlanner
 from vlm_serve.engine.core.planning import SchedulerConfig
 from vlm_serve.engine.core.scheduler import Scheduler

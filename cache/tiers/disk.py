@@ -121,21 +121,21 @@ def claim(path: Path) -> tuple[int, int]:
         OSError: the existing file is not ours to write; the message says why.
     """
     owner, has_modes = _made_here(path.parent)
-    found = {}
+    statuses = {}
     for suffix in SUFFIXES:
-        each = path.with_name(path.name + suffix)
+        file = path.with_name(path.name + suffix)
         with suppress(FileNotFoundError):  # Another server may have just folded its log.
-            found[each] = _checked(each, owner)
-    if path in found:
+            statuses[file] = _checked(file, owner)
+    if path in statuses:
         _check_content(path)
-    if has_modes and any(status.st_mode & OTHERS_WRITE for status in found.values()):
+    if has_modes and any(status.st_mode & OTHERS_WRITE for status in statuses.values()):
         _log.warning("%s could be written by others: it is begun anew", path)
         remove(path)
-        found = {}
-    for each in found:
+        statuses = {}
+    for file in statuses:
         with suppress(OSError):
-            each.chmod(0o600)
-    if path not in found:
+            file.chmod(0o600)
+    if path not in statuses:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         with suppress(OSError):
@@ -285,7 +285,7 @@ class DiskFile:
 
     def read(self, ids: Iterable[EntryId]) -> dict[EntryId, Sealed]:
         """Return entries as they were stored, without missing and unreadable ones."""
-        found = {}
+        sealed = {}
         with self._io:
             for entry_id in ids:
                 try:
@@ -297,8 +297,8 @@ class DiskFile:
                     self._failed(error)
                     continue
                 if row is not None and all(isinstance(part, bytes) for part in row):
-                    found[entry_id] = Sealed(*row)
-        return found
+                    sealed[entry_id] = Sealed(*row)
+        return sealed
 
     def remove(self, ids: Collection[EntryId]) -> None:
         """Remove entries, for example damaged ones."""
@@ -521,14 +521,18 @@ class DiskStore(DiskFile):
 
     async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
         present = await self.contains(ids)
-        found = await self._in_thread(partial(self.read, [each for each in ids if each in present]))
-        self.use(found)
-        return found
+        sealed = await self._in_thread(
+            partial(self.read, [entry_id for entry_id in ids if entry_id in present])
+        )
+        self.use(sealed)
+        return sealed
 
     async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
         present = await self.contains(entries)
         self.use(present)
-        new = {entry_id: each for entry_id, each in entries.items() if entry_id not in present}
+        new = {
+            entry_id: content for entry_id, content in entries.items() if entry_id not in present
+        }
         gone = await self._in_thread(partial(self.write, new)) if new else set()
         return {entry_id: new.get(entry_id) for entry_id in gone}
 

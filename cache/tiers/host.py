@@ -48,9 +48,11 @@ class HostStore:
         return {entry_id for entry_id in ids if entry_id in self._entries}
 
     async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
-        found = {each: self._entries[each] for each in ids if each in self._entries}
-        await self.touch(found)
-        return found
+        sealed = {
+            entry_id: self._entries[entry_id] for entry_id in ids if entry_id in self._entries
+        }
+        await self.touch(sealed)
+        return sealed
 
     async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
         overflow: dict[EntryId, Sealed | None] = {}

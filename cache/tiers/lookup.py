@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Origin
 
 if TYPE_CHECKING:
@@ -42,13 +42,16 @@ class Deeper:
     @property
     def needed(self) -> tuple[EntryId, ...]:
         """Entries without which nothing is gained."""
-        return (*self.blocks, *(each for each in (self.tail, self.state) if each is not None))
+        return (
+            *self.blocks,
+            *(entry_id for entry_id in (self.tail, self.state) if entry_id is not None),
+        )
 
     @property
     def experts(self) -> tuple[EntryId, ...]:
         """Expert rows that may exist too."""
         kv = (*self.blocks, *([self.tail] if self.tail is not None else ()))
-        return tuple(each._replace(kind=Kind.EXPERTS) for each in kv)
+        return tuple(entry_id._replace(kind=Kind.EXPERTS) for entry_id in kv)
 
 
 @dataclass(frozen=True)

@@ -112,27 +112,33 @@ class SharedStore:
 
     async def contains(self, ids: Collection[EntryId]) -> set[EntryId]:
         """Look up snapshots first; without any, look up nothing else."""
-        states = [each for each in ids if each.kind is Kind.STATE]
-        others = [each for each in ids if each.kind is not Kind.STATE]
-        found = await self._look_up(states) if states else {}
-        if others and (found or not states):
-            found |= await self._look_up(others)
+        states = [entry_id for entry_id in ids if entry_id.kind is Kind.STATE]
+        others = [entry_id for entry_id in ids if entry_id.kind is not Kind.STATE]
+        manifests = await self._look_up(states) if states else {}
+        if others and (manifests or not states):
+            manifests |= await self._look_up(others)
         now = asyncio.get_running_loop().time()
-        found = {i: each for i, each in found.items() if self._doubted.get(i, now) <= now}
-        self._count_found(len(found), len(ids))
-        if len(self._manifests) + len(found) > _REMEMBERED:
+        manifests = {
+            i: manifest for i, manifest in manifests.items() if self._doubted.get(i, now) <= now
+        }
+        self._count_found(len(manifests), len(ids))
+        if len(self._manifests) + len(manifests) > _REMEMBERED:
             self._manifests.clear()
-        self._manifests |= found
-        return set(found)
+        self._manifests |= manifests
+        return set(manifests)
 
     async def get(self, ids: Collection[EntryId]) -> dict[EntryId, Sealed]:
-        manifests = {each: self._manifests.pop(each) for each in ids if each in self._manifests}
-        rest = [each for each in ids if each not in manifests]
+        manifests = {
+            entry_id: self._manifests.pop(entry_id)
+            for entry_id in ids
+            if entry_id in self._manifests
+        }
+        rest = [entry_id for entry_id in ids if entry_id not in manifests]
         if rest:
             looked_up = await self._look_up(rest)
             self._count_found(len(looked_up), len(rest))
             manifests |= looked_up
-        found = {}
+        sealed = {}
         for batch in batches(manifests):
             parts = [
                 (entry_id, self._keys.chunk_name(manifest.digest, index), size)
@@ -148,23 +154,23 @@ class SharedStore:
             for entry_id, manifest in batch.items():
                 payload = manifest.payload or joined(pieces[entry_id])
                 if len(payload) == manifest.outline.num_bytes:
-                    found[entry_id] = Sealed(manifest.header, payload)
+                    sealed[entry_id] = Sealed(manifest.header, payload)
                     self._counts["read_bytes"] += len(payload)
                 else:
                     self._counts["incomplete"] += 1
                     self._doubt(entry_id)
-        return found
+        return sealed
 
     async def _look_up(self, ids: Sequence[EntryId]) -> dict[EntryId, Manifest]:
         """Read the existing manifests in one pipeline, or two if the epoch has changed
         meanwhile."""
-        names, replies = await self._read(ids, lambda each, name: [manifest_of(each, name)])
-        found = {}
+        names, replies = await self._read(ids, lambda entry_id, name: [manifest_of(entry_id, name)])
+        manifests = {}
         for entry_id, name, reply in zip(ids, names, replies, strict=True):
             manifest = self._manifest(entry_id, name, reply)
             if manifest is not None:
-                found[entry_id] = manifest
-        return found
+                manifests[entry_id] = manifest
+        return manifests
 
     def _manifest(self, entry_id: EntryId, name: bytes, reply: Any) -> Manifest | None:
         """Return a manifest with this engine's lengths. Others are counted."""
@@ -185,9 +191,9 @@ class SharedStore:
         bounded = entry_id.kind in (Kind.KV, Kind.STATE) or num_bytes <= MAX_OTHER_BYTES
         return bounded and (expected is None or num_bytes == expected)
 
-    def _count_found(self, found: int, asked: int) -> None:
-        self._counts["hits"] += found
-        self._counts["misses"] += asked - found
+    def _count_found(self, hits: int, asked: int) -> None:
+        self._counts["hits"] += hits
+        self._counts["misses"] += asked - hits
 
     # Writing
 
@@ -197,19 +203,19 @@ class SharedStore:
         now = asyncio.get_running_loop().time()
         if now < self._writes_again:
             return set()
-        asked = [each for each in ids if self._fresh.get(each, 0.0) <= now]
+        asked = [entry_id for entry_id in ids if self._fresh.get(entry_id, 0.0) <= now]
         if not asked:
             return set()
         names, replies = await self._read(
-            asked, lambda each, name: [manifest_of(each, name), ("TTL", name)]
+            asked, lambda entry_id, name: [manifest_of(entry_id, name), ("TTL", name)]
         )
         missing, renewed = dict[EntryId, bytes](), list[bytes]()
         for index, (entry_id, name) in enumerate(zip(asked, names, strict=True)):
             there = replies[2 * index]
             manifest = self._manifest(entry_id, name, there)
             if manifest is None or entry_id in self._doubted:
-                found = there if isinstance(there, bytes) else b"?"
-                missing[entry_id] = self._keys.claim_name(name, found)
+                raw_manifest = there if isinstance(there, bytes) else b"?"
+                missing[entry_id] = self._keys.claim_name(name, raw_manifest)
                 continue
             self._saw(entry_id, now)
             if replies[2 * index + 1] < self._lifetime // 2:
@@ -221,7 +227,7 @@ class SharedStore:
         answers = await run(self._client, [*claims, *renewals]) if claims or renewals else []
         if self._has_refused(answers):
             return set()
-        claimed = {each for each, answer in zip(missing, answers, strict=False) if answer}
+        claimed = {entry_id for entry_id, answer in zip(missing, answers, strict=False) if answer}
         self._counts["skipped"] += len(ids) - len(claimed)
         return claimed
 
@@ -234,8 +240,10 @@ class SharedStore:
         await self._settle()
         assert self._epoch is not None
         pieces, manifests = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
-        large = {i: each for i, each in entries.items() if len(each.payload) > most_bytes(i)}
-        taken = {i: each for i, each in entries.items() if i not in large}
+        large = {
+            i: content for i, content in entries.items() if len(content.payload) > most_bytes(i)
+        }
+        taken = {i: content for i, content in entries.items() if i not in large}
         for entry_id, sealed in taken.items():
             name, whole = self._keys.name(self._epoch, entry_id), lies_in_manifest(entry_id)
             inside = sealed.payload if whole else b""
@@ -312,7 +320,9 @@ class SharedStore:
             await self._settle()
             assert self._epoch is not None
             names = [self._keys.name(self._epoch, entry_id) for entry_id in ids]
-            asked = [each for pair in zip(ids, names, strict=True) for each in commands(*pair)]
+            asked = [
+                command for pair in zip(ids, names, strict=True) for command in commands(*pair)
+            ]
             record, *replies = await run(self._client, [("GET", self._keys.epoch_name), *asked])
             epoch = self._keys.unpack_epoch(record if isinstance(record, bytes) else None)
             if epoch is None:  # the store has lost it, and probably everything else
@@ -340,9 +350,9 @@ class SharedStore:
         told, reply = await run(
             self._client, [("SET", name, record, "EX", EPOCH_SECONDS, *options), ("GET", name)]
         )
-        found = self._keys.unpack_epoch(reply if isinstance(reply, bytes) else None)
-        if found is not None and (found == epoch or not replace):
-            return found
+        stored = self._keys.unpack_epoch(reply if isinstance(reply, bytes) else None)
+        if stored is not None and (stored == epoch or not replace):
+            return stored
         if isinstance(told, Exception) and not self._flushing:
             checked(reply)
             self._has_refused([told])

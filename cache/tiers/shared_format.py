@@ -74,10 +74,10 @@ class Keyring:
         )
         return PREFIX + digest.hex().encode()
 
-    def claim_name(self, name: bytes, found: bytes = b"") -> bytes:
+    def claim_name(self, name: bytes, manifest: bytes = b"") -> bytes:
         """Return the name of the claim on an entry, in place of the manifest that was found
         there."""
-        return PREFIX + self._digest(b"claim ", name, found).hex().encode()
+        return PREFIX + self._digest(b"claim ", name, manifest).hex().encode()
 
     def chunk_name(self, digest: bytes, index: int) -> bytes:
         """Return the name of a chunk. It depends on the content, so chunks of two writers with

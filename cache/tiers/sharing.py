@@ -144,7 +144,7 @@ class Sharer:
         while isinstance(node, Node):
             path.append(node)
             node = node.parent  # type: ignore[assignment]
-        if self._sharing.exact_only and not (snapshot.exact and all(each.exact for each in path)):
+        if self._sharing.exact_only and not (snapshot.exact and all(node.exact for node in path)):
             return
         self._add(WriteRequest(tuple(reversed(path)), snapshot))
 
@@ -228,11 +228,13 @@ class Sharer:
 
     async def _share(self, requests: list[WriteRequest | Entry], generation: int) -> None:
         sources = {
-            entry_id: each for request in requests for entry_id, each in self._sources(request)
+            entry_id: content
+            for request in requests
+            for entry_id, content in self._sources(request)
         }
         call, store = self._stack.caller.call, self._store
         claimed = await call(store, store.claim, list(sources), limit=WRITE_SECONDS) or set()
-        wanted = deque(each for each in sources.items() if each[0] in claimed)
+        wanted = deque(source for source in sources.items() if source[0] in claimed)
         while wanted and generation == self._generation:
             entries = await self._on_engine(lambda: self._read_some(wanted))
             if generation != self._generation:
@@ -277,6 +279,6 @@ class Sharer:
         loop, store = asyncio.get_running_loop(), self._store
         put: Any = await self._stack.caller.call(store, store.put, sealed, limit=WRITE_SECONDS)
         self._stack.counts["unshared"] += len(sealed if put is None else put)
-        size = sum(each.num_bytes for each in sealed.values())
+        size = sum(content.num_bytes for content in sealed.values())
         self._free_at = max(loop.time(), self._free_at) + size / self._sharing.bandwidth
         await asyncio.sleep(max(0.0, self._free_at - loop.time()))

@@ -234,9 +234,9 @@ class TierStack:
         for store in self.stores:
             rest = [entry_id for entry_id in ids if entry_id not in places]
             if rest:
-                found = await self.caller.ask(store, store.contains, rest, since) or set()
-                filed |= found if store is not self.shared else set()
-                places |= dict.fromkeys(found, store.name)
+                held = await self.caller.ask(store, store.contains, rest, since) or set()
+                filed |= held if store is not self.shared else set()
+                places |= dict.fromkeys(held, store.name)
         gone = {entry_id for entry_id in ids if entry_id not in places}
         with self._changed:
             if self._clearing or epoch != self._epoch:
@@ -253,26 +253,26 @@ class TierStack:
         if self._clearing:
             return {}
         queued = [self._queue.get(entry_id) for entry_id in ids]
-        found = {entry.id: entry for entry in queued if entry is not None}
-        self.counts[f"hit_{QUEUE}"] += len(found)
+        entries = {entry.id: entry for entry in queued if entry is not None}
+        self.counts[f"hit_{QUEUE}"] += len(entries)
         for store in self.stores:
-            rest = [entry_id for entry_id in ids if entry_id not in found]
+            rest = [entry_id for entry_id in ids if entry_id not in entries]
             sealed: dict[EntryId, Sealed] = {}
             if rest:
                 sealed = await self.caller.ask(store, store.get, rest, since) or {}
             bad = []
-            for entry_id, each in sealed.items():
+            for entry_id, content in sealed.items():
                 try:
-                    found[entry_id] = unseal(each, entry_id, self.origin)
+                    entries[entry_id] = unseal(content, entry_id, self.origin)
                 except BadEntryError:
                     bad.append(entry_id)
             self.counts[f"hit_{store.name}"] += len(sealed) - len(bad)
             if bad:
                 await self._discard(store, bad)
-        gone = {entry_id for entry_id in ids if entry_id not in found}
+        gone = {entry_id for entry_id in ids if entry_id not in entries}
         with self._changed:
             self._filed -= gone
-        return found
+        return entries
 
     async def discard_bad(self, ids: Collection[EntryId]) -> None:
         """Discard entries that are intact but do not have the expected content."""
@@ -342,7 +342,9 @@ class TierStack:
                 with self._changed:
                     self._filed |= batch.keys() - gone.keys()
                     self._filed -= gone.keys()
-                moving |= {each: content for each, content in gone.items() if content is not None}
+                moving |= {
+                    entry_id: content for entry_id, content in gone.items() if content is not None
+                }
             entries = moving
         if self._filing_into:
             self.counts["dropped"] += len(entries)
@@ -355,8 +357,8 @@ class TierStack:
                         await store.clear()  # without a time limit
                     except Exception as error:
                         self.counts[f"failed_{store.name}"] += 1
-                        what = f"the cache tier {store.name!r} could not be cleared yet"
-                        _log.warning("%s (%s)", what, line_of(error), exc_info=unknown(error))
+                        problem = f"the cache tier {store.name!r} could not be cleared yet"
+                        _log.warning("%s (%s)", problem, line_of(error), exc_info=unknown(error))
         finally:
             with self._changed:
                 self._filed.clear()
@@ -390,9 +392,9 @@ def _batches(entries: Mapping[EntryId, _Sized]) -> Iterator[dict[EntryId, _Sized
     """Yield entries in batches of about BATCH_BYTES, in order."""
     batch: dict[EntryId, _Sized] = {}
     size = 0
-    for entry_id, each in entries.items():
-        batch[entry_id] = each
-        size += each.num_bytes
+    for entry_id, content in entries.items():
+        batch[entry_id] = content
+        size += content.num_bytes
         if size >= BATCH_BYTES:
             yield batch
             batch, size = {}, 0

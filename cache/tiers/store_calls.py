@@ -149,9 +149,9 @@ class StoreCaller:
                 self._breaker(store).rest(loop.time())
                 self._counts[f"failed_{store.name}"] += not problem
                 if problem != (problem := line_of(error)):
-                    what = f"{where} cannot be used ({problem})"
+                    complaint = f"{where} cannot be used ({problem})"
                     then = "the server works without it and tries again"
-                    _log.warning("%s: %s", what, then, exc_info=unknown(error))
+                    _log.warning("%s: %s", complaint, then, exc_info=unknown(error))
                 is_open = False
             else:
                 self._closed.discard(store)
@@ -172,7 +172,7 @@ class StoreCaller:
         self,
         store: Store,
         call: Callable[[_A], Awaitable[_T]],
-        what: _A,
+        argument: _A,
         *,
         since: float | None = None,
         limit: float | None = None,
@@ -186,7 +186,7 @@ class StoreCaller:
         """
         if self._rest_seconds is None:
             try:
-                return await call(what)
+                return await call(argument)
             except Exception:
                 self._counts[f"failed_{store.name}"] += 1
                 _log.exception("the cache tier %r failed", store.name)
@@ -202,7 +202,7 @@ class StoreCaller:
         failed = slow = False
         try:
             async with asyncio.timeout_at(deadline):
-                answer = await call(what)
+                answer = await call(argument)
             slow = loop.time() - began > SLOW_SHARE * limit
             return answer
         except Exception as error:
@@ -221,12 +221,12 @@ class StoreCaller:
         self,
         store: Store,
         call: Callable[[_A], Awaitable[_T]],
-        what: _A,
+        argument: _A,
         since: float | None,
     ) -> _T | None:
         """Call a store for a request that waits for it, as `call` does, for READ_LIMIT at most."""
         limit = min(store.time_limit, READ_LIMIT)
-        return await self.call(store, call, what, since=since, limit=limit)
+        return await self.call(store, call, argument, since=since, limit=limit)
 
     def _breaker(self, store: Store) -> Breaker:
         assert self._rest_seconds is not None
@@ -244,4 +244,7 @@ def line_of(error: Exception) -> str:
     if isinstance(error, TimeoutError) and not str(error):
         return "it does not answer"
     text = " ".join(str(error)[:MOST_LETTERS].split()).rstrip(".")
-    return "".join(each if each.isprintable() else "?" for each in text) or type(error).__name__
+    return (
+        "".join(character if character.isprintable() else "?" for character in text)
+        or type(error).__name__
+    )

@@ -154,10 +154,12 @@ def _decode_steps(meta: VerifyMeta) -> list[tuple[list[int], DecodeMeta]]:
         slices = list(pairwise(meta.cu_seqlens))
         steps = []
         for offset in range(max(end - begin for begin, end in slices)):
-            own = tuple(i for i, (begin, end) in enumerate(slices) if begin + offset < end)
-            none = (-1,) * len(own)
-            step = DecodeMeta(((),) * len(own), (0,) * len(own), own, own, none)
-            steps.append(([slices[i][0] + offset for i in own], step))
+            continued = tuple(i for i, (begin, end) in enumerate(slices) if begin + offset < end)
+            none = (-1,) * len(continued)
+            step = DecodeMeta(
+                ((),) * len(continued), (0,) * len(continued), continued, continued, none
+            )
+            steps.append(([slices[i][0] + offset for i in continued], step))
         meta.plans["decode steps"] = steps
     return cast("list[tuple[list[int], DecodeMeta]]", meta.plans["decode steps"])
 

@@ -45,7 +45,7 @@ class Convolution(NamedTuple):
     out: torch.Tensor
 
 
-class Sizes(NamedTuple):
+class ConvSizes(NamedTuple):
     """Constants: channels and taps, the columns of a window, and the channels of a program."""
 
     channels: int
@@ -61,10 +61,10 @@ def arguments_of(
     return Convolution(rows(x), rows(weight), Tails(tails, tails.stride(0), tails.stride(1)), out)
 
 
-def sizes_of(weight: torch.Tensor, tile: int = TAIL_TILE, kept: bool = False) -> Sizes:
+def sizes_of(weight: torch.Tensor, tile: int = TAIL_TILE, kept: bool = False) -> ConvSizes:
     """Return the constants; a window of all taps, or `kept`: of the tail's columns."""
     channels, taps = weight.shape
-    return constants(Sizes, channels, taps, power_of_two(taps - kept), tile)
+    return constants(ConvSizes, channels, taps, power_of_two(taps - kept), tile)
 
 
 @triton.jit
@@ -148,12 +148,12 @@ def causal_conv_prefill(
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tables, channels = slices(meta, x.device), len(weight)
-    own = {"conv": arguments_of(x, weight, tails, out), "slices": tables}
+    shared = {"conv": arguments_of(x, weight, tails, out), "slices": tables}
     tiles = MAX_CHUNK // TOKEN_TILE
     grid = (tables.chunk_sequence.shape[0] * tiles, triton.cdiv(channels, CHANNEL_TILE))
-    launch(_prefill_kernel, grid, {**own, "SIZES": sizes_of(weight, CHANNEL_TILE)})
+    launch(_prefill_kernel, grid, {**shared, "SIZES": sizes_of(weight, CHANNEL_TILE)})
     grid = (len(meta), triton.cdiv(channels, TAIL_TILE))
-    launch(_tail_kernel, grid, {**own, "SIZES": sizes_of(weight, kept=True)})
+    launch(_tail_kernel, grid, {**shared, "SIZES": sizes_of(weight, kept=True)})
     return out
 
 

@@ -89,7 +89,7 @@ def gates(
     return beta, decay
 
 
-class Norm(NamedTuple):
+class HeadNorm(NamedTuple):
     """The norm of a head's output and its gate."""
 
     gate: Heads
@@ -161,7 +161,7 @@ def mix_decode(
     out = torch.empty(batch, count, dim, dtype=x.dtype, device=x.device)
     arguments = {
         **step_arguments(tokens, mixing.state, out),
-        "norm": Norm(heads(z), mixing.norm, mixing.eps),
+        "norm": HeadNorm(heads(z), mixing.norm, mixing.eps),
         "moves": moves(meta, x.device),
         "SIZES": sizes_of(tokens, columns),
     }

@@ -74,11 +74,11 @@ class _Round:
 def problem() -> str:
     """Return a sentence if the package is missing or of another version, else ""."""
     try:
-        found = importlib.metadata.version(PACKAGE)
+        installed = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return f"{PACKAGE} is not installed: pip install {PACKAGE}=={VERSION} einops"
-    if found != VERSION:
-        return f"{PACKAGE} is {found}; its tiles are known for {VERSION} alone"
+    if installed != VERSION:
+        return f"{PACKAGE} is {installed}; its tiles are known for {VERSION} alone"
     return ""
 
 
@@ -100,16 +100,16 @@ def chunk_gated_delta(
         rounds = meta.plans["fla"] = _rounds(meta, q.device)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     states = _initial(state, meta)
-    for each in cast("list[_Round]", rounds):
-        own = [_packed(x, each) for x in (q, k, v, g, beta)]
-        chosen = list(each.sequences)
-        result, final = _call(own, states[chosen], each)
+    for batch in cast("list[_Round]", rounds):
+        operands = [_packed(x, batch) for x in (q, k, v, g, beta)]
+        chosen = list(batch.sequences)
+        result, final = _call(operands, states[chosen], batch)
         states[chosen] = final
-        if each.tokens is None:
+        if batch.tokens is None:
             out.copy_(result)
         else:
-            out[each.tokens] = result[each.places]
-        for part, row in each.rows:
+            out[batch.tokens] = result[batch.places]
+        for part, row in batch.rows:
             state[row] = final[part]
     for i, ends in enumerate(meta.chunk_ends):
         if not ends:
@@ -126,23 +126,23 @@ def _initial(state: torch.Tensor, meta: PrefillMeta) -> torch.Tensor:
     return states
 
 
-def _packed(x: torch.Tensor, each: _Round) -> torch.Tensor:
+def _packed(x: torch.Tensor, batch: _Round) -> torch.Tensor:
     """Return the tokens of a call, `[1, length, ...]`, with zeros in the padding."""
-    if each.tokens is None:
+    if batch.tokens is None:
         return x.contiguous().unsqueeze(0)
-    packed = x.new_zeros(1, each.length, *x.shape[1:])
-    packed[0, each.places] = x[each.tokens]
+    packed = x.new_zeros(1, batch.length, *x.shape[1:])
+    packed[0, batch.places] = x[batch.tokens]
     return packed
 
 
 def _call(
-    own: list[torch.Tensor], initial: torch.Tensor, each: _Round
+    operands: list[torch.Tensor], initial: torch.Tensor, batch: _Round
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs `[length, Hv, Dv]` and the last states of the parts."""
     norm = importlib.import_module("fla.modules.norm.l2norm").l2norm_fwd
     chunk = importlib.import_module("fla.ops.gated_delta_rule.chunk")
-    q, k, v, g, beta = own
-    found = chunk.chunk_gated_delta_rule_fwd(
+    q, k, v, g, beta = operands
+    results = chunk.chunk_gated_delta_rule_fwd(
         q=norm(q, EPS)[0],
         k=norm(k, EPS)[0],
         v=v,
@@ -151,10 +151,10 @@ def _call(
         scale=q.shape[-1] ** -0.5,
         initial_state=initial,
         output_final_state=True,
-        cu_seqlens=each.offsets,
-        chunk_indices=each.chunks,
+        cu_seqlens=batch.offsets,
+        chunk_indices=batch.chunks,
     )
-    return found[1][0], found[3]
+    return results[1][0], results[3]
 
 
 def _rounds(meta: PrefillMeta, device: torch.device) -> list[_Round]:
@@ -174,7 +174,7 @@ def _rounds(meta: PrefillMeta, device: torch.device) -> list[_Round]:
             rows = [] if row is None else [row]
             parts[number].append((i, chunks, rows + [meta.dst_rows[i]] * last))
             chunks, number = [], number + 1
-    return [_round(own, meta.num_tokens, device) for own in parts]
+    return [_round(round_parts, meta.num_tokens, device) for round_parts in parts]
 
 
 def _round(
@@ -191,7 +191,9 @@ def _round(
             first += end - begin if last else MAX_CHUNK
         sizes.append(first - sum(sizes))
     whole = first == count and tokens == places
-    chunks_of = [(part, at) for part, own in enumerate(parts) for at in range(len(own[1]))]
+    chunks_of = [
+        (part, at) for part, (_, chunks, _) in enumerate(parts) for at in range(len(chunks))
+    ]
 
     def there(values: list[Any]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -203,7 +205,7 @@ def _round(
         tokens=None if whole else there(tokens),
         places=None if whole else there(places),
         length=first,
-        rows=tuple((part, row) for part, own in enumerate(parts) for row in own[2]),
+        rows=tuple((part, row) for part, (_, _, rows) in enumerate(parts) for row in rows),
     )
 
 

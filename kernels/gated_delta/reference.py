@@ -41,8 +41,8 @@ def gated_delta(
     out = torch.empty(tokens.v.shape, dtype=tokens.v.dtype)
     for begin, end, source, kept in sequences(meta):
         current = torch.zeros_like(state[0]) if source < 0 else state[source]
-        own = Tokens(*(each[begin:end] for each in tokens))
-        steps = steps_of(own, current)
+        slice_tokens = Tokens(*(tensor[begin:end] for tensor in tokens))
+        steps = steps_of(slice_tokens, current)
         for place in range(begin, end + 1):
             for row in (row for token, row in kept if token == place):
                 state[row] = current
@@ -59,11 +59,11 @@ def steps_of(tokens: Tokens, state: torch.Tensor) -> Iterator[Step]:
         (output `[Hv, 1, Dv]`, change `[Hv, 1, Dv]`, state after the token).
     """
     shared = tokens.v.shape[1] // tokens.k.shape[1]
-    q, k = (unit(each).repeat_interleave(shared, 1) for each in tokens[:2])
+    q, k = (unit(heads).repeat_interleave(shared, 1) for heads in tokens[:2])
     inputs = (q * tokens.q.shape[2] ** -0.5, k, widened(tokens.v))
     heads = (widened(tokens.g).exp()[..., None], widened(tokens.beta)[..., None])
     for query, key, value, decay, strength in zip(
-        *(each.unsqueeze(2) for each in (*inputs, *heads)), strict=True
+        *(operand.unsqueeze(2) for operand in (*inputs, *heads)), strict=True
     ):
         before = widened(state) * decay
         change = strength * (value - torch.bmm(key, before))
@@ -85,10 +85,10 @@ def verify_gated_delta(
     out = torch.empty(tokens.v.shape, dtype=tokens.v.dtype)
     slices = zip(meta.rows, meta.updates, pairwise(meta.cu_seqlens), strict=True)
     for row, first, (begin, end) in slices:
-        own = Tokens(*(each[begin:end] for each in tokens))
-        updates.keys[first : first + end - begin] = unit(own.k)
-        updates.decays[first : first + end - begin] = own.g.exp()
-        for place, (result, change, _) in enumerate(steps_of(own, state[row])):
+        slice_tokens = Tokens(*(tensor[begin:end] for tensor in tokens))
+        updates.keys[first : first + end - begin] = unit(slice_tokens.k)
+        updates.decays[first : first + end - begin] = slice_tokens.g.exp()
+        for place, (result, change, _) in enumerate(steps_of(slice_tokens, state[row])):
             out[begin + place], updates.changes[first + place] = result[:, 0], change[:, 0]
     return out
 

@@ -19,7 +19,7 @@ STEP_COLUMNS = 32
 """Value columns of a state's tile."""
 
 
-class Sizes(NamedTuple):
+class StepSizes(NamedTuple):
     """Constants: value heads of a key head and in all, head dims, and the tile of a state."""
 
     ratio: int
@@ -36,11 +36,11 @@ def views(tokens: Tokens) -> Tokens:
     return Tokens._make((heads(q), heads(k), heads(v), rows(g), rows(beta)))
 
 
-def sizes_of(tokens: Tokens, columns: int = STEP_COLUMNS, least: int = 1) -> Sizes:
+def sizes_of(tokens: Tokens, columns: int = STEP_COLUMNS, least: int = 1) -> StepSizes:
     """Return the constants for tiles of so many value columns, and at least so many key dims."""
     (count, value_dim), (keys, key_dim) = tokens.v.shape[1:], tokens.q.shape[1:]
     block = power_of_two(key_dim, least)
-    return constants(Sizes, count // keys, count, key_dim, value_dim, block, columns)
+    return constants(StepSizes, count // keys, count, key_dim, value_dim, block, columns)
 
 
 @triton.jit

@@ -216,7 +216,7 @@ def prepare_chunks(packed: Tokens, meta: PrefillMeta) -> Chunks:
     # float32 operands are split in three for tensor cores: narrower tiles keep them in registers.
     tile = 32 if q.dtype == torch.float32 or min(key_dim, value_dim) < 64 else 64
     dtype = torch.float32 if current_target().backend == "interpreter" else q.dtype
-    made = Chunks(
+    chunked = Chunks(
         w=torch.empty(tokens, heads, key_dim, dtype=dtype, device=q.device),
         u=torch.empty(tokens, heads, value_dim, dtype=dtype, device=q.device),
         attention=torch.empty(chunks, heads, MAX_CHUNK, MAX_CHUNK, dtype=dtype, device=q.device),
@@ -226,7 +226,7 @@ def prepare_chunks(packed: Tokens, meta: PrefillMeta) -> Chunks:
     )
     arguments = {
         "tokens": views(packed),
-        "made": made,
+        "made": chunked,
         "slices": tables,
         "scale": key_dim**-0.5,
         "SIZES": sizes_of(packed),
@@ -235,7 +235,7 @@ def prepare_chunks(packed: Tokens, meta: PrefillMeta) -> Chunks:
     }
     warps = 8 if q.dtype == torch.float32 else 4
     launch(_prepare_kernel, (chunks, heads), arguments, num_warps=warps)
-    return made
+    return chunked
 
 
 @triton.jit
@@ -309,7 +309,7 @@ def _scan_kernel(tokens, made, state, out, slices, SIZES: tl.constexpr, DOT: tl.
 def chunk_gated_delta(tokens: Tokens, state: torch.Tensor, meta: PrefillMeta) -> torch.Tensor:
     q, v = tokens.q, tokens.v
     count, value_dim = v.shape[1:]
-    made = prepare_chunks(tokens, meta)
+    chunked = prepare_chunks(tokens, meta)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     target = current_target()
     # float32 operands take three times the registers (see `Target.dot_precision`). The tile's shape
@@ -319,7 +319,7 @@ def chunk_gated_delta(tokens: Tokens, state: torch.Tensor, meta: PrefillMeta) ->
     columns = 16 if wide or narrow else 32
     arguments = {
         "tokens": views(tokens),
-        "made": made,
+        "made": chunked,
         "state": rows(state),
         "out": out,
         "slices": slices(meta, q.device),
@@ -449,7 +449,7 @@ def verify_gated_delta(
 ) -> torch.Tensor:
     k, v = tokens.k, tokens.v
     tables = verify_tables(meta, v.device)
-    made = _Parts(
+    computed = _Parts(
         *(
             torch.empty(size, device=v.device, dtype=torch.float32)
             for size in (k.shape, v.shape, v.shape[:2])
@@ -459,17 +459,17 @@ def verify_gated_delta(
     # In a captured step all slices have as much room, whatever tokens they have.
     lengths = {end - begin for begin, end in pairwise(meta.cu_seqlens)}
     room = lengths.pop() if len(lengths) == 1 else 0
-    _launch(tokens, state, out, updates, made, tables["slices"], room)
-    _keep(updates, made, tables["entries"])
+    _launch(tokens, state, out, updates, computed, tables["slices"], room)
+    _keep(updates, computed, tables["entries"])
     return out
 
 
-def _keep(updates: Updates, made: _Parts, entries: torch.Tensor) -> None:
+def _keep(updates: Updates, computed: _Parts, entries: torch.Tensor) -> None:
     """Copy the tokens' updates to their entries."""
-    keys, changes, decays = made
+    keys, changes, decays = computed
     sizes = keys[0].numel(), changes[0].numel(), decays.shape[1]
     arguments = {
-        "new": made,
+        "new": computed,
         "kept": _views(updates),
         "entries": entries,
         **dict(zip(("KEYS", "CHANGES", "HEADS"), sizes, strict=True)),
@@ -490,12 +490,12 @@ def fold_gated_delta(
     _launch(none, state, values, updates, _Parts(keys, values, gates), table, 0)
 
 
-def _launch(tokens, state, out, updates, made, table, room) -> None:
+def _launch(tokens, state, out, updates, computed, table, room) -> None:
     heads, value_dim = tokens.v.shape[1:]
     arguments = {
         **step_arguments(tokens, state, out),
         "old": _views(updates),
-        "new": made,
+        "new": computed,
         "table": table,
         "room": room,
         "SIZES": sizes_of(tokens),

@@ -43,7 +43,7 @@ def pick(
 ) -> torch.Tensor:
     """Copy some blocks from their stored form to `[n, block_size, Hkv, D]` in `dtype`."""
     if scale is not None and zero is not None:
-        codes, scale, zero = (each.index_select(0, blocks) for each in (pages, scale, zero))
+        codes, scale, zero = (stored.index_select(0, blocks) for stored in (pages, scale, zero))
         return dequantise(codes, scale, zero, dtype)
     if pages.dtype == torch.float8_e4m3fn:
         codes = pages.view(torch.uint8).index_select(0, blocks)

@@ -32,7 +32,7 @@ def pages_record(kv: KVLayer, compute: torch.dtype) -> ctypes.Structure | None:
     """
     known = tuple(_FORMS) if compute == torch.float32 else _NARROW
     scales = (kv.k_scale, kv.k_zero, kv.v_scale, kv.v_zero)
-    strides = {each.stride() for each in scales if each is not None}
+    strides = {factors.stride() for factors in scales if factors is not None}
     if (
         compute not in (torch.float32, torch.bfloat16)
         or kv.k.dtype not in known
@@ -50,9 +50,9 @@ def pages_record(kv: KVLayer, compute: torch.dtype) -> ctypes.Structure | None:
         k=kv.k.data_ptr(),
         v=kv.v.data_ptr(),
     )
-    for name, each in zip(("k_scales", "k_zeros", "v_scales", "v_zeros"), scales, strict=True):
-        if each is not None:
-            setattr(record, name, each.data_ptr())
+    for name, values in zip(("k_scales", "k_zeros", "v_scales", "v_zeros"), scales, strict=True):
+        if values is not None:
+            setattr(record, name, values.data_ptr())
     for block, token, head in strides:
         record.scale_block_stride = block
         record.scale_token_stride = token

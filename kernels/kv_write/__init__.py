@@ -4,7 +4,6 @@ queries and keys, and copying rows of pages."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -13,6 +12,7 @@ from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_kv
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.kv_write import reference
 from vlm_serve.kernels.metadata import KVLayer
+from vlm_serve.kernels.rope import Rotation
 
 _TRITON = "vlm_serve.kernels.kv_write.triton"
 _write = Op(reference.write_kv, triton=f"{_TRITON}:write_kv")
@@ -33,11 +33,15 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, kv: KVLayer, slots: torch.Tensor)
         KernelArgumentError: naming the argument at fault.
     """
     check_kv_layer(kv, k.device)
+    _check_rows(k, v, kv, slots)
+    _write(k.device, k, v, kv, slots)
+
+
+def _check_rows(k: torch.Tensor, v: torch.Tensor, kv: KVLayer, slots: torch.Tensor) -> None:
     heads, dim = kv.k.shape[2:]
     check_tensor("k", k, (None, heads, dim), FLOAT_DTYPES, k.device)
     check_tensor("v", v, k.shape, (k.dtype,), k.device)
     check_tensor("slots", slots, (k.shape[0],), (torch.int64,), k.device)
-    _write(k.device, k, v, kv, slots)
 
 
 def copy_kv_rows(
@@ -73,16 +77,6 @@ def copy_kv_rows(
     _copy(kv_pool.device, kv_pool, scales, copies)
 
 
-class Rotation(NamedTuple):
-    """What norms and rotates the heads of tokens; as `qk_norm_rope` takes it."""
-
-    q_weight: torch.Tensor
-    k_weight: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    eps: float
-
-
 def _by_ops(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -92,7 +86,7 @@ def _by_ops(
     slots: torch.Tensor,
 ) -> torch.Tensor:
     """Run both ops, each by the kernels that it has."""
-    q, k = rope.qk_norm_rope(q, k, *rotation)
+    q, k = rope.qk_norm_rope(q, k, rotation)
     write_kv(k, v, kv, slots)
     return q
 
@@ -123,9 +117,6 @@ def rotate_and_write(
         KernelArgumentError: naming the argument at fault.
     """
     check_kv_layer(kv, q.device)
-    heads, dim = kv.k.shape[2:]
-    rope.check_heads(q, k, *rotation[:4])
-    check_tensor("k", k, (None, heads, dim), FLOAT_DTYPES, q.device)
-    check_tensor("v", v, k.shape, (k.dtype,), q.device)
-    check_tensor("slots", slots, (k.shape[0],), (torch.int64,), q.device)
+    rope.check_heads(q, k, rotation)
+    _check_rows(k, v, kv, slots)
     return _rotate(q.device, q, k, v, rotation, kv, slots)

@@ -29,7 +29,7 @@ from vlm_serve.kernels.rope.triton import BLOCK_HEADS, norm_rotate, qk_arguments
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two, to_device
 
 if TYPE_CHECKING:
-    from vlm_serve.kernels.kv_write import Rotation
+    from vlm_serve.kernels.rope.reference import Rotation
 
 COPY_TILE = 4096
 _PLAIN = tl.constexpr(PLAIN.value)
@@ -284,14 +284,14 @@ def rotate_and_write(
 ) -> torch.Tensor:
     form = stored_form(kv, current_target())
     if form == INT8.value:
-        q, k = qk_norm_rope(q, k, *rotation)
+        q, k = qk_norm_rope(q, k, rotation)
         write_kv(k, v, kv, slots)
         return q
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     pages = page_arguments(kv)
     names = ("k_pages", "v_pages", "page_block_stride", "page_slot_stride", "page_head_stride")
     arguments = {
-        **qk_arguments(q, k, *rotation),
+        **qk_arguments(q, k, rotation),
         "v": v,
         "q_out": out,
         "slots": slots,

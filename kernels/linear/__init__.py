@@ -29,8 +29,8 @@ from vlm_serve.kernels.linear.base import (
     Linear,
     Part,
     Shard,
-    Source,
     WeightRecord,
+    WeightSource,
     shape,
     stacked,
 )
@@ -40,11 +40,11 @@ from vlm_serve.kernels.linear.packed_codes import PackedFloat8, PackedIntegers, 
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 
-__all__ = ["Activation", "Linear", "Part", "Shard", "Source", "WeightRecord", "dense", "load"]
+__all__ = ["Activation", "Linear", "Part", "Shard", "WeightSource", "WeightRecord", "dense", "load"]
 
 
 @dataclass(slots=True)
-class Run:
+class PartRun:
     """Neighbouring parts of one kind.
 
     Attributes:
@@ -60,7 +60,7 @@ class Run:
     @property
     def floored(self) -> bool:
         """Return True if its codes have minima."""
-        return any(isinstance(each, IntegerCodes) and each.floored for each in self._heads)
+        return any(isinstance(head, IntegerCodes) and head.floored for head in self._heads)
 
     def add(self, part: Part, head: Codes | None, tail: Iterator[Codes]) -> None:
         """Add a part; `head` is the first piece of its codes, `tail` yields the others."""
@@ -75,8 +75,8 @@ class Run:
         They have zero points if any part has some, and blocks of as many rows as all parts allow.
         """
         heads = self._heads
-        zeros = any(isinstance(each, IntegerCodes) and each.zeros is not None for each in heads)
-        high = math.gcd(*(each.block[0] for each in heads if isinstance(each, Float8Codes)))
+        zeros = any(isinstance(head, IntegerCodes) and head.zeros is not None for head in heads)
+        high = math.gcd(*(head.block[0] for head in heads if isinstance(head, Float8Codes)))
         while self._heads:
             for piece in chain([self._heads.pop(0)], self._tails.pop(0)):
                 if isinstance(piece, IntegerCodes):
@@ -85,17 +85,17 @@ class Run:
                     yield _in_rows(piece, high)
 
 
-def runs(source: Source, parts: Sequence[Part], shard: Shard | None) -> list[Run]:
+def runs(source: WeightSource, parts: Sequence[Part], shard: Shard | None) -> list[PartRun]:
     """Group parts into runs of neighbours of one kind."""
-    found: list[Run] = []
+    groups: list[PartRun] = []
     for part in parts:
         tail = source.codes(part, shard)
         head = None if tail is None else next(tail)
         kind = None if head is None else _kind(head)
-        if not found or found[-1].kind != kind:
-            found.append(Run(kind))
-        found[-1].add(part, head, iter(()) if tail is None else tail)
-    return found
+        if not groups or groups[-1].kind != kind:
+            groups.append(PartRun(kind))
+        groups[-1].add(part, head, iter(()) if tail is None else tail)
+    return groups
 
 
 def _kind(codes: Codes) -> Hashable:
@@ -141,10 +141,10 @@ class Joined(Linear):
         out = x.new_empty(x.shape[0], self.columns)
         first = 0
         for part in self.parts:
-            own = slice(first, first + part.columns)
-            epilogue = after.of(itemgetter((slice(None), own)))
-            out[:, own] = part._multiply(x, epilogue, deterministic)
-            first = own.stop
+            columns = slice(first, first + part.columns)
+            epilogue = after.of(itemgetter((slice(None), columns)))
+            out[:, columns] = part._multiply(x, epilogue, deterministic)
+            first = columns.stop
         return out
 
     def _changed(
@@ -172,7 +172,7 @@ class Joined(Linear):
 
 
 def load(
-    source: Source,
+    source: WeightSource,
     parts: list[Part],
     bias: list[Part] | None = None,
     shard: Shard | None = None,
@@ -192,30 +192,30 @@ def load(
         CheckpointError: from the source.
     """
     offsets = stacked(source, bias or [], shard)
-    found, first = [], 0
+    joined, first = [], 0
     for run in runs(source, parts, shard):
         columns, depth = shape(run.parts, shard)
-        own = None if offsets is None else offsets[first : first + columns]
+        run_bias = None if offsets is None else offsets[first : first + columns]
         if run.kind is None:
             dense_pieces = (piece for part in run.parts for piece in part.pieces(source, shard))
             weight: Linear = dense_kind(source).of(
-                dense_pieces, columns, depth, source.dtype, own, source.device
+                dense_pieces, columns, depth, source.dtype, run_bias, source.device
             )
         else:
-            weight = _of_codes(source, run.pieces(), columns, depth, own)
+            weight = _of_codes(source, run.pieces(), columns, depth, run_bias)
         weight.origin, weight.shard = tuple(run.parts), shard
-        found.append(weight)
+        joined.append(weight)
         first += columns
-    return found[0] if len(found) == 1 else Joined(found)
+    return joined[0] if len(joined) == 1 else Joined(joined)
 
 
-def dense_kind(source: Source) -> type[PackedDense] | type[TorchDense]:
+def dense_kind(source: WeightSource) -> type[PackedDense] | type[TorchDense]:
     """Return the form of plain weights."""
     return PackedDense if source.compiled else TorchDense
 
 
 def _of_codes(
-    source: Source,
+    source: WeightSource,
     pieces: Iterator[Codes],
     columns: int,
     depth: int,

@@ -24,7 +24,7 @@ CHUNK_BYTES = 16 << 20
 """Bytes of rows to convert at a time, so that loading needs no second copy of a tensor."""
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Source of weights.
 
     Attributes:
@@ -108,7 +108,7 @@ class Part:
             return ranges
         return list(_share(ranges, shard.of(sum(map(len, ranges)))))
 
-    def pieces(self, source: Source, shard: Shard | None) -> Iterator[torch.Tensor]:
+    def pieces(self, source: WeightSource, shard: Shard | None) -> Iterator[torch.Tensor]:
         """Yield `[n, K]` pieces (`[n]` of a bias) in the source's dtype, up to CHUNK_BYTES each."""
         tensor = source.mapped(self.name, self.shape)
         if self.index is not None:
@@ -132,7 +132,7 @@ def shape(parts: Sequence[Part], shard: Shard | None) -> tuple[int, int]:
     return columns, len(shard.of(depth)) if shard is not None and shard.axis == 1 else depth
 
 
-def stacked(source: Source, bias: Sequence[Part], shard: Shard | None) -> torch.Tensor | None:
+def stacked(source: WeightSource, bias: Sequence[Part], shard: Shard | None) -> torch.Tensor | None:
     """Concatenate the parts of a bias; None if there are none."""
     pieces = [piece for part in bias for piece in part.pieces(source, shard)]
     return torch.cat(pieces) if pieces else None
@@ -141,11 +141,11 @@ def stacked(source: Source, bias: Sequence[Part], shard: Shard | None) -> torch.
 def _share(ranges: Sequence[range], wanted: range) -> Iterator[range]:
     """Yield the elements `wanted` of the concatenated ranges."""
     begin = 0
-    for each in ranges:
-        low, high = max(wanted.start - begin, 0), min(wanted.stop - begin, len(each))
+    for part in ranges:
+        low, high = max(wanted.start - begin, 0), min(wanted.stop - begin, len(part))
         if low < high:
-            yield each[low:high]
-        begin += len(each)
+            yield part[low:high]
+        begin += len(part)
 
 
 WeightRecord = struct("Weight")

@@ -48,7 +48,7 @@ class Codes(NamedTuple):
     scale_stride: int
 
 
-class Layout(NamedTuple):
+class CodesLayout(NamedTuple):
     """Constants of codes: see `stored_codes`, the forms above, and the depth of a step."""
 
     group: int
@@ -234,7 +234,7 @@ _KINDS = {torch.int8: ROOTS, torch.float8_e4m3fn: E4M3, torch.float8_e8m0fnu: E8
 
 
 def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str, Any]:
-    """Return `Codes` and `Layout` of a weight, by parameter name; float8 as bytes."""
+    """Return `Codes` and `CodesLayout` of a weight, by parameter name; float8 as bytes."""
     zeros = None if isinstance(weight, StoredFloat8) else weight.zeros
     factors = None if isinstance(weight, StoredFloat8) else weight.factors
     if isinstance(weight, StoredFloat8):
@@ -256,7 +256,7 @@ def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str,
         ),
         # A dot needs a depth of at least 16.
         "LAYOUT": constants(
-            Layout,
+            CodesLayout,
             group,
             int(form.value),
             zeros is not None,

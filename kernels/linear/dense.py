@@ -16,7 +16,7 @@ import torch
 from vlm_serve.kernels.large_pages import zeros
 from vlm_serve.kernels.linear.base import WeightRecord
 from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
-from vlm_serve.kernels.linear.packed import PANEL, Packed
+from vlm_serve.kernels.linear.packed import PANEL, PackedLinear
 from vlm_serve.kernels.native_layout import constant, struct
 from vlm_serve.kernels.native_library import call
 
@@ -30,7 +30,7 @@ TYPES = {
 _Packing, _Part, _Change = map(struct, ("Packing", "LowRankPart", "LowRankChange"))
 
 
-class PackedDense(Packed):
+class PackedDense(PackedLinear):
     """A packed weight: `[ceil(N / 32), K, 32]`, or `[ceil(N / 32), ceil(K / 2), 32, 2]` of
     bfloat16.
 
@@ -117,20 +117,20 @@ class PackedChanges:
         """Lay out a change, and return its record."""
         whole = change.down
         down = PackedDense.of([whole], len(whole), whole.shape[1], whole.dtype)
-        scales, panels = change.scales.contiguous(), [_panels(each) for each in change.ups]
+        scales, panels = change.scales.contiguous(), [_panels(up) for up in change.ups]
         parts = [
             _Part(
                 first=up.first // PANEL,
-                last=up.first // PANEL + len(own),
+                last=up.first // PANEL + len(panel),
                 offset=up.offset,
                 rank=up.values.shape[1],
-                up=own.data_ptr(),
+                up=panel.data_ptr(),
             )
-            for up, own in zip(change.ups, panels, strict=True)
+            for up, panel in zip(change.ups, panels, strict=True)
         ]
         listed = (_Part * len(parts))(*parts)
         self._kept += [down, scales, panels, listed]
-        self.nbytes += down.nbytes + sum(each.nbytes for each in panels)
+        self.nbytes += down.nbytes + sum(panel.nbytes for panel in panels)
         return _Change(
             down=down.record(),
             scales=scales.data_ptr(),

@@ -41,7 +41,7 @@ WIDEST = 16
 """Bytes of codes that a thread reads at a time."""
 
 
-class Tile(NamedTuple):
+class FewCodesTile(NamedTuple):
     """Columns of a program, parts of the depth, warps, and steps in flight."""
 
     columns: int
@@ -50,20 +50,20 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(dtype: torch.dtype, columns: int) -> Tile:
+def tile_of(dtype: torch.dtype, columns: int) -> FewCodesTile:
     """Return the tile; the number of rows has no part in it."""
     narrow, target = columns < NARROW_BELOW, current_target()
     if target.backend == "hip":
         # What is not copied ahead stays in registers: eight rows with more columns would spill.
-        return Tile(8, 32, 4, 1)
+        return FewCodesTile(8, 32, 4, 1)
     if dtype == torch.float32:
-        return Tile(8, 32, 4, 3)
-    usual = Tile(8 if narrow else 16, 32, 4, 4)
+        return FewCodesTile(8, 32, 4, 3)
+    usual = FewCodesTile(8 if narrow else 16, 32, 4, 4)
     if target.backend != "cuda":
         return usual
-    limits = Limits(frozenset(Tile._fields), _shared_bytes)
+    limits = Limits(frozenset(FewCodesTile._fields), _shared_bytes)
     op = "few rows of codes, narrow" if narrow else "few rows of codes"
-    return Tile(**tuned(op, target.arch, target.shared_memory, usual._asdict(), limits))
+    return FewCodesTile(**tuned(op, target.arch, target.shared_memory, usual._asdict(), limits))
 
 
 def _shared_bytes(tile: Mapping[str, int]) -> int:
@@ -228,10 +228,10 @@ def few_codes(
         result = torch.empty(rows, width, dtype=out, device=x.device)
     tile = tile_of(x.dtype, wide)
     columns = max(2, tile.columns) if around.gated else tile.columns
-    own = code_arguments(weight, x, current_target())
-    layout = own["LAYOUT"]
+    operands = code_arguments(weight, x, current_target())
+    layout = operands["LAYOUT"]
     arguments = {
-        **own,
+        **operands,
         "x": rows_of(x),
         "bias": bias,
         "plus": None if plus is None else rows_of(plus),

@@ -26,7 +26,7 @@ ROWS = 16
 """Rows of the smallest dot."""
 
 
-class Tile(NamedTuple):
+class FewRowsTile(NamedTuple):
     """Columns of a program, depth of a step, warps, and steps in flight."""
 
     columns: int
@@ -35,18 +35,18 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(dtype: torch.dtype, columns: int, gated: bool = False) -> Tile:
+def tile_of(dtype: torch.dtype, columns: int, gated: bool = False) -> FewRowsTile:
     """Return the tile; the number of rows has no part in it."""
     if dtype == torch.float32:
-        return Tile(32, 32, 4, 1)
+        return FewRowsTile(32, 32, 4, 1)
     target, narrow = current_target(), columns < NARROW_BELOW
     stages = 1 if target.backend == "hip" else 4
-    usual = Tile(16, 256, 2, stages) if narrow else Tile(32, 128, 4, stages)
+    usual = FewRowsTile(16, 256, 2, stages) if narrow else FewRowsTile(32, 128, 4, stages)
     if target.backend != "cuda":
         return usual
-    limits = Limits(frozenset(Tile._fields), lambda own: _shared_bytes(own, gated))
+    limits = Limits(frozenset(FewRowsTile._fields), lambda tile: _shared_bytes(tile, gated))
     op = "few rows, narrow" if narrow else "few rows"
-    return Tile(**tuned(op, target.arch, target.shared_memory, usual._asdict(), limits))
+    return FewRowsTile(**tuned(op, target.arch, target.shared_memory, usual._asdict(), limits))
 
 
 def _shared_bytes(tile: Mapping[str, int], gated: bool) -> int:

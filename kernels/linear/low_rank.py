@@ -61,7 +61,7 @@ class AdapterChanges:
         self.by_site = by_site
         self.tower = tower
         self._room = room
-        self.widest = max((each.width for each in by_site.values()), default=0)
+        self.widest = max((change.width for change in by_site.values()), default=0)
         self._sites = sites
         self._layout: PackedChanges | None = None
         self._placed: Mapping[int, LowRankChange] | None = None
@@ -70,12 +70,12 @@ class AdapterChanges:
     @property
     def factor_bytes(self) -> int:
         """Bytes of all factors."""
-        return sum(each.factor_bytes for each in self.by_site.values())
+        return sum(change.factor_bytes for change in self.by_site.values())
 
     def lay_out(self) -> None:
         """Lay everything out for compiled code, unless that has been done."""
         if self._layout is None:
-            apart = {site: each for site, each in self.by_site.items() if each.places is None}
+            apart = {site: change for site, change in self.by_site.items() if change.places is None}
             self._layout = PackedChanges(apart, self._sites)
 
     def place(self, device: torch.device) -> None:
@@ -101,8 +101,8 @@ class AdapterChanges:
 
     def width(self, site: int) -> int:
         """Return the elements of u of a projection."""
-        own = self.by_site.get(site)
-        return 0 if own is None else max(own.width, self._room[site] if self._room else 0)
+        change = self.by_site.get(site)
+        return 0 if change is None else max(change.width, self._room[site] if self._room else 0)
 
     def drop_layout(self) -> None:
         """Free the results of `lay_out` and `place`."""
@@ -111,7 +111,9 @@ class AdapterChanges:
     @property
     def layout_bytes(self) -> int:
         """Bytes that `lay_out` and `place` have made."""
-        placed = 0 if self._placed is None else sum(each.nbytes for each in self._placed.values())
+        placed = (
+            0 if self._placed is None else sum(change.nbytes for change in self._placed.values())
+        )
         return placed + (0 if self._layout is None else self._layout.nbytes)
 
     def address(self) -> int:
@@ -170,8 +172,8 @@ def addition_of(change: LowRankChange, x: torch.Tensor, columns: int) -> torch.T
     total = u.new_zeros(len(x), columns)
     for up in change.ups:
         values = up.values.float()
-        own = u[:, up.offset : up.offset + values.shape[1]].contiguous()
-        total[:, up.first : up.first + len(values)] += _product(own, values)
+        reduced = u[:, up.offset : up.offset + values.shape[1]].contiguous()
+        total[:, up.first : up.first + len(values)] += _product(reduced, values)
     return total
 
 
@@ -218,18 +220,22 @@ class RowChanges:
     def at(self, site: int, device: torch.device) -> Site:
         """Return the changes of a projection for the kernels of a device."""
         if device not in self._records:
-            self._records[device] = torch.stack([each.records(device)[1] for each in self.adapters])
-        width = max((each.width(site) for each in self.adapters), default=0)
+            self._records[device] = torch.stack(
+                [adapter.records(device)[1] for adapter in self.adapters]
+            )
+        width = max((adapter.width(site) for adapter in self.adapters), default=0)
         return Site(self._groups_at(site, device), self._records[device][:, site], width)
 
     def _groups_at(self, site: int, device: torch.device) -> Groups:
         """Return the groups of rows, in which rows that a site's changes leave alone have none."""
-        key = device, tuple(site in each.by_site for each in self.adapters)
+        key = device, tuple(site in adapter.by_site for adapter in self.adapters)
         if key not in self._groups:
-            own = [each if each >= 0 and key[1][each] else -1 for each in self.of_rows]
+            adapters = [
+                adapter if adapter >= 0 and key[1][adapter] else -1 for adapter in self.of_rows
+            ]
             # A few of many rows have the bits of many: a few alone take another kernel.
-            least = MOST_ROWS + 1 if len(own) > MOST_ROWS else 0
-            self._groups[key] = Groups.of(own, device, least)
+            least = MOST_ROWS + 1 if len(adapters) > MOST_ROWS else 0
+            self._groups[key] = Groups.of(adapters, device, least)
         return self._groups[key]
 
     def few(self, site: int, x: torch.Tensor, norm: torch.Tensor | None = None) -> Reduced | None:
@@ -254,37 +260,37 @@ class RowChanges:
     ) -> Iterator[tuple[LowRankChange | None, torch.Tensor]]:
         """Yield each change of a projection with its rows, on a device; None: rows that stay as
         they are."""
-        found: dict[int, list[int]] = {}
+        by_adapter: dict[int, list[int]] = {}
         for row, adapter in enumerate(self.of_rows):
             known = adapter >= 0 and site in self.adapters[adapter].by_site
-            found.setdefault(adapter if known else -1, []).append(row)
-        for adapter, rows in found.items():
+            by_adapter.setdefault(adapter if known else -1, []).append(row)
+        for adapter, rows in by_adapter.items():
             change = None if adapter < 0 else self.adapters[adapter].at(site, device)
             yield change, torch.tensor(rows, device=device)
 
     def reaches(self, site: int) -> bool:
         """Tell whether the adapter of any row changes a projection."""
-        return any(site in self.adapters[each].by_site for each in self._used)
+        return any(site in self.adapters[adapter].by_site for adapter in self._used)
 
     def changed(self, sites: Sequence[int]) -> list[bool]:
         """Tell for each row whether its adapter changes any of these projections."""
-        known = [any(site in each.by_site for site in sites) for each in self.adapters]
+        known = [any(site in adapter.by_site for site in sites) for adapter in self.adapters]
         return [adapter >= 0 and known[adapter] for adapter in self.of_rows]
 
     def added(self, weight: Linear, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Add the changes by the adapters of x's rows to products in float32, in place."""
         first = 0
         for leaf in weight.leaves():
-            own = slice(first, first + leaf.columns)
-            first = own.stop
+            columns = slice(first, first + leaf.columns)
+            first = columns.stop
             if by_kernels(x.device):
                 if (u := self.few(leaf.site, x)) is not None:
-                    sums = Sums(out[:, own], False, Epilogue())
+                    sums = Sums(out[:, columns], False, Epilogue())
                     _extended(x.device, sums.values, sums, u)
                 continue
             for change, rows in self.groups(leaf.site, x.device):
                 if change is not None:
-                    out[rows, own] += addition_of(change, x[rows], leaf.columns)
+                    out[rows, columns] += addition_of(change, x[rows], leaf.columns)
         return out
 
     def multiplied(
@@ -319,19 +325,21 @@ class RowChanges:
     ) -> torch.Tensor:
         """Compute `gate.gated`; rows whose adapters change neither have the bits that they have
         without adapters."""
-        changed = self.changed([leaf.site for each in (gate, up) for leaf in each.leaves()])
+        changed = self.changed([leaf.site for part in (gate, up) for leaf in part.leaves()])
         if not any(changed):
             return gate.gated(up, x, deterministic=deterministic)
         out = x.new_empty(x.shape[0], gate.columns)
         for kind in (True, False):
-            own = torch.tensor([row for row, each in enumerate(changed) if each is kind])
-            if not len(own):
+            kind_rows = torch.tensor(
+                [row for row, row_changed in enumerate(changed) if row_changed is kind]
+            )
+            if not len(kind_rows):
                 continue
-            place = own.to(x.device)
+            place = kind_rows.to(x.device)
             if kind:
-                mine, rows = self.kept(own), x[place]
+                mine, rows = self.kept(kind_rows), x[place]
                 both = (
-                    each(rows, deterministic=deterministic, changes=mine) for each in (gate, up)
+                    part(rows, deterministic=deterministic, changes=mine) for part in (gate, up)
                 )
                 out[place] = silu_times(*both)
             else:
@@ -356,6 +364,6 @@ def _base(
         return weight._multiply(x, after, deterministic), Sums(x[:0].float(), True, after)
     out = x.new_empty(x.shape[0], weight.columns)
     if len(plain):
-        own = after.of(itemgetter(plain))
-        out[plain] = weight._multiply(x[plain], own, deterministic)
+        plain_after = after.of(itemgetter(plain))
+        out[plain] = weight._multiply(x[plain], plain_after, deterministic)
     return out, Sums(weight.partial(x[changed], deterministic=True), True, after)

@@ -128,7 +128,7 @@ def _record(change: LowRankChange) -> list[int]:
     down, ups = change.down, change.ups
     if len(ups) > MOST_PARTS:
         raise KernelArgumentError("change", f"{len(ups)} parts, at most {MOST_PARTS}")
-    if wrong := {each.dtype for each in (down, *(up.values for up in ups))} - KINDS.keys():
+    if wrong := {factor.dtype for factor in (down, *(up.values for up in ups))} - KINDS.keys():
         raise KernelArgumentError("change", f"factors in {wrong.pop()}")
     numbers = [down.data_ptr(), change.scales.data_ptr(), change.width, KINDS[down.dtype]]
     numbers += [len(ups), 0 if change.places is None else change.places.data_ptr()]
@@ -155,8 +155,8 @@ class Tiles(NamedTuple):
     @classmethod
     def of(cls, adapters: Sequence[int]) -> Tiles:
         """Sort rows by the number of their adapter, and leave out those of -1."""
-        own = [row for row, each in enumerate(adapters) if each >= 0]
-        order = sorted(own, key=adapters.__getitem__)
+        changed = [row for row, adapter in enumerate(adapters) if adapter >= 0]
+        order = sorted(changed, key=adapters.__getitem__)
         return cls(order, list(_cut([adapters[row] for row in order])))
 
     @staticmethod
@@ -204,13 +204,13 @@ class Groups:
                 for others.
         """
         tiles = Tiles.of(adapters)
-        plain = [row for row, each in enumerate(adapters) if each < 0]
+        plain = [row for row, adapter in enumerate(adapters) if adapter < 0]
         if plain:
             plain += tiles.order[: max(0, least - len(plain))]
         tables = to_device(
             {
                 "order": tiles.order,
-                "bounds": [each for tile in tiles.bounds for each in tile],
+                "bounds": [bound for tile in tiles.bounds for bound in tile],
                 "adapters": adapters,
                 "plain": plain,
             },
@@ -264,10 +264,10 @@ def held(site: Site, adapter: int) -> LowRankChange | None:
     record = site.records[adapter].tolist()
     if not record[2]:
         return None
-    found = _held.get((record[0], record[FIRST_UP]))
-    if found is None:
+    factors = _held.get((record[0], record[FIRST_UP]))
+    if factors is None:
         raise KernelArgumentError("site", "its records are those of factors that are gone")
-    return found
+    return factors
 
 
 def reduced_by_torch(x: torch.Tensor, norm: torch.Tensor | None, site: Site) -> Reduced:
@@ -279,8 +279,10 @@ def reduced_by_torch(x: torch.Tensor, norm: torch.Tensor | None, site: Site) -> 
     for change, rows in changes_at(site):
         down, scales = change.down.to(x.device).float(), change.scales.to(x.device)
         for split in range(splits):
-            own = slice(split * SPAN, (split + 1) * SPAN)
-            u[split, rows, : len(down)] = F.linear(x[rows, own].float(), down[:, own]) * scales
+            columns = slice(split * SPAN, (split + 1) * SPAN)
+            u[split, rows, : len(down)] = (
+                F.linear(x[rows, columns].float(), down[:, columns]) * scales
+            )
     return Reduced(u, site)
 
 
@@ -288,8 +290,8 @@ def addition(change: Reduced, columns: int) -> torch.Tensor:
     """Return float32 `[T, columns]`, what the rows' adapters add to the sums."""
     u = change.u.sum(0)
     total = u.new_zeros(len(u), columns)
-    for own, rows in changes_at(change.site):
-        for up in own.ups:
+    for adapter_change, rows in changes_at(change.site):
+        for up in adapter_change.ups:
             values = up.values.to(u.device).float()
             mine = u[rows, up.offset : up.offset + values.shape[1]]
             total[rows, up.first : up.first + len(values)] += F.linear(mine, values)

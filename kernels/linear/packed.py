@@ -29,7 +29,7 @@ _ACTIVATIONS: dict[Activation, int] = {
 _Projection = struct("Projection")
 
 
-class Packed(Linear):
+class PackedLinear(Linear):
     """A packed weight.
 
     Args:

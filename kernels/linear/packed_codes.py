@@ -16,7 +16,7 @@ from vlm_serve.kernels.large_pages import zeros
 from vlm_serve.kernels.linear.base import WeightRecord
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.dense import TYPES
-from vlm_serve.kernels.linear.packed import PANEL, Packed
+from vlm_serve.kernels.linear.packed import PANEL, PackedLinear
 from vlm_serve.kernels.native_layout import constant
 
 SCALE_TYPES = TYPES | {
@@ -32,7 +32,7 @@ MIN_GROUP = constant("MIN_GROUP")
 _KINDS = {(8, False): "INT8", (6, False): "INT6", (4, False): "INT4", (4, True): "FLOAT4"}
 
 
-class PackedCodes(Packed):
+class PackedCodes(PackedLinear):
     """A packed weight of codes.
 
     Args:
@@ -115,8 +115,8 @@ def _part_of(group: int, depth: int) -> int | None:
 
 def panels(columns: int, rows: int, dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
     """Allocate `[panels, rows, 32]` for that many columns."""
-    made = zeros(-(-columns // PANEL), rows, PANEL, dtype=dtype)
-    return made.fill_(fill) if fill else made
+    values = zeros(-(-columns // PANEL), rows, PANEL, dtype=dtype)
+    return values.fill_(fill) if fill else values
 
 
 def put(target: torch.Tensor, first: int, values: torch.Tensor) -> None:
@@ -164,9 +164,9 @@ class PackedFloat8(PackedCodes):
                 raise KernelArgumentError("pieces", "blocks differ within a weight")
             rows = len(piece.codes)
             put(words, first, piece.codes.contiguous().view(torch.int32))
-            own = piece.scales.repeat_interleave(piece.block[0], 0)[:rows]
-            own = own.repeat_interleave(min(piece.block[1], depth) // group, 1)
-            put(scales, first, own[:, : depth // group])
+            expanded = piece.scales.repeat_interleave(piece.block[0], 0)[:rows]
+            expanded = expanded.repeat_interleave(min(piece.block[1], depth) // group, 1)
+            put(scales, first, expanded[:, : depth // group])
             first += rows
             piece = next(pieces, None)
         return cls(

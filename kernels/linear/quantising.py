@@ -48,17 +48,17 @@ def quantise(weight: torch.Tensor, bits: int, group: int) -> IntegerCodes:
     factors = torch.empty(columns) if scales.dtype == torch.int8 else None
     step = max(1, _AT_ONCE // depth)
     for first in range(0, columns, step):
-        own = slice(first, first + step)
-        plain = weight[own].float().cpu().reshape(-1, depth // group, group)
+        block = slice(first, first + step)
+        plain = weight[block].float().cpu().reshape(-1, depth // group, group)
         best = _best(plain, bits)
         if factors is None:
-            scales[own] = best
-            kept = scale_values(scales[own], None)
+            scales[block] = best
+            kept = scale_values(scales[block], None)
         else:
-            scales[own], factors[own] = _roots(best)
-            kept = scale_values(scales[own], factors[own])
+            scales[block], factors[block] = _roots(best)
+            kept = scale_values(scales[block], factors[block])
         middle = 1 << (bits - 1)
-        codes[own] = (_whole(plain, kept, bits) + middle).flatten(1).to(torch.uint8)
+        codes[block] = (_whole(plain, kept, bits) + middle).flatten(1).to(torch.uint8)
     return IntegerCodes(codes, scales, None, bits, group, factors)
 
 

@@ -126,7 +126,7 @@ class StoredIntegers:
     def nbytes(self) -> int:
         """Bytes in memory."""
         others = (self.zeros, self.factors)
-        more = sum(each.nbytes for each in others if each is not None)
+        more = sum(tensor.nbytes for tensor in others if tensor is not None)
         return self.codes.nbytes + self.scales.nbytes + more
 
 

@@ -77,7 +77,7 @@ class TorchDense(Linear):
             bias = None if bias is None else with_rows(bias, MIN_COLUMNS)
         after = after.of(lambda part: with_rows(part, _padded(rows, x.device)))
         out = in_tiles(
-            x, lambda tile, own: self._product(tile, weight, bias, after.of(itemgetter(own)))
+            x, lambda tile, rows: self._product(tile, weight, bias, after.of(itemgetter(rows)))
         )
         return out[:, : self.columns]
 
@@ -178,8 +178,8 @@ def in_tiles(
     x = with_rows(x, padded)
     step = padded if x.device.type == "cpu" else ROWS_AT_ONCE
     tiles = [
-        product(x[own], own)
-        for own in (slice(first, first + step) for first in range(0, padded, step))
+        product(x[tile], tile)
+        for tile in (slice(first, first + step) for first in range(0, padded, step))
     ]
     return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows]
 

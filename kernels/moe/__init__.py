@@ -16,7 +16,7 @@ from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.base import ChangedRows
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import reference
-from vlm_serve.kernels.moe.reference import Beside
+from vlm_serve.kernels.moe.reference import Addends
 
 _TRITON = "vlm_serve.kernels.moe.triton"
 _route = Op(reference.route, triton=f"{_TRITON}:route")
@@ -55,7 +55,7 @@ def routed_experts(
     deterministic: bool = False,
     changes: ChangedRows | None = None,
     sites: tuple[int, int] = (0, 0),
-    beside: Beside | None = None,
+    addends: Addends | None = None,
 ) -> torch.Tensor:
     """Compute `sum_j weights[t, j] * down[e] @ (silu(gate) * up)` for every token t.
 
@@ -74,7 +74,7 @@ def routed_experts(
             projections.
         changes: the adapters of the rows, if any have one.
         sites: the numbers of gate_up and down if they lie in one piece; 0: no adapter reaches them.
-        beside: what is added to the sum, after it is rounded; None: nothing.
+        addends: what is added to the sum, after it is rounded; None: nothing.
 
     Returns:
         `[T, H]` in the dtype of x.
@@ -87,8 +87,8 @@ def routed_experts(
     check_tensor("weights", weights, (x.shape[0], None), (x.dtype,), device)
     check_tensor("ids", ids, weights.shape, (torch.int64,), device)
     _check_experts(x, gate_up, down)
-    if beside is not None:
-        _check_beside(x, beside)
+    if addends is not None:
+        _check_addends(x, addends)
     if changes is not None and not isinstance(gate_up, torch.Tensor | Stored):
         return reference.routed_experts(
             x,
@@ -97,7 +97,7 @@ def routed_experts(
             gate_up,
             down,
             deterministic=deterministic,
-            beside=beside,
+            addends=addends,
             changes=changes,
         )
     if changes is not None and not isinstance(gate_up, Sequence) and not isinstance(down, Sequence):
@@ -112,20 +112,20 @@ def routed_experts(
                 down,
                 stacked,
                 deterministic=deterministic,
-                beside=beside,
+                addends=addends,
             )
     return _experts(
-        device, x, weights, ids, gate_up, down, deterministic=deterministic, beside=beside
+        device, x, weights, ids, gate_up, down, deterministic=deterministic, addends=addends
     )
 
 
-def _check_beside(x: torch.Tensor, beside: Beside) -> None:
-    check_tensor("beside.residual", beside.residual, x.shape, (x.dtype,), x.device)
-    if (beside.shared is None) != (beside.gate is None):
-        raise KernelArgumentError("beside.gate", "given if and only if shared is")
-    if beside.shared is not None and beside.gate is not None:
-        check_tensor("beside.shared", beside.shared, x.shape, (x.dtype,), x.device)
-        check_tensor("beside.gate", beside.gate, (x.shape[0], 1), (x.dtype,), x.device)
+def _check_addends(x: torch.Tensor, addends: Addends) -> None:
+    check_tensor("addends.residual", addends.residual, x.shape, (x.dtype,), x.device)
+    if (addends.shared is None) != (addends.gate is None):
+        raise KernelArgumentError("addends.gate", "given if and only if shared is")
+    if addends.shared is not None and addends.gate is not None:
+        check_tensor("addends.shared", addends.shared, x.shape, (x.dtype,), x.device)
+        check_tensor("addends.gate", addends.gate, (x.shape[0], 1), (x.dtype,), x.device)
 
 
 def _check_experts(

@@ -53,7 +53,7 @@ def store_weighted(out, weights, total, pair, real, columns, HIDDEN: tl.constexp
     tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """The order of pairs and its tiles, int32.
 
     Attributes:
@@ -120,7 +120,7 @@ def _align_kernel(
             begin += tl.sum(here, axis=0)
 
 
-def align(ids: torch.Tensor, experts: int, rows: int) -> Plan:
+def align(ids: torch.Tensor, experts: int, rows: int) -> TilePlan:
     """Sort pairs by expert, stably, and cut them into tiles of one expert each.
 
     Nothing is read from the device: the number of tiles is an upper bound, and unused ones name
@@ -133,7 +133,7 @@ def align(ids: torch.Tensor, experts: int, rows: int) -> Plan:
     pairs = ids.numel()
     bound = triton.cdiv(pairs, rows) + min(experts, pairs)
     sizes = pairs, experts, bound, bound
-    plan = Plan._make(torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes)
+    plan = TilePlan._make(torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes)
     arguments = {
         "ids": ids.contiguous(),
         "plan": plan,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from vlm_serve.kernels.linear.low_rank_factors import HEAD, PART, RANKS, SPAN, Site
 from vlm_serve.kernels.linear.low_rank_triton import DEPTH, _factor, sizes_of
-from vlm_serve.kernels.moe.align_triton import Plan, tile_pairs
+from vlm_serve.kernels.moe.align_triton import TilePlan, tile_pairs
 from vlm_serve.kernels.triton_support import current_target, launch
 from vlm_serve.kernels.triton_views import Rows, constants
 from vlm_serve.kernels.triton_views import rows as rows_of
@@ -163,7 +163,7 @@ def with_part(
 def pair_changes(
     x: torch.Tensor,
     site: Site,
-    plan: Plan,
+    plan: TilePlan,
     rows: int,
     top_k: int,
     *,
@@ -178,7 +178,7 @@ def pair_changes(
     size, pairs = x.shape[1], len(plan.order)
     splits, width = triton.cdiv(size, SPAN), RANKS * triton.cdiv(max(1, site.width), RANKS)
     u = torch.empty(splits, pairs, width, dtype=torch.float32, device=x.device)
-    found = PairChanges(
+    changes = PairChanges(
         site.groups.adapters, rows_of(site.records), u, width, *map(tl.constexpr, sizes_of(u))
     )
     span = min(SPAN, DEPTH * triton.cdiv(size, DEPTH))
@@ -186,11 +186,11 @@ def pair_changes(
     arguments = {
         "x": rows_of(x),
         "plan": plan,
-        "changes": found,
+        "changes": changes,
         "count": pairs,
         "slots": len(site.records),
         "SIZES": constants(_Sizes, size, top_k, by_pair, span, rows, RANKS, DEPTH, precision),
     }
     grid = (len(plan.tile_expert), width // RANKS, splits)
     launch(_experts_down_kernel, grid, arguments, num_warps=4)
-    return found
+    return changes

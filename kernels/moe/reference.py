@@ -21,7 +21,7 @@ Expert = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Rows `[n, H]`, their numbers in the step and an expert: what it makes of them, `[n, H]`."""
 
 
-class Beside(NamedTuple):
+class Addends(NamedTuple):
     """Terms of a layer's sum beside the routed experts. Each sum is rounded: first that with the
     shared expert, then that with the residual.
 
@@ -50,21 +50,21 @@ def routed_experts(
     down: Weight,
     *,
     deterministic: bool,
-    beside: Beside | None = None,
+    addends: Addends | None = None,
     changes: ChangedRows | None = None,
 ) -> torch.Tensor:
     if isinstance(gate_up, torch.Tensor | Stored):
         assert not isinstance(down, Sequence), "both stacked or both apart"
-        return _sum(x, weights, ids, _stacked(gate_up, down, None), beside)
+        return _sum(x, weights, ids, _stacked(gate_up, down, None), addends)
     assert isinstance(down, Sequence), "both stacked or both apart"
 
     def expert(rows: torch.Tensor, tokens: torch.Tensor, index: int) -> torch.Tensor:
-        own = None if changes is None else changes.kept(tokens)
+        kept_changes = None if changes is None else changes.kept(tokens)
         gate, up = gate_up[2 * index], gate_up[2 * index + 1]
-        hidden = gate.gated(up, rows, deterministic=deterministic, changes=own)
-        return down[index](hidden, deterministic=deterministic, changes=own)
+        hidden = gate.gated(up, rows, deterministic=deterministic, changes=kept_changes)
+        return down[index](hidden, deterministic=deterministic, changes=kept_changes)
 
-    return _sum(x, weights, ids, expert, beside)
+    return _sum(x, weights, ids, expert, addends)
 
 
 def changed_experts(
@@ -76,17 +76,17 @@ def changed_experts(
     sites: ExpertSites,
     *,
     deterministic: bool,
-    beside: Beside | None = None,
+    addends: Addends | None = None,
 ) -> torch.Tensor:
     """Compute as `routed_experts`, with changes before the activation and before the weights."""
-    return _sum(x, weights, ids, _stacked(gate_up, down, sites), beside)
+    return _sum(x, weights, ids, _stacked(gate_up, down, sites), addends)
 
 
-def with_beside(out: torch.Tensor, beside: Beside) -> torch.Tensor:
+def with_addends(out: torch.Tensor, addends: Addends) -> torch.Tensor:
     """Return the sum with its addend."""
-    if beside.shared is not None and beside.gate is not None:
-        out = out + times_sigmoid(beside.shared, beside.gate)
-    return beside.residual + out
+    if addends.shared is not None and addends.gate is not None:
+        out = out + times_sigmoid(addends.shared, addends.gate)
+    return addends.residual + out
 
 
 def _sum(
@@ -94,7 +94,7 @@ def _sum(
     weights: torch.Tensor,
     ids: torch.Tensor,
     expert: Expert,
-    beside: Beside | None,
+    addends: Addends | None,
 ) -> torch.Tensor:
     """Add each expert's results, in ascending order: it depends on a token's own experts alone."""
     total = torch.zeros_like(widened(x))
@@ -103,7 +103,7 @@ def _sum(
         part = expert(x[tokens], tokens, index) * widened(weights[tokens, places])[:, None]
         total.index_add_(0, tokens, part)
     out = total.to(x.dtype)
-    return out if beside is None else with_beside(out, beside)
+    return out if addends is None else with_addends(out, addends)
 
 
 def _stacked(
@@ -128,12 +128,12 @@ Changes = list[tuple[LowRankChange, torch.Tensor]]
 
 
 def _changes(site: Site) -> Changes:
-    found: Changes = []
+    changes: Changes = []
     for change, rows in changes_at(site):
         mine = torch.zeros(len(site.groups.adapters), dtype=torch.bool, device=rows.device)
         mine[rows] = True
-        found.append((change.to(rows.device), mine))
-    return found
+        changes.append((change.to(rows.device), mine))
+    return changes
 
 
 def _plain(weight: torch.Tensor | Stored, expert: int, rows: int) -> torch.Tensor:
@@ -148,8 +148,8 @@ def _added(
 ) -> torch.Tensor:
     """Add the changes by adapters of an expert's tokens, in place."""
     for change, mine in changes:
-        own = change.of_expert(expert)
-        if own is not None:
+        expert_change = change.of_expert(expert)
+        if expert_change is not None:
             rows = mine[tokens]
-            wide[rows] += addition_of(own, x[rows], wide.shape[1])
+            wide[rows] += addition_of(expert_change, x[rows], wide.shape[1])
     return wide

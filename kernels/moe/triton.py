@@ -21,7 +21,7 @@ from vlm_serve.kernels.linear.low_rank_factors import ExpertSites
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe.align_triton import align, store_gated, store_weighted, tile_pairs
 from vlm_serve.kernels.moe.pair_changes_triton import pair_changes, with_part
-from vlm_serve.kernels.moe.reference import Beside
+from vlm_serve.kernels.moe.reference import Addends
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
 from vlm_serve.kernels.triton_views import constants, dots
 from vlm_serve.kernels.triton_views import rows as rows_of
@@ -35,7 +35,7 @@ class Plain(NamedTuple):
     row: int
 
 
-class Sizes(NamedTuple):
+class ExpertSizes(NamedTuple):
     """Constants: experts of a token, widths, and the tile of a program."""
 
     top_k: int
@@ -303,12 +303,12 @@ def _sum_kernel(
 
 
 def _summed(
-    parts: torch.Tensor, x: torch.Tensor, top_k: int, beside: Beside | None
+    parts: torch.Tensor, x: torch.Tensor, top_k: int, addends: Addends | None
 ) -> torch.Tensor:
     tokens, hidden = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     residual, shared, gate = (
-        each if each is None else rows_of(each) for each in beside or (None,) * 3
+        addend if addend is None else rows_of(addend) for addend in addends or (None,) * 3
     )
     block = min(1024, power_of_two(hidden))
     arguments = {
@@ -333,10 +333,10 @@ def routed_experts(
     down: torch.Tensor | Stored,
     *,
     deterministic: bool,
-    beside: Beside | None = None,
+    addends: Addends | None = None,
 ) -> torch.Tensor:
     """Round parts to the dtype of x, then sum them in float32 in the router's order."""
-    return _experts(x, weights, ids, (gate_up, down), None, deterministic, beside)
+    return _experts(x, weights, ids, (gate_up, down), None, deterministic, addends)
 
 
 def changed_experts(
@@ -348,10 +348,10 @@ def changed_experts(
     sites: ExpertSites,
     *,
     deterministic: bool,
-    beside: Beside | None = None,
+    addends: Addends | None = None,
 ) -> torch.Tensor:
     """Compute as `routed_experts`, with changes before the activation and before the weights."""
-    return _experts(x, weights, ids, (gate_up, down), sites, deterministic, beside)
+    return _experts(x, weights, ids, (gate_up, down), sites, deterministic, addends)
 
 
 def _experts(
@@ -361,7 +361,7 @@ def _experts(
     experts: tuple[torch.Tensor | Stored, torch.Tensor | Stored],
     sites: ExpertSites | None,
     deterministic: bool,
-    beside: Beside | None,
+    addends: Addends | None,
 ) -> torch.Tensor:
     (tokens, hidden), top_k = x.shape, ids.shape[1]
     pairs = tokens * top_k
@@ -373,20 +373,22 @@ def _experts(
         "plan": plan,
         "count": pairs,
         "slots": 0 if sites is None else len(sites.gate_up.records),
-        "SIZES": constants(Sizes, top_k, hidden, width, rows, columns, depth),
+        "SIZES": constants(ExpertSizes, top_k, hidden, width, rows, columns, depth),
         "DOT": dots(x.dtype),
     }
     stages, tiles = 1 if x.dtype == torch.float32 else 3, len(plan.tile_expert)
 
-    def product(kernel: Any, own: dict[str, Any], place: int, size: int) -> torch.Tensor:
+    def product(kernel: Any, operands: dict[str, Any], place: int, size: int) -> torch.Tensor:
         out = torch.empty(pairs, size, dtype=x.dtype, device=x.device)
         changes = None
         if sites is not None:
-            changes = pair_changes(own["x"].at, sites[place], plan, rows, top_k, by_pair=place > 0)
+            changes = pair_changes(
+                operands["x"].at, sites[place], plan, rows, top_k, by_pair=place > 0
+            )
         arguments = {
             **shared,
             **_weight(experts[place], x, sites is not None),
-            **own,
+            **operands,
             "out": out,
             "changes": changes,
         }
@@ -394,8 +396,8 @@ def _experts(
         return out
 
     inner = product(gate_up_kernel, {"x": rows_of(x)}, 0, width)
-    own = {"x": rows_of(inner), "weights": weights.contiguous()}
-    return _summed(product(down_kernel, own, 1, hidden), x, top_k, beside)
+    weighted = {"x": rows_of(inner), "weights": weights.contiguous()}
+    return _summed(product(down_kernel, weighted, 1, hidden), x, top_k, addends)
 
 
 def _weight(weight: torch.Tensor | Stored, x: torch.Tensor, changed: bool) -> dict[str, Any]:

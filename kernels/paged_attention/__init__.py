@@ -86,14 +86,14 @@ def without_first(
         for page, (stored, scale, zero) in zip(pages, parts, strict=True):
             rows = pick(stored, scale, zero, blocks, dtype).flatten(0, 1)
             page[place, :length] = rows[first : first + length]
-    own = replace(
+    gathered = replace(
         meta,
         block_tables=tuple((place,) for place in range(len(meta))),
         tensors={},
         plans={},
         checked=set(),
     )
-    return KVLayer(*pages), own
+    return KVLayer(*pages), gathered
 
 
 def _gated_by_ops(

@@ -34,7 +34,7 @@ def attention(
     if "compiled attention" not in meta.plans:
         meta.plans["compiled attention"] = _arrays(meta)
     arrays = cast("tuple[array[int], ...]", meta.plans["compiled attention"])
-    addresses = [each.buffer_info()[0] for each in arrays]
+    addresses = [numbers.buffer_info()[0] for numbers in arrays]
     job = _Attention(
         sequences=len(meta),
         threads=torch.get_num_threads(),
@@ -61,5 +61,5 @@ def _arrays(meta: PrefillMeta | DecodeMeta) -> tuple[array[int], ...]:
         starts = tuple(length - 1 for length in meta.kv_lens)
     else:
         starts = meta.starts
-    places, own = tables(meta)
-    return array("q", offsets(meta)), array("q", starts), places, *own
+    places, tables_kept = tables(meta)
+    return array("q", offsets(meta)), array("q", starts), places, *tables_kept

@@ -23,7 +23,7 @@ _CONSUMER = 99 << 10
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """Tile shape of a program: query rows, keys per step, warps, and stages of the key loop."""
 
     rows: int
@@ -32,7 +32,7 @@ class Tile:
     stages: int
 
 
-def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> Tile:
+def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> AttentionTile:
     """Return the prefill tile for a target, dtype and head dim.
 
     Nothing else decides: equal tiles in every batch keep a token's bits. At head dim 256 the
@@ -43,16 +43,16 @@ def prefill_tile(dtype: torch.dtype, dim: int, int8: bool) -> Tile:
     target = current_target()
     stages = 3 if target.shared_memory > _CONSUMER else 2
     if dtype == torch.float32:
-        return Tile(16, 16, 8, 1) if dim > 128 else Tile(32, 32, 4, 1)
+        return AttentionTile(16, 16, 8, 1) if dim > 128 else AttentionTile(32, 32, 4, 1)
     if target.backend == "hip":
-        return Tile(64, 32 if dim > 128 else 64, 4, 1)
+        return AttentionTile(64, 32 if dim > 128 else 64, 4, 1)
     if dim > 128:
         rows, keys = (128, 16 if int8 else 32) if target.roomy else (64, 32)
-        return Tile(rows, keys, 8, stages)
-    return Tile(128, 64, 4 if dim <= 64 else 8, stages)
+        return AttentionTile(rows, keys, 8, stages)
+    return AttentionTile(128, 64, 4 if dim <= 64 else 8, stages)
 
 
-def decode_tile(dtype: torch.dtype, dim: int, group: int) -> Tile:
+def decode_tile(dtype: torch.dtype, dim: int, group: int) -> AttentionTile:
     """Return the decode tile: query heads of one key head, padded to the smallest dot.
 
     Three tiles of keys and values are in flight where shared memory lets two programs of them
@@ -60,24 +60,24 @@ def decode_tile(dtype: torch.dtype, dim: int, group: int) -> Tile:
     """
     rows = power_of_two(group, 16)
     if dtype == torch.float32:
-        return Tile(rows, 16, 8, 1) if dim > 128 else Tile(rows, 32, 4, 1)
+        return AttentionTile(rows, 16, 8, 1) if dim > 128 else AttentionTile(rows, 32, 4, 1)
     target = current_target()
     keys, stages = 32 if dim > 128 else 64, 4 if target.shared_memory > _CONSUMER else 3
     if target.backend != "cuda":
-        return Tile(rows, keys, 4, 1 if target.backend == "hip" else stages)
+        return AttentionTile(rows, keys, 4, 1 if target.backend == "hip" else stages)
 
-    def shared(own: Mapping[str, int]) -> int:
+    def shared(tile: Mapping[str, int]) -> int:
         """Return the bytes of keys and values in flight, and of the queries."""
-        return 2 * power_of_two(dim, 16) * (2 * (own["stages"] - 1) * own["keys"] + rows)
+        return 2 * power_of_two(dim, 16) * (2 * (tile["stages"] - 1) * tile["keys"] + rows)
 
     limits = Limits(frozenset(("keys", "warps", "stages")), shared)
     usual = {"keys": keys, "warps": 4, "stages": stages}
     op = f"attention decode, head dim {dim}"
-    return Tile(rows, **tuned(op, target.arch, target.shared_memory, usual, limits))
+    return AttentionTile(rows, **tuned(op, target.arch, target.shared_memory, usual, limits))
 
 
 def attention_arguments(
-    q: torch.Tensor, kv: KVLayer, tables: Tables, scale: float, tile: Tile
+    q: torch.Tensor, kv: KVLayer, tables: Tables, scale: float, tile: AttentionTile
 ) -> dict[str, Any]:
     """Return the arguments of both kernels.
 

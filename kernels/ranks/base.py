@@ -39,7 +39,7 @@ class Ranks:
 
     def share(self, count: int) -> range:
         """Return this rank's part of `count` items; parts differ by one at most."""
-        first, last = (each * count // self.size for each in (self.rank, self.rank + 1))
+        first, last = (bound * count // self.size for bound in (self.rank, self.rank + 1))
         return range(first, last)
 
     def share_or_copy(self, count: int) -> range:
@@ -49,8 +49,8 @@ class Ranks:
         """
         if count >= self.size:
             return self.share(count)
-        own = self.rank * count // self.size
-        return range(own, own + 1)
+        replica = self.rank * count // self.size
+        return range(replica, replica + 1)
 
     def begin(self, step: int) -> None:
         """Begin a step, with a number above all before; all ranks have finished the last one."""

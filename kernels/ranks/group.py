@@ -59,7 +59,7 @@ class GroupRanks(Ranks):
         parts = self._gather(padded, [widest] * self.size)
         if self.rank:
             return part
-        return torch.cat([each[:, :width] for each, width in zip(parts, widths, strict=True)], 1)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def broadcast(self, tensor: torch.Tensor | None, root: int, like: torch.Tensor) -> torch.Tensor:
         out = tensor

@@ -109,7 +109,7 @@ class SharedRanks(Ranks):
 
     def _sum(self, part: torch.Tensor) -> torch.Tensor:
         slots = self._exchange(part)
-        return in_order([each.view(torch.float32).view(part.shape) for each in slots])
+        return in_order([slot.view(torch.float32).view(part.shape) for slot in slots])
 
     def columns(self, part: torch.Tensor, count: int) -> torch.Tensor:
         widest = -(-count // self.size)
@@ -125,10 +125,10 @@ class SharedRanks(Ranks):
 
     def _take(self, out: torch.Tensor, count: int) -> None:
         for rank in range(self.size):
-            own = Ranks(rank, self.size).share(count)
-            size = 4 * len(out) * len(own)
+            share = Ranks(rank, self.size).share(count)
+            size = 4 * len(out) * len(share)
             values = self._slot(rank, self._record.count - 1)[:size].view(torch.float32)
-            out[:, own.start : own.stop] = values.view(len(out), len(own))
+            out[:, share.start : share.stop] = values.view(len(out), len(share))
 
     def broadcast(self, tensor: torch.Tensor | None, root: int, like: torch.Tensor) -> torch.Tensor:
         out = torch.empty(like.shape, dtype=like.dtype) if tensor is None else tensor.contiguous()

@@ -15,6 +15,9 @@ import torch
 from vlm_serve.kernels.checks import FLOAT_DTYPES, KernelArgumentError, check_tensor
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.rope import compiled, reference
+from vlm_serve.kernels.rope.reference import Rotation
+
+__all__ = ["Rotation", "check_heads", "mrope_cos_sin", "qk_norm_rope"]
 
 _cos_sin = Op(reference.mrope_cos_sin, compiled=compiled.mrope_cos_sin)
 _norm_rope = Op(
@@ -52,22 +55,14 @@ def mrope_cos_sin(
 
 
 def qk_norm_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
+    q: torch.Tensor, k: torch.Tensor, rotation: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply a zero-centred RMS norm to each head, then the partial rotation; float32 inside.
 
     Args:
         q: `[T, Hq, D]`, float32, bfloat16 or float16, any strides with a dense last dimension.
         k: `[T, Hkv, D]`, as q.
-        q_weight, k_weight: `[D]` norm weights; 0 means a factor of 1.
-        cos, sin: float32 `[T, rot / 2]` from `mrope_cos_sin`, `rot <= D`.
-        eps: added to the mean square.
+        rotation: norms and angles.
 
     Returns:
         (q, k), new contiguous tensors of the same shapes and dtypes.
@@ -75,25 +70,18 @@ def qk_norm_rope(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    check_heads(q, k, q_weight, k_weight, cos, sin)
-    return _norm_rope(q.device, q, k, q_weight, k_weight, cos, sin, eps)
+    check_heads(q, k, rotation)
+    return _norm_rope(q.device, q, k, rotation)
 
 
-def check_heads(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> None:
+def check_heads(q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> None:
     """Check the arguments of `qk_norm_rope`.
 
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    tokens, _, dim = q.shape
-    device = q.device
+    (tokens, _, dim), device = q.shape, q.device
+    q_weight, k_weight, cos, sin, _ = rotation
     check_tensor("q", q, (tokens, None, dim), FLOAT_DTYPES, device)
     check_tensor("k", k, (tokens, None, dim), (q.dtype,), device)
     check_tensor("q_weight", q_weight, (dim,), FLOAT_DTYPES, device)

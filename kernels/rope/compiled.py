@@ -12,6 +12,7 @@ from vlm_serve.kernels.native_layout import constant
 from vlm_serve.kernels.native_library import call
 from vlm_serve.kernels.native_records import bits, knows_rows, rows
 from vlm_serve.kernels.norms.compiled import centred
+from vlm_serve.kernels.rope.reference import Rotation
 
 MAX_DIM = constant("MAX_DIM")
 """Largest head dim that compiled code supports."""
@@ -48,16 +49,11 @@ def mrope_cos_sin(
 
 
 def qk_norm_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
+    q: torch.Tensor, k: torch.Tensor, rotation: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     if not (knows_rows(q) and knows_rows(k) and q.shape[2] <= MAX_DIM):
         return None
+    q_weight, k_weight, cos, sin, eps = rotation
     cos, sin = cos.contiguous(), sin.contiguous()
     return _norm_rope(q, q_weight, cos, sin, eps), _norm_rope(k, k_weight, cos, sin, eps)
 

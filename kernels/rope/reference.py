@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from vlm_serve.kernels.norms.reference import centred
+
+
+class Rotation(NamedTuple):
+    """What norms and rotates the heads of tokens.
+
+    Attributes:
+        q_weight, k_weight: `[D]` norm weights; 0 means a factor of 1.
+        cos, sin: float32 `[T, rot / 2]` from `mrope_cos_sin`, `rot <= D`.
+        eps: added to the mean square.
+    """
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    eps: float
 
 
 def mrope_cos_sin(
@@ -22,14 +39,9 @@ def mrope_cos_sin(
 
 
 def qk_norm_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
+    q: torch.Tensor, k: torch.Tensor, rotation: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    q_weight, k_weight, cos, sin, eps = rotation
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return norm_rope(q, q_weight, cos, sin, eps), norm_rope(k, k_weight, cos, sin, eps)
 

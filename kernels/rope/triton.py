@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.kv_quant.triton import PLAIN, store_plain
+from vlm_serve.kernels.rope.reference import Rotation
 from vlm_serve.kernels.triton_support import launch, power_of_two
 
 BLOCK_HEADS = 4
@@ -142,18 +143,12 @@ def _qk_kernel(
 
 
 def qk_norm_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
+    q: torch.Tensor, k: torch.Tensor, rotation: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     arguments = {
-        **qk_arguments(q, k, q_weight, k_weight, cos, sin, eps),
+        **qk_arguments(q, k, rotation),
         "q_out": q_out,
         "k_out": k_out,
     }
@@ -162,30 +157,18 @@ def qk_norm_rope(
     return q_out, k_out
 
 
-def qk_arguments(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-) -> dict[str, Any]:
+def qk_arguments(q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> dict[str, Any]:
     """Return the arguments that kernels with this norm and rotation share, by parameter name."""
-    dim, half = q.shape[2], cos.shape[1]
+    dim, half = q.shape[2], rotation.cos.shape[1]
     return {
         "q": q,
         "k": k,
-        "q_weight": q_weight,
-        "k_weight": k_weight,
-        "cos": cos,
-        "sin": sin,
+        **rotation._asdict(),
         "q_token_stride": q.stride(0),
         "q_head_stride": q.stride(1),
         "k_token_stride": k.stride(0),
         "k_head_stride": k.stride(1),
-        "angle_stride": cos.stride(0),
-        "eps": eps,
+        "angle_stride": rotation.cos.stride(0),
         "Q_HEADS": q.shape[1],
         "K_HEADS": k.shape[1],
         "DIM": dim,

@@ -53,8 +53,8 @@ def segment_attention(
     check_tensor("k", k, (rows, heads, dim), (q.dtype,), q.device)
     check_tensor("v", v, (rows, heads, dim), (q.dtype,), q.device)
     check_tensor("tiles", tiles, (None, 3), (torch.int32,), q.device)
-    for name, each in (("q", q), ("k", k), ("v", v)):
-        if each.stride(1) != dim:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.stride(1) != dim:
             raise KernelArgumentError(name, "expected the heads of a row side by side")
     if not tiles.is_contiguous():
         raise KernelArgumentError("tiles", "expected a contiguous tensor")

@@ -13,7 +13,9 @@ def segment_attention(
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for begin, end in dict.fromkeys((begin, end) for begin, end, _ in tiles.tolist()):
         if begin < end:
-            own, keys, values = (each[None, begin:end].transpose(1, 2) for each in (q, k, v))
-            mixed = F.scaled_dot_product_attention(own, keys, values, scale=scale)
+            queries, keys, values = (
+                tensor[None, begin:end].transpose(1, 2) for tensor in (q, k, v)
+            )
+            mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
             out[begin:end] = mixed[0].transpose(0, 1)
     return out

@@ -9,8 +9,8 @@ import pytest
 from cache_texts import Image, Text
 from cache_world import World, make_world
 
-from vlm_serve.cache.adopting import Arrival, Destinations
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
+from vlm_serve.cache.tier_fetching import Arrival, Destinations, adopt
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Origin
 
 BLOCK = 4
@@ -54,7 +54,7 @@ def test_adopted_content_is_found(boundary: int) -> None:
     """At a tail and at the end of a block."""
     world = make_world()
     told, write = fill(world, boundary)
-    assert world.cache.adopt(TEXT.keys, arrival(boundary), write)
+    assert adopt(world.cache, TEXT.keys, arrival(boundary), write)
     world.cache.check()
     assert len(told[0].blocks) == -(-boundary // BLOCK)
     match = world.cache.match(TEXT.keys, limit=boundary)
@@ -72,7 +72,7 @@ def test_what_is_there_already_is_not_asked_for() -> None:
     def never(places: Destinations) -> None:
         raise AssertionError("nothing is missing")
 
-    assert world.cache.adopt(TEXT.keys, arrival(32), never)
+    assert adopt(world.cache, TEXT.keys, arrival(32), never)
 
 
 def test_nothing_is_published_if_something_is_missing() -> None:
@@ -83,7 +83,7 @@ def test_nothing_is_published_if_something_is_missing() -> None:
         replace(complete, state=False),
         replace(complete, kv=complete.kv - {TEXT.keys.block_keys[3]}),
     ]:
-        assert not world.cache.adopt(TEXT.keys, lacking, write)
+        assert not adopt(world.cache, TEXT.keys, lacking, write)
         world.cache.check()
         assert world.cache.usage.nodes == 0
     assert world.cache.free_block_count == world.config.num_blocks
@@ -96,7 +96,7 @@ def test_nothing_is_held_if_copying_fails() -> None:
         raise RuntimeError("injected")
 
     with pytest.raises(RuntimeError, match="injected"):
-        world.cache.adopt(TEXT.keys, arrival(32), broken)
+        adopt(world.cache, TEXT.keys, arrival(32), broken)
     world.cache.check()
     assert world.cache.free_block_count == world.config.num_blocks
     assert world.cache.usage.nodes == 0 and world.cache.usage.rows["reserved"] == 0
@@ -105,7 +105,7 @@ def test_nothing_is_held_if_copying_fails() -> None:
 def test_no_room_is_no_error() -> None:
     world = make_world(num_blocks=4)
     _, write = fill(world, 32)
-    assert not world.cache.adopt(TEXT.keys, arrival(32), write)
+    assert not adopt(world.cache, TEXT.keys, arrival(32), write)
     world.cache.check()
 
 
@@ -113,7 +113,7 @@ def test_provenance_comes_up_too() -> None:
     world = make_world()
     _, write = fill(world, 32)
     made = arrival(32, exact_until=16)
-    assert world.cache.adopt(TEXT.keys, made, write)
+    assert adopt(world.cache, TEXT.keys, made, write)
     assert [node.exact for node in world.cache.nodes()] == [True] * 4 + [False] * 4
     assert not world.cache.match(TEXT.keys, limit=32).exact
 

@@ -108,8 +108,8 @@ def test_an_eviction_is_told_while_the_content_is_still_there() -> None:
     seen: list[bool] = []
 
     def evicted(node: Node) -> None:
-        block = world.cache._ledger.blocks[node.block.id]
-        seen.append(node in block.nodes and block.id not in world.cache._ledger.blocks.free_ids)
+        block = world.cache.ledger.blocks[node.block.id]
+        seen.append(node in block.nodes and block.id not in world.cache.ledger.blocks.free_ids)
 
     world.cache.events.node_evicted.subscribe(evicted)
     world.serve(TEXT)

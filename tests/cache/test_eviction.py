@@ -6,7 +6,7 @@ import pytest
 from cache_texts import END_OF_TURN, Image, Text
 from cache_world import World, listed, make_world
 
-from vlm_serve.cache.policy import LruPolicy, Use, ValuePolicy, make_policy
+from vlm_serve.cache.candidates import LruPolicy, Use, ValuePolicy, make_policy
 
 
 def numbers(count: int, first: int = 10) -> list[int]:
@@ -185,7 +185,7 @@ def test_value_is_taken_anew_when_the_snapshot_before_has_gone() -> None:
     world.serve(other, snapshots=lambda position: position == 12)
     match = world.match(deep, limit=9)
     assert match.snapshot is not None
-    world.cache._ledger.remove_snapshot(match.snapshot)
+    world.cache.ledger.remove_snapshot(match.snapshot)
     world.check()
     take_rows(world, 3)
     assert world.match(deep).boundary == 16 and world.match(other).boundary == 0

@@ -49,7 +49,7 @@ def test_a_decode_step_publishes_nothing(cache: PrefixCache) -> None:
         cache.check()
     assert len(list(cache.nodes())) == before == len(PROMPT) // SIZE
     assert lease.length == len(text) and lease.prefilled == len(PROMPT)
-    assert not cache._ledger.pending, "nobody waits for what does not come"
+    assert not cache.ledger.pending, "nobody waits for what does not come"
     # It ends at a cut point, but decoding made its state.
     text = Text([*PROMPT, *ANSWER[:2]])
     assert len(text) % SIZE == 0

@@ -154,7 +154,7 @@ def test_stored_rows_are_copies_that_nobody_can_change() -> None:
     world.forward(run, 9, {})
     world.cache.commit(run.lease, text.keys, 9, exact_until=9, experts=rows)
     rows[:] = 0
-    stored = world.cache._ledger.trie.walk().__next__().experts
+    stored = world.cache.ledger.trie.walk().__next__().experts
     assert stored is not None
     assert np.array_equal(stored, text.experts(0, 4))
     assert not stored.flags.writeable

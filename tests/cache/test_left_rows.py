@@ -6,8 +6,8 @@ import pytest
 from cache_texts import END_OF_TURN, Image, Text
 from cache_world import Run, World, make_world
 
+from vlm_serve.cache.matching import key_at
 from vlm_serve.cache.prefix_cache import LeftState
-from vlm_serve.cache.reasons import key_at
 
 
 def computed(world: World, text: Text, end: int) -> Run:
@@ -23,16 +23,16 @@ def leave(world: World, run: Run, *, becomes: bool) -> None:
         world.snapshots[key_at(run.text.keys, length)] = run.text.digests[length]
     world.runs.remove(run)
     world.cache.close(run.lease, LeftState(run.text.keys, run.exact_until))
-    assert (world.cache._ledger.rows.states[row].value == "ready") == becomes
+    assert (world.cache.ledger.rows.states[row].value == "ready") == becomes
     world.check()
 
 
 @pytest.mark.parametrize("end", [8, 9])
 def test_a_row_at_a_cut_is_what_the_next_request_starts_from(end: int) -> None:
     world, text = make_world(), Text([*range(5, 13), END_OF_TURN, *range(20, 30)])
-    free = world.cache._ledger.rows.num_free
+    free = world.cache.ledger.rows.num_free
     leave(world, computed(world, text, end), becomes=True)
-    assert world.cache._ledger.rows.num_free == free - 1, "its own row, and no other"
+    assert world.cache.ledger.rows.num_free == free - 1, "its own row, and no other"
     assert world.cache.stats.saves == {"left": 1}
     assert world.match(text).boundary == end
     again = world.start(text)

@@ -130,7 +130,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             _, _, boundary = self.world.expected(text, len(text))
             assert cache.pin(text.keys, time) in (0, boundary)
         elif what == "expire":
-            cache.expire(time)
+            cache.timed_pins.expire(time)
         elif not self.world.runs:
             cache.flush()
             assert not self.world.nodes, "nothing ran and something survived the flush"

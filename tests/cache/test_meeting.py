@@ -7,8 +7,7 @@ import random
 import pytest
 from cache_texts import END_OF_TURN, Image, Segment, Text
 
-from vlm_serve.cache.matching import shared_cut
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at, shared_cut
 from vlm_serve.preprocess.identity.keys import PromptKeys
 
 SIZE = 8

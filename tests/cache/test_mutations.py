@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cache_traffic import drive
 
-from vlm_serve.cache import eviction, leasing, ledger, logprobs, matching
+from vlm_serve.cache import eviction, ledger, logprobs, matching, prefix_cache
 from vlm_serve.cache.ledger import Ledger
 from vlm_serve.cache.logprobs import RowKeeper, RowPiece
 from vlm_serve.cache.pools import BlockPool, RowPool, RowState
@@ -55,7 +55,7 @@ def free_a_block_that_a_tail_still_holds(patch: pytest.MonkeyPatch) -> None:
 
 
 def leak_a_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(leasing.Leasing, "abandon", lambda self, lease: lease.reserved.clear())
+    patch.setattr(prefix_cache.PrefixCache, "abandon", lambda self, lease: lease.reserved.clear())
 
 
 def free_a_row_twice(patch: pytest.MonkeyPatch) -> None:
@@ -105,24 +105,24 @@ def evict_an_inner_node(patch: pytest.MonkeyPatch) -> None:
 
 
 def release_the_restore_pin_at_once(patch: pytest.MonkeyPatch) -> None:
-    take_row = leasing.Leasing.take_row
+    take_row = prefix_cache.PrefixCache.take_row
 
     def careless(self: Any, lease: Lease) -> bool:
         self._release_restore(lease)
         return take_row(self, lease)
 
-    patch.setattr(leasing.Leasing, "take_row", careless)
+    patch.setattr(prefix_cache.PrefixCache, "take_row", careless)
 
 
 def forget_the_rows_of_a_tail(patch: pytest.MonkeyPatch) -> None:
-    grow = leasing.Leasing.grow
+    grow = prefix_cache.PrefixCache.grow
 
     def careless(self: Any, lease: Lease, num_tokens: int) -> bool:
         grown = grow(self, lease, num_tokens)
         lease.copies = tuple((source, target, n - 1) for source, target, n in lease.copies)
         return grown
 
-    patch.setattr(leasing.Leasing, "grow", careless)
+    patch.setattr(prefix_cache.PrefixCache, "grow", careless)
 
 
 def offer_kv_without_state(patch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def resume_what_was_evicted(patch: pytest.MonkeyPatch) -> None:
     def careless(self: Suspensions, suspended: Any) -> None:
         lease = suspended.lease
         drop(self, suspended)
-        self._leases[suspended] = suspended.lease = lease
+        self.leases[suspended] = suspended.lease = lease
 
     patch.setattr(Suspensions, "drop", careless)
 
@@ -178,7 +178,7 @@ def keep_a_row_under_the_token_before(patch: pytest.MonkeyPatch) -> None:
         known = place[-1]
         keep(*place[:-1], RowPiece(known.start, np.roll(known.rows, -1)))
 
-    patch.setattr(leasing, "keep", shifted)
+    patch.setattr(prefix_cache, "keep", shifted)
 
 
 def compute_nothing_before_a_missing_row(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_serve.cache.places import (
+from vlm_serve.cache.placement import (
     MAX_BINS,
     Bin,
     choose_places,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from vlm_serve.cache.places import (
+from vlm_serve.cache.placement import (
     INTERVAL,
     LEARNED,
     MOST_GROUPS,
     MOST_PLACES,
     MOST_WANTS,
-    Place,
+    LearnedPlace,
     Places,
 )
 
@@ -44,7 +44,7 @@ def test_places_from_the_start_are_learned_where_ends_differ() -> None:
     for index in range(12):
         document(found, 1000 + 170 * index, 1000 + 170 * index - 480)
     table = found.table(ROOT)
-    assert table is not None and table.places == (Place(30, from_end=False),)
+    assert table is not None and table.places == (LearnedPlace(30, from_end=False),)
 
 
 def test_few_wants_change_nothing_and_so_do_tenants() -> None:

@@ -142,4 +142,4 @@ def test_unpinning_a_snapshot_twice_is_an_error() -> None:
     lease = world.cache.open(match)
     world.cache.close(lease)
     with pytest.raises(AssertionError, match="unpinned twice"):
-        world.cache._ledger.unpin_snapshot(match.snapshot)
+        world.cache.ledger.unpin_snapshot(match.snapshot)

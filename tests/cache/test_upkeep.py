@@ -15,8 +15,8 @@ from cache_texts import END_OF_TURN, Image, Text
 from cache_world import World, listed, make_world
 
 import vlm_serve.cache.prefix_cache
+from vlm_serve.cache.candidates import LazyHeap
 from vlm_serve.cache.config import CacheConfig
-from vlm_serve.cache.lazy_heap import LazyHeap
 from vlm_serve.cache.listing import MediaInfo
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.preprocess.identity.keys import PromptKeys
@@ -38,9 +38,9 @@ def test_a_pinned_prefix_outlives_pressure_until_its_time() -> None:
     assert not world.cache.grow(other, 30)
     assert world.cache.reserve_snapshot(other, 4, "x") is None
     world.check()
-    assert world.cache.expire(now=4.9) == 0
+    assert world.cache.timed_pins.expire(now=4.9) == 0
     assert not world.cache.grow(other, 30)
-    assert world.cache.expire(now=5.0) == 1
+    assert world.cache.timed_pins.expire(now=5.0) == 1
     assert world.cache.grow(other, 30)
     world.check()
 
@@ -50,9 +50,9 @@ def test_pinning_again_moves_the_end() -> None:
     world.serve(text)
     assert world.cache.pin(text.keys, until=5.0) == 12
     assert world.cache.pin(text.keys, until=9.0) == 12
-    assert world.cache.expire(now=6.0) == 0
-    assert world.cache.expire(now=9.0) == 1
-    assert world.cache.expire(now=10.0) == 0
+    assert world.cache.timed_pins.expire(now=6.0) == 0
+    assert world.cache.timed_pins.expire(now=9.0) == 1
+    assert world.cache.timed_pins.expire(now=10.0) == 0
     world.check()
 
 
@@ -71,12 +71,12 @@ def test_a_node_is_pinned_with_all_before_it_and_the_deepest_state() -> None:
     text = Text(numbers(16))
     world.serve(text, snapshots=lambda position: position == 4)
     nodes = list(world.cache.nodes())
-    assert world.cache.pin_node(nodes[2], until=1.0) == 12
+    assert world.cache.timed_pins.add_node(nodes[2], until=1.0) == 12
     assert [node.pins for node in listed(world)] == [1, 1, 1, 0]
-    assert world.cache.next_expiry == 1.0
+    assert world.cache.timed_pins.next_end == 1.0
     world.cache.flush()
-    assert world.cache.pin_node(nodes[2], until=1.0) == 0, "it has left"
-    assert world.cache.next_expiry is None
+    assert world.cache.timed_pins.add_node(nodes[2], until=1.0) == 0, "it has left"
+    assert world.cache.timed_pins.next_end is None
     world.check()
 
 
@@ -118,7 +118,7 @@ def test_tenants_share_what_pins_may_hold() -> None:
         return pinned
 
     def holds(salt: str, number: int) -> bool:
-        return text(salt, number).keys.block_keys[3] in world.cache._timed_pins._pins
+        return text(salt, number).keys.block_keys[3] in world.cache.timed_pins._pins
 
     assert [pin("alice", number, 9.0 - number) for number in range(1, 5)] == [16] * 4
     assert pin("alice", 5, 5.0) == 0, "its own pins never give way"
@@ -143,7 +143,7 @@ def test_an_owner_of_several_roots_has_one_share() -> None:
 
     assert [pin("alice", 1), pin("alice", 2), pin("bob", 3), pin("bob", 4)] == [16] * 4
     assert pin("alice and adapter", 5) == 0
-    assert world.cache.lift_pins(lambda each: each.owner == b"alice") == 2
+    assert world.cache.timed_pins.lift(lambda each: each.owner == b"alice") == 2
     assert pin("alice and adapter", 5) == 16
     world.check()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from symbolic import END_OF_TURN, make_prompt
 
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
 from vlm_serve.engine.features.endings.endings import EndReuse
 from vlm_serve.preprocess.identity.keys import PromptKeys
 

@@ -16,7 +16,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_factors import RECORD, LowRankChange, Up, held
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
 from vlm_serve.kernels.moe import _changed, routed_experts
-from vlm_serve.kernels.moe.reference import Beside
+from vlm_serve.kernels.moe.reference import Addends
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 48, 24
 SITES = (1, 2)
@@ -140,8 +140,8 @@ def test_experts_of_several_adapters(dtype: torch.dtype) -> None:
     changes = RowChanges(adapters(), OWNERS)
     with kernels():
         found = run(own[:3], own[3:], changes)
-        beside = Beside(own[0], own[0], own[1][:, :1])
-        with_more = routed_experts(*own, changes=changes, sites=SITES, beside=beside)
+        addends = Addends(own[0], own[0], own[1][:, :1])
+        with_more = routed_experts(*own, changes=changes, sites=SITES, addends=addends)
         plain = routed_experts(*own)
     assert_near(found, wanted, 2 * TOLERANCE[dtype])
     shared = own[0].float() * torch.sigmoid(own[1][:, :1].float()) + own[0].float()

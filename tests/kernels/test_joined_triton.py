@@ -13,13 +13,13 @@ from vlm_serve.kernels.causal_conv import causal_conv_decode
 from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.gated_delta import decoding_triton, gates, recurrent_gated_delta
 from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
-from vlm_serve.kernels.kv_write import Rotation, rotate_and_write, write_kv
+from vlm_serve.kernels.kv_write import rotate_and_write, write_kv
 from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe.reference import Beside
+from vlm_serve.kernels.moe.reference import Addends
 from vlm_serve.kernels.norms import gated_rms_norm
 from vlm_serve.kernels.paged_attention import attention_decode, gated_attention_decode
-from vlm_serve.kernels.rope import qk_norm_rope
+from vlm_serve.kernels.rope import Rotation, qk_norm_rope
 from vlm_serve.kernels.triton_support import Target, record_launches
 
 KEY_HEADS, HEADS, KEY_DIM, DIM, TAPS = 2, 6, 24, 40, 4
@@ -100,7 +100,7 @@ def test_rotation_and_pages(
     slots = torch.tensor([13, -1, 0, 7, 19, -1, 12], device=DEVICE)
     one, other = layer(form, keys, dim), layer(form, keys, dim)
     with kernels():
-        expected, turned = qk_norm_rope(q, k, *rotation)
+        expected, turned = qk_norm_rope(q, k, rotation)
         write_kv(turned, v, one[0], slots)
         result = rotate_and_write(q, k, v, rotation, other[0], slots)
     assert torch.equal(result, expected)
@@ -143,8 +143,8 @@ def test_experts_and_what_is_beside_them(dtype: torch.dtype, shared: bool) -> No
         out = routed_experts(x, weights, ids, gate_up, down)
         if shared:
             out = out + times_sigmoid(own, gate)
-        beside = Beside(residual, own, gate) if shared else Beside(residual)
-        result = routed_experts(x, weights, ids, gate_up, down, beside=beside)
+        addends = Addends(residual, own, gate) if shared else Addends(residual)
+        result = routed_experts(x, weights, ids, gate_up, down, addends=addends)
     assert torch.equal(result, residual + out)
 
 

@@ -17,7 +17,14 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.kernels import native_build, native_library, native_processor, native_self_test
 from vlm_serve.kernels import native_shipped as module
 from vlm_serve.kernels.native_build import APART, BuildError, recipe
-from vlm_serve.kernels.native_library import OWN, build_own, built, foreseen, load, shipped
+from vlm_serve.kernels.native_library import (
+    COMPILED_HERE,
+    build_own,
+    built,
+    foreseen,
+    load,
+    shipped,
+)
 from vlm_serve.kernels.native_processor import architecture, flags, flags_of
 from vlm_serve.kernels.native_shipped import Shipped, write_index
 from vlm_serve.options.config import EngineConfig
@@ -58,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(native_build, "SOURCES", (sources,))
     monkeypatch.setattr(module, "FOLDER", wheel)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in (APART, OWN):
+    for name in (APART, COMPILED_HERE):
         monkeypatch.setenv(name, "")
     for name in ("CXX", *module.ORDERING):
         monkeypatch.delenv(name, raising=False)

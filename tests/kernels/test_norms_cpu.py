@@ -7,7 +7,7 @@ import torch
 from kernel_oracles import gated_rms_norm_reference, qk_norm_rope_reference, rms_norm_reference
 
 from vlm_serve.kernels.norms import gated_rms_norm, rms_norm
-from vlm_serve.kernels.rope import qk_norm_rope
+from vlm_serve.kernels.rope import Rotation, qk_norm_rope
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
@@ -40,7 +40,7 @@ def test_query_key_norm_and_rotation(dtype: torch.dtype, rows: int) -> None:
     q_weight, k_weight = torch.randn(2, 24).to(dtype)
     angles = torch.rand(rows, 4) * 6
     kept = mixed.clone()
-    got = qk_norm_rope(q, k, q_weight, k_weight, angles.cos(), angles.sin(), 1e-6)
+    got = qk_norm_rope(q, k, Rotation(q_weight, k_weight, angles.cos(), angles.sin(), 1e-6))
     assert torch.equal(mixed, kept)
     for rotated, x, weight in zip(got, (q, k), (q_weight, k_weight), strict=True):
         assert rotated.is_contiguous()
@@ -60,14 +60,16 @@ def test_a_row_has_the_same_bits_anywhere(dtype: torch.dtype) -> None:
     whole = (
         rms_norm(x, weight, 1e-6),
         gated_rms_norm(x, gate, weight, 1e-6),
-        qk_norm_rope(x, gate, weight, weight, cos, sin, 1e-6)[0],
+        qk_norm_rope(x, gate, Rotation(weight, weight, cos, sin, 1e-6))[0],
     )
     for start, end in ((0, 1), (3, 9), (17, 60)):
         part = slice(start, end)
         pieces = (
             rms_norm(x[part], weight, 1e-6),
             gated_rms_norm(x[part], gate[part], weight, 1e-6),
-            qk_norm_rope(x[part], gate[part], weight, weight, cos[part], sin[part], 1e-6)[0],
+            qk_norm_rope(x[part], gate[part], Rotation(weight, weight, cos[part], sin[part], 1e-6))[
+                0
+            ],
         )
         for piece, one in zip(pieces, whole, strict=True):
             assert torch.equal(piece, one[part])

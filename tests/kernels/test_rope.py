@@ -11,7 +11,7 @@ from kernel_oracles import qk_norm_rope_reference
 from triton_case import assert_near
 
 from vlm_serve.kernels.checks import KernelArgumentError
-from vlm_serve.kernels.rope import mrope_cos_sin, qk_norm_rope
+from vlm_serve.kernels.rope import Rotation, mrope_cos_sin, qk_norm_rope
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
@@ -55,7 +55,7 @@ def test_equals_transformers(
     fused = randn(tokens, heads[0], 2 * dim, dtype=dtype)
     q, k = fused[..., :dim], randn(tokens, heads[1], dim, dtype=dtype, seed=1)
     weights = [randn(dim, seed=2) * 0.3, randn(dim, seed=3) * 0.3]
-    results = qk_norm_rope(q, k, weights[0], weights[1], cos, sin, EPS)
+    results = qk_norm_rope(q, k, Rotation(weights[0], weights[1], cos, sin, EPS))
     wide = embedding(q.float(), positions[:, None])
     for x, weight, result in zip((q, k), weights, results, strict=True):
         norm = modeling().Qwen3_5MoeRMSNorm(dim, eps=EPS)
@@ -79,9 +79,9 @@ def test_cos_and_sin_do_not_depend_on_the_batch() -> None:
 def test_a_token_has_the_same_bits_in_any_batch() -> None:
     cos, sin = mrope_cos_sin(torch.arange(300).expand(3, -1), torch.rand(8), (4, 2, 2))
     q, k, weight = randn(300, 3, 40), randn(300, 1, 40, seed=1), randn(40, seed=2)
-    whole = qk_norm_rope(q, k, weight, weight, cos, sin, EPS)
+    whole = qk_norm_rope(q, k, Rotation(weight, weight, cos, sin, EPS))
     for own in (slice(0, 1), slice(7, 120), slice(299, 300)):
-        part = qk_norm_rope(q[own], k[own], weight, weight, cos[own], sin[own], EPS)
+        part = qk_norm_rope(q[own], k[own], Rotation(weight, weight, cos[own], sin[own], EPS))
         assert torch.equal(part[0], whole[0][own]) and torch.equal(part[1], whole[1][own])
 
 
@@ -95,7 +95,7 @@ def test_bad_arguments_are_named() -> None:
         "sin": (q, k, weight, weight, cos, sin[:1]),
     }.items():
         with pytest.raises(KernelArgumentError, match=name) as error:
-            qk_norm_rope(*arguments, EPS)
+            qk_norm_rope(*arguments[:2], Rotation(*arguments[2:], EPS))
         assert error.value.argument == name
     with pytest.raises(KernelArgumentError, match="positions"):
         mrope_cos_sin(torch.zeros(2, 4, dtype=torch.int64), torch.ones(8), (4, 2, 2))

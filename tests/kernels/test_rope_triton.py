@@ -7,7 +7,7 @@ import torch
 from kernel_oracles import qk_norm_rope_reference
 from triton_case import DEVICE, TOLERANCE, assert_near, kernels, randn
 
-from vlm_serve.kernels.rope import mrope_cos_sin, qk_norm_rope
+from vlm_serve.kernels.rope import Rotation, mrope_cos_sin, qk_norm_rope
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -26,7 +26,7 @@ def test_both_tensors(
     share = rotated // 6
     cos, sin = mrope_cos_sin(positions, frequencies, (rotated // 2 - 2 * share, share, share))
     with kernels():
-        results = qk_norm_rope(q, k, *weights, cos, sin, 1e-6)
+        results = qk_norm_rope(q, k, Rotation(*weights, cos, sin, 1e-6))
     for result, x, weight in zip(results, (q, k), weights, strict=True):
         assert result.dtype == dtype and result.is_contiguous()
         expected = qk_norm_rope_reference(x, weight, cos, sin, 1e-6)

@@ -32,7 +32,7 @@ def with_fault(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     inner = module.rms_norm
     monkeypatch.setattr(module, "rms_norm", lambda *args: fault(inner(*args)))
     for op in Op.with_triton():
-        monkeypatch.setattr(op, "_found", None)
+        monkeypatch.setattr(op, "_loaded", None)
 
 
 def test_right_kernels_are_checked_once_for_each_shape() -> None:
@@ -40,7 +40,7 @@ def test_right_kernels_are_checked_once_for_each_shape() -> None:
         expected = norm()
         assert torch.equal(norm(), expected)
         norm(5)
-    assert not faults.found
+    assert not faults.failures
     assert len(faults.checked) == 2
 
 
@@ -57,7 +57,7 @@ def test_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "rms_norm", watched)
     for op in Op.with_triton():
-        monkeypatch.setattr(op, "_found", None)
+        monkeypatch.setattr(op, "_loaded", None)
     compared: list[tuple[int, ...]] = []
     monkeypatch.setattr(
         Faults, "compare", lambda self, name, mine, theirs, *, short: compared.append(mine.shape)
@@ -71,7 +71,7 @@ def test_weights_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows != again and weight != same  # 768 and 256 bytes
     assert [each[1] for each in others] == [large.data_ptr()] * 2  # 1 024 bytes
     assert compared == [(3, 64), (3, 64), (64,), (1, 256)]
-    assert not faults.found
+    assert not faults.failures
 
 
 def test_a_wrong_row_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +82,8 @@ def test_a_wrong_row_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with_fault(monkeypatch, fault)
     with kernels(), checking() as faults:
         norm()
-    assert len(faults.found) == 1
-    assert faults.found[0].startswith("rms_norm differs from torch by 0.0")
+    assert len(faults.failures) == 1
+    assert faults.failures[0].startswith("rms_norm differs from torch by 0.0")
 
 
 def test_bits_that_change_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_bits_that_change_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with_fault(monkeypatch, fault)
     with kernels(), checking() as faults:
         norm()
-    assert faults.found == ["rms_norm gives other bits in a second run"]
+    assert faults.failures == ["rms_norm gives other bits in a second run"]
 
 
 def test_what_the_host_cannot_compute_is_said(
@@ -109,7 +109,7 @@ def test_what_the_host_cannot_compute_is_said(
     monkeypatch.setattr(op, "torch", refuse)
     with kernels(), checking() as faults:
         norm()
-    assert not faults.found
+    assert not faults.failures
     assert caplog.messages == ["rms_norm was not checked: not implemented for 'Half'"]
 
 
@@ -130,10 +130,10 @@ def test_only_the_thread_that_asks_is_checked(monkeypatch: pytest.MonkeyPatch) -
 def test_kernels_are_as_before_behind_the_check() -> None:
     with kernels():
         norm()
-        before = [op._found for op in Op.with_triton()]
+        before = [op._loaded for op in Op.with_triton()]
         with checking():
             norm()
-        assert [op._found for op in Op.with_triton()] == before
+        assert [op._loaded for op in Op.with_triton()] == before
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_differences(mine: torch.Tensor, theirs: torch.Tensor, right: bool) -> N
 def test_a_float32_result_of_16_bit_operands_is_as_rough_as_they_are(short: bool) -> None:
     mine, theirs, faults = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.012]), Faults()
     faults.compare("scan", mine.to(DEVICE), theirs, short=short)
-    assert bool(faults.found) != short
+    assert bool(faults.failures) != short
     ((apart, limit),) = faults.apart.values()
     assert (apart <= limit) == short
 
@@ -167,7 +167,7 @@ def test_operands_of_16_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with_fault(monkeypatch, lambda result: (result.float() * 1.005).to(result.dtype))
     with kernels(), checking() as faults:
         rms_norm(randn(3, 64, dtype=torch.bfloat16), randn(64), 1e-6)
-    assert not faults.found
+    assert not faults.failures
     with kernels(), checking() as faults:
         norm()
-    assert len(faults.found) == 1
+    assert len(faults.failures) == 1

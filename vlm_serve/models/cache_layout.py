@@ -141,9 +141,9 @@ def _room(
         return torch.empty(shape, dtype=dtype, device=device)
     if swapped is None:
         return zeros(*shape, dtype=dtype)
-    own, at = list(shape), 2 + swapped
-    own[at], own[at + 1] = own[at + 1], own[at]
-    return zeros(*own, dtype=dtype).transpose(at, at + 1)
+    sizes, at = list(shape), 2 + swapped
+    sizes[at], sizes[at + 1] = sizes[at + 1], sizes[at]
+    return zeros(*sizes, dtype=dtype).transpose(at, at + 1)
 
 
 @dataclass(frozen=True, eq=False)

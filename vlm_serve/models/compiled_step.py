@@ -113,7 +113,7 @@ class CompiledStep:
 
     def fold(self, folds: Sequence[tuple[int, int, int]]) -> None:
         """Implement `Model.fold`, which checks the arguments, as a step of no tokens."""
-        rows, updates, folded = (array("q", each) for each in zip(*folds, strict=True))
+        rows, updates, folded = (array("q", column) for column in zip(*folds, strict=True))
         offsets = array("q", [0]) * (len(folds) + 1)
         arrays = {
             "first_token": offsets,
@@ -125,7 +125,7 @@ class CompiledStep:
         step = _Step(
             sequences=len(folds),
             threads=torch.get_num_threads(),
-            **{name: each.buffer_info()[0] for name, each in arrays.items()},
+            **{name: values.buffer_info()[0] for name, values in arrays.items()},
         )
         call("vlm_step", ctypes.byref(self._folding), ctypes.byref(step), self._bits)
 
@@ -210,10 +210,10 @@ class _Layout:
             "snapshot_rows": self._snapshot_rows,
         }
         whole, places = array("q"), dict[str, int]()
-        for name, each in parts.items():
-            if each:
+        for name, column in parts.items():
+            if column:
                 places[name] = len(whole)
-                whole.extend(each)
+                whole.extend(column)
         self._kept.append(whole)
         base = whole.buffer_info()[0]
         return {name: base + 8 * place for name, place in places.items()}
@@ -224,13 +224,13 @@ class StepChanges:
 
     def __init__(self, changes: RowChanges) -> None:
         self._changes = changes
-        self._tables = array("q", (each.address() for each in changes.adapters))
+        self._tables = array("q", (adapter.address() for adapter in changes.adapters))
 
     def fields(self) -> dict[str, int]:
         """Return the fields for `Step`, which are addresses of this object's memory."""
         return {
             "adapters": len(self._tables),
-            "widest": max(each.widest for each in self._changes.adapters),
+            "widest": max(adapter.widest for adapter in self._changes.adapters),
             "adapter_of": self._changes.of_rows.buffer_info()[0],
             "changes": self._tables.buffer_info()[0],
         }
@@ -249,5 +249,5 @@ class _Media:
 
     def fields(self) -> dict[str, int]:
         """Return the fields for `Step`."""
-        places = {name: each.buffer_info()[0] for name, each in self._arrays.items()}
+        places = {name: values.buffer_info()[0] for name, values in self._arrays.items()}
         return {"media": len(self._rows), "media_stride": self._rows[0].shape[1], **places}

@@ -189,9 +189,9 @@ class Config:
         """
         pairs = getattr(self._kind, "attribute_map", {}).items()
         aliases = [other for pair in pairs if name in pair for other in pair]
-        for each in (name, *aliases):
-            if self.raw.get(each) is not None:
-                return self.raw[each]
+        for spelling in (name, *aliases):
+            if self.raw.get(spelling) is not None:
+                return self.raw[spelling]
         if name not in (known := self._defaults.get(self._source, {})):
             raise CheckpointError(f"config.json lacks {name}")
         self.defaulted[self._place + name] = self._source
@@ -254,8 +254,8 @@ class Config:
         value = self.given(name)
         if not isinstance(value, Mapping):
             raise CheckpointError(f"{name} in config.json must be an object")
-        own = self._source.removesuffix("Config") + _SECTIONS[name]
-        return self._like(value, source or own, f"{self._place}{name}.")
+        class_name = self._source.removesuffix("Config") + _SECTIONS[name]
+        return self._like(value, source or class_name, f"{self._place}{name}.")
 
     def _like(
         self, raw: Mapping[str, Any], source: str, place: str, inner: tuple[str, ...] = ()
@@ -283,9 +283,9 @@ class Config:
 
     def dtype(self, *sections: Config) -> torch.dtype:
         """Return the dtype of the weights, which sections may name as well; bfloat16 by default."""
-        for each in (self, *sections):
+        for section in (self, *sections):
             for name in ("dtype", "torch_dtype"):
-                value = each.raw.get(name)
+                value = section.raw.get(name)
                 if value is not None:
                     if not isinstance(value, str) or value not in _DTYPES:
                         raise CheckpointError(f"{name} {value!r} is not supported")
@@ -300,8 +300,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"the checkpoint has no {path.name}") from None
     except (OSError, ValueError) as error:
-        what = foreign(path) or "cannot be read as JSON"
-        raise CheckpointError(f"{path.name} {what}") from error
+        problem = foreign(path) or "cannot be read as JSON"
+        raise CheckpointError(f"{path.name} {problem}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} must hold a JSON object")
     return value
@@ -389,23 +389,23 @@ def _unread(option: str, path: str, raw: Mapping[str, Any], read: Collection[str
     )
 
 
-def mismatch(name: str, found: Sequence[int], *wanted: Sequence[int]) -> str:
+def mismatch(name: str, actual: Sequence[int], *wanted: Sequence[int]) -> str:
     """Return the sentence about a tensor of another shape than the config implies.
 
     Args:
         wanted: the accepted shapes.
     """
-    implied = " or ".join(str(list(each)) for each in wanted)
-    sentence = f"{name} has shape {list(found)}, the config implies {implied}"
-    fields = _fields(name, found, wanted[0])
+    implied = " or ".join(str(list(shape)) for shape in wanted)
+    sentence = f"{name} has shape {list(actual)}, the config implies {implied}"
+    fields = _fields(name, actual, wanted[0])
     return f"{sentence} by {fields}" if fields else sentence
 
 
-def _fields(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
+def _fields(name: str, actual: Sequence[int], wanted: Sequence[int]) -> str:
     """Return the fields behind the axes that differ, "" where none are known."""
     plain = _STORED.sub(".weight", name)
     ends = next((axes for end, axes in _FIELDS.items() if re.search(f"(^|\\.){end}$", plain)), ())
-    if plain == name and len(found) == len(wanted):
-        pairs = zip(ends, found, wanted, strict=False)
+    if plain == name and len(actual) == len(wanted):
+        pairs = zip(ends, actual, wanted, strict=False)
         ends = tuple(fields for fields, mine, theirs in pairs if mine != theirs)
     return ", ".join(dict.fromkeys(filter(None, ends)))

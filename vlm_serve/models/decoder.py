@@ -56,7 +56,7 @@ class Decoder:
         self.embedding = source.embedding(table, shape)
         rows: tuple[range, ...] = (source.ranks.share(spec.vocab_size),)
         if isinstance(pooled, tuple):
-            rows = tuple(range(each, each + 1) for each in pooled)
+            rows = tuple(range(row, row + 1) for row in pooled)
         self.head: Linear = (
             pooled
             if isinstance(pooled, Linear)

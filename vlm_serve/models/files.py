@@ -102,8 +102,8 @@ def _local(path: Path, tower: str | None) -> Path:
     if path.is_dir():
         model = None if _is_checkpoint(path) else sole_model(path)
     elif not is_gguf(path):
-        what = foreign(path) or "is a file: name the folder of the checkpoint"
-        raise ModelNotFoundError(f"{str(path)!r} {what}")
+        problem = foreign(path) or "is a file: name the folder of the checkpoint"
+        raise ModelNotFoundError(f"{str(path)!r} {problem}")
     if model is None:
         check_no_tower(tower)
         return path
@@ -160,15 +160,15 @@ def _from_hub(
     towers = [] if tower is not None else choose_tower(listed)
     try:
         folder = _fetched(name, revision, [*chosen, *towers], downloaded=configs_only)
-        here = all((folder / each).is_file() for each in chosen)
+        here = all((folder / file).is_file() for file in chosen)
     except ModelNotFoundError:
         if not configs_only:
             raise
         here = False
     if not here:
         raise ModelNotFoundError(f"{chosen[0]} of {name!r} is not downloaded yet: serve it once")
-    beside = str(folder / towers[0]) if towers and (folder / towers[0]).is_file() else NO_TOWER
-    return folder_of(find_files(folder / chosen[0], beside if tower is None else tower))
+    tower_path = str(folder / towers[0]) if towers and (folder / towers[0]).is_file() else NO_TOWER
+    return folder_of(find_files(folder / chosen[0], tower_path if tower is None else tower))
 
 
 def _listed(name: str, revision: str | None) -> list[str]:
@@ -183,7 +183,7 @@ def _listed(name: str, revision: str | None) -> list[str]:
         except ModelNotFoundError:
             problem = f"{name!r} is no directory, and {_complaint(error)}"
             raise ModelNotFoundError(problem) from error
-        return [str(each.relative_to(folder)) for each in sorted(folder.rglob("*.gguf"))]
+        return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*.gguf"))]
 
 
 def check_no_revision(revision: str | None) -> None:
@@ -297,8 +297,8 @@ class SafetensorsFile:
             self._handle: safe_open = safe_open(path, framework="pt")
             self.nbytes = path.stat().st_size
         except (OSError, SafetensorError) as error:
-            what = foreign(path) or "is not a readable safetensors file"
-            raise CheckpointError(f"{path.name} {what}") from error
+            problem = foreign(path) or "is not a readable safetensors file"
+            raise CheckpointError(f"{path.name} {problem}") from error
 
     def names(self) -> Iterable[str]:
         """Return the names of all tensors."""
@@ -311,8 +311,8 @@ class SafetensorsFile:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor as stored."""
-        found: torch.Tensor = self._handle.get_tensor(name)  # type: ignore[no-untyped-call]
-        return found
+        tensor: torch.Tensor = self._handle.get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
 
 
 def open_files(path: Path) -> list[TensorFile]:
@@ -324,7 +324,7 @@ def open_files(path: Path) -> list[TensorFile]:
     files = gguf_files(path)
     if files is not None:
         return [open_tensors(files)]
-    return [SafetensorsFile(each) for each in weight_files(path)]
+    return [SafetensorsFile(file) for file in weight_files(path)]
 
 
 def fingerprint(path: Path | str, config: Mapping[str, Any] | None = None) -> bytes:

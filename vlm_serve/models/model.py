@@ -202,9 +202,9 @@ class Model:
         table, vocab = self._decoder.embedding, self.spec.vocab_size
         if len(table) == vocab:
             return F.embedding(token_ids, table)
-        own = self.ranks.share(vocab)
-        known = (token_ids >= own.start) & (token_ids < own.stop)
-        rows = F.embedding(torch.where(known, token_ids - own.start, 0), table).float()
+        share = self.ranks.share(vocab)
+        known = (token_ids >= share.start) & (token_ids < share.stop)
+        rows = F.embedding(torch.where(known, token_ids - share.start, 0), table).float()
         return self.ranks.sum(rows * known[:, None])
 
     def _add_features(self, x: torch.Tensor, batch: ForwardBatch, index: int) -> None:
@@ -389,10 +389,10 @@ def _check_count(
         assert spec.vision is not None
         wanted = spec.vision.depth
         start = weights.vision_prefix(spec.vision.anchor) + spec.vision.layers
-    found = weights.count(start)
-    if found != wanted:
+    count = weights.count(start)
+    if count != wanted:
         raise CheckpointError(
-            f"the checkpoint has tensors of {found} layers ({start}*), but config.json lacks "
+            f"the checkpoint has tensors of {count} layers ({start}*), but config.json lacks "
             f"{place}, and the default of transformers' {source} is {wanted}"
         )
 

@@ -186,7 +186,7 @@ def _written_out(text: str) -> int:
             last = len(token[0])
             total += last
     if _VERBOSE.search(text):  # Comments may hide brackets: as if all were nested.
-        return len(text) * math.prod(_copies(each) for each in _TIMES.findall(text))
+        return len(text) * math.prod(_copies(count) for count in _TIMES.findall(text))
     return total
 
 

@@ -200,7 +200,7 @@ class Program:
 
     def sites(self, weights: Sequence[Linear]) -> int:
         """Return the address of the numbers under which adapters know several projections."""
-        sites = (ctypes.c_int64 * len(weights))(*(each.site for each in weights))
+        sites = (ctypes.c_int64 * len(weights))(*(weight.site for weight in weights))
         self._alive.append(sites)
         return ctypes.addressof(sites)
 
@@ -210,9 +210,9 @@ class Program:
 
     def vector(self, values: torch.Tensor) -> int:
         """Return the address of a float32 copy."""
-        own = values.float().contiguous()
-        self._alive.append(own)
-        return own.data_ptr()
+        copy = values.float().contiguous()
+        self._alive.append(copy)
+        return copy.data_ptr()
 
     def record(self, only: str | None = None) -> ctypes.Structure:
         """Return the whole program, or its operations of one kind; it lives as long as this
@@ -242,7 +242,10 @@ class Program:
 
 def _check_alike(*records: Any) -> None:
     """Check that the weights have the same operand."""
-    if len({(each.type, each.group, each.dynamic, bool(each.zeros)) for each in records}) > 1:
+    if (
+        len({(record.type, record.group, record.dynamic, bool(record.zeros)) for record in records})
+        > 1
+    ):
         raise UnsupportedError("weights of several formats that share an operand")
 
 

@@ -146,10 +146,10 @@ def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
 
 def _with_sidecar(path: Path) -> Mapping[str, Any]:
     """Return a config.json, completed by the file of ModelOpt's older exports."""
-    raw, beside = read_json(path), path.with_name(SIDECAR)
-    if "quantization_config" in raw or not beside.is_file():
+    raw, sidecar = read_json(path), path.with_name(SIDECAR)
+    if "quantization_config" in raw or not sidecar.is_file():
         return raw
-    return {**raw, "quantization_config": {"quant_method": "modelopt", **read_json(beside)}}
+    return {**raw, "quantization_config": {"quant_method": "modelopt", **read_json(sidecar)}}
 
 
 def spec_of(raw: Mapping[str, Any], changes: Changes = _NO_CHANGES) -> ModelSpec:
@@ -176,7 +176,7 @@ def _unknown(kind: object) -> str:
     """Return the message about a type that is not supported."""
     near = NEAR.get(str(kind).removesuffix("_text"))
     why = "" if near is None else f": {near}"
-    known = "; ".join(f"{each.models} ({name})" for name, each in FAMILIES.items())
+    known = "; ".join(f"{family.models} ({name})" for name, family in FAMILIES.items())
     return f"model_type {kind!r} is not supported{why}; supported are {known}"
 
 
@@ -210,8 +210,8 @@ def _names(path: Path) -> Collection[str]:
     with suppress(CheckpointError, OSError, SafetensorError, ValueError, KeyError, TypeError):
         files = weight_files(path)
         if (path / INDEX_FILE).is_file():
-            found = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
-            return set(found)
+            weight_map = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            return set(weight_map)
         names: set[str] = set()
         for file in files:
             with safe_open(file, framework="pt") as opened:

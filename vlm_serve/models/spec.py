@@ -221,9 +221,9 @@ class ModelSpec:
     @cached_property
     def routing(self) -> Routing | None:
         """Routing of the layers with routed experts, the same for all; None if there are none."""
-        found = {layer.feed_forward.routing for layer in self.layers} - {None}
-        assert len(found) <= 1, "layers route alike"
-        return found.pop() if found else None
+        routings = {layer.feed_forward.routing for layer in self.layers} - {None}
+        assert len(routings) <= 1, "layers route alike"
+        return routings.pop() if routings else None
 
     @property
     def expert_layers(self) -> int:
@@ -250,7 +250,7 @@ class ModelSpec:
         for layer in self.layers:
             repeated = layer.mixer.heads_to_repeat()
             shared = layer.mixer.heads_to_split(), layer.feed_forward.columns_to_split(), repeated
-            for name, count in itertools.chain(*(each.items() for each in shared)):
+            for name, count in itertools.chain(*(sizes.items() for sizes in shared)):
                 few = name in repeated and ranks % count == 0
                 if count % ranks and not few:
                     raise ConfigError(

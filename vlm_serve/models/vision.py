@@ -26,7 +26,7 @@ from vlm_serve.models.vision_parts import (
     GridMemory,
     Merger,
     Products,
-    Reader,
+    TowerReader,
     VisionBlock,
     attend,
     axial_frequencies,
@@ -109,9 +109,9 @@ class VisionTower:
         self._patch_embed = reader.patch_embed()
         self._positions = reader.positions()
         self._blocks = tuple(reader.block(index) for index in range(config.depth))
-        self._merger = reader.merger("merger", late=False)
+        self._merger = reader.merger("merger", postshuffle=False)
         self._deepstack = tuple(
-            reader.merger(f"deepstack_merger_list.{index}", late=True)
+            reader.merger(f"deepstack_merger_list.{index}", postshuffle=True)
             for index in range(len(config.deepstack))
         )
         self._mergers = dict(zip(config.deepstack, self._deepstack, strict=True))
@@ -171,8 +171,8 @@ class VisionTower:
         tables = [self._grid_tensors(height, width) for _, height, width in grids]
         embedded, places = tables[0]
         if len(tables) > 1:
-            embedded = torch.cat([each for each, _ in tables])
-            places = torch.cat([each for _, each in tables], dim=1)
+            embedded = torch.cat([embedding for embedding, _ in tables])
+            places = torch.cat([place for _, place in tables], dim=1)
         patches = patches.to(self._device, self._dtype)
         how = Products(deterministic, changes if changes is not None and changes.tower else None)
         x = how(self._patch_embed, patches, plus=embedded)
@@ -184,10 +184,10 @@ class VisionTower:
         rows = [size // self._config.merge_size**2 for size in sizes]
         return list(torch.split_with_sizes(merged, rows))
 
-    def fixed(self, most: int) -> FixedTower:
+    def fixed(self, most: int) -> FixedVisionTower:
         """Implement `Tower.fixed`."""
         patches = torch.zeros(most, self._config.patch_dim, dtype=self._dtype, device=self._device)
-        return FixedTower(self, self._config, patches)
+        return FixedVisionTower(self, self._config, patches)
 
     def prepared(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a grid's position embeddings `[n, hidden]`, and its turns: float32 `[2, n,
@@ -250,8 +250,8 @@ class VisionTower:
 
     def _merge(self, merger: Merger, x: torch.Tensor, how: Products) -> torch.Tensor:
         shape = (x.shape[0] // self._config.merge_size**2, -1)
-        late = merger.late
-        normed = layer_norm(x.view(shape) if late else x, merger.norm).view(shape)
+        postshuffle = merger.postshuffle
+        normed = layer_norm(x.view(shape) if postshuffle else x, merger.norm).view(shape)
         return how(merger.fc2, how(merger.fc1, normed, activation="gelu"))
 
     def _compute_grid_tensors(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +267,7 @@ class VisionTower:
         return torch.stack([angles.cos(), angles.sin()]).to(self._device)
 
 
-class FixedTower:
+class FixedVisionTower:
     """A tower over inputs at fixed addresses, for captured runs. Its attention reads the bounds of
     pictures from a table on the device.
 
@@ -294,9 +294,9 @@ class FixedTower:
         self._patches[: len(patches)].copy_(patches)
         begin = 0
         for _, height, width in grids:
-            own = slice(begin, begin + height * width)
-            self._positions[own], self._turns[:, own] = self._tower.prepared(height, width)
-            begin = own.stop
+            picture = slice(begin, begin + height * width)
+            self._positions[picture], self._turns[:, picture] = self._tower.prepared(height, width)
+            begin = picture.stop
 
     def run(self, size: int, tiles: torch.Tensor) -> torch.Tensor:
         """Implement `FixedTower.run` of models/spec.py."""
@@ -308,7 +308,7 @@ class FixedTower:
         return self._tower.run(self._patches[:size], self._positions[:size], turns, attend)
 
 
-class _Reader(Reader):
+class _Reader(TowerReader):
     """Names and shapes of the tower's tensors."""
 
     def __init__(self, source: Loader, prefix: str, config: VisionSpec) -> None:
@@ -325,13 +325,13 @@ class _Reader(Reader):
         kernel = (config.in_channels, config.temporal_patch_size, *[config.patch_size] * 2)
         return self.projection("patch_embed.proj", config.hidden_size, *kernel)
 
-    def merger(self, name: str, *, late: bool) -> Merger:
+    def merger(self, name: str, *, postshuffle: bool) -> Merger:
         merged = self._config.hidden_size * self._config.merge_size**2
         return Merger(
-            norm=self.norm(f"{name}.norm", merged if late else self._config.hidden_size),
+            norm=self.norm(f"{name}.norm", merged if postshuffle else self._config.hidden_size),
             fc1=self.projection(f"{name}.linear_fc1", merged, merged),
             fc2=self.projection(f"{name}.linear_fc2", self._config.out_hidden_size, merged),
-            late=late,
+            postshuffle=postshuffle,
         )
 
     def block(self, index: int) -> VisionBlock:
@@ -363,7 +363,7 @@ class CompiledTower:
 
     Args:
         blocks, merger: weights.
-        late: mergers of features, by the index of the block before them.
+        deepstack: mergers of features, by the index of the block before them.
         dtype: of activations.
         hidden, heads: of the blocks.
         merge: patches per side of a square that becomes one token.
@@ -381,7 +381,7 @@ class CompiledTower:
         self,
         blocks: Sequence[VisionBlock],
         merger: Merger,
-        late: Mapping[int, Merger],
+        deepstack: Mapping[int, Merger],
         *,
         dtype: torch.dtype,
         hidden: int,
@@ -394,16 +394,16 @@ class CompiledTower:
         self._area = merge * merge
         if self._dim > _MAX_DIM:
             raise UnsupportedError(f"heads of {self._dim} dims, more than {_MAX_DIM}")
-        self.width = merger.fc2.columns * (1 + len(late))
+        self.width = merger.fc2.columns * (1 + len(deepstack))
         axes = torch.arange(2, dtype=torch.int32).repeat_interleave(len(inv_freq))
         self._program.rotate(inv_freq.repeat(2), axes)
         features = 0
         for index, block in enumerate(blocks):
             self._add_attention(block)
             self._add_mlp(block)
-            if index in late:
+            if index in deepstack:
                 features += 1
-                self._add_merger(late[index], features)
+                self._add_merger(deepstack[index], features)
         self._add_merger(merger, 0)
         self._record, self._bits = self._program.record(), 8 * dtype.itemsize
         load()
@@ -461,11 +461,11 @@ class CompiledTower:
         mixed = program.view("mixed", heads * room)
         self._add_norm(block.norm1, program.residual, self._hidden)
         program.product(block.qkv, program.normed, qkv)
-        own = {"heads": heads, "head_dim": dim, "padded_dim": room}
-        program.emit("Turn", x=qkv, cos=program.cos, sin=program.sin, out=turned, **own)
+        head_sizes = {"heads": heads, "head_dim": dim, "padded_dim": room}
+        program.emit("Turn", x=qkv, cos=program.cos, sin=program.sin, out=turned, **head_sizes)
         program.emit("SeeAll", x=turned, out=mixed, heads=heads, padded_dim=room, scale=dim**-0.5)
         if room != dim:
-            program.emit("Narrow", x=mixed, out=program.normed, **own)
+            program.emit("Narrow", x=mixed, out=program.normed, **head_sizes)
             mixed = program.normed
         program.add(block.proj, mixed)
 
@@ -482,10 +482,10 @@ class CompiledTower:
         merged, columns = area * self._hidden, merger.fc2.columns
         squares = View(program.normed.buffer, 0, merged)
         wide, out = program.view("wide", merged), program.view("turned", columns)
-        if not merger.late:
+        if not merger.postshuffle:
             self._add_norm(merger.norm, program.residual, self._hidden)
         program.emit("Squares", size=area)
-        if merger.late:
+        if merger.postshuffle:
             self._add_norm(merger.norm, View(program.residual.buffer, 0, merged), merged)
         program.product(merger.fc1, squares, wide, "STORE_GELU")
         program.product(merger.fc2, wide, out)

@@ -46,12 +46,12 @@ class VisionBlock:
 
 @dataclass(frozen=True, slots=True)
 class Merger:
-    """Squares of patches to tokens. `norm` applies to patches, or to squares if `late`."""
+    """Squares of patches to tokens. `norm` applies to patches, or to squares if `postshuffle`."""
 
     norm: Affine
     fc1: Linear
     fc2: Linear
-    late: bool
+    postshuffle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Products:
         )
 
 
-class Reader:
+class TowerReader:
     """Tensors of a tower by name; all names start with `prefix`."""
 
     def __init__(self, source: Loader, prefix: str) -> None:

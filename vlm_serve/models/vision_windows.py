@@ -16,7 +16,7 @@ from vlm_serve.models.vision_parts import (
     Affine,
     GridMemory,
     Products,
-    Reader,
+    TowerReader,
     attend,
     layer_norm,
     nearest_positions,
@@ -155,9 +155,9 @@ class WindowVisionTower:
         pieces = patches.split_with_sizes(sizes)
         encoded: list[torch.Tensor] = [patches] * len(grids)
         for merge in sorted(set(merges)):
-            chosen = [index for index, each in enumerate(merges) if each == merge]
-            own = [(pieces[index], grids[index]) for index in chosen]
-            for index, rows in zip(chosen, self._encode(own, merge, how), strict=True):
+            chosen = [index for index, picture_merge in enumerate(merges) if picture_merge == merge]
+            group = [(pieces[index], grids[index]) for index in chosen]
+            for index, rows in zip(chosen, self._encode(group, merge, how), strict=True):
                 encoded[index] = rows
         return encoded
 
@@ -169,8 +169,8 @@ class WindowVisionTower:
     ) -> tuple[torch.Tensor, ...]:
         tables = [self._grid_tensors(*grid[1:], merge) for _, grid in pictures]
         orders, positions = zip(*tables, strict=True)
-        ordered = [own[order] for (own, _), order in zip(pictures, orders, strict=True)]
-        sizes = [len(each) for each in ordered]
+        ordered = [picture[order] for (picture, _), order in zip(pictures, orders, strict=True)]
+        sizes = [len(picture) for picture in ordered]
         pixels = torch.cat(ordered).to(self._device, self._dtype)
         x = how(self._patch_embed, pixels, plus=torch.cat(positions))
         lengths = sizes
@@ -221,7 +221,7 @@ class WindowVisionTower:
         return order, self._positions[places.to(self._device)]
 
 
-class _Reader(Reader):
+class _Reader(TowerReader):
     """Names and shapes of the tower's tensors."""
 
     def __init__(self, source: Loader, prefix: str, config: WindowVisionSpec) -> None:
@@ -269,7 +269,7 @@ class _Reader(Reader):
 
     def _attention(self, name: str) -> _Attention:
         hidden = self._config.hidden_size
-        parts = [f"{name}.self_attn.{each}_proj" for each in "qkv"]
+        parts = [f"{name}.self_attn.{projection}_proj" for projection in "qkv"]
         return _Attention(
             self.norm(f"{name}.layer_norm1", hidden),
             self.fused(parts, hidden, hidden),

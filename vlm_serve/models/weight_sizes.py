@@ -193,7 +193,7 @@ def weight_bytes(
     """
     ranks = Ranks(tensor_parallel - 1, tensor_parallel)
     mapped = device.type == "cpu" and weights == spec.dtype and not _coded_table(spec)
-    own = len(ranks.share(spec.vocab_size))
+    share = len(ranks.share(spec.vocab_size))
     known = _formats(spec.quantization, quantised, bits, compiled=compiled)
     text, vision = (Shapes(weights, compute, device, compiled, ranks, known) for _ in range(2))
     prefix = "model.language_model." if spec.vision is not None else "model."
@@ -214,7 +214,7 @@ def weight_bytes(
         coded[_name(weights)] = projections - sum(coded.values())
     return WeightBytes(
         projections=projections,
-        table=text.table if mapped else text.table * own // spec.vocab_size,
+        table=text.table if mapped else text.table * share // spec.vocab_size,
         others=text.others + vision.others,
         mapped=mapped,
         formats=tuple(coded.items()),
@@ -240,13 +240,13 @@ def _formats(
         if part.index is not None:
             # Checkpoints may hold each expert separately.
             place, _, kind = part.name.rpartition(".")
-            own = "down" if kind == "down_proj" else "gate"
-            names.append(f"{place}.{part.index}.{own}_proj.weight")
+            projection = "down" if kind == "down_proj" else "gate"
+            names.append(f"{place}.{part.index}.{projection}_proj.weight")
         if known is None:
-            found = map(scheme.expected, names)
+            formats = map(scheme.expected, names)
         else:
-            found = map(scheme.format_of, (name for name in names if plain_name(name) in known))
-        format_ = next(filter(None, found), None)
+            formats = map(scheme.format_of, (name for name in names if plain_name(name) in known))
+        format_ = next(filter(None, formats), None)
         return format_ if format_ is None or compiled else format_.without_compiler()
 
     return format_of

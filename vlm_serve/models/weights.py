@@ -131,17 +131,17 @@ class Weights:
 
     def _missing(self, name: str) -> str:
         names = Names(name)
-        inner = names.beside("base_layer.weight")
+        inner = names.sibling("base_layer.weight")
         if inner in self._files:
             return f"{inner} is part of an adapter: merge it into its model and save that"
-        packed = names.beside("qweight"), names.of_weight("packed")
-        found = next((each for each in packed if each in self._files), None)
-        if found is None or self._scheme is not None:
+        packed = names.sibling("qweight"), names.of_weight("packed")
+        packed_name = next((name for name in packed if name in self._files), None)
+        if packed_name is None or self._scheme is not None:
             return f"the checkpoint has no {name}"
-        return f"{found} is quantised, but config.json has no quantization_config"
+        return f"{packed_name} is quantised, but config.json has no quantization_config"
 
     def _format(self, weight: str) -> Format | None:
-        return None if self._scheme is None else self._scheme.found(weight, self)
+        return None if self._scheme is None else self._scheme.stored_format(weight, self)
 
     def codes(self, part: Part, shard: Shard | None) -> Iterator[Codes] | None:
         """Return the codes of a part's rows, None if it is dense; checks everything but the
@@ -200,7 +200,7 @@ class Weights:
         named rows, stacked, if any are named."""
         whole = self._whole(name, shape)
         if rows:
-            whole = torch.cat([whole[each.start : each.stop] for each in rows])
+            whole = torch.cat([whole[span.start : span.stop] for span in rows])
         return whole.to(self.device, dtype or self.compute_dtype, copy=not rows)
 
     def _whole(self, name: str, shape: Sequence[int]) -> torch.Tensor:
@@ -258,8 +258,8 @@ class Weights:
         table = self.mapped(name, shape)
         if table.device == self.device and table.dtype == self.dtype:
             return table
-        own = self.ranks.share(len(table))
-        return table[own.start : own.stop].to(self.device, self.dtype)
+        share = self.ranks.share(len(table))
+        return table[share.start : share.stop].to(self.device, self.dtype)
 
     def _expanded(self, codes: Iterator[Codes], part: Part) -> torch.Tensor:
         """Return the numbers that codes stand for."""
@@ -275,5 +275,5 @@ class Weights:
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
     """Check in one pass over memory that loading reads anyway: the extremes are NaN if anything
     is."""
-    if tensor.numel() and not all(math.isfinite(float(each)) for each in torch.aminmax(tensor)):
+    if tensor.numel() and not all(math.isfinite(float(bound)) for bound in torch.aminmax(tensor)):
         raise CheckpointError(f"{name} holds values that are NaN or infinite")

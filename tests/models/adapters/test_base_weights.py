@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from vlm_serve.engine.features.adapters.options import LoRA
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.adapters import read_adapter
-from vlm_serve.models.adapters.beside import check_base
+from vlm_serve.models.adapters.compatibility import check_base
 from vlm_serve.models.files import resolve_checkpoint
 from vlm_serve.models.registry import read_spec
 from vlm_serve.options.config import EngineConfig

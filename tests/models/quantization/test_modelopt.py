@@ -91,10 +91,12 @@ def test_what_is_not_supported_is_named(fields: Any, complaint: str) -> None:
 def test_a_head_that_lies_quantised_is_so_though_it_is_excluded() -> None:
     codes, dense = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4, 16)
     assert (
-        scheme(WHOLE).found("lm_head.weight", MemoryCheckpoint({"lm_head.weight": codes})) == NVFP4
+        scheme(WHOLE).stored_format("lm_head.weight", MemoryCheckpoint({"lm_head.weight": codes}))
+        == NVFP4
     )
     assert (
-        scheme(WHOLE).found("lm_head.weight", MemoryCheckpoint({"lm_head.weight": dense})) is None
+        scheme(WHOLE).stored_format("lm_head.weight", MemoryCheckpoint({"lm_head.weight": dense}))
+        is None
     )
 
 

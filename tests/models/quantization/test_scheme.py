@@ -221,10 +221,10 @@ class Held:
 def test_a_dense_tensor_is_dense_whatever_the_config_says() -> None:
     weight = f"{LAYER}mlp.up_proj.weight"
     for fields in (FP8, GPTQ, AWQ, PACKED):
-        assert scheme(fields).found(weight, Held(weight)) is None
+        assert scheme(fields).stored_format(weight, Held(weight)) is None
 
 
 def test_a_quantised_tensor_that_the_config_calls_dense_is_refused() -> None:
     held = Held(f"{LAYER}self_attn.q_proj.qweight")
     with pytest.raises(CheckpointError, match="q_proj.qweight is quantised, but quantization_conf"):
-        scheme(GPTQ).found(f"{LAYER}self_attn.q_proj.weight", held)
+        scheme(GPTQ).stored_format(f"{LAYER}self_attn.q_proj.weight", held)

@@ -68,7 +68,7 @@ class Admission:
         sequence: the sequence; it has its lease.
         match: what the cache had of its prompt.
         boundary: number of tokens that it reuses, at most those of the match.
-        reason: why the match is not deeper, see `cache.reasons`.
+        reason: why the match is not deeper, see `cache.matching`.
         fetched: (start, end, tier) of tokens that came from lower tiers.
         joined_tokens, joined_ms: what waiting for another prefill has gained and taken.
     """

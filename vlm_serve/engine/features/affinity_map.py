@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
 from vlm_serve.engine.features.mirror import TreeMirror
 from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.preprocess.identity.affinity import AffinityDigest, AffinityKey, place_of

@@ -130,14 +130,14 @@ class Inspector:
 
     def pin_node(self, node: Node, ttl_seconds: float, owner: bytes | None) -> int:
         """Pin a node and its ancestors; return the number of tokens."""
-        tokens = self._cache.pin_node(node, self.clock() + ttl_seconds, owner)
+        tokens = self._cache.timed_pins.add_node(node, self.clock() + ttl_seconds, owner)
         self._watch()
         return tokens
 
     def pins(self, owner: bytes | None) -> tuple[PinInfo, ...]:
         """Describe an owner's pins, None: all of them, earliest expiry first."""
         now = self.clock()
-        pins = [each for each in self._cache.timed_pins if owner in (None, each.owner)]
+        pins = [each for each in self._cache.timed_pins.pins if owner in (None, each.owner)]
         return tuple(
             PinInfo(
                 key=pin.key.hex(),
@@ -151,25 +151,25 @@ class Inspector:
 
     def lift_pins(self, owner: bytes | None, key: bytes | None) -> int:
         """Release pins of an owner, None: of all, with that key, None: any; return their number."""
-        return self._cache.lift_pins(
+        return self._cache.timed_pins.lift(
             lambda pin: owner in (None, pin.owner) and key in (None, pin.key)
         )
 
     def expire(self) -> None:
         """Release expired pins, and look no more once there are none."""
-        self._cache.expire(self.clock())
-        if self._cache.next_expiry is None:
+        self._cache.timed_pins.expire(self.clock())
+        if self._cache.timed_pins.next_end is None:
             self._hooks.on_time.remove(self.expire)
             self._hooks.seconds_left.remove(self._seconds_left)
 
     def _watch(self) -> None:
         """Have pins expire if there are some and nobody looks after them."""
-        if self._cache.next_expiry is not None and self.expire not in self._hooks.on_time:
+        if self._cache.timed_pins.next_end is not None and self.expire not in self._hooks.on_time:
             self._hooks.on_time.append(self.expire)
             self._hooks.seconds_left.append(self._seconds_left)
 
     def _seconds_left(self) -> float:
         """Return the seconds until the next pin expires."""
-        end = self._cache.next_expiry
+        end = self._cache.timed_pins.next_end
         left = MAX_WAIT_SECONDS if end is None else end - self.clock()
         return max(0.0, min(left, MAX_WAIT_SECONDS))

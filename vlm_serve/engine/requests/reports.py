@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from vlm_serve.cache.listing import HASH_CHARACTERS
+from vlm_serve.cache.matching import key_at
 from vlm_serve.cache.prefix_cache import PrefixCache
-from vlm_serve.cache.reasons import key_at
 from vlm_serve.cache.tiers.lookup import Segment
 from vlm_serve.engine.requests.outputs import CacheReport, PromptMedia, PromptSegment
 from vlm_serve.engine.requests.sequence import Sequence as EngineSequence

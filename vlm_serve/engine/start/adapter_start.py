@@ -20,7 +20,7 @@ from vlm_serve.errors import CheckpointError, ModelNotFoundError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model
 from vlm_serve.models.adapters import AdapterFile, read_adapter
-from vlm_serve.models.adapters.beside import check_base, check_beside
+from vlm_serve.models.adapters.compatibility import check_base, check_files
 from vlm_serve.options.config import EngineConfig
 
 
@@ -56,7 +56,7 @@ def make_adapters(
 
 def _check(source: ModelSource, template: str | None, file: AdapterFile) -> None:
     """Compare what an adapter's folder has of its model. Raises CheckpointError."""
-    check_beside(source.path, file.path, template=template)
+    check_files(source.path, file.path, template=template)
     check_base(source.path, file, tied=source.spec.tied_embeddings)
 
 

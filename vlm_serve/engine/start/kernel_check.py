@@ -68,11 +68,11 @@ def check_kernels(model: Model, types: Types, config: EngineConfig) -> str:
         "comparing kernels with the host; those that are not kept are compiled: minutes, once"
     )
     faults, digest = compare_kernels(model, types, config)
-    if faults.found:
+    if faults.failures:
         raise EngineError(
             f"kernels compute wrong results on {model.device} with Triton {triton_version()}: "
-            f"{'; '.join(sorted(set(faults.found)))}; another version of Triton may compute right "
-            "ones, and --no-kernel-check serves anyway"
+            f"{'; '.join(sorted(set(faults.failures)))}; another version of Triton may compute "
+            "right ones, and --no-kernel-check serves anyway"
             + "".join(f". Known: {sentence}" for sentence in known_faults(model.device))
         )
     if faults.unchecked:
@@ -115,7 +115,7 @@ def compare_kernels(model: Model, types: Types, config: EngineConfig) -> tuple[F
             if patch_sizes(model.spec, config):
                 steps.see()
         except RuntimeError:
-            if not faults.found:
+            if not faults.failures:
                 raise
     model.unbind()
     return faults, digest

@@ -65,7 +65,7 @@ def changes_of(named: Mapping[str, LowRank], modules: Modules) -> AdapterChanges
             else _change(rows, named, downs)
         )
         for number, (rows, _) in enumerate(modules.sites, 1)
-        if any(each.module in named for each in rows)
+        if any(part.module in named for part in rows)
     }
     return AdapterChanges(changes, len(modules.sites), tower=any(map(is_vision, named)))
 
@@ -104,15 +104,17 @@ def uniform(
         for number, count in modules.stacked.items()
         if kind_of(modules.sites[number - 1][0][0].module) in experts
     }
-    own = {**changes.by_site, **stacked}
-    return AdapterChanges(own, len(modules.sites), tower=changes.tower, room=room)
+    by_site = {**changes.by_site, **stacked}
+    return AdapterChanges(by_site, len(modules.sites), tower=changes.tower, room=room)
 
 
 _Downs = dict[tuple[object, ...], torch.Tensor]
 """Factors A of changes, by what they are made of."""
 
 
-def _change(rows: tuple[Rows, ...], named: Mapping[str, LowRank], known: _Downs) -> LowRankChange:
+def _change(
+    rows: tuple[ModuleRows, ...], named: Mapping[str, LowRank], known: _Downs
+) -> LowRankChange:
     """Return an adapter's change of a projection of several parts; a module's parts share u.
 
     `known`: of other projections. Gate and up of an expert may have one A.
@@ -120,24 +122,24 @@ def _change(rows: tuple[Rows, ...], named: Mapping[str, LowRank], known: _Downs)
     offsets: dict[str, int] = {}
     downs, scales, ups = list[torch.Tensor](), list[torch.Tensor](), list[Up]()
     first = width = 0
-    for each in rows:
-        change = named.get(each.module)
+    for part in rows:
+        change = named.get(part.module)
         if change is not None:
-            if each.module not in offsets:
-                offsets[each.module] = width
+            if part.module not in offsets:
+                offsets[part.module] = width
                 width += change.rank
-                downs.append(change.down[:, each.columns.start : each.columns.stop])
+                downs.append(change.down[:, part.columns.start : part.columns.stop])
                 scales.append(torch.full((change.rank,), change.scale))
-            ups.append(Up(first, offsets[each.module], each.of(change.up)))
-        first += each.count
-    made_of = tuple((each.data_ptr(), each.shape, each.stride()) for each in downs)
+            ups.append(Up(first, offsets[part.module], part.of(change.up)))
+        first += part.count
+    made_of = tuple((down.data_ptr(), down.shape, down.stride()) for down in downs)
     if made_of not in known:
         known[made_of] = torch.cat(downs)
     return LowRankChange(known[made_of], torch.cat(scales), tuple(ups))
 
 
 def _stacked_change(
-    rows: Sequence[Rows], count: int, named: Mapping[str, LowRank]
+    rows: Sequence[ModuleRows], count: int, named: Mapping[str, LowRank]
 ) -> LowRankChange:
     """Return the changes of all experts of a weight.
 
@@ -148,42 +150,45 @@ def _stacked_change(
     """
     parts = len(rows) // count
     experts = [rows[first : first + parts] for first in range(0, len(rows), parts)]
-    changed = [own for own in experts if any(each.module in named for each in own)]
-    own = [[named.get(each.module) for each in expert] for expert in changed]
+    changed = [expert for expert in experts if any(part.module in named for part in expert)]
+    expert_changes = [[named.get(part.module) for part in expert] for expert in changed]
     ranks = [
-        max(0 if each is None else each.rank for each in part) for part in zip(*own, strict=True)
+        max(0 if change is None else change.rank for change in alternatives)
+        for alternatives in zip(*expert_changes, strict=True)
     ]
-    shared = parts == 2 and all(_share(gate, up) for gate, up in own)
+    shared = parts == 2 and all(_share(gate, up) for gate, up in expert_changes)
     offsets = [0] * parts if shared else [0, *accumulate(ranks)][:parts]
-    kinds = [each.down.dtype for expert in own for each in expert if each is not None]
+    kinds = [
+        change.down.dtype for expert in expert_changes for change in expert if change is not None
+    ]
     dtype, columns = reduce(torch.promote_types, kinds), rows[0].columns
     width = max(first + rank for first, rank in zip(offsets, ranks, strict=True))
     down = torch.zeros(len(changed), width, len(columns), dtype=dtype)
     scales = torch.zeros(len(changed), width)
-    sizes = [each.count for each in experts[0]]
+    sizes = [part.count for part in experts[0]]
     values = [
         torch.zeros(len(changed), size, rank, dtype=dtype)
         for size, rank in zip(sizes, ranks, strict=True)
     ]
-    for place, (places, changes) in enumerate(zip(changed, own, strict=True)):
-        for part, (each, change) in enumerate(zip(places, changes, strict=True)):
+    for place, (places, changes) in enumerate(zip(changed, expert_changes, strict=True)):
+        for part, (rows_part, change) in enumerate(zip(places, changes, strict=True)):
             if change is None:
                 continue
             mine = slice(offsets[part], offsets[part] + change.rank)
             down[place, mine] = change.down[:, columns.start : columns.stop].to(dtype)
             scales[place, mine] = change.scale
-            values[part][place, :, : change.rank] = each.of(change.up).to(dtype)
+            values[part][place, :, : change.rank] = rows_part.of(change.up).to(dtype)
     firsts = [0, *accumulate(sizes)]
-    ups = tuple(Up(*each) for each in zip(firsts, offsets, values, strict=False))
+    ups = tuple(Up(*fields) for fields in zip(firsts, offsets, values, strict=False))
     return LowRankChange(down, scales, ups, _places(experts, named))
 
 
 def _stacked_alike(
-    rows: Sequence[Rows], count: int, rank: int, factor: Callable[[int, int], torch.Tensor]
+    rows: Sequence[ModuleRows], count: int, rank: int, factor: Callable[[int, int], torch.Tensor]
 ) -> LowRankChange:
     """Return changes that all experts share, in the memory of one expert's; see `uniform`."""
-    own = rows[: len(rows) // count]
-    sizes = [each.count for each in own]
+    first_expert = rows[: len(rows) // count]
+    sizes = [part.count for part in first_expert]
     firsts = [0, *accumulate(sizes)]
     ups = tuple(
         Up(first, 0, factor(size, rank).unsqueeze(0))
@@ -201,8 +206,8 @@ def _share(gate: LowRank | None, up: LowRank | None) -> bool:
     return same and gate.scale == up.scale
 
 
-def _places(experts: Sequence[Sequence[Rows]], named: Mapping[str, LowRank]) -> torch.Tensor:
-    changed = [any(each.module in named for each in own) for own in experts]
+def _places(experts: Sequence[Sequence[ModuleRows]], named: Mapping[str, LowRank]) -> torch.Tensor:
+    changed = [any(part.module in named for part in expert) for expert in experts]
     places = torch.tensor(changed, dtype=torch.int32).cumsum(0, dtype=torch.int32) - 1
     places[~torch.tensor(changed)] = -1
     return places
@@ -212,12 +217,12 @@ def shared(
     named: Mapping[str, LowRank], modules: Modules, changes: AdapterChanges
 ) -> dict[str, LowRank]:
     """Return an adapter's modules. A factor that a change holds whole is a view of that."""
-    found = dict(named)
+    views = dict(named)
     for number, change in changes.by_site.items():
         for module, down, up in _factors(modules.sites[number - 1][0], change, named):
-            own = found[module]
-            found[module] = LowRank(_same(down, own.down), _same(up, own.up), own.scale)
-    return found
+            factors = views[module]
+            views[module] = LowRank(_same(down, factors.down), _same(up, factors.up), factors.scale)
+    return views
 
 
 def to_send(named: Mapping[str, LowRank]) -> dict[str, LowRank]:
@@ -225,44 +230,47 @@ def to_send(named: Mapping[str, LowRank]) -> dict[str, LowRank]:
     that its memory holds. Modules with one factor share it still."""
     alone: dict[tuple[object, ...], torch.Tensor] = {}
 
-    def own(factor: torch.Tensor) -> torch.Tensor:
+    def alone_of(factor: torch.Tensor) -> torch.Tensor:
         key = factor.data_ptr(), factor.shape, factor.stride(), factor.dtype
         if key not in alone:
             whole = factor.untyped_storage().nbytes() == factor.nbytes
             alone[key] = factor if whole else factor.clone()
         return alone[key]
 
-    return {name: LowRank(own(each.down), own(each.up), each.scale) for name, each in named.items()}
+    return {
+        name: LowRank(alone_of(change.down), alone_of(change.up), change.scale)
+        for name, change in named.items()
+    }
 
 
-def _same(view: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def _same(view: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return the view if it is the factor; a share of it, or its rows in another order, is not."""
-    same = view.shape == own.shape and view.dtype == own.dtype and torch.equal(view, own)
-    return view if same else own
+    same = view.shape == factor.shape and view.dtype == factor.dtype and torch.equal(view, factor)
+    return view if same else factor
 
 
 def _factors(
-    rows: Sequence[Rows], change: LowRankChange, named: Mapping[str, LowRank]
+    rows: Sequence[ModuleRows], change: LowRankChange, named: Mapping[str, LowRank]
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield the changed modules of a projection, with A and B as its change holds them."""
     if change.places is None:
-        changed = [each.module for each in rows if each.module in named]
+        changed = [part.module for part in rows if part.module in named]
         for module, up in zip(changed, change.ups, strict=True):
             rank = up.values.shape[1]
             yield module, change.down[up.offset : up.offset + rank], up.values
         return
     parts = len(rows) // len(change.places)
-    for number, each in enumerate(rows):
+    for number, module_rows in enumerate(rows):
         expert, part = divmod(number, parts)
-        if each.module in named:
-            rank, up = named[each.module].rank, change.ups[part]
+        if module_rows.module in named:
+            rank, up = named[module_rows.module].rank, change.ups[part]
             place = int(change.places[expert])
-            own = change.down[place, up.offset : up.offset + rank]
-            yield each.module, own, up.values[place, :, :rank]
+            down = change.down[place, up.offset : up.offset + rank]
+            yield module_rows.module, down, up.values[place, :, :rank]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ModuleRows:
     """A module's rows in a projection.
 
     Attributes:
@@ -298,7 +306,7 @@ class Modules:
         stacked: the number of experts of each site with all of a layer in one piece.
     """
 
-    sites: list[tuple[tuple[Rows, ...], int]] = field(default_factory=list)
+    sites: list[tuple[tuple[ModuleRows, ...], int]] = field(default_factory=list)
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     experts: dict[str, tuple[int, int]] = field(default_factory=dict)
     stacked: dict[int, int] = field(default_factory=dict)
@@ -307,11 +315,11 @@ class Modules:
         """Give a projection its numbers, unless adapters do not reach it."""
         for leaf in loaded.leaves():
             rows = tuple(rows_of(part, leaf.shard) for part in leaf.origin)
-            if not rows or any(each.module.startswith("mtp.") for each in rows):
+            if not rows or any(part.module.startswith("mtp.") for part in rows):
                 continue
-            for each in rows:
-                known = self.experts if ".experts." in each.module else self.sizes
-                known[each.module] = each.sizes
+            for row in rows:
+                known = self.experts if ".experts." in row.module else self.sizes
+                known[row.module] = row.sizes
             self.sites.append((rows, leaf.columns))
             leaf.site = len(self.sites)
 
@@ -319,29 +327,29 @@ class Modules:
         """Give the weights of so many experts, which lie in one piece, a number; 0 if adapters do
         not reach them."""
         rows = tuple(rows_of(part, shard) for part in parts)
-        if any(each.module.startswith("mtp.") for each in rows):
+        if any(part.module.startswith("mtp.") for part in rows):
             return 0
-        self.experts |= {each.module: each.sizes for each in rows}
-        columns = sum(each.count for each in rows) // count
+        self.experts |= {part.module: part.sizes for part in rows}
+        columns = sum(part.count for part in rows) // count
         self.sites.append((rows, columns))
         self.stacked[len(self.sites)] = count
         return len(self.sites)
 
 
-def rows_of(part: Part, shard: Shard | None) -> Rows:
+def rows_of(part: Part, shard: Shard | None) -> ModuleRows:
     """Return a rank's rows of a part's module. Of experts in one tensor, each projection is a
     module."""
     name, (out, depth), ranges = module_of(part.name), part.sizes, tuple(part.ranges(shard))
     columns = shard.of(depth) if shard is not None and shard.axis == 1 else range(depth)
     if part.index is None:
-        return Rows(name, (out, depth), ranges, columns)
+        return ModuleRows(name, (out, depth), ranges, columns)
     experts, _, kind = name.rpartition(".")
     if not kind.startswith("gate_up"):
-        return Rows(f"{experts}.{part.index}.{kind}", (out, depth), ranges, columns)
+        return ModuleRows(f"{experts}.{part.index}.{kind}", (out, depth), ranges, columns)
     size = out // 2
     half = "gate_proj" if ranges[0].start < size else "up_proj"
-    own = tuple(range(each.start % size, (each.stop - 1) % size + 1) for each in ranges)
-    return Rows(f"{experts}.{part.index}.{half}", (size, depth), own, columns)
+    halves = tuple(range(bounds.start % size, (bounds.stop - 1) % size + 1) for bounds in ranges)
+    return ModuleRows(f"{experts}.{part.index}.{half}", (size, depth), halves, columns)
 
 
 def module_of(name: str) -> str:
@@ -352,7 +360,7 @@ def module_of(name: str) -> str:
 
 def unprefixed(name: str) -> str:
     """Return a name without what classes put in front of it."""
-    return name.removeprefix(next((each for each in _PREFIXES if name.startswith(each)), ""))
+    return name.removeprefix(next((prefix for prefix in _PREFIXES if name.startswith(prefix)), ""))
 
 
 def is_vision(module: str) -> bool:

@@ -190,17 +190,17 @@ class AdapterFile:
     @property
     def max_rank(self) -> int:
         """The largest rank of its modules."""
-        return max(each.rank for each in self._changes)
+        return max(change.rank for change in self._changes)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all factors."""
-        return sum(each.nbytes for each in self._changes)
+        return sum(change.nbytes for change in self._changes)
 
     @property
     def layout_bytes(self) -> int:
         """Bytes of all factors as compiled code takes them, about."""
-        return sum(each.layout_bytes for each in self._changes)
+        return sum(change.layout_bytes for change in self._changes)
 
     @property
     def _changes(self) -> list[LowRank | FusedExperts]:
@@ -240,24 +240,26 @@ def read_adapter(name: str | Path, dtype: torch.dtype | None = None) -> AdapterF
     weights = path / WEIGHTS_FILE
     if not weights.is_file():
         old = " (adapter_model.bin is a pickle: save it anew with safe_serialization)"
-        beside = old if (path / "adapter_model.bin").is_file() else ""
-        raise CheckpointError(f"the folder has no {WEIGHTS_FILE}{beside}")
+        hint = old if (path / "adapter_model.bin").is_file() else ""
+        raise CheckpointError(f"the folder has no {WEIGHTS_FILE}{hint}")
     file = SafetensorsFile(weights)
     base = [name for name in sorted(file.names()) if _is_base(name)]
     factors = _factors(file, set(file.names()) - set(base), dtype)
-    together = {name: own for name, own in factors.items() if _is_fused(name)}
-    apart = {name: _pair(name, own, fields) for name, own in factors.items() if not _is_fused(name)}
+    together = {name: pair for name, pair in factors.items() if _is_fused(name)}
+    apart = {
+        name: _pair(name, pair, fields) for name, pair in factors.items() if not _is_fused(name)
+    }
     return AdapterFile(path, apart, fused(together, fields), base)
 
 
 def _json(path: Path) -> Mapping[str, object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name} cannot be read") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path.name} is no table")
-    return found
+    return content
 
 
 def _is_base(name: str) -> bool:
@@ -273,14 +275,14 @@ def _factors(
     for name in sorted(names):
         match = _NAME.fullmatch(name)
         if match is None:
-            kind = next((what for part, what in _KINDS.items() if part in name), None)
+            kind = next((label for part, label in _KINDS.items() if part in name), None)
             raise CheckpointError(f"{name} is {kind or 'no tensor of LoRA'}: not supported")
         factors.setdefault(match[1], {})[match[2]] = _checked(name, file.tensor(name), dtype)
     if not factors:
         raise CheckpointError(f"{WEIGHTS_FILE} holds no tensors")
-    for module, own in factors.items():
+    for module, pair in factors.items():
         for kind in "AB":
-            if kind not in own:
+            if kind not in pair:
                 raise CheckpointError(f"{module} has no lora_{kind}.weight")
     return factors
 
@@ -292,13 +294,13 @@ def _checked(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torc
         raise CheckpointError(f"{name} has the shape {list(tensor.shape)}, expected two dimensions")
     # Kernels of convolutions: one number per input, and per output.
     flat = tensor.flatten(1).to(dtype or tensor.dtype).contiguous()
-    if not all(math.isfinite(float(each)) for each in torch.aminmax(flat)):
+    if not all(math.isfinite(float(bound)) for bound in torch.aminmax(flat)):
         raise CheckpointError(f"{name} holds values that are NaN or infinite")
     return flat
 
 
-def _pair(module: str, own: Mapping[str, torch.Tensor], fields: AdapterFields) -> LowRank:
-    down, up, stated = own["A"], own["B"], fields.rank_of(module)
+def _pair(module: str, pair: Mapping[str, torch.Tensor], fields: AdapterFields) -> LowRank:
+    down, up, stated = pair["A"], pair["B"], fields.rank_of(module)
     if down.shape[0] != stated or up.shape[1] != stated:
         raise CheckpointError(
             f"{module} has rank {down.shape[0]} in lora_A and {up.shape[1]} in lora_B, but "
@@ -317,9 +319,9 @@ def _read_fields(raw: Mapping[str, Any]) -> AdapterFields:
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{CONFIG_FILE}: peft_type is {kind!r}: only LORA is supported")
-    for name, what in _REFUSED.items():
+    for name, label in _REFUSED.items():
         if raw.get(name):
-            raise CheckpointError(f"{CONFIG_FILE}: {what}: not supported")
+            raise CheckpointError(f"{CONFIG_FILE}: {label}: not supported")
     if raw.get("bias", "none") != "none":
         raise CheckpointError(f"{CONFIG_FILE}: tuned biases (bias {raw['bias']!r}): not supported")
     start = raw.get("init_lora_weights")
@@ -349,20 +351,20 @@ def _by_pattern(
 ) -> list[tuple[Pattern, _Value]]:
     """Return a table's values by patterns that fit a name or, behind a dot, its end (PEFT's
     `get_pattern_key`)."""
-    found = raw.get(name) or {}
-    if not isinstance(found, Mapping):
+    table = raw.get(name) or {}
+    if not isinstance(table, Mapping):
         raise CheckpointError(f"{CONFIG_FILE}: {name} is no table")
     place = f"{CONFIG_FILE}: {name}"
     return [
-        (Pattern(key, place, r"(.*\.)?(", ")$"), read(name, each)) for key, each in found.items()
+        (Pattern(key, place, r"(.*\.)?(", ")$"), read(name, value)) for key, value in table.items()
     ]
 
 
 def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    found = raw.get(name) or []
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+    names = raw.get(name) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{CONFIG_FILE}: {name} is no list of names")
-    return tuple(found)
+    return tuple(names)
 
 
 def _rank(name: str, value: Any) -> int:
@@ -395,11 +397,15 @@ def fused(
     Raises:
         CheckpointError: adapter_config.json does not say which tensors, or states another rank.
     """
-    found = {}
-    for module, own in factors.items():
+    changes = {}
+    for module, pair in factors.items():
         experts = module.removesuffix(_INNER)
-        wanted = [each for each in (GATE_UP, DOWN) if _targeted(f"{experts}.{each}", fields)]
-        wrapped = [each for each in (experts + _INNER, experts) if each in factors]
+        wanted = [
+            parameter
+            for parameter in (GATE_UP, DOWN)
+            if _targeted(f"{experts}.{parameter}", fields)
+        ]
+        wrapped = [wrapper for wrapper in (experts + _INNER, experts) if wrapper in factors]
         if len(wanted) != len(wrapped):
             raise CheckpointError(
                 f"{experts} has factors for {len(wrapped)} tensors, but target_parameters of "
@@ -407,17 +413,17 @@ def fused(
             )
         name = f"{experts}.{wanted[wrapped.index(module)]}"
         rank = fields.rank_of(name)
-        if len(own["A"]) % rank or own["B"].shape[1] != len(own["A"]):
+        if len(pair["A"]) % rank or pair["B"].shape[1] != len(pair["A"]):
             raise CheckpointError(
-                f"{name} has {len(own['A'])} rows in lora_A and {own['B'].shape[1]} columns in "
+                f"{name} has {len(pair['A'])} rows in lora_A and {pair['B'].shape[1]} columns in "
                 f"lora_B, but {CONFIG_FILE} says rank {rank} for every expert"
             )
-        found[name] = FusedExperts(own["A"], own["B"], rank, fields.scale_of(name, rank))
-    return found
+        changes[name] = FusedExperts(pair["A"], pair["B"], rank, fields.scale_of(name, rank))
+    return changes
 
 
 def _targeted(parameter: str, fields: AdapterFields) -> bool:
-    return any(f".{parameter}".endswith(f".{each}") for each in fields.parameters)
+    return any(f".{parameter}".endswith(f".{target}") for target in fields.parameters)
 
 
 def split(
@@ -434,22 +440,22 @@ def split(
         CheckpointError: the tensor is of another model.
     """
     experts, _, kind = name.rpartition(".")
-    found: dict[str, LowRank] = {}
+    changes: dict[str, LowRank] = {}
     for expert in range(change.count):
-        own = [f"{experts}.{expert}.{each}" for each in _parts(kind)]
-        if any(each not in sizes for each in own):
+        names = [f"{experts}.{expert}.{part}" for part in _parts(kind)]
+        if any(projection not in sizes for projection in names):
             raise CheckpointError(f"the adapter is of another model: {name} has expert {expert}")
-        (size, depth), parts = sizes[own[0]], len(own)
+        (size, depth), parts = sizes[names[0]], len(names)
         whole = change.of(expert, parts * size, depth)
         if whole is None:
             raise CheckpointError(
                 f"the adapter is of another model: an expert's {kind} has {change.a.shape[1]} x "
                 f"{len(change.b)} numbers, the model's has {parts * size} x {depth}"
             )
-        for place, each in enumerate(own):
+        for place, part in enumerate(names):
             up = whole.up[place * size : (place + 1) * size]
-            found[each] = LowRank(whole.down, up, whole.scale)
-    return found
+            changes[part] = LowRank(whole.down, up, whole.scale)
+    return changes
 
 
 def _parts(kind: str) -> tuple[str, ...]:

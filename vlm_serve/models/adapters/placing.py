@@ -48,19 +48,21 @@ class Adapter:
     @cached_property
     def vision_digest(self) -> str:
         """The same of the vision tower's modules; "" if it leaves them alone."""
-        tower = {name: each for name, each in self.modules.items() if is_vision(name)}
+        tower = {name: change for name, change in self.modules.items() if is_vision(name)}
         return _digest(tower) if tower else ""
 
     @property
     def nbytes(self) -> int:
         """Bytes of its factors, of which the modules of an expert may share one."""
-        factors = (each for own in self.modules.values() for each in (own.down, own.up))
-        return sum({each.data_ptr(): each.nbytes for each in factors}.values())
+        factors = (
+            factor for change in self.modules.values() for factor in (change.down, change.up)
+        )
+        return sum({factor.data_ptr(): factor.nbytes for factor in factors}.values())
 
     @property
     def layout_bytes(self) -> int:
         """Bytes of its factors in the layout of compiled code, about."""
-        return sum(each.layout_bytes for each in self.modules.values())
+        return sum(change.layout_bytes for change in self.modules.values())
 
 
 def place(file: AdapterFile, modules: Modules, experts: Collection[str] = ()) -> Adapter:
@@ -82,10 +84,10 @@ def place(file: AdapterFile, modules: Modules, experts: Collection[str] = ()) ->
             raise CheckpointError(f"the adapter has {module} twice")
         named[module] = change
     for name, fused in file.experts.items():
-        own = split(module_of(name), fused, modules.experts)
-        if named.keys() & own.keys():
+        split_changes = split(module_of(name), fused, modules.experts)
+        if named.keys() & split_changes.keys():
             raise CheckpointError(f"the adapter has experts of {name} twice")
-        named |= own
+        named |= split_changes
     sizes = modules.sizes | modules.experts
     unknown = sorted(name for name in named if name not in sizes)
     if unknown:
@@ -126,7 +128,7 @@ def _check_experts(
     wanted = changed | set(allowed)
     option = "all" if len(wanted) > 1 else next(iter(wanted))
     size = format_size(
-        sum(each.layout_bytes for name, each in named.items() if ".experts." in name)
+        sum(change.layout_bytes for name, change in named.items() if ".experts." in name)
     )
     raise CheckpointError(
         f"the adapter changes routed experts, in {size} of memory: --lora-experts {option} "

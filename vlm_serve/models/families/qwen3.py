@@ -61,7 +61,7 @@ def spec(config: Config) -> ModelSpec:
         hidden_size=config.size("hidden_size"),
         vocab_size=config.size("vocab_size"),
         max_position_embeddings=shared.context(config, rope),
-        layers=tuple(LayerSpec(mixer, each) for each in _feed_forwards(config)),
+        layers=tuple(LayerSpec(mixer, feed_forward) for feed_forward in _feed_forwards(config)),
         norm=Norm(config.positive("rms_norm_eps"), centred=False),
         rope=rope,
         tied_embeddings=shared.tied_embeddings(config, config),

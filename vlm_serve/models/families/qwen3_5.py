@@ -78,7 +78,7 @@ def language_model(config: Config, text: Config, vision: Vision | None, rope: Ro
     text.allow("attn_output_gate", True)
     text.allow("output_gate_type", "swish", "silu")
     kinds = shared.layer_types(text, _MIXERS)
-    mixers = {each: _MIXERS[each](text) for each in set(kinds)}
+    mixers = {kind: _MIXERS[kind](text) for kind in set(kinds)}
     feed_forward: FeedForward = (
         shared.experts(text, shared=True) if "moe" in config.raw["model_type"] else shared.mlp(text)
     )
@@ -86,7 +86,7 @@ def language_model(config: Config, text: Config, vision: Vision | None, rope: Ro
         hidden_size=text.size("hidden_size"),
         vocab_size=text.size("vocab_size"),
         max_position_embeddings=shared.context(text, rope),
-        layers=tuple(LayerSpec(mixers[each], feed_forward) for each in kinds),
+        layers=tuple(LayerSpec(mixers[kind], feed_forward) for kind in kinds),
         norm=Norm(text.positive("rms_norm_eps")),
         rope=rope,
         tied_embeddings=shared.tied_embeddings(config, text),

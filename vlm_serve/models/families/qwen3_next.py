@@ -62,7 +62,7 @@ def spec(config: Config) -> ModelSpec:
     config.allow("attn_output_gate", True)
     config.allow("output_gate_type", "swish", "silu")
     kinds = shared.layer_types(config, _MIXERS)
-    mixers = {each: _MIXERS[each](config) for each in set(kinds)}
+    mixers = {kind: _MIXERS[kind](config) for kind in set(kinds)}
     experts = shared.experts(config, shared=True)
     feed_forwards = shared.sparse_layers(config, experts)
     rope = shared.rope(config, partial=True, sections=False)
@@ -71,7 +71,8 @@ def spec(config: Config) -> ModelSpec:
         vocab_size=config.size("vocab_size"),
         max_position_embeddings=shared.context(config, rope),
         layers=tuple(
-            LayerSpec(mixers[kind], each) for kind, each in zip(kinds, feed_forwards, strict=True)
+            LayerSpec(mixers[kind], feed_forward)
+            for kind, feed_forward in zip(kinds, feed_forwards, strict=True)
         ),
         norm=Norm(config.positive("rms_norm_eps")),
         rope=rope,

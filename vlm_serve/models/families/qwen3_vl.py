@@ -62,7 +62,7 @@ def spec(config: Config) -> ModelSpec:
     if text.raw.get("layer_types"):
         shared.layer_types(text, ["full_attention"])
     mixer = shared.attention(text, gated=False)
-    layers = [LayerSpec(mixer, each) for each in _feed_forwards(config, text)]
+    layers = [LayerSpec(mixer, feed_forward) for feed_forward in _feed_forwards(config, text)]
     tower = shared.vision(config, deepstack=True)
     if len(tower.deepstack) >= len(layers):
         raise CheckpointError(

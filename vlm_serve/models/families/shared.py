@@ -60,12 +60,12 @@ def layer_types(text: Config, known: Collection[str]) -> list[str]:
     """Return the kind of every layer's token mixer."""
     count = text.size("num_hidden_layers")
     given = text.raw.get("layer_types") or []
-    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+    if not isinstance(given, list) or not all(isinstance(kind, str) for kind in given):
         raise CheckpointError(f"layer_types in config.json must be a list of names, not {given!r}")
     if not given:
         interval = text.size("full_attention_interval")
         full = [(index + 1) % interval == 0 for index in range(count)]
-        given = ["full_attention" if each else "linear_attention" for each in full]
+        given = ["full_attention" if attends else "linear_attention" for attends in full]
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise CheckpointError(
@@ -124,8 +124,8 @@ def experts(text: Config, *, shared: bool, transposed: bool = False) -> Experts:
         raise CheckpointError(
             f"num_experts_per_tok {routing.top_k} exceeds {routing.num_experts} experts"
         )
-    beside = text.size("shared_expert_intermediate_size") if shared else 0
-    return Experts(routing, text.size("moe_intermediate_size"), beside, transposed=transposed)
+    shared_size = text.size("shared_expert_intermediate_size") if shared else 0
+    return Experts(routing, text.size("moe_intermediate_size"), shared_size, transposed=transposed)
 
 
 def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:

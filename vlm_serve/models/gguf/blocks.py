@@ -50,8 +50,8 @@ class Decoded:
     @property
     def finite(self) -> bool:
         """Return True if all scales are numbers."""
-        given = [each for each in (self.outer, self.floor) if each is not None]
-        return all(bool(each.float().isfinite().all()) for each in given)
+        given = [scales for scales in (self.outer, self.floor) if scales is not None]
+        return all(bool(scales.float().isfinite().all()) for scales in given)
 
     def scales(self) -> torch.Tensor:
         """Return float32 `[n, K / group]`, of codes less the middle one (with floors: of codes)."""

@@ -51,17 +51,17 @@ def sole_model(folder: Path) -> Path | None:
     Raises:
         ModelNotFoundError: there are several.
     """
-    firsts = _firsts(sorted(each for each in folder.iterdir() if _is_gguf(each)))
+    firsts = _firsts(sorted(file for file in folder.iterdir() if _is_gguf(file)))
     if len(firsts) > 1:
-        names = ", ".join(each.name for each in firsts)
+        names = ", ".join(file.name for file in firsts)
         raise ModelNotFoundError(f"{str(folder)!r} holds several models, name one: {names}")
     return firsts[0] if firsts else None
 
 
 def _firsts(files: Sequence[Path]) -> list[Path]:
     """Return the first parts of all models."""
-    parts = {each: _PART.fullmatch(each.name) for each in files if not is_tower(each)}
-    return [each for each, part in parts.items() if part is None or int(part[2]) == 1]
+    parts = {file: _PART.fullmatch(file.name) for file in files if not is_tower(file)}
+    return [file for file, part in parts.items() if part is None or int(part[2]) == 1]
 
 
 def find_files(model: Path, tower: str | None) -> ModelFiles:
@@ -82,7 +82,7 @@ def find_files(model: Path, tower: str | None) -> ModelFiles:
         if not Path(tower).is_file():
             raise ConfigError(f"mmproj {tower!r} is no file", param="mmproj")
         return ModelFiles(parts, Path(tower))
-    return ModelFiles(parts, _beside(parts[0]))
+    return ModelFiles(parts, _tower_for(parts[0]))
 
 
 def _parts(model: Path) -> tuple[Path, ...]:
@@ -90,14 +90,14 @@ def _parts(model: Path) -> tuple[Path, ...]:
     if match is None:
         return (model,)
     stem, count = match[1], int(match[3])
-    found = tuple(
+    parts = tuple(
         model.with_name(f"{stem}-{number:05}-of-{match[3]}{model.suffix}")
         for number in range(1, count + 1)
     )
-    missing = [each.name for each in found if not each.is_file()]
-    if missing or not found:
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing or not parts:
         raise CheckpointError(f"{model.name} is a part of a model whose {missing[0]} is missing")
-    return found
+    return parts
 
 
 def check_parts(files: Sequence[GgufFile]) -> None:
@@ -108,11 +108,11 @@ def check_parts(files: Sequence[GgufFile]) -> None:
     """
     seen: dict[str, str] = {}
     for index, file in enumerate(files):
-        own, name = Metadata(file.metadata, file.path.name, "split."), file.path.name
-        count = own.count("count") or 1
-        if count != len(files) or own.count("no") != index:
+        split, name = Metadata(file.metadata, file.path.name, "split."), file.path.name
+        count = split.count("count") or 1
+        if count != len(files) or split.count("no") != index:
             raise CheckpointError(
-                f"{name} is part {own.count('no') + 1} of {count} by its metadata: name the file "
+                f"{name} is part {split.count('no') + 1} of {count} by its metadata: name the file "
                 "of a split model as it was made"
             )
         for tensor in file.tensors:
@@ -121,11 +121,11 @@ def check_parts(files: Sequence[GgufFile]) -> None:
             seen[tensor] = name
 
 
-def _beside(model: Path) -> Path | None:
+def _tower_for(model: Path) -> Path | None:
     """Return the vision tower in the model's folder made from the same model, or the one
     that fits, if the folder holds no other model; None if there is none."""
-    files = [each for each in sorted(model.parent.iterdir()) if _is_gguf(each)]
-    towers = [each for each in files if is_tower(each)]
+    files = [file for file in sorted(model.parent.iterdir()) if _is_gguf(file)]
+    towers = [file for file in files if is_tower(file)]
     if not towers:
         return None
     metadata = Metadata(GgufFile(model).metadata, model.name)
@@ -133,17 +133,17 @@ def _beside(model: Path) -> Path | None:
     if not kind.sees or metadata.count("split.no"):
         return None
     hidden = metadata.size(f"{name}.embedding_length")
-    opened = {each: Metadata(GgufFile(each).metadata, each.name) for each in towers}
-    fitting = [each for each, own in opened.items() if _fits(own, hidden)]
-    alike = [each for each in fitting if _basename(opened[each]) == _basename(metadata)]
+    opened = {tower: Metadata(GgufFile(tower).metadata, tower.name) for tower in towers}
+    fitting = [tower for tower, tower_metadata in opened.items() if _fits(tower_metadata, hidden)]
+    alike = [tower for tower in fitting if _basename(opened[tower]) == _basename(metadata)]
     alone = len(_firsts(files)) == 1
     chosen = alike or (fitting if alone else [])
     if not chosen:
         _log.warning("no mmproj beside %s is known to be its own: name it by --mmproj", model.name)
         return None
-    found = min(chosen, key=lambda each: (_rank(each), each.name.lower()))
-    _log.info("the vision tower of %s is %s, which lies beside it", model.name, found.name)
-    return found
+    nearest = min(chosen, key=lambda tower: (_rank(tower), tower.name.lower()))
+    _log.info("the vision tower of %s is %s, which lies beside it", model.name, nearest.name)
+    return nearest
 
 
 def _fits(tower: Metadata, hidden: int) -> bool:
@@ -157,7 +157,7 @@ def _basename(metadata: Metadata) -> str:
 def _rank(tower: PurePath) -> int:
     """Return the place of a tower's type among the preferred ones."""
     name = tower.name.lower()
-    return next((i for i, each in enumerate(_PREFERRED) if each in name), len(_PREFERRED))
+    return next((i for i, part in enumerate(_PREFERRED) if part in name), len(_PREFERRED))
 
 
 def choose(name: str, files: Sequence[str], kind: str | None) -> list[str]:
@@ -182,18 +182,18 @@ def choose(name: str, files: Sequence[str], kind: str | None) -> list[str]:
         raise ModelNotFoundError(f"{name!r} has neither safetensors nor GGUF files")
     if kind is None and len(models) == 1:
         return next(iter(models.values()))
-    found = [stem for stem in models if _named(stem, kind or _DEFAULT_KIND)]
-    if not found:
+    named = [stem for stem in models if _named(stem, kind or _DEFAULT_KIND)]
+    if not named:
         known = ", ".join(PurePosixPath(stem).name for stem in models)
         raise ModelNotFoundError(
             f"{name!r} has no GGUF file of type {kind or _DEFAULT_KIND}; it has {known}"
         )
-    return models[min(found, key=len)]
+    return models[min(named, key=len)]
 
 
 def choose_tower(files: Sequence[str]) -> list[str]:
     """Return the vision tower to take, as a list of one or none."""
-    towers = [each for each in map(PurePosixPath, sorted(files)) if is_tower(each)]
+    towers = [tower for tower in map(PurePosixPath, sorted(files)) if is_tower(tower)]
     return [str(min(towers, key=_rank))] if towers else []
 
 

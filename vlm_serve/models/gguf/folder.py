@@ -15,7 +15,7 @@ from typing import Any
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.gguf.files import ModelFiles, check_parts
 from vlm_serve.models.gguf.reader import GgufFile, Metadata
-from vlm_serve.models.gguf.tensors import GgufTensors, Made, TextNames, types_of
+from vlm_serve.models.gguf.tensors import GgufTensors, TensorRecipe, TextNames, types_of
 from vlm_serve.models.gguf.text_config import Tensors, architecture_of, text_config
 from vlm_serve.models.gguf.vision import processors, vision_config, vision_tensors
 from vlm_serve.system.private_files import TemporaryFolder
@@ -51,7 +51,7 @@ def folder_of(files: ModelFiles) -> Path:
     Raises:
         CheckpointError: a file is damaged, incomplete or of an unsupported kind.
     """
-    states = [(str(each.resolve()), each.stat().st_mtime_ns) for each in files.every]
+    states = [(str(file.resolve()), file.stat().st_mtime_ns) for file in files.every]
     key = (len(files.parts), *states)
     if key not in _known:
         contents = _Model(files).contents()
@@ -76,11 +76,11 @@ def gguf_files(folder: Path) -> ModelFiles | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{POINTER} cannot be read") from error
-    found = ModelFiles(parts, Path(tower) if tower else None)
-    for each in found.every:
-        if not each.is_file():
-            raise CheckpointError(f"{POINTER} names {each.name}, which is missing")
-    return found
+    files = ModelFiles(parts, Path(tower) if tower else None)
+    for file in files.every:
+        if not file.is_file():
+            raise CheckpointError(f"{POINTER} names {file.name}, which is missing")
+    return files
 
 
 def open_tensors(files: ModelFiles) -> GgufTensors:
@@ -95,7 +95,7 @@ def open_tensors(files: ModelFiles) -> GgufTensors:
 class _Model:
     def __init__(self, files: ModelFiles) -> None:
         self._files = files
-        self._parts = [GgufFile(each) for each in files.parts]
+        self._parts = [GgufFile(part) for part in files.parts]
         check_parts(self._parts)
         first = self._parts[0]
         self._metadata = Metadata(first.metadata, first.path.name)
@@ -114,44 +114,44 @@ class _Model:
         name = self._metadata.name
         if not self._kind.sees:
             raise CheckpointError(f"{name} is a model of text, {tower.path.name} has no use")
-        found = vision_config(
+        config = vision_config(
             Metadata(tower.metadata, tower.path.name), tower.tensors, self._kind.kind
         )
-        if found["out_hidden_size"] != self._text["hidden_size"]:
+        if config["out_hidden_size"] != self._text["hidden_size"]:
             raise CheckpointError(
                 f"{tower.path.name} is no vision tower of {name}: its embeddings have "
-                f"{found['out_hidden_size']} numbers, the model's {self._text['hidden_size']}"
+                f"{config['out_hidden_size']} numbers, the model's {self._text['hidden_size']}"
             )
-        return found
+        return config
 
-    def _made(self) -> list[tuple[GgufFile, dict[str, Made]]]:
+    def _recipes(self) -> list[tuple[GgufFile, dict[str, TensorRecipe]]]:
         prefix = "model." if self._vision is None else "model.language_model."
         names = TextNames(self._kind, self._text, prefix, self._metadata.name)
-        found = [(part, names.made(part.tensors)) for part in self._parts]
+        recipes = [(part, names.recipes(part.tensors)) for part in self._parts]
         if self._tower is not None and self._vision is not None:
             features = self._vision["deepstack_visual_indexes"]
-            own = vision_tensors(
+            tower_recipes = vision_tensors(
                 self._tower.tensors, features, "model.visual.", self._tower.path.name
             )
-            found.append((self._tower, own))
-        return found
+            recipes.append((self._tower, tower_recipes))
+        return recipes
 
     def tensors(self) -> GgufTensors:
         """Return the tensors by the names of a checkpoint."""
-        return GgufTensors(self._made())
+        return GgufTensors(self._recipes())
 
     def contents(self) -> dict[str, str]:
         """Return the files of the folder by their names."""
-        found = _tokenizer_files(self._metadata, self._text["vocab_size"])
-        found["config.json"] = json.dumps(self._config())
-        parts = [str(each.absolute()) for each in self._files.parts]
+        files = _tokenizer_files(self._metadata, self._text["vocab_size"])
+        files["config.json"] = json.dumps(self._config())
+        parts = [str(part.absolute()) for part in self._files.parts]
         tower = None if self._files.tower is None else str(self._files.tower.absolute())
-        found[POINTER] = json.dumps({"parts": parts, "tower": tower})
+        files[POINTER] = json.dumps({"parts": parts, "tower": tower})
         if self._tower is not None and self._vision is not None:
             metadata = Metadata(self._tower.metadata, self._tower.path.name)
             for name, content in processors(metadata, self._vision).items():
-                found[name] = json.dumps(content)
-        return found
+                files[name] = json.dumps(content)
+        return files
 
     def _config(self) -> dict[str, Any]:
         dtype, text = self._dtype(), self._text
@@ -166,8 +166,8 @@ class _Model:
             }
         config["dtype"] = dtype
         types: dict[str, list[str]] = defaultdict(list)
-        for file, made in self._made():
-            for name, kind in types_of(file, made).items():
+        for file, recipes in self._recipes():
+            for name, kind in types_of(file, recipes).items():
                 types[kind.name].append(name)
         if types:
             config["quantization_config"] = {"quant_method": "gguf", "types": types}
@@ -192,15 +192,15 @@ def _tokenizer_files(metadata: Metadata, vocab_size: int) -> dict[str, str]:
     Raises:
         CheckpointError: the vocabulary is missing, damaged or of another kind.
     """
-    own = metadata.own("tokenizer.ggml.")
-    own.expect("model", "gpt2")
-    own.expect("pre", *_PATTERNS)
-    tokens = own.texts("tokens")
+    tokenizer = metadata.section("tokenizer.ggml.")
+    tokenizer.expect("model", "gpt2")
+    tokenizer.expect("pre", *_PATTERNS)
+    tokens = tokenizer.texts("tokens")
     if not tokens or len(tokens) > vocab_size:
         raise CheckpointError(
             f"{metadata.name} has {len(tokens)} tokens, but embeddings of {vocab_size}"
         )
-    types = own.numbers("token_type") or [_NORMAL] * len(tokens)
+    types = tokenizer.numbers("token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise CheckpointError(
             f"{metadata.name} has {len(tokens)} tokens, but types of {len(types)}"
@@ -217,23 +217,23 @@ def _tokenizer_files(metadata: Metadata, vocab_size: int) -> dict[str, str]:
 
 
 def _vocabulary(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    vocabulary: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind == _UNUSED:
             continue
         if kind not in (_NORMAL, _CONTROL, _USER_DEFINED):
             raise CheckpointError(f"token {index} of {metadata.name} has the unknown type {kind}")
-        if not token or len(token) > _MOST_TOKEN or token in found:
-            problem = "stands there twice" if token in found else "is empty or too long"
+        if not token or len(token) > _MOST_TOKEN or token in vocabulary:
+            problem = "stands there twice" if token in vocabulary else "is empty or too long"
             raise CheckpointError(f"token {index} of {metadata.name} {problem}")
-        found[token] = index
-    return found
+        vocabulary[token] = index
+    return vocabulary
 
 
 def _merges(metadata: Metadata, vocabulary: dict[str, int]) -> list[list[str]]:
-    pairs = [each.split(" ") for each in metadata.texts("tokenizer.ggml.merges")]
+    pairs = [merge.split(" ") for merge in metadata.texts("tokenizer.ggml.merges")]
     for index, pair in enumerate(pairs):
-        known = len(pair) == 2 and all(each in vocabulary for each in (*pair, "".join(pair)))
+        known = len(pair) == 2 and all(token in vocabulary for token in (*pair, "".join(pair)))
         if not known:
             raise CheckpointError(
                 f"merge {index} of {metadata.name} does not join two tokens to a third"
@@ -309,12 +309,12 @@ def _generation(
     """Return the ends of answers and the defaults of sampling."""
     names = [_named(metadata, kind, tokens) for kind in ("eos", "eot", "eom")]
     ends = [vocabulary[name] for name in (*names, _END_OF_TEXT) if name in vocabulary]
-    own = metadata.own("general.sampling.")
-    found: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
+    sampling = metadata.section("general.sampling.")
+    fields: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
     for key, field in _SAMPLING.items():
-        if key in own:
-            value = own.number(key)
-            found[field] = int(value) if field == "top_k" else value
-    if any(field in found for field in _SAMPLING.values()):
-        found["do_sample"] = True
-    return found
+        if key in sampling:
+            value = sampling.number(key)
+            fields[field] = int(value) if field == "top_k" else value
+    if any(field in fields for field in _SAMPLING.values()):
+        fields["do_sample"] = True
+    return fields

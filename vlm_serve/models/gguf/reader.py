@@ -84,7 +84,7 @@ SUPPORTED = {
     39: BlockType("MXFP4", 32, 17),
 }
 """By their numbers in files."""
-BY_NAME = {each.name: each for each in SUPPORTED.values()}
+BY_NAME = {kind.name: kind for kind in SUPPORTED.values()}
 UNSUPPORTED = {
     9: "Q8_1",
     15: "Q8_K",
@@ -131,23 +131,23 @@ class Cursor:
         """Return the number of bytes from here to the end."""
         return len(self._data) - self.at
 
-    def take(self, size: int, what: str) -> memoryview:
+    def take(self, size: int, field: str) -> memoryview:
         """Return the next bytes."""
         if size > self.left:
-            raise self.damaged(f"{what} reaches beyond its end")
+            raise self.damaged(f"{field} reaches beyond its end")
         self.at += size
         return self._data[self.at - size : self.at]
 
-    def number(self, code: str, what: str) -> Any:
+    def number(self, code: str, field: str) -> Any:
         """Return a number of a format of `struct`."""
         size = struct.calcsize("<" + code)
         if code == "?":
-            return self.take(1, what)[0] != 0
-        return struct.unpack("<" + code, self.take(size, what))[0]
+            return self.take(1, field)[0] != 0
+        return struct.unpack("<" + code, self.take(size, field))[0]
 
-    def text(self, what: str) -> str:
+    def text(self, field: str) -> str:
         """Return a text behind its length."""
-        size = self.number("Q", what)
+        size = self.number("Q", field)
         self._texts += 1
         self._characters += size
         if self._characters > MOST_TEXT or self._texts > MOST_TEXTS:
@@ -155,35 +155,35 @@ class Cursor:
                 f"its metadata has more than {MOST_TEXTS} texts or {MOST_TEXT >> 20} MiB of them"
             )
         try:
-            return str(self.take(size, what), "utf-8")
+            return str(self.take(size, field), "utf-8")
         except UnicodeDecodeError:
-            raise self.damaged(f"{what} is not UTF-8") from None
+            raise self.damaged(f"{field} is not UTF-8") from None
 
-    def value(self, what: str) -> Value:
+    def value(self, field: str) -> Value:
         """Return a value of the metadata behind its type."""
-        kind = self.number("I", what)
+        kind = self.number("I", field)
         if kind == _TEXT:
-            return self.text(what)
+            return self.text(field)
         if kind == _ARRAY:
-            return self._array(what)
+            return self._array(field)
         if kind not in _NUMBERS:
-            raise self.damaged(f"{what} has the unknown type {kind}")
-        value: int | float | bool = self.number(_NUMBERS[kind], what)
+            raise self.damaged(f"{field} has the unknown type {kind}")
+        value: int | float | bool = self.number(_NUMBERS[kind], field)
         return _shortest(value) if kind == 6 else value
 
-    def _array(self, what: str) -> list[str] | np.ndarray[Any, Any]:
-        kind, count = self.number("I", what), self.number("Q", what)
+    def _array(self, field: str) -> list[str] | np.ndarray[Any, Any]:
+        kind, count = self.number("I", field), self.number("Q", field)
         if kind == _TEXT:
             if count * 8 > self.left:
-                raise self.damaged(f"{what} reaches beyond its end")
-            return [self.text(what) for _ in range(count)]
+                raise self.damaged(f"{field} reaches beyond its end")
+            return [self.text(field) for _ in range(count)]
         if kind not in _NUMBERS:
-            raise self.damaged(f"{what} is an array of the unsupported type {kind}")
+            raise self.damaged(f"{field} is an array of the unsupported type {kind}")
         if count > MOST_NUMBERS:
-            raise self.damaged(f"{what} has more than {MOST_NUMBERS} numbers")
+            raise self.damaged(f"{field} has more than {MOST_NUMBERS} numbers")
         dtype = np.dtype("<" + _NUMBERS[kind]) if kind != 7 else np.dtype("u1")
-        found = np.frombuffer(self.take(count * dtype.itemsize, what), dtype)
-        return found != 0 if kind == 7 else found
+        numbers = np.frombuffer(self.take(count * dtype.itemsize, field), dtype)
+        return numbers != 0 if kind == 7 else numbers
 
     def damaged(self, how: str) -> CheckpointError:
         """Return the error of a damaged file; `how` is the rest of the sentence."""
@@ -242,27 +242,27 @@ class GgufFile:
         version = cursor.number("I", "the header")
         if version not in _VERSIONS:
             (turned,) = struct.unpack(">I", struct.pack("<I", version))
-            what = "is big-endian" if turned in _VERSIONS else f"has version {version}"
+            problem = "is big-endian" if turned in _VERSIONS else f"has version {version}"
             raise CheckpointError(
-                f"{self.path.name} {what}, which is not supported: convert it anew"
+                f"{self.path.name} {problem}, which is not supported: convert it anew"
             )
         tensors, keys = cursor.number("Q", "the header"), cursor.number("Q", "the header")
-        for count, most, least, what in (
+        for count, most, least, problem in (
             (tensors, _MOST_TENSORS, _LEAST_TENSOR, "tensors"),
             (keys, _MOST_KEYS, _LEAST_KEY, "keys"),
         ):
             if count > most or count * least > cursor.left:
-                raise cursor.damaged(f"its header announces {count} {what}")
+                raise cursor.damaged(f"its header announces {count} {problem}")
         return tensors, keys
 
     def _metadata(self, cursor: Cursor, count: int) -> dict[str, Value]:
-        found: dict[str, Value] = {}
+        metadata: dict[str, Value] = {}
         for index in range(count):
             key = cursor.text(f"the name of key {index}")
-            if key in found:
+            if key in metadata:
                 raise cursor.damaged(f"it has the key {_shown(key)} twice")
-            found[key] = cursor.value(_shown(key))
-        return found
+            metadata[key] = cursor.value(_shown(key))
+        return metadata
 
     def _table(self, cursor: Cursor, count: int) -> dict[str, TensorEntry]:
         raw: dict[str, tuple[tuple[int, ...], int, int]] = {}
@@ -279,12 +279,12 @@ class GgufFile:
             raw[name] = sizes, kind, offset
         alignment = self._alignment(cursor)
         first = -(-cursor.at // alignment) * alignment
-        found = {
+        entries = {
             name: self._entry(cursor, _shown(name), *entry, first, alignment)
             for name, entry in raw.items()
         }
-        self._check_apart(cursor, found)
-        return found
+        self._check_apart(cursor, entries)
+        return entries
 
     def _alignment(self, cursor: Cursor) -> int:
         value = self.metadata.get("general.alignment", _ALIGNMENT)
@@ -302,47 +302,47 @@ class GgufFile:
         first: int,
         alignment: int,
     ) -> TensorEntry:
-        found = SUPPORTED.get(kind)
-        if found is None:
-            known = ", ".join(each.name for each in SUPPORTED.values())
+        block = SUPPORTED.get(kind)
+        if block is None:
+            known = ", ".join(known_type.name for known_type in SUPPORTED.values())
             raise CheckpointError(
                 f"{name} in {self.path.name} has the type {UNSUPPORTED.get(kind, kind)}, which is "
                 f"not supported; supported are {known}"
             )
-        if min(sizes) < 1 or sizes[0] % found.values:
-            raise cursor.damaged(f"{name} of type {found.name} has the shape {list(sizes)}")
-        nbytes = math.prod(sizes) // found.values * found.nbytes
+        if min(sizes) < 1 or sizes[0] % block.values:
+            raise cursor.damaged(f"{name} of type {block.name} has the shape {list(sizes)}")
+        nbytes = math.prod(sizes) // block.values * block.nbytes
         if offset % alignment:
             raise cursor.damaged(f"{name} begins between multiples of {alignment} bytes")
         if first + offset + nbytes > self.nbytes:
             raise cursor.damaged(f"{name} reaches beyond its end; is the download complete?")
-        return TensorEntry(found, sizes[::-1], first + offset, nbytes)
+        return TensorEntry(block, sizes[::-1], first + offset, nbytes)
 
     def _check_apart(self, cursor: Cursor, tensors: dict[str, TensorEntry]) -> None:
         end = 0
-        for name, each in sorted(tensors.items(), key=lambda item: item[1].start):
-            if each.start < end:
+        for name, entry in sorted(tensors.items(), key=lambda item: item[1].start):
+            if entry.start < end:
                 raise cursor.damaged(f"{_shown(name)} lies over another tensor")
-            end = each.start + each.nbytes
+            end = entry.start + entry.nbytes
 
     def numbers(self, name: str) -> torch.Tensor:
         """Return a tensor of plain numbers, which must not be written to."""
         entry = self.tensors[name]
         count = math.prod(entry.shape)
-        found = torch.frombuffer(
+        tensor = torch.frombuffer(
             self._data, dtype=_TYPES[entry.type.name], count=count, offset=entry.start
         )
-        return found.view(entry.shape)
+        return tensor.view(entry.shape)
 
     def blocks(self, name: str) -> torch.Tensor:
         """Return the bytes of a tensor of blocks, uint8 `[..., rows, bytes of a row]`; they must
         not be written to."""
         entry = self.tensors[name]
-        found = torch.frombuffer(
+        tensor = torch.frombuffer(
             self._data, dtype=torch.uint8, count=entry.nbytes, offset=entry.start
         )
         row = entry.shape[-1] // entry.type.values * entry.type.nbytes
-        return found.view(*entry.shape[:-1], row)
+        return tensor.view(*entry.shape[:-1], row)
 
 
 def _shown(name: str) -> str:
@@ -367,7 +367,7 @@ class Metadata:
         self.name = name
         self._prefix = prefix
 
-    def own(self, prefix: str) -> Metadata:
+    def section(self, prefix: str) -> Metadata:
         """Return the same values, by keys behind a prefix."""
         return Metadata(self._values, self.name, prefix)
 
@@ -378,7 +378,9 @@ class Metadata:
         """Return a positive whole number. Arrays of one number for every layer count as one."""
         value = self._required(key, default)
         if isinstance(value, np.ndarray):
-            distinct = {int(each) for each in value if each} if value.dtype.kind in "iu" else set()
+            distinct = (
+                {int(number) for number in value if number} if value.dtype.kind in "iu" else set()
+            )
             value = distinct.pop() if len(distinct) == 1 else value.tolist()
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
             raise self._wrong(key, "a positive integer", value)

@@ -65,7 +65,7 @@ _IGNORED = frozenset({"nextn.embed_tokens", "nextn.shared_head_head"})
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class TensorRecipe:
     """A tensor, and how it follows from one in a file.
 
     Attributes:
@@ -109,51 +109,51 @@ class GgufTensors:
         nbytes: size of the files.
     """
 
-    def __init__(self, parts: Iterable[tuple[GgufFile, Mapping[str, Made]]]) -> None:
-        self._made: dict[str, tuple[GgufFile, Made]] = {}
+    def __init__(self, parts: Iterable[tuple[GgufFile, Mapping[str, TensorRecipe]]]) -> None:
+        self._recipes: dict[str, tuple[GgufFile, TensorRecipe]] = {}
         self._coded: dict[str, str] = {}
         self._columns: dict[str, str] = {}
         self.nbytes = 0
         for file, tensors in parts:
             self.nbytes += file.nbytes
-            for name, made in tensors.items():
-                self._made[name] = file, made
-                kind = file.tensors[made.source].type
+            for name, recipe in tensors.items():
+                self._recipes[name] = file, recipe
+                kind = file.tensors[recipe.source].type
                 if kind.quantised:
                     self._coded[blocks_of(name, kind)] = name
-                    if made.columns is not None:
+                    if recipe.columns is not None:
                         self._columns[columns_of(name)] = name
 
     def names(self) -> Iterable[str]:
         """Return the names of all tensors."""
-        return [*self._made, *self._coded, *self._columns]
+        return [*self._recipes, *self._coded, *self._columns]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
         if name in self._columns:
-            return (self._made[self._columns[name]][1].shape[1],)
+            return (self._recipes[self._columns[name]][1].shape[1],)
         if name in self._coded:
-            file, made = self._made[self._coded[name]]
-            kind = file.tensors[made.source].type
-            return made.shape[0], made.shape[1] // kind.values * kind.nbytes
-        return self._made[name][1].shape
+            file, recipe = self._recipes[self._coded[name]]
+            kind = file.tensors[recipe.source].type
+            return recipe.shape[0], recipe.shape[1] // kind.values * kind.nbytes
+        return self._recipes[name][1].shape
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, which must not be written to."""
         if name in self._columns:
-            made = self._made[self._columns[name]][1]
-            assert made.columns is not None
-            return made.columns()
+            recipe = self._recipes[self._columns[name]][1]
+            assert recipe.columns is not None
+            return recipe.columns()
         if name in self._coded:
-            file, made = self._made[self._coded[name]]
-            return _chosen(file.blocks(made.source), made)
-        file, made = self._made[name]
-        return _changed(file, made)
+            file, recipe = self._recipes[self._coded[name]]
+            return _chosen(file.blocks(recipe.source), recipe)
+        file, recipe = self._recipes[name]
+        return _changed(file, recipe)
 
 
-def types_of(file: GgufFile, tensors: Mapping[str, Made]) -> dict[str, BlockType]:
+def types_of(file: GgufFile, tensors: Mapping[str, TensorRecipe]) -> dict[str, BlockType]:
     """Return the types of the weights in blocks."""
-    kinds = {name: file.tensors[made.source].type for name, made in tensors.items()}
+    kinds = {name: file.tensors[recipe.source].type for name, recipe in tensors.items()}
     for name, kind in kinds.items():
         if kind.quantised and len(tensors[name].shape) != 2:
             raise CheckpointError(
@@ -163,40 +163,40 @@ def types_of(file: GgufFile, tensors: Mapping[str, Made]) -> dict[str, BlockType
     return {name: kind for name, kind in kinds.items() if kind.quantised}
 
 
-def _chosen(whole: torch.Tensor, made: Made) -> torch.Tensor:
+def _chosen(whole: torch.Tensor, recipe: TensorRecipe) -> torch.Tensor:
     """Return the rows of one expert, or some of them."""
-    if made.index is not None:
-        whole = whole[made.index]
-    return whole if made.rows is None else whole[made.rows()]
+    if recipe.index is not None:
+        whole = whole[recipe.index]
+    return whole if recipe.rows is None else whole[recipe.rows()]
 
 
-def _changed(file: GgufFile, made: Made) -> torch.Tensor:
-    kind = file.tensors[made.source].type
+def _changed(file: GgufFile, recipe: TensorRecipe) -> torch.Tensor:
+    kind = file.tensors[recipe.source].type
     if kind.quantised:
-        found = _values(_chosen(file.blocks(made.source), made), kind)
+        values = _values(_chosen(file.blocks(recipe.source), recipe), kind)
     else:
-        found = _chosen(file.numbers(made.source), made)
-    if made.columns is not None:
-        found = found[:, made.columns()]
-    if made.change == "less one":
-        found = found.float() - 1
-    elif made.change == "decay":
-        found = found.float().neg().log()
-    elif made.change == "frames":
-        found = torch.stack([found, file.numbers(made.second)], 2)
-    return found.reshape(made.shape)
+        values = _chosen(file.numbers(recipe.source), recipe)
+    if recipe.columns is not None:
+        values = values[:, recipe.columns()]
+    if recipe.change == "less one":
+        values = values.float() - 1
+    elif recipe.change == "decay":
+        values = values.float().neg().log()
+    elif recipe.change == "frames":
+        values = torch.stack([values, file.numbers(recipe.second)], 2)
+    return values.reshape(recipe.shape)
 
 
 def _values(blocks: torch.Tensor, kind: BlockType) -> torch.Tensor:
     rows, width = blocks.shape[0], blocks.shape[1] // kind.nbytes * kind.values
-    found = torch.empty(rows, width)
+    values = torch.empty(rows, width)
     step = max(1, _AT_ONCE // width)
     for first in range(0, rows, step):
-        found[first : first + step] = decode(kind, blocks[first : first + step]).values()
-    return found
+        values[first : first + step] = decode(kind, blocks[first : first + step]).values()
+    return values
 
 
-Item = tuple[str, Made]
+Item = tuple[str, TensorRecipe]
 
 
 class TextNames:
@@ -215,17 +215,17 @@ class TextNames:
         self._kind, self._config, self._prefix, self._file = kind, config, prefix, file
         self._layers: int = config["num_hidden_layers"]
 
-    def made(self, tensors: Tensors) -> dict[str, Made]:
+    def recipes(self, tensors: Tensors) -> dict[str, TensorRecipe]:
         """Return every tensor by its name.
 
         Raises:
             CheckpointError: a tensor that the architecture does not have, or of a wrong shape.
         """
-        found: dict[str, Made] = {}
+        recipes: dict[str, TensorRecipe] = {}
         for name, entry in tensors.items():
-            for target, made in self._of(name, entry.shape):
-                found[target] = made
-        return found
+            for target, recipe in self._of(name, entry.shape):
+                recipes[target] = recipe
+        return recipes
 
     def _of(self, name: str, shape: tuple[int, ...]) -> Iterator[Item]:
         if name in _WHOLE:
@@ -256,10 +256,10 @@ class TextNames:
         self, name: str, layer: str, base: str, end: str, shape: tuple[int, ...]
     ) -> Iterator[Item]:
         if base in _LAYER:
-            made = self._plain(name, shape)
+            recipe = self._plain(name, shape)
             if base == "ffn_gate_inp_shexp" and len(shape) == 1:
-                made = Made(name, (1, *shape))
-            yield f"{layer}{_LAYER[base]}.{end}", made
+                recipe = TensorRecipe(name, (1, *shape))
+            yield f"{layer}{_LAYER[base]}.{end}", recipe
         elif base in _EXPERTS and len(shape) == 3:
             yield from self._experts(name, layer, _EXPERTS[base], shape)
         elif base == "attn_qkv" and self._attends(layer):
@@ -269,23 +269,23 @@ class TextNames:
         else:
             raise self._unknown(name)
 
-    def _plain(self, name: str, shape: tuple[int, ...]) -> Made:
+    def _plain(self, name: str, shape: tuple[int, ...]) -> TensorRecipe:
         centred = self._kind.centred and name.endswith("norm.weight")
         lowered = centred and not name.endswith("ssm_norm.weight")
-        return Made(name, shape, change="less one" if lowered else "")
+        return TensorRecipe(name, shape, change="less one" if lowered else "")
 
     def _experts(
         self, name: str, layer: str, kinds: tuple[str, ...], shape: tuple[int, ...]
     ) -> Iterator[Item]:
         count, rows, depth = shape
         self._check(name, shape, 0, self._config["num_experts"])
-        own = rows // len(kinds)
+        width = rows // len(kinds)
         for expert in range(count):
             for place, kind in enumerate(kinds):
-                chosen = _span(place * own, own) if len(kinds) > 1 else None
+                chosen = _span(place * width, width) if len(kinds) > 1 else None
                 yield (
                     f"{layer}mlp.experts.{expert}.{kind}.weight",
-                    Made(name, (own, depth), index=expert, rows=chosen),
+                    TensorRecipe(name, (width, depth), index=expert, rows=chosen),
                 )
 
     def _attends(self, layer: str) -> bool:
@@ -303,8 +303,8 @@ class TextNames:
         self._check(name, shape, 0, sum(widths))
         first = 0
         for kind, width in zip("qkv", widths, strict=True):
-            made = Made(name, (width, *shape[1:]), rows=_span(first, width))
-            yield f"{layer}self_attn.{kind}_proj.{end}", made
+            recipe = TensorRecipe(name, (width, *shape[1:]), rows=_span(first, width))
+            yield f"{layer}self_attn.{kind}_proj.{end}", recipe
             first += width
 
     def _of_state(
@@ -338,9 +338,9 @@ class TextNames:
         if self._kind.tiled and values != keys:
             order = _grouped(keys, values // keys, width, first)
         rows, columns = (order, None) if axis == 0 else (None, order)
-        own = (shape[0], 1, *shape[1:]) if base == "ssm_conv1d" else shape
+        stored = (shape[0], 1, *shape[1:]) if base == "ssm_conv1d" else shape
         change: Change = "decay" if base == "ssm_a" else ""
-        yield place + target, Made(name, own, rows=rows, columns=columns, change=change)
+        yield place + target, TensorRecipe(name, stored, rows=rows, columns=columns, change=change)
 
     def _interleaved(
         self, name: str, place: str, base: str, shape: tuple[int, ...]
@@ -349,17 +349,17 @@ class TextNames:
         config = self._config
         keys = config["linear_num_key_heads"]
         shared = config["linear_num_value_heads"] // keys
-        key_dim, each = config["linear_key_head_dim"], shared * config["linear_value_head_dim"]
+        key_dim, value_dim = config["linear_key_head_dim"], shared * config["linear_value_head_dim"]
         widths: tuple[int, ...] = (shared, shared)
         parts: dict[str, tuple[int, ...]] = {"in_proj_b": (0,), "in_proj_a": (1,)}
         if base == "ssm_in":
-            widths = (key_dim, key_dim, each, each)
+            widths = (key_dim, key_dim, value_dim, value_dim)
             parts = {"in_proj_qkv": (0, 1, 2), "in_proj_z": (3,)}
         self._check(name, shape, 0, keys * sum(widths))
         for target, kinds in parts.items():
             rows = keys * sum(widths[kind] for kind in kinds)
             order = _block_rows(keys, widths, kinds)
-            yield f"{place}{target}.weight", Made(name, (rows, *shape[1:]), rows=order)
+            yield f"{place}{target}.weight", TensorRecipe(name, (rows, *shape[1:]), rows=order)
 
     def _check(self, name: str, shape: tuple[int, ...], axis: int, size: int) -> None:
         if len(shape) <= axis or shape[axis] != size or math.prod(shape) == 0:
@@ -406,7 +406,7 @@ def _block_rows(groups: int, widths: tuple[int, ...], wanted: tuple[int, ...]) -
     def indices() -> torch.Tensor:
         whole = torch.arange(groups * sum(widths)).view(groups, -1)
         kinds = torch.split_with_sizes(whole, widths, 1)
-        return torch.cat([kinds[each].reshape(-1) for each in wanted])
+        return torch.cat([kinds[kind].reshape(-1) for kind in wanted])
 
     return indices
 

@@ -84,8 +84,8 @@ def architecture_of(metadata: Metadata) -> tuple[str, Architecture]:
 
 def layers_of(metadata: Metadata, name: str) -> tuple[int, int]:
     """Return the numbers of layers and of layers behind them, which predict further tokens."""
-    own = metadata.own(f"{name}.")
-    count, more = own.size("block_count"), own.count("nextn_predict_layers")
+    section = metadata.section(f"{name}.")
+    count, more = section.size("block_count"), section.count("nextn_predict_layers")
     if more >= count:
         raise CheckpointError(f"{metadata.name} has {count} blocks, {more} of which predict tokens")
     return count - more, more
@@ -98,7 +98,7 @@ def text_config(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
         CheckpointError: a key is missing, or has an impossible or unsupported value.
     """
     name, kind = architecture_of(metadata)
-    own = metadata.own(f"{name}.")
+    section = metadata.section(f"{name}.")
     layers, more = layers_of(metadata, name)
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{metadata.name} has no tensor token_embd.weight")
@@ -106,35 +106,37 @@ def text_config(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
         raise CheckpointError(
             f"{metadata.name} holds the draft layer alone: name a file of the model that has it too"
         )
-    heads, hidden = own.size("attention.head_count"), own.size("embedding_length")
-    head_dim = own.size("attention.key_length", hidden // heads)
-    own.expect("attention.value_length", head_dim)
-    own.expect("attention.sliding_window", 0)
-    own.expect("attention.causal", True)
+    heads, hidden = section.size("attention.head_count"), section.size("embedding_length")
+    head_dim = section.size("attention.key_length", hidden // heads)
+    section.expect("attention.value_length", head_dim)
+    section.expect("attention.sliding_window", 0)
+    section.expect("attention.causal", True)
     config: dict[str, Any] = {
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": own.size("attention.head_count_kv", heads),
+        "num_key_value_heads": section.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": own.size("context_length"),
-        "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": _rope(own, name, head_dim),
-        "attention_bias": any(each.endswith("attn_output.bias") for each in tensors),
+        "max_position_embeddings": section.size("context_length"),
+        "rms_norm_eps": section.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(section, name, head_dim),
+        "attention_bias": any(tensor.endswith("attn_output.bias") for tensor in tensors),
         "tie_word_embeddings": "output.weight" not in tensors,
     }
     for wanted, part in ((kind.state, _state), (kind.experts, _experts)):
         if wanted:
-            config |= part(own)
+            config |= part(section)
     if kind.state:
-        config["layer_types"] = _layer_types(own, layers, more)
+        config["layer_types"] = _layer_types(section, layers, more)
         config["attn_output_gate"] = True
     if not kind.experts:
-        config["intermediate_size"] = own.size("feed_forward_length")
+        config["intermediate_size"] = section.size("feed_forward_length")
     elif kind.shared:
-        config["shared_expert_intermediate_size"] = own.size("expert_shared_feed_forward_length")
+        config["shared_expert_intermediate_size"] = section.size(
+            "expert_shared_feed_forward_length"
+        )
     if name == "qwen3next":
         config["separate_projections"] = True
     if kind.state:
@@ -142,79 +144,85 @@ def text_config(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
     return config
 
 
-def _state(own: Metadata) -> dict[str, Any]:
-    heads, inner = own.size("ssm.time_step_rank"), own.size("ssm.inner_size")
+def _state(section: Metadata) -> dict[str, Any]:
+    heads, inner = section.size("ssm.time_step_rank"), section.size("ssm.inner_size")
     if inner % heads:
         raise CheckpointError(
-            f"ssm.inner_size {inner} in {own.name} is no multiple of its {heads} value heads"
+            f"ssm.inner_size {inner} in {section.name} is no multiple of its {heads} value heads"
         )
     return {
-        "linear_conv_kernel_dim": own.size("ssm.conv_kernel"),
-        "linear_key_head_dim": own.size("ssm.state_size"),
+        "linear_conv_kernel_dim": section.size("ssm.conv_kernel"),
+        "linear_key_head_dim": section.size("ssm.state_size"),
         "linear_value_head_dim": inner // heads,
-        "linear_num_key_heads": own.size("ssm.group_count"),
+        "linear_num_key_heads": section.size("ssm.group_count"),
         "linear_num_value_heads": heads,
     }
 
 
-def _experts(own: Metadata) -> dict[str, Any]:
-    own.expect("expert_gating_func", _SOFTMAX)
-    own.expect("expert_weights_norm", True)
-    own.expect("expert_weights_scale", 1.0, 0.0)
+def _experts(section: Metadata) -> dict[str, Any]:
+    section.expect("expert_gating_func", _SOFTMAX)
+    section.expect("expert_weights_norm", True)
+    section.expect("expert_weights_scale", 1.0, 0.0)
     return {
-        "num_experts": own.size("expert_count"),
-        "num_experts_per_tok": own.size("expert_used_count"),
+        "num_experts": section.size("expert_count"),
+        "num_experts_per_tok": section.size("expert_used_count"),
         "norm_topk_prob": True,
-        "moe_intermediate_size": own.size("expert_feed_forward_length"),
+        "moe_intermediate_size": section.size("expert_feed_forward_length"),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
 
 
-def _layer_types(own: Metadata, layers: int, more: int) -> list[str]:
-    recurrent = own.numbers("attention.recurrent_layers")
+def _layer_types(section: Metadata, layers: int, more: int) -> list[str]:
+    recurrent = section.numbers("attention.recurrent_layers")
     if recurrent is None:
-        interval = own.size("full_attention_interval", _INTERVAL)
+        interval = section.size("full_attention_interval", _INTERVAL)
         recurrent = [(index + 1) % interval != 0 for index in range(layers)]
     elif len(recurrent) not in (layers, layers + more):
         raise CheckpointError(
-            f"attention.recurrent_layers in {own.name} has {len(recurrent)} values for {layers} "
-            "layers"
+            f"attention.recurrent_layers in {section.name} has {len(recurrent)} values for "
+            f"{layers} layers"
         )
     kinds = {True: "linear_attention", False: "full_attention"}
-    return [kinds[bool(each)] for each in recurrent[:layers]]
+    return [kinds[bool(flag)] for flag in recurrent[:layers]]
 
 
-def _rope(own: Metadata, name: str, head_dim: int) -> dict[str, Any]:
-    fields: dict[str, Any] = {"rope_type": "default", "rope_theta": own.number("rope.freq_base")}
+def _rope(section: Metadata, name: str, head_dim: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": section.number("rope.freq_base"),
+    }
     if name in ("qwen35", "qwen35moe", "qwen3next"):
-        fields["partial_rotary_factor"] = own.size("rope.dimension_count", head_dim) / head_dim
+        fields["partial_rotary_factor"] = section.size("rope.dimension_count", head_dim) / head_dim
     else:
-        own.expect("rope.dimension_count", head_dim)
-    sections = own.numbers("rope.dimension_sections")
+        section.expect("rope.dimension_count", head_dim)
+    sections = section.numbers("rope.dimension_sections")
     if sections is not None:
         fields |= {"mrope_section": sections[:3], "mrope_interleaved": True}
-    scaling = own.text("rope.scaling.type", "none")
+    scaling = section.text("rope.scaling.type", "none")
     if scaling == "yarn":
-        fields |= _yarn(own)
+        fields |= _yarn(section)
     elif scaling != "none":
-        own.expect("rope.scaling.type", "none", "yarn")
+        section.expect("rope.scaling.type", "none", "yarn")
     return fields
 
 
-def _yarn(own: Metadata) -> dict[str, Any]:
+def _yarn(section: Metadata) -> dict[str, Any]:
     """Return YaRN's fields; those that are absent are left to their defaults."""
-    found: dict[str, Any] = {"rope_type": "yarn"}
+    yarn: dict[str, Any] = {"rope_type": "yarn"}
     readers: dict[str, tuple[str, Callable[[str], Any]]] = {
-        "factor": ("factor", own.number),
-        "original_max_position_embeddings": ("original_context_length", own.size),
-        "attention_factor": ("yarn_attn_factor", own.number),
-        "beta_fast": ("yarn_beta_fast", own.number),
-        "beta_slow": ("yarn_beta_slow", own.number),
+        "factor": ("factor", section.number),
+        "original_max_position_embeddings": ("original_context_length", section.size),
+        "attention_factor": ("yarn_attn_factor", section.number),
+        "beta_fast": ("yarn_beta_fast", section.number),
+        "beta_slow": ("yarn_beta_slow", section.number),
     }
-    own.expect("rope.scaling.yarn_ext_factor", 1.0)
-    own.expect("rope.scaling.attn_factor", 1.0)
+    section.expect("rope.scaling.yarn_ext_factor", 1.0)
+    section.expect("rope.scaling.attn_factor", 1.0)
     for field, (key, read) in readers.items():
-        if f"rope.scaling.{key}" in own or field in ("factor", "original_max_position_embeddings"):
-            found[field] = read(f"rope.scaling.{key}")
-    return found
+        if f"rope.scaling.{key}" in section or field in (
+            "factor",
+            "original_max_position_embeddings",
+        ):
+            yarn[field] = read(f"rope.scaling.{key}")
+    return yarn

@@ -13,7 +13,7 @@ from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.gguf.reader import Metadata
-from vlm_serve.models.gguf.tensors import Made
+from vlm_serve.models.gguf.tensors import TensorRecipe
 from vlm_serve.models.gguf.text_config import Tensors
 
 PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
@@ -48,8 +48,8 @@ def projector_of(metadata: Metadata) -> str:
     """Return the kind of a vision tower, "" for a file that is none."""
     if metadata.text("general.architecture", "") != "clip":
         return ""
-    own = "clip.vision.projector_type"
-    return metadata.text(own if own in metadata else "clip.projector_type", "")
+    key = "clip.vision.projector_type"
+    return metadata.text(key if key in metadata else "clip.projector_type", "")
 
 
 def vision_config(metadata: Metadata, tensors: Tensors, kind: str) -> dict[str, Any]:
@@ -63,11 +63,11 @@ def vision_config(metadata: Metadata, tensors: Tensors, kind: str) -> dict[str, 
     """
     projector = projector_of(metadata)
     if projector != "qwen3vl_merger":
-        what = (
+        problem = (
             f"the vision tower of another kind, {projector!r}" if projector else "no vision tower"
         )
-        raise CheckpointError(f"{metadata.name} is {what}; only 'qwen3vl_merger' is supported")
-    own = metadata.own("clip.vision.")
+        raise CheckpointError(f"{metadata.name} is {problem}; only 'qwen3vl_merger' is supported")
+    tower = metadata.section("clip.vision.")
     metadata.expect("clip.use_silu", False)
     for name in (*PATCHES, "v.position_embd.weight"):
         if name not in tensors:
@@ -75,18 +75,18 @@ def vision_config(metadata: Metadata, tensors: Tensors, kind: str) -> dict[str, 
     kernel = tensors[PATCHES[0]].shape
     if len(kernel) != 4:
         raise CheckpointError(f"{PATCHES[0]} in {metadata.name} has the shape {list(kernel)}")
-    depth = own.size("block_count")
+    depth = tower.size("block_count")
     return {
         "model_type": f"{kind}_vision",
         "depth": depth,
-        "hidden_size": own.size("embedding_length"),
-        "intermediate_size": own.size("feed_forward_length"),
-        "num_heads": own.size("attention.head_count"),
+        "hidden_size": tower.size("embedding_length"),
+        "intermediate_size": tower.size("feed_forward_length"),
+        "num_heads": tower.size("attention.head_count"),
         "in_channels": kernel[1],
-        "patch_size": own.size("patch_size"),
-        "spatial_merge_size": own.size("spatial_merge_size", _MERGE_SIZE),
+        "patch_size": tower.size("patch_size"),
+        "spatial_merge_size": tower.size("spatial_merge_size", _MERGE_SIZE),
         "temporal_patch_size": len(PATCHES),
-        "out_hidden_size": own.size("projection_dim"),
+        "out_hidden_size": tower.size("projection_dim"),
         "num_position_embeddings": tensors["v.position_embd.weight"].shape[0],
         "hidden_act": "gelu_pytorch_tanh",
         "deepstack_visual_indexes": deepstack(metadata, depth),
@@ -111,21 +111,21 @@ def processors(metadata: Metadata, vision: dict[str, Any]) -> dict[str, dict[str
         metadata: of the mmproj file.
         vision: its `vision_config`.
     """
-    own = metadata.own("clip.vision.")
+    tower = metadata.section("clip.vision.")
     shared = {
         "do_resize": True,
         "do_rescale": True,
         "do_normalize": True,
         "resample": 3,
         "rescale_factor": 1 / 255,
-        "image_mean": _channels(own, "image_mean", _MEAN),
-        "image_std": _channels(own, "image_std", _STD),
+        "image_mean": _channels(tower, "image_mean", _MEAN),
+        "image_std": _channels(tower, "image_std", _STD),
         "patch_size": vision["patch_size"],
         "temporal_patch_size": vision["temporal_patch_size"],
         "merge_size": vision["spatial_merge_size"],
     }
     low, high = _IMAGE_PIXELS
-    images = own.size("image_min_pixels", low), own.size("image_max_pixels", high)
+    images = tower.size("image_min_pixels", low), tower.size("image_max_pixels", high)
     return {
         "preprocessor_config.json": shared | {"size": _bounds(images)},
         "video_preprocessor_config.json": shared | {"size": _bounds(_VIDEO_PIXELS)},
@@ -136,19 +136,19 @@ def _bounds(pixels: tuple[int, int]) -> dict[str, int]:
     return {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
 
 
-def _channels(own: Metadata, key: str, default: list[float]) -> list[float]:
-    found = own.numbers(key)
-    if found is None:
+def _channels(section: Metadata, key: str, default: list[float]) -> list[float]:
+    values = section.numbers(key)
+    if values is None:
         return default
-    numbers = [float(f"{each:.7g}") for each in found if isinstance(each, float)]
-    if len(numbers) != len(default) or not all(0 <= each < 1e6 for each in numbers):
-        raise CheckpointError(f"clip.vision.{key} in {own.name} must be three numbers")
+    numbers = [float(f"{value:.7g}") for value in values if isinstance(value, float)]
+    if len(numbers) != len(default) or not all(0 <= number < 1e6 for number in numbers):
+        raise CheckpointError(f"clip.vision.{key} in {section.name} must be three numbers")
     return numbers
 
 
 def vision_tensors(
     tensors: Tensors, features: Sequence[int], prefix: str, file: str
-) -> dict[str, Made]:
+) -> dict[str, TensorRecipe]:
     """Return every tensor by its name.
 
     Args:
@@ -159,22 +159,22 @@ def vision_tensors(
     Raises:
         CheckpointError: a tensor that such a tower does not have.
     """
-    found: dict[str, Made] = {}
+    recipes: dict[str, TensorRecipe] = {}
     for name, entry in tensors.items():
         if name in PATCHES:
             continue
         target = _WHOLE.get(name) or _of_layer(name, features)
         if target is None:
             raise CheckpointError(f"{file} has a tensor {name}, which such towers do not have")
-        found[prefix + target] = Made(name, entry.shape)
-    first, second = (tensors[each].shape for each in PATCHES)
+        recipes[prefix + target] = TensorRecipe(name, entry.shape)
+    first, second = (tensors[patch].shape for patch in PATCHES)
     if first != second:
         raise CheckpointError(f"{PATCHES[1]} in {file} has the shape {list(second)}")
     shape = (first[0], first[1], len(PATCHES), *first[2:])
-    found[f"{prefix}patch_embed.proj.weight"] = Made(
+    recipes[f"{prefix}patch_embed.proj.weight"] = TensorRecipe(
         PATCHES[0], shape, change="frames", second=PATCHES[1]
     )
-    return found
+    return recipes
 
 
 def _of_layer(name: str, features: Sequence[int]) -> str | None:

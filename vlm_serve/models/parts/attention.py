@@ -12,7 +12,7 @@ import torch
 
 from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.kv_quant.compiled import pages_record
-from vlm_serve.kernels.kv_write import Rotation, rotate_and_write
+from vlm_serve.kernels.kv_write import rotate_and_write
 from vlm_serve.kernels.linear import Linear, Part
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.norms import Normed
@@ -25,6 +25,7 @@ from vlm_serve.kernels.paged_attention import (
     without_first,
 )
 from vlm_serve.kernels.ranks import Ranks
+from vlm_serve.kernels.rope import Rotation
 from vlm_serve.kernels.rope.compiled import MAX_DIM
 from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool
 from vlm_serve.models.parts.base import (
@@ -81,13 +82,13 @@ class Attention(Mixer):
 
     def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedAttention:
         name, dim, ranks = f"{layer}.{self.name}", self.head_dim, source.ranks
-        own = replace(
+        rank_sizes = replace(
             self,
             heads=len(ranks.share(self.heads)),
             kv_heads=len(ranks.share_or_copy(self.kv_heads)),
         )
         return LoadedAttention(
-            sizes=own,
+            sizes=rank_sizes,
             in_proj=source.linear(
                 *self._input(f"{name}.{{}}_proj.weight", (hidden,), ranks),
                 bias=self._input(f"{name}.{{}}_proj.bias", (), ranks) if self.bias else None,
@@ -108,8 +109,8 @@ class Attention(Mixer):
         rows = rows_of(ranks.share_or_copy(self.kv_heads), dim)
         keys = [Part(name.format(kind), (self.keys, *tail), rows, least_bits=4) for kind in "kv"]
         if not self.gated:
-            own = rows_of(heads, dim)
-            return [Part(name.format("q"), (self.queries, *tail), own, least_bits=4), *keys]
+            head_rows = rows_of(heads, dim)
+            return [Part(name.format("q"), (self.queries, *tail), head_rows, least_bits=4), *keys]
         both, starts = (2 * self.queries, *tail), [2 * dim * head for head in heads]
         queries = tuple(range(start, start + dim) for start in starts)
         gates = tuple(range(start + dim, start + 2 * dim) for start in starts)
@@ -156,7 +157,7 @@ class LoadedAttention(LoadedMixer):
             step.slots,
         )
         parts = [
-            self._attend(q[rows], cache, meta, [each[rows] for each in gate], step)
+            self._attend(q[rows], cache, meta, [gate_part[rows] for gate_part in gate], step)
             for meta, rows in step.parts()
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)

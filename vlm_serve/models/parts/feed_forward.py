@@ -14,7 +14,7 @@ from vlm_serve.kernels.elementwise import times_sigmoid
 from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.moe import route, routed_experts
-from vlm_serve.kernels.moe.reference import Beside
+from vlm_serve.kernels.moe.reference import Addends
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.parts.base import (
@@ -130,11 +130,11 @@ class Experts(FeedForward):
     def _parts(self, source: Loader, name: str, hidden: int) -> tuple[list[Part], list[Part]]:
         """Return gate and up of every expert (the rank's share), and down of every expert;
         checkpoints hold them in one tensor, or expert by expert."""
-        size, count, own = self.size, self.routing.num_experts, source.ranks.share(self.size)
+        size, count, share = self.size, self.routing.num_experts, source.ranks.share(self.size)
         if f"{name}.gate_up_proj" in source:
             both = self._stored(source, f"{name}.gate_up_proj", (count, 2 * size, hidden))
             down = self._stored(source, f"{name}.down_proj", (count, hidden, size))
-            halves = (own, range(size + own.start, size + own.stop))
+            halves = (share, range(size + share.start, size + share.stop))
             return (
                 [
                     replace(both, rows=(half,), index=expert)
@@ -145,7 +145,7 @@ class Experts(FeedForward):
             )
         return (
             [
-                Part(f"{name}.{expert}.{part}_proj.weight", (size, hidden), (own,), least_bits=4)
+                Part(f"{name}.{expert}.{part}_proj.weight", (size, hidden), (share,), least_bits=4)
                 for expert in range(count)
                 for part in ("gate", "up")
             ],
@@ -196,13 +196,13 @@ class LoadedExperts(LoadedFeedForward):
                 )
                 out = out + times_sigmoid(part, gate.float())
             return added(self.ranks, out, residual), ids
-        beside = Beside(residual)
+        addends = Addends(residual)
         if self.shared is not None:
             hidden = self.shared.hidden(x, step)
             down = self.shared.down.weight
             whole = down(hidden, deterministic=deterministic, changes=step.changes)
-            beside = Beside(residual, whole, gate)
-        return self._routed(x, weights, ids, step, beside), ids
+            addends = Addends(residual, whole, gate)
+        return self._routed(x, weights, ids, step, addends), ids
 
     def _routed(
         self,
@@ -210,7 +210,7 @@ class LoadedExperts(LoadedFeedForward):
         weights: torch.Tensor,
         ids: torch.Tensor,
         step: Step,
-        beside: Beside | None,
+        addends: Addends | None,
     ) -> torch.Tensor:
         return routed_experts(
             x.rows,
@@ -221,7 +221,7 @@ class LoadedExperts(LoadedFeedForward):
             deterministic=step.deterministic,
             changes=step.changes,
             sites=self.sites,
-            beside=beside,
+            addends=addends,
         )
 
     def lower(self, program: Program) -> None:

@@ -85,18 +85,18 @@ class GatedDelta(Mixer):
 
     def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedGatedDelta:
         name, heads, ranks = f"{layer}.{self.name}", self.value_heads, source.ranks
-        own = ranks.share(heads)
+        share = ranks.share(heads)
         out = Part(f"{name}.out_proj.weight", (hidden, self.values), least_bits=4)
         conv = source.tensor(
             f"{name}.conv1d.weight", (self.channels, 1, self.taps), self._mixed(ranks)
         )
         return LoadedGatedDelta(
-            sizes=replace(self, key_heads=len(ranks.share(self.key_heads)), value_heads=len(own)),
+            sizes=replace(self, key_heads=len(ranks.share(self.key_heads)), value_heads=len(share)),
             in_proj=source.linear(*self._input(f"{name}.in_proj_{{}}.weight", hidden, ranks)),
             conv=conv.squeeze(1),
             # Published in float32: in bfloat16 a head would forget up to 1.6 % faster or slower.
-            neg_decay=-source.tensor(f"{name}.A_log", (heads,), (own,), _EXACT).exp(),
-            dt_bias=source.tensor(f"{name}.dt_bias", (heads,), (own,), _EXACT),
+            neg_decay=-source.tensor(f"{name}.A_log", (heads,), (share,), _EXACT).exp(),
+            dt_bias=source.tensor(f"{name}.dt_bias", (heads,), (share,), _EXACT),
             norm=source.tensor(f"{name}.norm.weight", (self.value_dim,), dtype=_EXACT),
             out_proj=OutputProjection.load(source, out),
             eps=norm.eps,
@@ -118,17 +118,17 @@ class GatedDelta(Mixer):
         heads."""
         heads, values = self.value_heads, self.values
         if not self.interleaved:
-            own = ranks.share(heads)
+            share = ranks.share(heads)
             yield Part(
                 name.format("qkv"), (self.channels, hidden), self._mixed(ranks), least_bits=4
             )
-            rows = rows_of(own, self.value_dim)
+            rows = rows_of(share, self.value_dim)
             yield Part(name.format("z"), (values, hidden), rows, least_bits=4)
             for kind in "ba":
-                yield Part(name.format(kind), (heads, hidden), (own,))
+                yield Part(name.format(kind), (heads, hidden), (share,))
             return
-        shared, each = heads // self.key_heads, values // self.key_heads
-        wide = self.key_dim, self.key_dim, each, each
+        shared, values_of = heads // self.key_heads, values // self.key_heads
+        wide = self.key_dim, self.key_dim, values_of, values_of
         for kind, widths, bits in ("qkvz", wide, 4), ("ba", (shared,) * 2, 16):
             group, first = sum(widths), 0
             count = self.key_heads * group
@@ -164,8 +164,8 @@ class LoadedGatedDelta(LoadedMixer):
 
     def bind(self, pools: Mapping[str, torch.Tensor]) -> StateLayer:
         names = ("keys", "changes", "decays", "inputs")
-        found = {name: pools[f"update_{name}"] for name in names if f"update_{name}" in pools}
-        updates = Updates(**found) if found else None
+        pool = {name: pools[f"update_{name}"] for name in names if f"update_{name}" in pools}
+        updates = Updates(**pool) if pool else None
         return StateLayer(pools["conv"], pools["recurrent"], updates)
 
     def apply(

@@ -54,7 +54,7 @@ class Names:
         """The name in lists of modules."""
         return self.weight.removesuffix(".weight")
 
-    def beside(self, name: str) -> str:
+    def sibling(self, name: str) -> str:
         """Return the name of another tensor in the same module; experts in one tensor have none."""
         inside = self.weight.endswith(".weight")
         return f"{self.module}{'.' if inside else '_'}{name}"
@@ -192,14 +192,14 @@ def group_of(group: int, part: Part, tensor: str) -> int:
 
 
 def integers(
-    tensors: Tensors, name: str, shape: tuple[int, ...], *what: torch.dtype
+    tensors: Tensors, name: str, shape: tuple[int, ...], *dtypes: torch.dtype
 ) -> torch.Tensor:
     """Return a tensor of codes with that shape and one of those dtypes (any integers without)."""
     tensor = shaped(tensors, name, shape)
-    if tensor.dtype not in (what or _INTEGERS):
-        wanted = " or ".join(str(each).removeprefix("torch.") for each in what) or "integers"
-        found = str(tensor.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{name} is {found}, its format has {wanted}")
+    if tensor.dtype not in (dtypes or _INTEGERS):
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes) or "integers"
+        actual = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{name} is {actual}, its format has {wanted}")
     return tensor
 
 
@@ -214,7 +214,7 @@ def scales(tensors: Tensors, name: str, *shapes: tuple[int, ...]) -> torch.Tenso
         raise CheckpointError(
             f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not a type of scales"
         )
-    low, high = (float(each) for each in torch.aminmax(tensor))
+    low, high = (float(bound) for bound in torch.aminmax(tensor))
     if not (math.isfinite(low) and math.isfinite(high)):
         raise CheckpointError(f"{name} holds scales that are NaN or infinite")
     if low < 0:
@@ -224,9 +224,9 @@ def scales(tensors: Tensors, name: str, *shapes: tuple[int, ...]) -> torch.Tenso
 
 def shaped(tensors: Tensors, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor with one of those shapes."""
-    found = tensors.shape_of(name)
-    if found is None:
+    actual = tensors.shape_of(name)
+    if actual is None:
         raise CheckpointError(f"the checkpoint has no {name}")
-    if found not in shapes:
-        raise CheckpointError(mismatch(name, found, *shapes))
+    if actual not in shapes:
+        raise CheckpointError(mismatch(name, actual, *shapes))
     return tensors.stored(name)

@@ -187,7 +187,7 @@ class Fields:
     def names(self, name: str) -> list[str]:
         """Return a list of names, empty if it is absent."""
         value = self.get(name) or []
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise CheckpointError(f"{name} in {self.place} must be a list of names, not {value!r}")
         return value
 
@@ -247,7 +247,7 @@ class Fields:
                 )
 
     def _refuse(self, name: str, value: object, known: tuple[object, ...]) -> None:
-        named = " or ".join(repr(each) for each in known)
+        named = " or ".join(repr(option) for option in known)
         raise CheckpointError(f"{name} {value!r} in {self.place} is not supported, only {named}")
 
 
@@ -324,7 +324,7 @@ class Rule:
         runs = _runs(plain_name(module), only_first=self.anchored)
         if self.names and not self.names.isdisjoint(runs):
             return True
-        return any(each.match(module) for each in self.expressions)
+        return any(pattern.match(module) for pattern in self.expressions)
 
 
 def rule(entries: Iterable[str], format_: Format | None) -> Rule:
@@ -334,9 +334,9 @@ def rule(entries: Iterable[str], format_: Format | None) -> Rule:
         CheckpointError: an entry is neither.
     """
     entries = list(entries)
-    names = frozenset(plain_name(each) or each for each in entries if _NAME.fullmatch(each))
-    odd = [each for each in entries if not _NAME.fullmatch(each)]
-    return Rule(format_, names, tuple(expression(each, "(?:", r")(?:\.|$)") for each in odd))
+    names = frozenset(plain_name(entry) or entry for entry in entries if _NAME.fullmatch(entry))
+    odd = [entry for entry in entries if not _NAME.fullmatch(entry)]
+    return Rule(format_, names, tuple(expression(entry, "(?:", r")(?:\.|$)") for entry in odd))
 
 
 def expression(text: str, before: str = "", behind: str = "") -> Pattern:

@@ -96,10 +96,10 @@ class Float8(Format):
 
 def _scale_name(tensors: Tensors, names: Names, usual: str) -> str:
     """Return the name of a weight's scales. Raises CheckpointError if there are none."""
-    found = [names.of_weight(each) for each in _SUFFIXES if names.of_weight(each) in tensors]
-    if not found:
+    scales = [names.of_weight(suffix) for suffix in _SUFFIXES if names.of_weight(suffix) in tensors]
+    if not scales:
         raise CheckpointError(f"the checkpoint has no {names.of_weight(usual)}")
-    return found[0]
+    return scales[0]
 
 
 def _powers(tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:

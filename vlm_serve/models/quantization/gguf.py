@@ -82,10 +82,10 @@ class Blocks(Format):
 
     def open(self, tensors: Tensors, part: Part) -> OpenedBlocks:
         names, (rows, depth) = whole_weight(part), part.sizes
-        found = tensors.shape_of(names.weight)
-        assert found is not None, "blocks have a weight"
-        if found != (rows, depth):
-            raise CheckpointError(mismatch(names.weight, found, (rows, depth)))
+        actual = tensors.shape_of(names.weight)
+        assert actual is not None, "blocks have a weight"
+        if actual != (rows, depth):
+            raise CheckpointError(mismatch(names.weight, actual, (rows, depth)))
         order = columns_of(names.weight)
         columns = tensors.stored(order) if order in tensors else None
         return OpenedBlocks(self.type, tensors.stored(self.mark(names)), columns, names.weight)
@@ -123,11 +123,13 @@ class OpenedBlocks(Opened):
         return PIECE_BYTES // 4
 
     def piece(self, rows: range, columns: range, unit: int) -> IntegerCodes:
-        own = self._blocks[rows.start : rows.stop]
+        blocks = self._blocks[rows.start : rows.stop]
         if self._order is None:
-            codes = self._codes(own, columns)
+            codes = self._codes(blocks, columns)
         else:
-            codes = self._codes(own, range(own.shape[1] // self._kind.nbytes * self._kind.values))
+            codes = self._codes(
+                blocks, range(blocks.shape[1] // self._kind.nbytes * self._kind.values)
+            )
             codes = _moved(codes, self._order).of_columns(columns)
         return codes
 
@@ -135,25 +137,25 @@ class OpenedBlocks(Opened):
         """Return the codes of some columns, from the blocks around them."""
         values, nbytes = self._kind.values, self._kind.nbytes
         first, last = columns.start // values, -(-columns.stop // values)
-        found = decode(self._kind, rows[:, first * nbytes : last * nbytes])
-        if not found.finite:
+        decoded = decode(self._kind, rows[:, first * nbytes : last * nbytes])
+        if not decoded.finite:
             raise CheckpointError(f"{self._weight} holds scales that are NaN or infinite")
         start = columns.start - first * values
-        return _integers(found).of_columns(range(start, start + len(columns)))
+        return _integers(decoded).of_columns(range(start, start + len(columns)))
 
 
-def _integers(found: Decoded) -> IntegerCodes:
-    bits = _KEPT_BITS.get(found.bits, found.bits)
-    if found.inner is None:
-        factors = torch.full((len(found.codes),), 0.5) if found.float4 else None
+def _integers(decoded: Decoded) -> IntegerCodes:
+    bits = _KEPT_BITS.get(decoded.bits, decoded.bits)
+    if decoded.inner is None:
+        factors = torch.full((len(decoded.codes),), 0.5) if decoded.float4 else None
         return IntegerCodes(
-            found.codes, found.outer, None, bits, found.group, factors, float4=found.float4
+            decoded.codes, decoded.outer, None, bits, decoded.group, factors, float4=decoded.float4
         )
-    zeros = None if found.floors is None else found.floors.to(torch.uint8)
-    size = found.codes.shape[1] // found.outer.shape[1]
-    outer = Outer(found.outer, found.floor, size)
-    scales = found.inner.to(torch.int8)
-    return IntegerCodes(found.codes, scales, zeros, bits, found.group, outer=outer)
+    zeros = None if decoded.floors is None else decoded.floors.to(torch.uint8)
+    size = decoded.codes.shape[1] // decoded.outer.shape[1]
+    outer = Outer(decoded.outer, decoded.floor, size)
+    scales = decoded.inner.to(torch.int8)
+    return IntegerCodes(decoded.codes, scales, zeros, bits, decoded.group, outer=outer)
 
 
 def _moved(codes: IntegerCodes, order: torch.Tensor) -> IntegerCodes:
@@ -178,7 +180,7 @@ def _moved(codes: IntegerCodes, order: torch.Tensor) -> IntegerCodes:
     )
 
 
-def type_rules(found: Mapping[str, Any]) -> tuple[Rule, ...]:
+def type_rules(weights_by_type: Mapping[str, Any]) -> tuple[Rule, ...]:
     """Return the rules for weights by the names of their types.
 
     Args:
@@ -188,9 +190,9 @@ def type_rules(found: Mapping[str, Any]) -> tuple[Rule, ...]:
         CheckpointError: it is not as `gguf/folder.py` writes it.
     """
     rules = []
-    for name, weights in found.items():
+    for name, weights in weights_by_type.items():
         if name not in BY_NAME or not isinstance(weights, list):
             raise CheckpointError(f"types in quantization_config has the unknown type {name!r}")
-        modules = frozenset(plain_name(Names(str(each)).module) for each in weights)
+        modules = frozenset(plain_name(Names(str(weight)).module) for weight in weights)
         rules.append(Rule(Blocks(BY_NAME[name]), modules, anchored=True))
     return tuple(rules)

@@ -102,20 +102,20 @@ class Integers(Format):
         """Return the names, the group, `qweight` and the scales `[N, K / group]` of a weight whose
         columns lie in words, or whose rows do."""
         names, (rows, depth) = whole_weight(part), part.sizes
-        mark, each = names.beside("qweight"), 32 // self.bits
+        mark, per_word = names.sibling("qweight"), 32 // self.bits
         group = group_of(self.group, part, mark)
-        if rows % each or (depth % each and not along_rows):
-            depth = each if along_rows else depth
+        if rows % per_word or (depth % per_word and not along_rows):
+            depth = per_word if along_rows else depth
             raise CheckpointError(
-                f"{mark}: {rows} rows of {depth} do not fill words of {each} codes"
+                f"{mark}: {rows} rows of {depth} do not fill words of {per_word} codes"
             )
-        shape = (depth, rows // each) if along_rows else (depth // each, rows)
+        shape = (depth, rows // per_word) if along_rows else (depth // per_word, rows)
         packed = integers(tensors, mark, shape, torch.int32)
         return (
             names,
             group,
             packed,
-            scales(tensors, names.beside("scales"), (depth // group, rows)).T,
+            scales(tensors, names.sibling("scales"), (depth // group, rows)).T,
         )
 
 
@@ -130,12 +130,12 @@ class Gptq(Integers):
     ordered: bool = False
 
     def mark(self, names: Names) -> str:
-        return names.beside("qweight")
+        return names.sibling("qweight")
 
     def open(self, tensors: Tensors, part: Part) -> OpenedIntegers:
         names, group, packed, factors = self._of_words(tensors, part, along_rows=False)
         rows, groups = factors.shape
-        name = names.beside("qzeros")
+        name = names.sibling("qzeros")
         stored = integers(tensors, name, (groups, rows * self.bits // 32), torch.int32)
         zeros = _halves(_words(stored), self.bits) + self.offset
         zeros &= (1 << self.bits) - 1
@@ -144,7 +144,7 @@ class Gptq(Integers):
                 f"{name} are not those of symmetric weights; sym or checkpoint_format in "
                 "quantization_config is wrong"
             )
-        order = names.beside("g_idx")
+        order = names.sibling("g_idx")
         if self.ordered and groups > 1 and order not in tensors:
             raise CheckpointError(f"the checkpoint has no {order}, which desc_act asks for")
         _check_order(tensors, order, part.sizes[1], group, "desc_act")
@@ -160,11 +160,11 @@ class Awq(Integers):
     """AWQ."""
 
     def mark(self, names: Names) -> str:
-        return names.beside("qweight")
+        return names.sibling("qweight")
 
     def open(self, tensors: Tensors, part: Part) -> OpenedIntegers:
         names, group, packed, factors = self._of_words(tensors, part, along_rows=True)
-        name, (rows, groups) = names.beside("qzeros"), factors.shape
+        name, (rows, groups) = names.sibling("qzeros"), factors.shape
         if name not in tensors:
             raise CheckpointError(
                 f"the checkpoint has no {name}: AWQ without zero points is not supported; export "
@@ -220,9 +220,9 @@ class Packed(Integers):
 
     def _check_shape(self, tensors: Tensors, names: Names, shape: tuple[int, int]) -> None:
         name = names.of_weight("shape")
-        found = integers(tensors, name, (2,)).tolist()
-        if tuple(found) != shape:
-            raise CheckpointError(f"{name} says {found}, the config implies {list(shape)}")
+        stored = integers(tensors, name, (2,)).tolist()
+        if tuple(stored) != shape:
+            raise CheckpointError(f"{name} says {stored}, the config implies {list(shape)}")
 
     def _zeros(self, tensors: Tensors, names: Names, rows: int, groups: int) -> torch.Tensor | None:
         if self.symmetric:
@@ -253,17 +253,17 @@ def _check_order(tensors: Tensors, name: str, depth: int, group: int, option: st
 def codes_of_rows(packed: torch.Tensor, bits: int, rows: range, columns: range) -> torch.Tensor:
     """Return codes of words or bytes of consecutive k, `[N, words]`."""
     outer, inner = _window(columns, packed.itemsize * 8 // bits)
-    own = packed[rows.start : rows.stop, outer]
-    if own.dtype == torch.int8:
-        return own.contiguous().view(torch.uint8) ^ 128
-    return _halves(_words(own), bits)[:, inner]
+    words = packed[rows.start : rows.stop, outer]
+    if words.dtype == torch.int8:
+        return words.contiguous().view(torch.uint8) ^ 128
+    return _halves(_words(words), bits)[:, inner]
 
 
-def _window(span: range, each: int) -> tuple[slice, slice]:
+def _window(span: range, per_word: int) -> tuple[slice, slice]:
     """Return the words with a run of codes, and its place in their codes."""
-    first = span.start // each
-    start = span.start - first * each
-    return slice(first, -(-span.stop // each)), slice(start, start + len(span))
+    first = span.start // per_word
+    start = span.start - first * per_word
+    return slice(first, -(-span.stop // per_word)), slice(start, start + len(span))
 
 
 def _ordered(packed: torch.Tensor, bits: int) -> torch.Tensor:

@@ -96,24 +96,24 @@ class QuantScheme:
         """
         for section in (config, config.get("text_config")):
             for place in _PLACES:
-                found = section.get(place) if isinstance(section, Mapping) else None
-                if found:
-                    return _read(Fields(found, place))
+                content = section.get(place) if isinstance(section, Mapping) else None
+                if content:
+                    return _read(Fields(content, place))
         return None
 
     def format_of(self, weight: str) -> Format | None:
         """Return a weight's format by config.json; None if it is dense there."""
         module = Names(weight).module
-        return next((each.format for each in self.rules if each.fits(module)), self.default)
+        return next((rule.format for rule in self.rules if rule.fits(module)), self.default)
 
     def expected(self, weight: str) -> Format | None:
         """Return a weight's most likely format, without looking at its tensors."""
         module = Names(weight).module
-        named = any(each.format and each.names and each.fits(module) for each in self.rules)
+        named = any(rule.format and rule.names and rule.fits(module) for rule in self.rules)
         usual = _USUALLY_DENSE.fullmatch(module) and not named
         return None if usual else self.format_of(weight)
 
-    def found(self, weight: str, tensors: Tensors) -> Format | None:
+    def stored_format(self, weight: str, tensors: Tensors) -> Format | None:
         """Return a weight's format in a checkpoint; None if it is stored dense, whatever the config
         says.
 
@@ -123,7 +123,7 @@ class QuantScheme:
         format_, names = self.format_of(weight), Names(weight)
         if format_ is not None:
             return format_ if format_.holds(tensors, names) else None
-        known = [each.format for each in self.rules if each.format is not None]
+        known = [rule.format for rule in self.rules if rule.format is not None]
         for other in [*known, *([self.default] if self.default else [])]:
             if other.holds(tensors, names):
                 if self.lists_err:
@@ -137,8 +137,8 @@ class QuantScheme:
     @property
     def integers(self) -> bool:
         """True if some weights are integers, or e2m1 numbers, which are multiples of one half."""
-        formats = [self.default, *(each.format for each in self.rules)]
-        return any(each is not None and not isinstance(each, Float8) for each in formats)
+        formats = [self.default, *(rule.format for rule in self.rules)]
+        return any(format_ is not None and not isinstance(format_, Float8) for format_ in formats)
 
     def __str__(self) -> str:
         """Return its description for tables."""
@@ -171,7 +171,7 @@ def _float8(fields: Fields) -> QuantScheme:
     block = None
     if size is not None:
         numbers = isinstance(size, Sequence) and len(size) == 2
-        if not numbers or not all(isinstance(each, int) and each > 0 for each in size):
+        if not numbers or not all(isinstance(number, int) and number > 0 for number in size):
             raise CheckpointError(
                 f"weight_block_size in quantization_config must be two sizes, not {size!r}"
             )
@@ -200,9 +200,9 @@ def _gptq(fields: Fields) -> QuantScheme:
         text = pattern.removeprefix("+:").removeprefix("-:")
         changed = None
         if not pattern.startswith("-:"):
-            own = fields.changed(changes, f"dynamic {pattern!r} of {fields.place}")
-            changed = _gptq_format(own, offset=default.offset)
-            own.finish("gptq")
+            changed_fields = fields.changed(changes, f"dynamic {pattern!r} of {fields.place}")
+            changed = _gptq_format(changed_fields, offset=default.offset)
+            changed_fields.finish("gptq")
         rules.append(Rule(changed, expressions=(expression(text),)))
     fields.finish("gptq")
     return QuantScheme("gptq", described(wanted), tuple(rules), default)
@@ -261,15 +261,15 @@ def _auto_round(fields: Fields) -> QuantScheme:
             f"{' and '.join(map(repr, _PACKINGS))}: export the model in one of these"
         )
 
-    def read(own: Fields) -> Format:
-        return _gptq_format(own, offset=1) if tensors == "gptq" else _awq_format(own)
+    def read(section: Fields) -> Format:
+        return _gptq_format(section, offset=1) if tensors == "gptq" else _awq_format(section)
 
     rules, wanted = [], of_auto_round(fields)
     for name, content in fields.section("extra_config").items():
-        own = fields.changed(content, f"{name!r} of extra_config in {fields.place}")
-        format_ = None if _is_dense(own) else read(own)
-        wanted += of_auto_round(own)
-        own.finish("auto-round")
+        changed = fields.changed(content, f"{name!r} of extra_config in {fields.place}")
+        format_ = None if _is_dense(changed) else read(changed)
+        wanted += of_auto_round(changed)
+        changed.finish("auto-round")
         plain = rule([name], format_)
         # Names that are expressions match from anywhere in a module's name.
         rules.append(plain if plain.names else Rule(format_, expressions=(expression(name),)))
@@ -303,20 +303,22 @@ def _compressed(fields: Fields) -> QuantScheme:
     fields.expect("quantization_status", "compressed", "frozen")
     whole = fields.get("format")
     kept = fields.names("ignore")
-    rules = [rule([each for each in kept if not each.startswith(_EXPRESSION)], None)]
-    rules += [_group_rule(each, None) for each in kept if each.startswith(_EXPRESSION)]
-    found: list[tuple[str, Format | None]] = []
+    rules = [rule([entry for entry in kept if not entry.startswith(_EXPRESSION)], None)]
+    rules += [_group_rule(entry, None) for entry in kept if entry.startswith(_EXPRESSION)]
+    targets: list[tuple[str, Format | None]] = []
     wanted: list[str] = []
     for name, content in fields.section("config_groups").items():
         group = Fields(content, f"{name} of quantization_config")
         format_ = _group_format(group, str(group.get("format") or whole))
-        found += [(target, format_) for target in group.names("targets")]
+        targets += [(target, format_) for target in group.names("targets")]
         wanted += of_group(group)
         group.finish(f"{_COMPRESSED}: config_groups")
-    if not found:
+    if not targets:
         raise CheckpointError("quantization_config has no config_groups with targets")
     # Precedence: names, then expressions, then the class of all projections.
-    ordered = sorted(found, key=lambda each: (each[0] == _ANY, each[0].startswith(_EXPRESSION)))
+    ordered = sorted(
+        targets, key=lambda target: (target[0] == _ANY, target[0].startswith(_EXPRESSION))
+    )
     rules += [_group_rule(target, format_) for target, format_ in ordered]
     wanted += of_keys(fields, "kv_cache_scheme")
     fields.finish(_COMPRESSED)
@@ -331,8 +333,8 @@ def _check_transforms(fields: Fields) -> None:
         applied = group.get("apply") or []
         if not isinstance(applied, list):
             raise CheckpointError(f"apply in {group.place} must be a list, not {applied!r}")
-        for index, each in enumerate(applied):
-            apply = Fields(each, f"apply[{index}] of {group.place}")
+        for index, entry in enumerate(applied):
+            apply = Fields(entry, f"apply[{index}] of {group.place}")
             location = apply.get("location")
             if location not in _LOCATIONS:
                 raise CheckpointError(
@@ -414,7 +416,7 @@ def _block(weights: Fields, strategy: object) -> tuple[int, int] | None:
         )
     size = weights.get("block_structure")
     fits = isinstance(size, list) and len(size) == 2
-    if not fits or not all(isinstance(each, int) and each > 0 for each in size or ()):
+    if not fits or not all(isinstance(number, int) and number > 0 for number in size or ()):
         raise CheckpointError(f"block_structure in {weights.place} must be two sizes, not {size!r}")
     assert isinstance(size, list)
     return int(size[0]), int(size[1])
@@ -444,13 +446,13 @@ def _modelopt(fields: Fields) -> QuantScheme:
     if _quant_algo(fields) == _MIXED:
         by_format: dict[str, list[str]] = {}
         for module, content in fields.section("quantized_layers").items():
-            own = Fields(content, f"{module} in quantized_layers of {fields.place}")
-            by_format.setdefault(_modelopt_format(own), []).append(module)
-            own.finish(f"{_MODELOPT}: quantized_layers")
+            section = Fields(content, f"{module} in quantized_layers of {fields.place}")
+            by_format.setdefault(_modelopt_format(section), []).append(module)
+            section.finish(f"{_MODELOPT}: quantized_layers")
         if not by_format:
             raise CheckpointError(f"{fields.place} has no quantized_layers")
         # A module's own format wins over a wildcard that excludes it.
-        chosen = [_modelopt_layers(own, name) for name, own in by_format.items()]
+        chosen = [_modelopt_layers(section, name) for name, section in by_format.items()]
         rules = [*chain.from_iterable(chosen), *rules]
         wanted = [_MODELOPT_FORMATS[name][1] for name in by_format]
     elif fields.get("quant_algo") is not None:
@@ -460,7 +462,7 @@ def _modelopt(fields: Fields) -> QuantScheme:
     wanted += of_keys(fields, "kv_cache_quant_algo", "kv_cache_scheme")
     _check_modelopt_groups(fields)
     fields.finish(_MODELOPT)
-    told = described(each for each in wanted if each)
+    told = described(field for field in wanted if field)
     return QuantScheme(_MODELOPT, told, tuple(rules), default, lists_err=True)
 
 
@@ -476,16 +478,16 @@ def _check_modelopt_groups(fields: Fields) -> None:
 def _modelopt_layers(modules: list[str], name: str) -> Iterable[Rule]:
     """Yield a rule per module. The draft layer's names end in the words of the model's own, so all
     words must match."""
-    for each in _modelopt_rules(modules, _MODELOPT_FORMATS[name][0]):
-        yield replace(each, anchored=True)
+    for matching in _modelopt_rules(modules, _MODELOPT_FORMATS[name][0]):
+        yield replace(matching, anchored=True)
 
 
 def _modelopt_rules(modules: list[str], format_: Format | None) -> Iterable[Rule]:
     """Yield rules by names and wildcards."""
-    yield rule([each for each in modules if "*" not in each], format_)
-    for each in modules:
-        if "*" in each:
-            yield Rule(format_, expressions=(wildcard(each),))
+    yield rule([module for module in modules if "*" not in module], format_)
+    for pattern in modules:
+        if "*" in pattern:
+            yield Rule(format_, expressions=(wildcard(pattern),))
 
 
 def _modelopt_format(fields: Fields) -> str:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.cache.listing import ListedNode
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
 from vlm_serve.engine.requests.validation import check_page
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.reader import read_conversation

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vlm_serve.cache.reasons import key_at
+from vlm_serve.cache.matching import key_at
 from vlm_serve.cache.records import Lease, Snapshot
 from vlm_serve.engine.core.hooks import Holding, Loop
 from vlm_serve.engine.core.queues import SequenceQueues

@@ -16,11 +16,11 @@ from typing import Any
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tier_fetching import Fetch, TierFetcher, TierReading
+from vlm_serve.cache.tiers.deferred import DeferredStore
 from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import Kind, Origin
 from vlm_serve.cache.tiers.host import HostStore
-from vlm_serve.cache.tiers.late import LateStore
 from vlm_serve.cache.tiers.sharing import POLICIES, Sharer, SharingPolicy
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
@@ -74,7 +74,7 @@ def make_tiers(
     stores: list[Store] = [HostStore(host_bytes)] if host_bytes else []
     folder = disk_folder(config)
     if folder is not None:
-        stores.append(LateStore("disk", str(folder), partial(DiskStore, folder, disk_bytes)))
+        stores.append(DeferredStore("disk", str(folder), partial(DiskStore, folder, disk_bytes)))
     if not (stores or address) or not config.enable_prefix_caching:
         return None
     origin = Origin(model, world=config.tensor_parallel_size)

@@ -1,4 +1,4 @@
-"""A store that may be created late, because its resources are not available at start-up."""
+"""A store whose creation may be deferred, because its resources are not available at start-up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlm_serve.cache.tiers.entry import EntryId, Sealed
 from vlm_serve.cache.tiers.store import TIME_LIMIT, Store
 
 
-class LateStore:
+class DeferredStore:
     """See `Store`. Created by `open`; before that it can only be cleared and closed.
 
     Args:
@@ -28,37 +28,37 @@ class LateStore:
         self.place = place
         self._make = make
         self._lock = threading.Lock()
-        self._made: Store | None = None
+        self._created: Store | None = None
         self._making: asyncio.Future[None] | None = None
         self._outdated = False
         self._over = False
 
     @property
     def counters(self) -> Mapping[str, int]:
-        return {} if self._made is None else self._made.counters
+        return {} if self._created is None else self._created.counters
 
     async def open(self) -> Collection[EntryId]:
-        if self._made is None:
+        if self._created is None:
             if self._making is None:  # do not start a second attempt beside one that hangs
                 self._making = asyncio.ensure_future(
                     in_daemon_thread(f"open-{self.name}", self._make_here)
                 )
                 self._making.add_done_callback(self._has_ended)
             await asyncio.shield(self._making)
-        assert self._made is not None
-        known = await self._made.open()
+        assert self._created is not None
+        known = await self._created.open()
         if self._outdated:
-            await self._made.clear()
+            await self._created.clear()
             self._outdated, known = False, ()
         return known
 
     def _make_here(self) -> None:
         """Create the store; it may be unwanted by the time this ends."""
-        made = self._make()
+        store = self._make()
         with self._lock:
-            self._made = None if self._over else made
+            self._created = None if self._over else store
         if self._over:
-            asyncio.run(made.close())
+            asyncio.run(store.close())
 
     def _has_ended(self, making: asyncio.Future[None]) -> None:
         self._making = None
@@ -89,11 +89,11 @@ class LateStore:
     async def clear(self) -> None:
         """Forget existing files at its place as well: if they cannot be removed now, they are
         removed before the store is used again."""
-        if self._made is None:
+        if self._created is None:
             self._outdated = True
             return
         try:
-            await self._made.clear()
+            await self._created.clear()
         except BaseException:
             self._outdated = True
             raise
@@ -101,12 +101,12 @@ class LateStore:
     async def close(self) -> None:
         with self._lock:
             self._over = True
-        if self._made is not None:
-            await self._made.close()
+        if self._created is not None:
+            await self._created.close()
 
     @property
     def _store(self) -> Store:
-        assert self._made is not None, "it is not open"
+        assert self._created is not None, "it is not open"
         if self._outdated:
             raise OSError("what has been flushed is still there")
-        return self._made
+        return self._created

@@ -14,7 +14,7 @@ import pytest
 
 import vlm_serve
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.adapters.beside import check_beside
+from vlm_serve.models.adapters.compatibility import check_files
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
 DEMO = Path(vlm_serve.__file__).parent / "demo/dense"
@@ -46,8 +46,8 @@ def saved_again(checkpoint: Path, folder: Path, **names: str) -> Path:
 def test_what_transformers_saves_again_is_the_same(tmp_path: Path, names: dict[str, str]) -> None:
     folder = saved_again(DEMO, tmp_path, **names)
     assert read(folder / "tokenizer.json") != read(DEMO / "tokenizer.json")
-    check_beside(DEMO, folder)
-    check_beside(folder, DEMO)
+    check_files(DEMO, folder)
+    check_files(folder, DEMO)
     ours, theirs = oracle.tokenizer(folder), Tokenizer(DEMO)
     assert [ours.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
 
@@ -64,7 +64,7 @@ def test_published_vocabularies_are_the_same_after_transformers(
     folder = saved_again(checkpoint, tmp_path / "adapter")
     kinds = {"qwen2": "qwen3", "qwen3.5": "qwen3_5", "minicpm": "minicpmv4_6"}
     write(checkpoint / "config.json", {"model_type": kinds[name]})
-    check_beside(checkpoint, folder)
+    check_files(checkpoint, folder)
     assert ("Qwen2Tokenizer" in caplog.text) is (name == "qwen3.5")
 
 
@@ -127,7 +127,7 @@ def test_words_that_decide_no_ids_may_differ(
     raw = read(DEMO / "tokenizer.json")
     change(raw)
     write(tmp_path / "tokenizer.json", raw)
-    check_beside(DEMO, tmp_path)
+    check_files(DEMO, tmp_path)
 
 
 def _two_merges_exchanged(raw: Json) -> None:
@@ -186,7 +186,7 @@ def test_other_ids_are_refused_with_what_differs(
     change(raw)
     write(tmp_path / "tokenizer.json", raw)
     with pytest.raises(CheckpointError) as caught:
-        check_beside(DEMO, tmp_path)
+        check_files(DEMO, tmp_path)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -199,17 +199,17 @@ def test_tokens_of_other_files_count(tmp_path: Path) -> None:
     write(model / "tokenizer.json", raw)
     write(model / "tokenizer_config.json", config)
     write(adapter / "tokenizer.json", raw)
-    check_beside(model, adapter)
+    check_files(model, adapter)
     write(adapter / "tokenizer.json", raw | {"added_tokens": [*raw["added_tokens"], last]})
-    check_beside(model, adapter)
+    check_files(model, adapter)
     write(adapter / "added_tokens.json", {"<more>": 800})
     with pytest.raises(CheckpointError, match=r"the added token '<more>' \(id 800\)"):
-        check_beside(model, adapter)
+        check_files(model, adapter)
     (adapter / "added_tokens.json").unlink()
     more = {"800": last | {"content": "<more>"}}
     write(adapter / "tokenizer_config.json", {"added_tokens_decoder": more})
     with pytest.raises(CheckpointError, match=r"the added token '<more>' \(id 800\)"):
-        check_beside(model, adapter)
+        check_files(model, adapter)
 
 
 @pytest.mark.parametrize("form", ["text", "object"])
@@ -220,11 +220,11 @@ def test_a_new_token_to_fill_rows_is_passed_over(tmp_path: Path, form: str) -> N
     write(tmp_path / "tokenizer.json", raw | {"added_tokens": [*raw["added_tokens"], new]})
     named = "[PAD]" if form == "text" else {"content": "[PAD]", "__type": "AddedToken"}
     write(tmp_path / "tokenizer_config.json", config | {"pad_token": named})
-    check_beside(DEMO, tmp_path)
+    check_files(DEMO, tmp_path)
     for other in ("<other>", None):
         write(tmp_path / "tokenizer_config.json", config | {"pad_token": other})
         with pytest.raises(CheckpointError, match=r"the added token '\[PAD\]' \(id 800\)"):
-            check_beside(DEMO, tmp_path)
+            check_files(DEMO, tmp_path)
 
 
 ODD_FIELDS: list[Json] = [{"added_tokens": [3]}, {"normalizer": {}}, {"pre_tokenizer": [1]}]
@@ -238,7 +238,7 @@ ODD_FIELDS: list[Json] = [{"added_tokens": [3]}, {"normalizer": {}}, {"pre_token
 def test_damaged_tokenizers_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
-        check_beside(DEMO, tmp_path)
+        check_files(DEMO, tmp_path)
 
 
 def _template_in(folder: Path, place: str, text: str) -> None:
@@ -263,11 +263,11 @@ def test_a_template_may_stand_in_any_file(tmp_path: Path, models: str, adapters:
     text = (DEMO / "chat_template.jinja").read_text()
     _template_in(tmp_path / "model", models, text)
     _template_in(tmp_path / "adapter", adapters, text + "\n")
-    check_beside(tmp_path / "model", tmp_path / "adapter")
+    check_files(tmp_path / "model", tmp_path / "adapter")
     _template_in(tmp_path / "adapter", adapters, "{{ messages }}" + text)
     shown = "tokenizer_config.json" if adapters == "list" else adapters
     with pytest.raises(CheckpointError, match=f"a chat template in {shown} other than the model's"):
-        check_beside(tmp_path / "model", tmp_path / "adapter")
+        check_files(tmp_path / "model", tmp_path / "adapter")
 
 
 def test_a_template_of_options_is_the_models(tmp_path: Path) -> None:
@@ -275,8 +275,8 @@ def test_a_template_of_options_is_the_models(tmp_path: Path) -> None:
     _template_in(tmp_path / "adapter", "tokenizer_config.json", "{{ messages }}")
     (tmp_path / "other").write_text("{{ messages }}")
     with pytest.raises(CheckpointError, match="--chat-template"):
-        check_beside(tmp_path / "model", tmp_path / "adapter")
-    check_beside(tmp_path / "model", tmp_path / "adapter", template=str(tmp_path / "other"))
+        check_files(tmp_path / "model", tmp_path / "adapter")
+    check_files(tmp_path / "model", tmp_path / "adapter", template=str(tmp_path / "other"))
     write(tmp_path / "adapter/tokenizer_config.json", {"chat_template": [3]})
     with pytest.raises(CheckpointError, match="chat_template in tokenizer_config.json is no list"):
-        check_beside(tmp_path / "model", tmp_path / "adapter")
+        check_files(tmp_path / "model", tmp_path / "adapter")

@@ -21,10 +21,10 @@ import pytest
 from tier_entries import ORIGIN, entry, get, locate
 from waiting import wait_for
 
+from vlm_serve.cache.tiers.deferred import DeferredStore
 from vlm_serve.cache.tiers.disk import FILE_NAME, DiskStore
 from vlm_serve.cache.tiers.entry import EntryId
 from vlm_serve.cache.tiers.host import HostStore
-from vlm_serve.cache.tiers.late import LateStore
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.store_calls import Breaker, line_of
@@ -132,7 +132,7 @@ def test_the_start_waits_for_no_store_that_hangs() -> None:
         made.append(Moody())
         return made[-1]
 
-    late = LateStore("late", "somewhere", make)
+    late = DeferredStore("late", "somewhere", make)
     with stack(late, open_seconds=0.05) as tiers:
         put(tiers, 1)
         assert locate(tiers, 1) == [None] and tiers.counts["dropped"] == 1
@@ -153,7 +153,7 @@ def test_what_is_made_too_late_is_closed(monkeypatch: pytest.MonkeyPatch) -> Non
         return Moody()
 
     monkeypatch.setattr(Moody, "close", close)
-    with stack(LateStore("late", "somewhere", make), open_seconds=0.05):
+    with stack(DeferredStore("late", "somewhere", make), open_seconds=0.05):
         pass
     assert not closed.is_set()
     gate.set()
@@ -167,11 +167,11 @@ from pathlib import Path
 from tier_entries import ORIGIN, entry
 from vlm_serve.cache.tiers import stack
 from vlm_serve.cache.tiers.disk import DiskStore
-from vlm_serve.cache.tiers.late import LateStore
+from vlm_serve.cache.tiers.deferred import DeferredStore
 stack.CLOSE_SECONDS = 0.1
 """
 OPENING = """
-late = LateStore("late", "somewhere", threading.Event().wait)
+late = DeferredStore("late", "somewhere", threading.Event().wait)
 stack.TierStack(ORIGIN, [late], open_seconds=0.05).close(1.0)
 """
 WRITING = """
@@ -193,8 +193,8 @@ def test_a_process_ends_though_a_store_hangs(text: str, tmp_path: Path) -> None:
     subprocess.run(command, cwd=Path(__file__).parents[1], timeout=120, check=True)
 
 
-def late_disk(folder: Path) -> LateStore:
-    return LateStore("disk", str(folder), partial(DiskStore, folder, 1 << 20))
+def late_disk(folder: Path) -> DeferredStore:
+    return DeferredStore("disk", str(folder), partial(DiskStore, folder, 1 << 20))
 
 
 def fill(folder: Path, *numbers: int) -> None:
@@ -250,7 +250,7 @@ def test_a_damaged_file_in_a_folder_that_is_gone_is_left_alone_until_it_can_be_r
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, moved = tmp_path / "folder", tmp_path / "moved"
-    disk = LateStore("disk", str(folder), partial(DiskStore, folder, 1 << 24))
+    disk = DeferredStore("disk", str(folder), partial(DiskStore, folder, 1 << 24))
     with caplog.at_level(logging.INFO), stack(disk) as tiers:
         for number in range(50):
             tiers.put(entry(number, size=100_000))  # more than SQLite keeps in memory

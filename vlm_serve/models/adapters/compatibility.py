@@ -45,7 +45,7 @@ _NUMBERS = 1 << 24
 """Compared at a time."""
 
 
-def check_beside(checkpoint: Path, folder: Path, *, template: str | None = None) -> None:
+def check_files(checkpoint: Path, folder: Path, *, template: str | None = None) -> None:
     r"""Compare the files beside an adapter with its model's.
 
     A pattern without `\p{M}`, which transformers writes for many models, is a line in the log.
@@ -60,14 +60,14 @@ def check_beside(checkpoint: Path, folder: Path, *, template: str | None = None)
     """
     if (folder / _TOKENIZER_FILE).is_file() and (checkpoint / _TOKENIZER_FILE).is_file():
         _check_tokens(checkpoint, folder)
-    name, own = named_chat_template(folder)
-    if not own:
+    name, template_there = named_chat_template(folder)
+    if not template_there:
         return
     if template:
         models = _text(Path(template))
     else:
         _, models = named_chat_template(checkpoint)
-    if _plain(own) != _plain(models):
+    if _plain(template_there) != _plain(models):
         raise CheckpointError(
             f"the adapter has a chat template in {name} other than the model's: name it with "
             "--chat-template for all requests, or remove it there to use the model's"
@@ -105,7 +105,7 @@ def _plain(template: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenRules:
     """What decides the ids that a tokenizer gives to a text.
 
     Trainers save a tokenizer again beside an adapter, and transformers writes the same one in other
@@ -132,7 +132,7 @@ class Tokens:
     padding: str | None
 
 
-def _read_tokens(folder: Path) -> Tokens:
+def _read_tokens(folder: Path) -> TokenRules:
     """Read the tokenizer of a folder with a tokenizer.json.
 
     Raises:
@@ -144,15 +144,16 @@ def _read_tokens(folder: Path) -> Tokens:
         listed = read_json(folder / "added_tokens.json")
         model = {"type": "BPE", **raw["model"]}
         more = {str(text): _entry(int(index), {}) for text, index in listed.items()}
-        for index, each in (config.get("added_tokens_decoder") or {}).items():
-            more[str(each["content"])] = _entry(int(index), each)
-        return Tokens(
+        for index, flags in (config.get("added_tokens_decoder") or {}).items():
+            more[str(flags["content"])] = _entry(int(index), flags)
+        return TokenRules(
             added={
-                each["content"]: _entry(each["id"], each) for each in raw.get("added_tokens") or ()
+                token["content"]: _entry(token["id"], token)
+                for token in raw.get("added_tokens") or ()
             },
             more=more,
             vocabulary=_vocabulary(model.pop("vocab")),
-            merges=[_pair(each) for each in model.pop("merges", None) or ()],
+            merges=[_pair(merge) for merge in model.pop("merges", None) or ()],
             fields=_with_effect(model),
             normalizer=list(_steps(raw.get("normalizer"))),
             pre_tokenizer=list(_steps(raw.get("pre_tokenizer"))),
@@ -174,18 +175,18 @@ def _padding(raw: Any) -> str | None:
 def _vocabulary(raw: Any) -> dict[str, int]:
     """Return the ids of tokens. Kinds other than BPE list them, with numbers of theirs."""
     if isinstance(raw, list):
-        return {str(each): index for index, each in enumerate(raw)}
+        return {str(token): index for index, token in enumerate(raw)}
     return {str(text): int(index) for text, index in raw.items()}
 
 
 def _pair(merge: Any) -> tuple[str, ...]:
     parts = merge.split(" ") if isinstance(merge, str) else merge
-    return tuple(str(each) for each in parts)
+    return tuple(str(part) for part in parts)
 
 
 def _with_effect(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's fields: null, "", 0 and false mean what no field means."""
-    used = {name: each for name, each in model.items() if each}
+    used = {name: value for name, value in model.items() if value}
     if "unk_token" not in used:
         used.pop("fuse_unk", None)
     return used
@@ -196,17 +197,17 @@ def _steps(raw: Any) -> Iterator[_Step]:
     if raw is None:
         return
     if raw["type"] == "Sequence":
-        for each in raw["normalizers"] if "normalizers" in raw else raw["pretokenizers"]:
-            yield from _steps(each)
+        for nested in raw["normalizers"] if "normalizers" in raw else raw["pretokenizers"]:
+            yield from _steps(nested)
         return
     defaults = {"ByteLevel": ("add_prefix_space", "use_regex"), "Split": ("invert",)}
     step = {name: _DEFAULTS[name] for name in defaults.get(raw["type"], ())}
-    step |= {name: each for name, each in raw.items() if each is not None}
+    step |= {name: value for name, value in raw.items() if value is not None}
     step.pop("trim_offsets", None)  # decides where a token stood in the text
     yield step
 
 
-def difference(tokens: Tokens, model: Tokens, family: Family) -> str | None:
+def difference(tokens: TokenRules, model: TokenRules, family: Family) -> str | None:
     """Return what an adapter's tokenizer has that its model's has not, for a message; None if both
     give the same ids.
 
@@ -224,7 +225,7 @@ def difference(tokens: Tokens, model: Tokens, family: Family) -> str | None:
     )
 
 
-def _other_added(tokens: Tokens, model: Tokens) -> str | None:
+def _other_added(tokens: TokenRules, model: TokenRules) -> str | None:
     """Compare the added tokens. Those that only the model's tokenizer_config.json has may lack.
 
     Trainers add a token to fill rows with, and no prompt or answer has it.
@@ -243,16 +244,16 @@ def _other_added(tokens: Tokens, model: Tokens) -> str | None:
     return None if lacking is None else f"no added token {_shown(lacking)}"
 
 
-def _other_vocabulary(tokens: Tokens, model: Tokens) -> str | None:
+def _other_vocabulary(tokens: TokenRules, model: TokenRules) -> str | None:
     """Compare the other tokens. A file may list the added ones there too."""
     added = {**model.more, **model.added}
     ours, theirs = (
-        {text: i for text, i in each.vocabulary.items() if added.get(text, (None,))[0] != i}
-        for each in (tokens, model)
+        {text: i for text, i in tokenizer.vocabulary.items() if added.get(text, (None,))[0] != i}
+        for tokenizer in (tokens, model)
     )
     if ours == theirs:
         return None
-    text = next((each for each in {**ours, **theirs} if ours.get(each) != theirs.get(each)), "")
+    text = next((token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token)), "")
     return f"token {_shown(text)} with id {ours.get(text)}, not {theirs.get(text)}"
 
 
@@ -260,7 +261,7 @@ def _other_merges(ours: list[tuple[str, ...]], theirs: list[tuple[str, ...]]) ->
     if ours == theirs:
         return None
     same = (one == other for one, other in zip(ours, theirs, strict=False))
-    number = next((n for n, each in enumerate(same) if not each), min(len(ours), len(theirs)))
+    number = next((n for n, equal in enumerate(same) if not equal), min(len(ours), len(theirs)))
     return f"other merges, from number {number} on ({len(ours)} and {len(theirs)})"
 
 
@@ -271,7 +272,7 @@ def _other_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | N
     return None
 
 
-def _other_steps(tokens: Tokens, model: Tokens, family: Family) -> str | None:
+def _other_steps(tokens: TokenRules, model: TokenRules, family: Family) -> str | None:
     normal, split = [{"type": "NFC"}], _splits(family)
     if tokens.normalizer != model.normalizer and not (split and tokens.normalizer == normal):
         return "another normalizer"
@@ -279,7 +280,7 @@ def _other_steps(tokens: Tokens, model: Tokens, family: Family) -> str | None:
     return None if same or _lacks_marks(tokens, model, family) else "another pre-tokenizer"
 
 
-def _lacks_marks(tokens: Tokens, model: Tokens, family: Family) -> bool:
+def _lacks_marks(tokens: TokenRules, model: TokenRules, family: Family) -> bool:
     r"""Return True if texts are split as by Qwen2, where the model's pattern has `\p{M}` as well.
 
     The class Qwen2Tokenizer of transformers writes so for all models that name it.
@@ -330,10 +331,10 @@ def check_base(checkpoint: Path, file: AdapterFile, *, tied: bool) -> None:
         return
     stored = SafetensorsFile(file.path / WEIGHTS_FILE)
     known: dict[str, dict[str, tuple[TensorFile, str]]] = defaultdict(dict)
-    for each in open_files(checkpoint):
-        for name in each.names():
+    for weights in open_files(checkpoint):
+        for name in weights.names():
             module, _, kind = unprefixed(name).rpartition(".")
-            known[module][kind] = each, name
+            known[module][kind] = weights, name
     for name in file.base:
         plain = unprefixed(name.removeprefix("base_model.model.")).replace(".base_layer.", ".")
         module, _, kind = plain.rpartition(".")
@@ -357,7 +358,7 @@ def check_base(checkpoint: Path, file: AdapterFile, *, tied: bool) -> None:
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or not one.is_floating_point():
         return False
-    pieces = [torch.split(each.flatten(), _NUMBERS) for each in (one, other)]
+    pieces = [torch.split(tensor.flatten(), _NUMBERS) for tensor in (one, other)]
     pairs = list(zip(*pieces, strict=True))
     return any(
         all(torch.equal(left.to(dtype), right.to(dtype)) for left, right in pairs)

@@ -1,9 +1,10 @@
-"""A priority queue with O(1) replacement and removal of entries."""
+"""Candidates for eviction: what an entry is worth, and the queue whose least worthy comes first."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 Priority = tuple[int, float, int]
 """(class, value, last use): lower class first, then lower value, then older use."""
@@ -67,3 +68,69 @@ class LazyHeap(Generic[Item]):
             for priority, ticket, item in self._entries
             if ticket == item.ticket
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The facts about an entry that a policy may use.
+
+    Attributes:
+        last_used: counter at its last use.
+        credit: the policy's age at its last use.
+        saved_tokens: tokens that need no recomputation thanks to the entry.
+        reuse: number of uses, and the expected one that its creation stands for.
+        num_bytes: bytes that its eviction frees.
+    """
+
+    last_used: int
+    credit: float
+    saved_tokens: int
+    reuse: float
+    num_bytes: int
+
+
+class EvictionPolicy(Protocol):
+    """Rates entries; the least valuable one is evicted first."""
+
+    age: float
+    """Stored as an entry's credit at each use."""
+
+    def value(self, use: Use) -> float: ...
+
+    def evicted(self, value: float) -> None:
+        """Record that an entry of this value was evicted."""
+        ...
+
+
+class LruPolicy:
+    """Least recently used first."""
+
+    def __init__(self) -> None:
+        self.age = 0.0
+
+    def value(self, use: Use) -> float:
+        return float(use.last_used)
+
+    def evicted(self, value: float) -> None:
+        pass
+
+
+class ValuePolicy:
+    """Recompute saved x reuse / bytes, aged: Greedy-Dual-Size-Frequency (Cherkasova, 1998).
+
+    The age rises to the value of each victim and is added to every later use. An entry of great
+    value long ago is therefore evicted eventually. No clock is needed.
+    """
+
+    def __init__(self) -> None:
+        self.age = 0.0
+
+    def value(self, use: Use) -> float:
+        return use.credit + use.saved_tokens * use.reuse / use.num_bytes
+
+    def evicted(self, value: float) -> None:
+        self.age = max(self.age, value)
+
+
+def make_policy(name: Literal["value", "lru"]) -> EvictionPolicy:
+    return ValuePolicy() if name == "value" else LruPolicy()
