@@ -16,8 +16,8 @@ from vlm_serve.batch.file_store import FileStore, StoredFile
 from vlm_serve.batch.record import Batch, Ending, Problem
 from vlm_serve.batch.run import BatchRun, InvalidInputError, Surroundings
 from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
+from vlm_serve.server.http.auth import Owner
 from vlm_serve.server.http.errors import DrainingError
-from vlm_serve.server.http.tenants import Owner
 
 _log = logging.getLogger(__name__)
 

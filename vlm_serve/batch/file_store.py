@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from vlm_serve.errors import ConfigError, InvalidRequestError, VlmServeError
 from vlm_serve.options.declared import format_size
-from vlm_serve.server.http.tenants import Owner
+from vlm_serve.server.http.auth import Owner
 from vlm_serve.system.private_files import TemporaryFolder
 
 MAX_FILES = 10_000

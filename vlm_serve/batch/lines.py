@@ -14,7 +14,7 @@ from vlm_serve.batch.asgi import Reply, reply_json
 from vlm_serve.batch.journal import Row
 from vlm_serve.batch.order import ReuseKey, reuse_key_of
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.http.json_body import count_json, parse_json
+from vlm_serve.server.http.body import count_json, parse_json
 
 _PATH = re.compile(r"/[A-Za-z0-9_./-]{1,127}", re.ASCII)
 _PIECE_BYTES = 1 << 20

@@ -34,9 +34,9 @@ from vlm_serve.batch.order import ReuseKey, ReuseQueue
 from vlm_serve.batch.pool import RETRY_SECONDS, answer_all, post_patiently
 from vlm_serve.batch.record import Batch, Problem
 from vlm_serve.server.answers.generation import in_background
-from vlm_serve.server.http.json_body import SMALL_BYTES
+from vlm_serve.server.http.auth import state_of
+from vlm_serve.server.http.body import SMALL_BYTES
 from vlm_serve.server.http.request_memory import RequestMemory, Share
-from vlm_serve.server.http.tenants import state_of
 
 EXPIRED = "the completion window ended before this request was answered"
 

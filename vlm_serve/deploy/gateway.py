@@ -30,6 +30,7 @@ from vlm_serve.deploy.request_keys import keys_of
 from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.failover.attempt import TOKENS, Attempt, Delivery
+from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.errors import (
     DrainingError,
@@ -39,7 +40,6 @@ from vlm_serve.server.http.errors import (
     messages_envelope,
     public_error,
 )
-from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.http.request_id import request_id_of
 from vlm_serve.server.http.request_memory import Intake, RequestMemory
 from vlm_serve.server.http.streaming import cancelled, disconnected

@@ -25,8 +25,8 @@ from vlm_serve.deploy.replica_pool import (
 )
 from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.body import read_body
-from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.http.request_memory import RequestMemory
 from vlm_serve.system.version import __version__
 

@@ -26,10 +26,9 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import from_mapping, options_of
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.auth import guarded, read_tenant_keys
 from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.root_path import below_root
-from vlm_serve.server.http.tenants import read_tenant_keys
 
 CONFIGS = (DeployConfig, ServerConfig, EngineConfig)
 PROXY_HOST = "0.0.0.0"

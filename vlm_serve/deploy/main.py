@@ -27,20 +27,22 @@ from vlm_serve.engine.adapters.options import named_adapters
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.auth import guarded, read_tenant_keys
 from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.connections import Connections
-from vlm_serve.server.http.draining import (
+from vlm_serve.server.http.root_path import below_root
+from vlm_serve.server.http.serving import (
     SWITCH_SECONDS,
     DrainingServer,
+    close_listener,
     format_table,
     ignore_user_signals,
+    listen,
     print_notice,
+    tls_context,
+    url_of,
     uvicorn_config,
 )
-from vlm_serve.server.http.listening import close_listener, listen, tls_context, url_of
-from vlm_serve.server.http.root_path import below_root
-from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.system.log_output import start_logging
 
 _log = logging.getLogger(__name__)

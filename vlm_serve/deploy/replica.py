@@ -62,7 +62,7 @@ class EngineReplica:
         from vlm_serve.batch.api.routes import BatchRoutes
         from vlm_serve.engine.engine import Engine
         from vlm_serve.server.app import create_routes
-        from vlm_serve.server.http.draining import SWITCH_SECONDS
+        from vlm_serve.server.http.serving import SWITCH_SECONDS
         from vlm_serve.server.main import freeze_startup_objects
         from vlm_serve.server.service import Service
 

@@ -42,7 +42,7 @@ from vlm_serve.preprocess.pooled_prompts import (
 )
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.reasoning import reasoning_form
+from vlm_serve.server.answers.pieces import reasoning_form
 from vlm_serve.server.config import ServerConfig
 
 _T = TypeVar("_T")

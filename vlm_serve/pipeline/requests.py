@@ -20,7 +20,7 @@ from vlm_serve.options.declared import did_you_mean
 from vlm_serve.pipeline.output import Collector, Output, TextForm, split_delta
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.reasoning import ReasoningParser, before_grammar, thought_behind
+from vlm_serve.server.answers.pieces import ReasoningParser, before_grammar, thought_behind
 
 FormOf = Callable[[Prompt], TextForm]
 """Returns how the answer to a prompt is split."""

@@ -13,8 +13,8 @@ from vlm_serve.preprocess.decoders import (
 )
 from vlm_serve.preprocess.limits import MediaLimits
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.connection import READ_BYTES
-from vlm_serve.server.http.json_body import max_cost
+from vlm_serve.server.http.body import max_cost
+from vlm_serve.server.http.connections import READ_BYTES
 from vlm_serve.server.http.request_memory import VALUE_BYTES, WIDEST_BODY_FACTOR
 from vlm_serve.server.workers import large_threads
 

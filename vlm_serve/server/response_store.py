@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlm_serve.server.failover.attempt import Attempt, new_token
-from vlm_serve.server.http.tenants import Owner
+from vlm_serve.server.http.auth import Owner
 
 Item = dict[str, Any]
 

@@ -17,16 +17,14 @@ from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.rendering import Rendering
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.preprocess.tokenizer import Tokenizer
-from vlm_serve.server.admission import AdmissionControl
 from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.grammar_queue import GrammarQueue
-from vlm_serve.server.http.open_requests import OpenRequests
+from vlm_serve.server.http.admission import AdmissionControl, OpenRequests
 from vlm_serve.server.http.request_memory import FetchedMemory
-from vlm_serve.server.idle_check import IdleCheck
 from vlm_serve.server.routes import MountedRoutes
 from vlm_serve.server.state import ServerState
-from vlm_serve.server.trimming import Trimmer
+from vlm_serve.server.upkeep import IdleCheck, Trimmer
 from vlm_serve.server.workers import Workers
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from starlette.types import Scope
 from vlm_serve.errors import ModelNotFoundError
 from vlm_serve.preprocess.keys import NO_ADAPTER, KeyScope
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.finished_request import FinishedRequest
+from vlm_serve.server.http.auth import salt_of
 from vlm_serve.server.http.request_memory import RequestMemory
-from vlm_serve.server.http.tenants import salt_of
-from vlm_serve.server.metrics import Metrics
+from vlm_serve.server.metrics import FinishedRequest, Metrics
 from vlm_serve.server.response_store import ResponseStore
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from vlm_serve.batch.api.served import ServedBatches, owner_of_files
 from vlm_serve.batch.record import Batch, Status
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.reader import APIS
-from vlm_serve.server.api.listing import page_of
-from vlm_serve.server.api.request_body import read_json
+from vlm_serve.server.api.shared.listing import page_of
+from vlm_serve.server.api.shared.request_body import read_json
 
 BATCHES_PATH = "/v1/batches"
 ENDPOINTS = tuple(APIS)

@@ -20,12 +20,12 @@ from starlette.types import Receive, Scope, Send
 from vlm_serve.batch.api.served import ServedBatches, owner_of_files
 from vlm_serve.batch.file_store import Draft, FileStore, StoredFile, in_thread
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.api.listing import page_of
+from vlm_serve.server.api.shared.listing import page_of
+from vlm_serve.server.http.auth import Owner
 from vlm_serve.server.http.browsers import refuse_foreign_scripts
 from vlm_serve.server.http.errors import DrainingError, MediaTypeError
 from vlm_serve.server.http.multipart import FormReader, Part, boundary_of
 from vlm_serve.server.http.streaming import sent_until_disconnected
-from vlm_serve.server.http.tenants import Owner
 
 FILES_PATH = "/v1/files"
 MAX_LISTED = 10_000

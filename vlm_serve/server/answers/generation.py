@@ -26,7 +26,7 @@ from vlm_serve.preprocess.affinity import AffinityKey
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.stopping import Stop
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.reasoning import (
+from vlm_serve.server.answers.pieces import (
     ReasoningParser,
     before_grammar,
     reasoning_form,
@@ -34,9 +34,9 @@ from vlm_serve.server.answers.reasoning import (
 )
 from vlm_serve.server.failover.attempt import Attempt
 from vlm_serve.server.failover.covering import AttemptPart
-from vlm_serve.server.finished_request import FinishedRequest
 from vlm_serve.server.http.errors import RequestTimeoutError, renamed_params
 from vlm_serve.server.http.request_memory import current_share
+from vlm_serve.server.metrics import FinishedRequest
 from vlm_serve.server.service import Preparation, Service
 
 TOKEN_BYTES = 128

@@ -14,12 +14,15 @@ Whole answers and streams use the same parser, so they cannot differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import zip_longest
+from typing import Any
 
+from vlm_serve.engine.outputs import FinishReason
+from vlm_serve.preprocess.prompt import SharedTokens
 from vlm_serve.server.answers.call_reader import FORMS, CallReader
 from vlm_serve.server.answers.json_calls import JsonReader
 from vlm_serve.server.answers.pieces import (
@@ -390,3 +393,46 @@ class Quoting:
     def _end_ticks(self) -> None:
         self.fenced ^= self.ticks >= 3
         self.ticks = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """A next turn whose client sends the parsed answer back.
+
+    Attributes:
+        kind: "agent" if the answer may call tools, "chat" otherwise.
+        shared_tokens: compares the prompts.
+        parser: makes a parser of one choice.
+    """
+
+    kind: str
+    shared_tokens: SharedTokens
+    parser: Callable[[], OutputParser]
+
+    def shared(self, text: str, token_ids: Sequence[int], reason: FinishReason) -> int:
+        """Return how many tokens the next prompt begins with, see `engine.request.NextTurn`."""
+        parser = self.parser()
+        pieces = parser.feed(text) + parser.finish(cut=reason != "stop")
+        return self.shared_tokens(_message(pieces), token_ids)
+
+
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Return the answer as clients of /v1/chat/completions send it back."""
+    texts: dict[str, str] = {"reasoning": "", "content": ""}
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.kind == "tool_name":
+            function = {"name": piece.text, "arguments": ""}
+            calls.append({"id": f"call{len(calls):05}", "type": "function", "function": function})
+        elif piece.kind == "tool_arguments":
+            calls[piece.call]["function"]["arguments"] += piece.text
+        else:
+            texts[piece.kind] += piece.text
+    message: dict[str, Any] = {"role": "assistant", "content": texts["content"] or None}
+    if texts["reasoning"]:
+        message["reasoning_content"] = texts["reasoning"]
+    if calls:
+        message["tool_calls"] = calls
+    elif message["content"] is None:
+        message["content"] = ""
+    return message

@@ -15,13 +15,13 @@ from starlette.responses import Response
 from vlm_serve.preprocess.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.api.answer import Incoming
-from vlm_serve.server.api.bodies import Optional
 from vlm_serve.server.api.chat import chat_task
-from vlm_serve.server.api.chat_request import ChatCompletionRequest
-from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.generate import TokenSampling
-from vlm_serve.server.api.request_body import read_prompt
+from vlm_serve.server.api.shared.answer import Incoming
+from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
+from vlm_serve.server.api.shared.conversation import ConversationTask
+from vlm_serve.server.api.shared.fields import Optional
+from vlm_serve.server.api.shared.request_body import read_prompt
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.service import Service
 

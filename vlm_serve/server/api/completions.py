@@ -22,26 +22,35 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.answer import AnswerStream, Event, Incoming, ResponseSpec, answer_prompt
-from vlm_serve.server.api.bodies import (
+from vlm_serve.server.api.shared.answer import (
+    AnswerStream,
+    Event,
+    Incoming,
+    ResponseSpec,
+    answer_prompt,
+)
+from vlm_serve.server.api.shared.conversation import prepare_tokens
+from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
     CompletionLogprobs,
+    GenerationRequest,
+    Items,
     Optional,
     PromptLogprobsBody,
+    Tokens,
     UsageBody,
+    Whole,
     add_usage,
     cache_report_body,
     cache_report_fields,
+    check_stream,
     routed_experts_fields,
     usage_body,
 )
-from vlm_serve.server.api.conversation import prepare_tokens
-from vlm_serve.server.api.fields import GenerationRequest, Items, Tokens, Whole, check_stream
-from vlm_serve.server.api.logprobs import completion_logprobs, prompt_logprobs_body
-from vlm_serve.server.api.request_body import affinity_of
-from vlm_serve.server.api.sampling import sampling_of, with_sampling
-from vlm_serve.server.api.structured import structured_outputs_of
-from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.api.shared.logprobs import completion_logprobs, prompt_logprobs_body
+from vlm_serve.server.api.shared.request_body import affinity_of
+from vlm_serve.server.api.shared.sampling import sampling_of, structured_outputs_of, with_sampling
+from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.service import Service
 
 MAX_PROMPTS = 128

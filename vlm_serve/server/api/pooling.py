@@ -22,22 +22,25 @@ from vlm_serve.preprocess.pooled_prompts import embedding_messages, rerank_messa
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.server.answers.generation import Generation, Task
-from vlm_serve.server.api.answer import AnswerStream, Event, ResponseSpec, respond
-from vlm_serve.server.api.bodies import CacheReportBody, Optional, add_usage, cache_report_body
-from vlm_serve.server.api.chat_request import ChatMessage
-from vlm_serve.server.api.conversation import prepare, prepare_tokens
-from vlm_serve.server.api.fields import (
+from vlm_serve.server.api.shared.answer import AnswerStream, Event, ResponseSpec, respond
+from vlm_serve.server.api.shared.chat_request import ChatMessage
+from vlm_serve.server.api.shared.conversation import prepare, prepare_tokens
+from vlm_serve.server.api.shared.fields import (
     MAX_MESSAGES,
     AnswerRequest,
+    CacheReportBody,
     Items,
+    Optional,
     RequestModel,
     Table,
     Tokens,
     Whole,
+    add_usage,
+    cache_report_body,
 )
-from vlm_serve.server.api.request_body import read_value
-from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.http.json_body import validate
+from vlm_serve.server.api.shared.request_body import read_value
+from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.http.body import validate
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
 from vlm_serve.server.service import Preparation, Service
 

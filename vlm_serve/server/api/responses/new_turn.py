@@ -16,8 +16,8 @@ from vlm_serve.errors import FieldError, InvalidRequestError, UnsupportedFieldEr
 from vlm_serve.preprocess.reading.items import is_reference
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.failover.attempt import Attempt, attempt_of, new_token
+from vlm_serve.server.http.auth import Owner, owner_of
 from vlm_serve.server.http.errors import NotFoundError
-from vlm_serve.server.http.tenants import Owner, owner_of
 from vlm_serve.server.response_store import (
     ResponseStore,
     Turn,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vlm_serve.engine.plan import PromptLogprobs
 from vlm_serve.preprocess.tokenizer import Tokenizer
-from vlm_serve.server.api.bodies import (
+from vlm_serve.server.api.shared.fields import (
     CompletionLogprobs,
     PromptLogprob,
     TokenLogprob,

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.errors import UnsupportedFieldError
-from vlm_serve.server.api.chat_request import ChatCompletionRequest
-from vlm_serve.server.api.sampling import options_elsewhere
+from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
+from vlm_serve.server.api.shared.sampling import options_elsewhere
 
 IGNORED_HEADER = "x-vlm-serve-ignored-fields"
 MAX_IGNORED_NAMED = 32

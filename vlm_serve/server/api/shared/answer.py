@@ -22,14 +22,14 @@ from vlm_serve.preprocess.keys import KeyScope
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation, Task, answering
-from vlm_serve.server.api.fields import AnswerRequest
-from vlm_serve.server.api.request_body import read_prompt
+from vlm_serve.server.api.shared.fields import AnswerRequest
+from vlm_serve.server.api.shared.request_body import read_prompt
 from vlm_serve.server.failover.attempt import attempt_of, created_of
 from vlm_serve.server.failover.covering import Coverage, CoveredResponse
+from vlm_serve.server.http.auth import share_of
 from vlm_serve.server.http.errors import envelope, public_error
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
 from vlm_serve.server.http.streaming import Chunks, stream_response, until_disconnected
-from vlm_serve.server.http.tenants import share_of
 from vlm_serve.server.service import Preparation, Service
 
 B = TypeVar("B", bound=AnswerRequest)

@@ -18,7 +18,7 @@ from vlm_serve.cache.reasons import key_at
 from vlm_serve.engine.validation import check_page
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.reader import read_conversation
-from vlm_serve.server.api.cache import (
+from vlm_serve.server.api.cache.inspection import (
     CachePrompt,
     NodeKey,
     VisibleRoots,
@@ -27,10 +27,10 @@ from vlm_serve.server.api.cache import (
     preparation_of,
     refuse_unknown,
 )
-from vlm_serve.server.api.request_body import read_value
+from vlm_serve.server.api.shared.request_body import read_value
+from vlm_serve.server.http.auth import salt_of
+from vlm_serve.server.http.body import validate
 from vlm_serve.server.http.errors import NotFoundError
-from vlm_serve.server.http.json_body import validate
-from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Preparation, Service
 
 

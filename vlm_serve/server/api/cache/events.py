@@ -18,14 +18,15 @@ from vlm_serve.cache.listing import ListedNode, NodeInfo
 from vlm_serve.cache.records import Hit
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.mirror import Change, PastChange, TreeListing
-from vlm_serve.server.api.cache import (
+from vlm_serve.server.api.cache.inspection import (
     CacheNode,
     VisibleRoots,
     refuse_unknown,
     with_own_number,
 )
+from vlm_serve.server.http.auth import share_of
+from vlm_serve.server.http.errors import PermissionDeniedError
 from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
-from vlm_serve.server.http.tenants import PermissionDeniedError, share_of
 from vlm_serve.server.service import Service
 
 SLICE = 16

@@ -19,18 +19,18 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.affinity import AffinityKey, affinity_keys
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import APIS, read_conversation
-from vlm_serve.server.http.body import read_body
-from vlm_serve.server.http.errors import MediaTypeError
-from vlm_serve.server.http.json_body import (
+from vlm_serve.server.http.auth import salt_of
+from vlm_serve.server.http.body import (
     SMALL_BYTES,
     count_json,
     max_cost,
     parse_counted,
+    read_body,
     validate,
 )
+from vlm_serve.server.http.errors import MediaTypeError
 from vlm_serve.server.http.request_memory import Share, current_share
 from vlm_serve.server.http.streaming import until_disconnected
-from vlm_serve.server.http.tenants import salt_of
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service

@@ -27,13 +27,12 @@ from vlm_serve.server.answers.generation import (
     reasoning_parser_of,
     thought_of,
 )
-from vlm_serve.server.answers.next_turn import ParsedTurn
-from vlm_serve.server.answers.output_parser import OutputParser
+from vlm_serve.server.answers.output_parser import OutputParser, ParsedTurn
 from vlm_serve.server.answers.pieces import ToolForm, form_of
-from vlm_serve.server.api.answer import Incoming
-from vlm_serve.server.api.fields import AnswerRequest
-from vlm_serve.server.api.request_body import affinity_of
-from vlm_serve.server.api.structured import ToolChoice, with_tools
+from vlm_serve.server.api.shared.answer import Incoming
+from vlm_serve.server.api.shared.fields import AnswerRequest
+from vlm_serve.server.api.shared.request_body import affinity_of
+from vlm_serve.server.api.shared.sampling import ToolChoice, with_tools
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.service import Preparation, Service
 

@@ -20,14 +20,19 @@ from starlette.responses import Response
 from vlm_serve.cache.listing import ListedNode
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.server.api.bodies import cache_report_body
-from vlm_serve.server.api.chat_request import PromptOrMessages
-from vlm_serve.server.api.conversation import prepare, prepare_tokens
-from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
-from vlm_serve.server.api.request_body import read_json, read_prompt
-from vlm_serve.server.api.unknown_fields import ignored_header
+from vlm_serve.server.api.shared.chat_request import PromptOrMessages
+from vlm_serve.server.api.shared.conversation import prepare, prepare_tokens
+from vlm_serve.server.api.shared.fields import (
+    MAX_SALT_LENGTH,
+    SALT_PATTERN,
+    RequestModel,
+    Tokens,
+    cache_report_body,
+)
+from vlm_serve.server.api.shared.request_body import read_json, read_prompt
+from vlm_serve.server.api.shared.unknown_fields import ignored_header
+from vlm_serve.server.http.auth import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.http.errors import NotFoundError
-from vlm_serve.server.http.tenants import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.service import Preparation, Service
 
 DEFAULT_TREE_NODES = 100
