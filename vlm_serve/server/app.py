@@ -70,12 +70,10 @@ from vlm_serve.server.api.tokenization import (
     detokenize,
     tokenize,
 )
-from vlm_serve.server.failover.resuming import Resuming
 from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.errors import (
     MESSAGES_PATH,
     MODELS_PATH,
-    error_for,
     on_http_exception,
 )
 from vlm_serve.server.http.request_memory import Intake
@@ -121,9 +119,9 @@ def create_routes(service: Service) -> ASGIApp:
 
     app = routed(service, lifespan=lifespan)
     routes = Intake(
-        Resuming(_head_as_get(app), error_for),
+        _head_as_get(app),
         service.admission.memory,
-        service.config.max_body_bytes,
+        service.max_body_bytes,
         streamed=tuple(path for each in service.mounted for path in each.streamed),
     )
     for each in service.mounted:

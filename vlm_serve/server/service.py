@@ -52,6 +52,7 @@ class Service:
         admission: limits on open requests.
         workers: thread pools for blocking work.
         state: model names, statistics and stored answers.
+        max_body_bytes: limit of a request's body.
         grammars: queue of the grammar compiler.
         idle_check: check of the cache's invariants.
         cache_feed: feed of the cache's changes.
@@ -68,6 +69,7 @@ class Service:
     ) -> None:
         self.engine = engine
         self.config = config
+        self.max_body_bytes = config.max_body_bytes
         self.trimmer = Trimmer()
         self.admission = AdmissionControl(engine, config, self.trimmer.freed)
         self.workers = Workers(config.preprocess_threads)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,8 +17,7 @@ from vlm_serve.server.failover.attempt import FAILURE, REPORT, TOKENS, USAGE, At
 
 
 class Coverage:
-    """Collects the tokens covered by the next message. It is empty unless the request is an
-    attempt.
+    """Collects the tokens covered by the next message of an attempt's answer.
 
     A token counts as covered by the first bytes sent after it was generated, even if none of them
     are its own. So the delivered bytes never depend on undelivered tokens.
@@ -29,21 +29,25 @@ class Coverage:
         self._sent_reports: list[int] = []
         self._failed = False
 
-    def begin(self, parts: Sequence[AttemptPart | None]) -> None:
-        """Set the parts of the request's prompts; None: the request is not an attempt."""
-        known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            self._parts = known
+    async def covering(
+        self, parts: Sequence[AttemptPart], deltas: AsyncGenerator[tuple[int, Delta], None]
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yield the deltas of all prompts; each is covered before it is turned into bytes.
 
-    def add(self, prompt: int, delta: Delta) -> None:
-        """Add a delta of a prompt before it is turned into bytes."""
-        if self._parts:
-            choice = prompt * self._parts[prompt].choices + delta.index
-            self._tokens.setdefault(choice, []).extend(delta.token_ids)
+        Args:
+            parts: of the request's prompts.
+            deltas: each with its prompt's index.
+        """
+        self._parts = parts
+        async with aclosing(deltas):
+            async for prompt, delta in deltas:
+                choice = prompt * parts[prompt].choices + delta.index
+                self._tokens.setdefault(choice, []).extend(delta.token_ids)
+                yield prompt, delta
 
     def fail(self) -> None:
         """Mark the next messages as reports of a failure."""
-        self._failed = bool(self._parts)
+        self._failed = True
 
     def take(self) -> Mapping[str, Any]:
         """Return the extra fields of the next message."""

@@ -131,7 +131,7 @@ async def read_value(service: Service, request: Request, use: Callable[[Any], T]
     if kind != "application/json":
         raise MediaTypeError("the body must be sent with Content-Type: application/json")
     try:
-        body = await read_body(request, service.config.max_body_bytes)
+        body = await read_body(request, service.max_body_bytes)
     except ClientDisconnect:
         raise InvalidRequestError("the client went away before its body was complete") from None
     limit = max_cost(service.engine.max_model_len)
