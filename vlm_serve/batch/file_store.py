@@ -119,12 +119,12 @@ class FileStore:
             FileNotKnownError: the owner has none of that id.
         """
         account = self._accounts.get(owner)
-        found = account and account.files.get(file_id)
-        if not found:
+        file = account and account.files.get(file_id)
+        if not file:
             raise FileNotKnownError(
                 f"there is no file {file_id[:128]!r}", param=param, code="file_not_found"
             )
-        return found
+        return file
 
     def files(self, owner: Owner) -> list[StoredFile]:
         """Return the files of an owner, the oldest first."""

@@ -121,9 +121,9 @@ class Gateway:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            own = await response(self, scope, receive)
-            if own is not None:
-                await own(scope, receive, send)
+            answer = await response(self, scope, receive)
+            if answer is not None:
+                await answer(scope, receive, send)
                 return
             await self._forward(scope, receive, send)
         except ClientDisconnect:

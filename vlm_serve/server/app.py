@@ -122,10 +122,10 @@ def create_routes(service: Service) -> ASGIApp:
         _head_as_get(app),
         service.admission.memory,
         service.max_body_bytes,
-        streamed=tuple(path for each in service.mounted for path in each.streamed),
+        streamed=tuple(path for routes in service.mounted for path in routes.streamed),
     )
-    for each in service.mounted:
-        each.start(routes)
+    for mounted in service.mounted:
+        mounted.start(routes)
     return routes
 
 
@@ -150,8 +150,8 @@ def routed(service: Service, **settings: Any) -> DescribedApp:
     _add_gets(app, service)
     _add_for_operators(app, service)
     _add_stored_responses(app, service)
-    for each in service.mounted:
-        each.add_to(app)
+    for mounted in service.mounted:
+        mounted.add_to(app)
     return app
 
 

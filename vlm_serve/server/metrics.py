@@ -267,7 +267,7 @@ class EngineStats(Collector):
 
     def _adapters(self, adapters: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
         for key, text in ADAPTER_COUNTS.items():
-            used = {name: each[key] for name, each in adapters.items()}
+            used = {name: counts[key] for name, counts in adapters.items()}
             if used:
                 yield self._counters(f"lora_{key}", text, used, "adapter")
 
@@ -326,8 +326,8 @@ class EngineStats(Collector):
     def _filled(
         self, family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, int]
     ) -> Metric:
-        for each, value in values.items():
-            family.add_metric([self._model_name, each], value)
+        for label, value in values.items():
+            family.add_metric([self._model_name, label], value)
         return family
 
 

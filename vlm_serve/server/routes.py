@@ -73,8 +73,8 @@ def add_route(
         described: further fields of the route's OpenAPI operation.
     """
     parameters = [
-        {"name": each, "in": "path", "required": True, "schema": {"type": "string"}}
-        for each in compile_path(path)[2]
+        {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
+        for parameter in compile_path(path)[2]
     ]
     app.add_api_route(
         path,

@@ -120,10 +120,10 @@ class Service:
 
         def begin() -> tuple[Preparation, list[Future[LoadedMedia]]]:
             """Render, and start loading media; starting threads may block."""
-            made = work()
-            if isinstance(made, Rendering):
-                return made, preprocessor.start_loading(made, stop)
-            return made, []
+            preparation = work()
+            if isinstance(preparation, Rendering):
+                return preparation, preprocessor.start_loading(preparation, stop)
+            return preparation, []
 
         try:
             with stop.timed("render"):
@@ -140,8 +140,8 @@ class Service:
             return await self.workers.prepare(partial(preprocessor.finish, rendering, media))
 
     def _stop_mounted(self) -> None:
-        for each in self.mounted:
-            each.stop()
+        for routes in self.mounted:
+            routes.stop()
 
     def end_streams(self) -> None:
         """End the endless streams."""
@@ -166,8 +166,8 @@ class Service:
         self.cache_feed.close()
         self.engine.preprocessor.count_fetched(None)
         self.idle_check.close()
-        for each in self.mounted:
-            await each.close()
+        for routes in self.mounted:
+            await routes.close()
         self.workers.shutdown()
         await asyncio.to_thread(self.engine.close)
         if self.state.tracer is not None:
@@ -200,8 +200,8 @@ class Mailbox:
             patient: the queue's reader only needs the last delta of each choice in time.
         """
         self._posted.append((queue, delta))
-        late = delta.time >= self._delivered + PATIENT_SECONDS
-        urgent = not patient or delta.finish_reason is not None or late
+        overdue = delta.time >= self._delivered + PATIENT_SECONDS
+        urgent = not patient or delta.finish_reason is not None or overdue
         if urgent and not self._waking:
             self._waking = True
             # A closed loop has no readers either.

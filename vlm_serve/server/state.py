@@ -121,7 +121,7 @@ class ServerState:
         """Return the error for an unknown name."""
         return ModelNotFoundError(
             f"the model {name[:128]!r} does not exist; this server has "
-            + ", ".join((*self.model_names, *(each.name for each in self._adapters.all()))),
+            + ", ".join((*self.model_names, *(adapter.name for adapter in self._adapters.all()))),
             param="model",
             code="model_not_found",
         )

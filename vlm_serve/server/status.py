@@ -58,11 +58,11 @@ def model_cards(service: Service) -> list[ModelCard]:
         )
         for name in service.state.model_names
     ]
-    for each in service.engine.adapters.all():
+    for adapter in service.engine.adapters.all():
         card = ModelCard(
-            id=each.name,
-            created=each.loaded_at,
-            root=each.name,
+            id=adapter.name,
+            created=adapter.loaded_at,
+            root=adapter.name,
             parent=service.state.model_names[0],
             max_model_len=service.engine.max_model_len,
         )

@@ -29,8 +29,8 @@ from vlm_serve.server.answers.pieces import (
     THINK_END,
     THINK_START,
     TOOL_START,
-    Call,
     Kind,
+    ParsedCall,
     Piece,
     Reading,
     ToolForm,
@@ -84,7 +84,7 @@ class OutputParser:
         self._reader: CallReader | None = None
         self._thought = False
         self._lead = ""  # white space before the text that is being read
-        self._pending: list[Call] = []
+        self._pending: list[ParsedCall] = []
         self._pending_text = ""  # their text, and the white space before them
         self._scanned = -1  # end of the scanned text after them; -1: there is none yet
         self.num_calls = 0
@@ -125,15 +125,15 @@ class OutputParser:
         openings = self._openings()
         thought = self._state is _State.REASONING
         markers = (THINK_END, *openings) if thought else openings
-        found = _first(self._buffer, markers)
-        if found is None:
+        marker = _first(self._buffer, markers)
+        if marker is None:
             self._emit(pieces, self._certain(markers, final))
             return False
-        kept = len(self._buffer[: found.start()].rstrip())
-        lead = self._buffer[kept : found.start()]
+        kept = len(self._buffer[: marker.start()].rstrip())
+        lead = self._buffer[kept : marker.start()]
         self._emit(pieces, kept)
         self._buffer = self._buffer[len(lead) :]
-        if found.group() == THINK_END:
+        if marker.group() == THINK_END:
             self._end_thought()
         else:
             self._start_reading(lead, thought)
@@ -249,7 +249,7 @@ class OutputParser:
                 self._emit(pieces, len(text.rstrip()), quoted=quoted)
 
     def _call(
-        self, pieces: list[Piece], calls: Iterable[Call], told: Sequence[str | None] = ()
+        self, pieces: list[Piece], calls: Iterable[ParsedCall], told: Sequence[str | None] = ()
     ) -> None:
         """Emit calls, less what has been told of them."""
         for call, sent in zip_longest(calls, told):
@@ -274,14 +274,14 @@ class OutputParser:
                 self._start_reading(self._buffer[: len(self._buffer) - len(start)], thought=True)
                 self._buffer = start
                 return True
-            if not final and any(each.startswith(start) for each in (THINK_END, *openings)):
+            if not final and any(marker.startswith(start) for marker in (THINK_END, *openings)):
                 return False
             self._scanned = 0
         if start and _first(self._buffer[self._scanned :], (THINK_END, TOOL_START)) is not None:
             return self._count(pieces, counts=False)
         if final:
             cut = bool(start) and self._cut
-            if cut and any(each.startswith(start) for each in (THINK_END, *openings)):
+            if cut and any(marker.startswith(start) for marker in (THINK_END, *openings)):
                 self._buffer, cut = "", False  # the token limit cut the marker that follows
             return self._count(pieces, counts=not cut)
         self._scanned = max(self._scanned, len(self._buffer) - len(TOOL_START) + 1)
@@ -348,7 +348,7 @@ class ReaderMaker:
         nested = sum(reader.nested for reader in self._nested)
         nesting = nested < _NESTED_READINGS
         reader = TagReader(self._form, self._tools, nesting=nesting, **options)
-        self._nested = [*(each for each in self._nested if each.nested), reader]
+        self._nested = [*(active for active in self._nested if active.nested), reader]
         return reader
 
 

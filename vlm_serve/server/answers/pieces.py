@@ -52,7 +52,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     """A parsed tool call.
 
     Attributes:
@@ -76,7 +76,7 @@ class Reading:
     """
 
     size: int
-    calls: Sequence[Call] = ()
+    calls: Sequence[ParsedCall] = ()
     begun: bool = False
 
 
@@ -84,7 +84,9 @@ def begun(text: str, *markers: str) -> int:
     """Return the length of the longest proper prefix of a marker at the end of the text."""
     most = min(max(map(len, markers), default=1) - 1, len(text))
     starts = (text[len(text) - size :] for size in range(most, 0, -1))
-    return next((len(start) for start in starts for each in markers if each.startswith(start)), 0)
+    return next(
+        (len(start) for start in starts for marker in markers if marker.startswith(start)), 0
+    )
 
 
 def reasoning_form(setting: str, traits: TemplateTraits) -> ReasoningParser:

@@ -88,17 +88,17 @@ def _rendered(
 
 def sampling_body(params: SamplingParams) -> dict[str, Any]:
     """Return `sampling_params` of a request for tokens: the fields that are set."""
-    found: dict[str, Any] = {}
-    for each in dataclasses.fields(params):
-        value = getattr(params, each.name)
-        if each.name in TokenSampling.model_fields and value != each.default:
-            found[each.name] = list(value) if isinstance(value, tuple) else value
+    options: dict[str, Any] = {}
+    for option in dataclasses.fields(params):
+        value = getattr(params, option.name)
+        if option.name in TokenSampling.model_fields and value != option.default:
+            options[option.name] = list(value) if isinstance(value, tuple) else value
     form = params.structured_outputs
     if form is not None:
-        given = {each.name: getattr(form, each.name) for each in dataclasses.fields(form)}
+        given = {kind.name: getattr(form, kind.name) for kind in dataclasses.fields(form)}
         given.pop("strict")
-        found["structured_outputs"] = {k: v for k, v in given.items() if v not in (None, False)}
-    return found
+        options["structured_outputs"] = {k: v for k, v in given.items() if v not in (None, False)}
+    return options
 
 
 def _media(prompt: Prompt) -> RenderedMedia | None:

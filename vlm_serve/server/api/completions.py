@@ -159,7 +159,7 @@ class CompletionChoiceState:
             if body.logprobs is not None and delta.prompt_logprobs is not None:
                 tokens = (*self._prompt.token_ids, *tokens)
                 unknown = len(self._prompt) - len(delta.prompt_logprobs)
-                known = (each.logprobs for each in delta.prompt_logprobs)
+                known = (token.logprobs for token in delta.prompt_logprobs)
                 logprobs = (*[None] * unknown, *known, *logprobs)
         offset = self._length
         self._length += len(text)
@@ -294,8 +294,8 @@ class CompletionStream(AnswerStream):
     def _report(self) -> CacheReportBody | list[CacheReportBody] | None:
         """Return the prompt's cache report, or a list of reports for several prompts."""
         bodies = [cache_report_body(generation.cache_report) for generation in self._generations]
-        found = [body for body in bodies if body is not None]
-        return found[0] if len(bodies) == 1 and found else found or None
+        reports = [body for body in bodies if body is not None]
+        return reports[0] if len(bodies) == 1 and reports else reports or None
 
     def _final_fields(self) -> dict[str, Any]:
         if not self._body.cache_report:
@@ -316,7 +316,7 @@ async def completions(service: Service, request: Request) -> Response:
 def _spec(incoming: Incoming, body: CompletionRequest, conversation: Conversation) -> ResponseSpec:
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     params, service = body.sampling_params(), incoming.service
-    own = incoming.key_scope(body)
+    scope = incoming.key_scope(body)
     model = service.state.resolve_model(body.model)
     names = {"messages": "prompt", "structured_outputs": body.form_field}
 
@@ -334,7 +334,7 @@ def _spec(incoming: Incoming, body: CompletionRequest, conversation: Conversatio
     tasks = [
         incoming.task(
             body,
-            partial(prepare_tokens, service, prompt, own, kept),
+            partial(prepare_tokens, service, prompt, scope, kept),
             params,
             names=names,
             number=number,

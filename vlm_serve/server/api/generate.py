@@ -268,7 +268,7 @@ async def generate(service: Service, request: Request) -> Response:
 
 def _spec(incoming: Incoming, body: GenerateRequest, _: Conversation) -> ResponseSpec:
     headers, service = ignored_header(_ignored(body)), incoming.service
-    own = incoming.key_scope(body)
+    scope = incoming.key_scope(body)
     model = service.state.resolve_model(body.model)
 
     def stream_of(generations: Sequence[Generation]) -> GenerateStream:
@@ -280,7 +280,7 @@ def _spec(incoming: Incoming, body: GenerateRequest, _: Conversation) -> Respons
     kept = params.kept_prompt_tokens(service.engine.max_model_len)
     task = incoming.task(
         body,
-        partial(prepare_tokens, service, body.token_ids, own, kept),
+        partial(prepare_tokens, service, body.token_ids, scope, kept),
         params,
         names=body.names,
         affinity=affinity_of(incoming.scope),

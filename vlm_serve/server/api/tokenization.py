@@ -84,13 +84,13 @@ def _tokenizing(
         texts = None
         if body.return_token_strs:
             texts = [token_text(service.tokenizer, token) for token in ids]
-        found = Tokens(
+        tokens = Tokens(
             count=len(ids),
             max_model_len=service.engine.max_model_len,
             tokens=ids,
             token_strs=texts,
         )
-        return JSONResponse(found.model_dump(), headers=headers)
+        return JSONResponse(tokens.model_dump(), headers=headers)
 
     return (None if body.messages is None else conversation), answer
 

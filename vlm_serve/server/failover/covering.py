@@ -56,7 +56,7 @@ class Coverage:
             extra[TOKENS], self._tokens = self._tokens, {}
             counted = [part.counted for part in self._parts]
             reports = [part.report for part in self._parts]
-            extra[USAGE] = tuple(None if each is None else asdict(each) for each in counted)
+            extra[USAGE] = tuple(None if usage is None else asdict(usage) for usage in counted)
             if self._sent_reports != list(map(id, reports)):
                 extra[REPORT] = tuple(map(report_fields, reports))
                 self._sent_reports = list(map(id, reports))
@@ -136,13 +136,13 @@ class AttemptPart:
         Counts of drafts are included at the end only, since they depend on the steps' timing.
         """
         self._taken += len(delta.token_ids)
-        own = delta.usage
-        first = self._first or Usage(cached_tokens=own.cached_tokens)
-        counts = (own.prompt_tokens, self._taken, first.cached_tokens)
+        latest = delta.usage
+        first = self._first or Usage(cached_tokens=latest.cached_tokens)
+        counts = (latest.prompt_tokens, self._taken, first.cached_tokens)
         self.counted = Usage(
             *counts,
-            first.accepted_prediction_tokens + own.accepted_prediction_tokens,
-            first.rejected_prediction_tokens + own.rejected_prediction_tokens,
+            first.accepted_prediction_tokens + latest.accepted_prediction_tokens,
+            first.rejected_prediction_tokens + latest.rejected_prediction_tokens,
         )
         return self.counted if ended else Usage(*counts)
 
@@ -199,8 +199,8 @@ def _report(fields: Mapping[str, Any] | None) -> CacheReport | None:
     """Return the report for the result of `report_fields`."""
     if fields is None:
         return None
-    made = {
-        "segments": tuple(PromptSegment(**each) for each in fields["segments"]),
-        "media": tuple(PromptMedia(**each) for each in fields["media"]),
+    details = {
+        "segments": tuple(PromptSegment(**segment) for segment in fields["segments"]),
+        "media": tuple(PromptMedia(**medium) for medium in fields["media"]),
     }
-    return CacheReport(**{**fields, **made})
+    return CacheReport(**{**fields, **details})

@@ -88,10 +88,10 @@ class Gate:
             return False
         digest = _digest(key)
         # No early exit: the time must not reveal which key nearly matched.
-        found = [known for known in self._salts if hmac.compare_digest(digest, known)]
-        if not found:
+        matches = [known for known in self._salts if hmac.compare_digest(digest, known)]
+        if not matches:
             return False
-        bind(scope, found[0], self._salts[found[0]])
+        bind(scope, matches[0], self._salts[matches[0]])
         return True
 
 

@@ -133,11 +133,11 @@ def count_json(body: bytes, limit: int = MAX_COST) -> BodyCost:
             inside = quotes % 2 == 1
             if inside:
                 plain = plain.partition(b'"')[0]
-            found = plain.translate(_BRACES, _NOT_BRACKETS)
-            brackets += found
+            signs = plain.translate(_BRACES, _NOT_BRACKETS)
+            brackets += signs
             commas, colons = plain.count(b","), plain.count(b":")
-            cost += commas + _KEY_COST * colons + _BRACKET_COST * len(found)
-            values += commas + colons + found.count(b"[")
+            cost += commas + _KEY_COST * colons + _BRACKET_COST * len(signs)
+            values += commas + colons + signs.count(b"[")
         if cost > limit:
             raise InvalidRequestError(
                 f"the body has more than {limit} JSON values (a list or object counts 4, a key 8)",
@@ -171,13 +171,13 @@ def validate(value: Any, model: type[M]) -> M:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
     lines = []
-    for item in found[:MAX_ERRORS_NAMED]:
+    for item in problems[:MAX_ERRORS_NAMED]:
         line = f"{_location(item['loc'])}: {item['msg']}"
         if line not in lines:
             lines.append(line)
-    raise InvalidRequestError("; ".join(lines), param=_field(found[0]["loc"]))
+    raise InvalidRequestError("; ".join(lines), param=_field(problems[0]["loc"]))
 
 
 def _location(path: tuple[int | str, ...]) -> str:

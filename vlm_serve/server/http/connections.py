@@ -109,7 +109,7 @@ class Connections:
         self._open.pop(connection, None)
 
     def _close_longest_idle(self) -> bool:
-        oldest = next((each for each in self._open if not each.is_working), None)
+        oldest = next((connection for connection in self._open if not connection.is_working), None)
         if oldest is None:
             return False
         self.forget(oldest)

@@ -116,7 +116,11 @@ class DrainingServer(uvicorn.Server, Generic[S]):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.end_streams()
-        paths = [each.getsockname() for each in sockets or () if each.family == socket.AF_UNIX]
+        paths = [
+            listener.getsockname()
+            for listener in sockets or ()
+            if listener.family == socket.AF_UNIX
+        ]
         await super().shutdown(sockets)
         for path in paths:
             with contextlib.suppress(OSError):
@@ -128,10 +132,10 @@ class DrainingServer(uvicorn.Server, Generic[S]):
     def capture_signals(self) -> Iterator[None]:
         with super().capture_signals():
             # They stay, for what is saved after the server must not be cut off either.
-            for each in (signal.SIGHUP, signal.SIGQUIT):
+            for number in (signal.SIGHUP, signal.SIGQUIT):
                 in_main = threading.current_thread() is threading.main_thread()
-                if in_main and signal.getsignal(each) is not signal.SIG_IGN:  # As by nohup.
-                    signal.signal(each, self.handle_exit)
+                if in_main and signal.getsignal(number) is not signal.SIG_IGN:  # As by nohup.
+                    signal.signal(number, self.handle_exit)
             yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -169,10 +173,10 @@ class DrainingServer(uvicorn.Server, Generic[S]):
 
 def ignore_user_signals() -> None:
     """Ignore SIGUSR1 and SIGUSR2, which would end the process, unless they have a meaning."""
-    for each in (signal.SIGUSR1, signal.SIGUSR2):
-        if signal.getsignal(each) is signal.SIG_DFL:
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is signal.SIG_DFL:
             # A handler, unlike SIG_IGN, is not inherited by children.
-            signal.signal(each, lambda number, frame: None)
+            signal.signal(number, lambda number, frame: None)
 
 
 def format_table(rows: Iterable[tuple[str, str]]) -> str:

@@ -166,7 +166,7 @@ async def tree(service: Service, request: Request) -> Response:
     entries = visible.below(service.engine.mirror.listing().entries)
     body = dataclasses.asdict(service.engine.page(entries, offset, limit))
     if is_tenant(request.scope):
-        body["nodes"] = [with_own_number(each) for each in body["nodes"]]
+        body["nodes"] = [with_own_number(node) for node in body["nodes"]]
     return JSONResponse(CacheTree(**body).model_dump())
 
 
@@ -223,13 +223,13 @@ def preparation_of(
         InvalidRequestError: the prompt is invalid. The returned function may raise it, too.
     """
     service.state.resolve_model(body.model)
-    own = service.state.key_scope(request.scope, body)
+    scope = service.state.key_scope(request.scope, body)
     body.check_alternatives(body.prompt)
     if body.prompt is None:
-        return partial(prepare, service, conversation, own), ignored_header(conversation.ignored)
+        return partial(prepare, service, conversation, scope), ignored_header(conversation.ignored)
     if not body.prompt:
         raise InvalidRequestError("prompt must not be empty", param="prompt")
-    return partial(prepare_tokens, service, body.prompt, own), {}
+    return partial(prepare_tokens, service, body.prompt, scope), {}
 
 
 def refuse_unknown(query: Mapping[str, str], known: tuple[str, ...]) -> None:

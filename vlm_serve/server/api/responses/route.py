@@ -124,8 +124,8 @@ def _spec(incoming: Incoming, body: ResponsesRequest, conversation: Conversation
 def _input_of(arguments: str) -> str:
     """Return the one text of a call's arguments, which the token limit may have cut."""
     given = from_json(arguments or "{}", allow_partial="trailing-strings")
-    found = given.get("input", "") if isinstance(given, dict) else ""
-    return found if isinstance(found, str) else arguments
+    text = given.get("input", "") if isinstance(given, dict) else ""
+    return text if isinstance(text, str) else arguments
 
 
 class CustomInput:
@@ -386,7 +386,7 @@ class ResponseStream(BlockStream):
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     """Return a logprobs entry in this API's format: without text, `bytes` is empty instead of
     null."""
-    made = entry.model_dump()
-    for each in (made, *made["top_logprobs"]):
-        each["bytes"] = each["bytes"] or []
-    return made
+    fields = entry.model_dump()
+    for token in (fields, *fields["top_logprobs"]):
+        token["bytes"] = token["bytes"] or []
+    return fields

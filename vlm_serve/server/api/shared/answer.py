@@ -181,7 +181,9 @@ async def _complete(service: Service, spec: ResponseSpec, coverage: Coverage | N
     a preparation thread, so that it does not block the event loop.
     """
     params = [task.params for task in spec.tasks]
-    long = any(each.logprobs is not None or each.prompt_logprobs is not None for each in params)
+    long = any(
+        options.logprobs is not None or options.prompt_logprobs is not None for options in params
+    )
     long = long or any(task.pooled for task in spec.tasks)
     async with _submitted(service, spec) as generations:
         answer, deferred = spec.stream_of(generations), list[tuple[int, Delta]]()

@@ -35,7 +35,7 @@ _TYPES: dict[str, Any] = {
 """Types in JSON by the annotation of the field, without its `| None`."""
 
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
-_KINDS = tuple(each.name for each in fields(StructuredOutputs) if each.name != "strict")
+_KINDS = tuple(kind.name for kind in fields(StructuredOutputs) if kind.name != "strict")
 _SPEAK_OF_PROPERTIES = frozenset(
     ["properties", "patternProperties", "additionalProperties", "required", "propertyNames", "$ref",
      "allOf", "anyOf", "oneOf"]
@@ -50,16 +50,16 @@ def with_sampling(api: str, params: Any = SamplingParams) -> Callable[[type[M]],
 
     def extended(model: type[M]) -> type[M]:
         added: dict[str, Any] = {
-            name: (_TYPES[each.kind] | None, None)
-            for each in sampling_options(params)
-            for name in each.names.get(api, ())
+            name: (_TYPES[option.kind] | None, None)
+            for option in sampling_options(params)
+            for name in option.names.get(api, ())
             if name not in model.model_fields
         }
-        made: type[M] = create_model(
+        combined: type[M] = create_model(
             model.__name__, __base__=model, __module__=model.__module__, **added
         )
-        made.__doc__ = model.__doc__
-        return made
+        combined.__doc__ = model.__doc__
+        return combined
 
     return extended
 
@@ -75,13 +75,13 @@ def sampling_of(
     Raises:
         InvalidRequestError: an option is out of range; the error names `SamplingParams`' field.
     """
-    found = {
-        each.name: _read(each, value)
-        for each in sampling_options(params)
-        if each.name not in others and (value := _given(each, api, body)) is not None
+    given = {
+        option.name: _read(option, value)
+        for option in sampling_options(params)
+        if option.name not in others and (value := _given(option, api, body)) is not None
     }
-    made: SamplingParams = params(**found, **others)
-    return made
+    sampling: SamplingParams = params(**given, **others)
+    return sampling
 
 
 def _given(option: SamplingOption, api: str, body: BaseModel) -> Any:
@@ -107,17 +107,17 @@ def _token_biases(bias: Mapping[str, float]) -> dict[int, float]:
 
 def sampling_names(api: str, params: Any = SamplingParams) -> dict[str, str]:
     """Return an API's names of the options that it names differently."""
-    names = {each.name: each.names.get(api, ()) for each in sampling_options(params)}
+    names = {option.name: option.names.get(api, ()) for option in sampling_options(params)}
     return {name: given[-1] for name, given in names.items() if given and name not in given}
 
 
 def options_elsewhere(api: str, params: Any = SamplingParams) -> dict[str, tuple[Any, ...]]:
     """Return chat's names of the options that an API lacks, with their neutral values."""
     return {
-        name: each.neutral
-        for each in sampling_options(params)
-        for name in each.names.get("chat", ())
-        if name not in each.names.get(api, ())
+        name: option.neutral
+        for option in sampling_options(params)
+        for name in option.names.get("chat", ())
+        if name not in option.names.get(api, ())
     }
 
 
