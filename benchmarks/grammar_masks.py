@@ -25,7 +25,7 @@ from common.machine import describe
 
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import Grammar, GrammarState
-from vlm_serve.server.api.structured import ToolChoice, with_tools
+from vlm_serve.server.api.shared.sampling import ToolChoice, with_tools
 from vlm_serve.structured_outputs import StructuredOutputs
 
 SCHEMA: dict[str, Any] = {

@@ -31,7 +31,7 @@ from common.machine import add_isa_argument, describe, run_as
 from make_checkpoint import make_checkpoint
 
 from vlm_serve.models import Model, load_model
-from vlm_serve.server.http.draining import SWITCH_SECONDS
+from vlm_serve.server.http.serving import SWITCH_SECONDS
 from vlm_serve.system.host_memory import retain_freed_memory
 
 SPEC = replace(BENCHMARK_SPEC, num_layers=4, vision_depth=4, vision_intermediate_size=3072)

@@ -16,8 +16,7 @@ from waiting import wait_for as wait_for
 from vlm_serve.batch.api.routes import BatchRoutes
 from vlm_serve.batch.file_store import FileStore
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.draining import DrainingServer
-from vlm_serve.server.http.listening import listen, url_of
+from vlm_serve.server.http.serving import DrainingServer, listen, url_of
 from vlm_serve.server.main import make_server
 from vlm_serve.server.service import Service
 

@@ -12,9 +12,8 @@ from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import markdown_table, options_of
 from vlm_serve.sampling_params import SamplingParams, sampling_options
-from vlm_serve.server.api.cache import ProbeRequest
-from vlm_serve.server.api.cache_pins import PinRequest
-from vlm_serve.server.api.chat_request import ChatCompletionRequest
+from vlm_serve.server.api.cache.inspection import ProbeRequest
+from vlm_serve.server.api.cache.pins import PinRequest
 from vlm_serve.server.api.completions import CompletionRequest
 from vlm_serve.server.api.generate import (
     GENERATE_REFUSED,
@@ -24,8 +23,9 @@ from vlm_serve.server.api.generate import (
 )
 from vlm_serve.server.api.messages import MESSAGES_REFUSED, MessagesRequest
 from vlm_serve.server.api.responses.request import RESPONSES_REFUSED, ResponsesRequest
+from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
+from vlm_serve.server.api.shared.unknown_fields import UNIMPLEMENTED
 from vlm_serve.server.api.tokenization import DetokenizeRequest, TokenizeRequest
-from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED
 from vlm_serve.server.config import ServerConfig
 
 ROOT = Path(__file__).resolve().parent.parent

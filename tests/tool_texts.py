@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vlm_serve.server.answers.call_reader import CallReader, Found
+from vlm_serve.server.answers.call_reader import CallReader, Mark
 from vlm_serve.server.answers.output_parser import OutputParser
 
 CALL = (
@@ -77,7 +77,7 @@ def read_of(monkeypatch: pytest.MonkeyPatch, reader: type[CallReader]) -> list[i
         read.append(len(plain))
         return text(self, plain)
 
-    def count_mark(self: CallReader, found: Found) -> Any:
+    def count_mark(self: CallReader, found: Mark) -> Any:
         read.append(len(found.text))
         return mark(self, found)
 

@@ -34,7 +34,7 @@ from demo_suites import (
 import vlm_serve
 from vlm_serve import Pipeline, SamplingParams
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.server.api.structured import ToolChoice, with_tools
+from vlm_serve.server.api.shared.sampling import ToolChoice, with_tools
 from vlm_serve.structured_outputs import StructuredOutputs
 
 # Concurrent requests, few enough for the videos of a batch to fit into memory.

@@ -76,13 +76,13 @@ def option(
 @cache
 def sampling_options(params: Any) -> tuple[SamplingOption, ...]:
     """Return the options that a dataclass declares."""
-    found: list[SamplingOption] = []
-    for each in fields(params):
-        described = dict(each.metadata)
-        names = dict.fromkeys(described.pop("apis"), (each.name,)) | described.pop("names")
-        kind = str(each.type).removesuffix(" | None")
-        found.append(SamplingOption(each.name, kind, each.default, names=names, **described))
-    return tuple(found)
+    options: list[SamplingOption] = []
+    for option in fields(params):
+        described = dict(option.metadata)
+        names = dict.fromkeys(described.pop("apis"), (option.name,)) | described.pop("names")
+        kind = str(option.type).removesuffix(" | None")
+        options.append(SamplingOption(option.name, kind, option.default, names=names, **described))
+    return tuple(options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +247,13 @@ class SamplingParams:
         if self.max_tokens == -1:
             object.__setattr__(self, "max_tokens", None)
         declared: Any = type(self)
-        for each in sampling_options(declared):
-            value = getattr(self, each.name)
-            if each.kind.startswith("tuple"):
-                value = _entries(value, each.default)
-                object.__setattr__(self, each.name, value)
+        for option in sampling_options(declared):
+            value = getattr(self, option.name)
+            if option.kind.startswith("tuple"):
+                value = _entries(value, option.default)
+                object.__setattr__(self, option.name, value)
             if value is not None:
-                _check(each, value)
+                _check(option, value)
         if self.truncate_prompt_tokens == 0:
             raise FieldError("truncate_prompt_tokens", "must be at least 1, or -1")
         if self.prompt_logprobs_start and self.prompt_logprobs is None:

@@ -45,17 +45,17 @@ class StructuredOutputs:
         if isinstance(self.choice, list):
             object.__setattr__(self, "choice", tuple(self.choice))
         given = [
-            each.name
-            for each in fields(self)
-            if each.name != "strict" and getattr(self, each.name) not in (None, False)
+            field.name
+            for field in fields(self)
+            if field.name != "strict" and getattr(self, field.name) not in (None, False)
         ]
         if self.json is False:
             raise _refuse("json", "is false, which no answer can satisfy")
         if len(given) != 1:
-            found = ", ".join(given) or "none"
+            shown = ", ".join(given) or "none"
             raise InvalidRequestError(
                 "structured_outputs needs exactly one of json, json_object, regex, choice, "
-                f"grammar and structural_tag, got {found}",
+                f"grammar and structural_tag, got {shown}",
                 param="structured_outputs",
             )
         self._check_texts()
@@ -115,8 +115,8 @@ class StructuredOutputs:
         return "structural_tag", json.dumps(self.structural_tag)
 
 
-def _refuse(name: str, what: str) -> FieldError:
-    return FieldError(f"structured_outputs.{name}", what)
+def _refuse(name: str, problem: str) -> FieldError:
+    return FieldError(f"structured_outputs.{name}", problem)
 
 
 def _check_length(name: str, text: str) -> None:
@@ -141,8 +141,10 @@ def _check_depth(name: str, value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
         deeper: list[Any] = []
-        for each in level:
-            deeper += each.values() if isinstance(each, Mapping) else each if _is_list(each) else ()
+        for inner in level:
+            deeper += (
+                inner.values() if isinstance(inner, Mapping) else inner if _is_list(inner) else ()
+            )
         if not deeper:
             return
         level = deeper

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from vlm_serve.batch.asgi import Reply
+from vlm_serve.batch.asgi import HttpReply
 from vlm_serve.batch.order import ReuseKey
 from vlm_serve.batch.runner import BatchJob, serve_jobs
 from vlm_serve.errors import EngineClosedError
@@ -38,7 +38,7 @@ def test_requests_that_run_get_no_reply(monkeypatch: pytest.MonkeyPatch) -> None
         def lost(plan: object) -> object:
             raise RuntimeError("a step")
 
-        def reply(done: BatchJob, answer: Reply) -> None:
+        def reply(done: BatchJob, answer: HttpReply) -> None:
             replies[done.id] = answer.status
             if len(replies) == 2:
                 monkeypatch.setattr(executor_of(pipe.engine), "_compute", lost)

@@ -28,9 +28,8 @@ from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.body import receiver
 from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.connections import Connections
-from vlm_serve.server.http.draining import DrainingServer, uvicorn_config
-from vlm_serve.server.http.listening import listen, url_of
 from vlm_serve.server.http.root_path import below_root
+from vlm_serve.server.http.serving import DrainingServer, listen, url_of, uvicorn_config
 from vlm_serve.server.service import Service
 
 

@@ -143,7 +143,7 @@ def test_the_name_of_the_store_does_not_resolve(
     checkpoint: Path, expected: list[int], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     key = tmp_path / "key"
-    key.write_bytes(os.urandom(32))
+    key.write_text(os.urandom(32).hex())
     key.chmod(0o600)
     options = {
         "shared_store": "redis://no-such-machine.invalid",

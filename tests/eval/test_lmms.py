@@ -14,7 +14,7 @@ import pytest
 from vlm_serve.cli import main
 from vlm_serve.errors import EvaluationError
 from vlm_serve.eval.lmms_samples import read_samples, with_log
-from vlm_serve.eval.replies import Completion, Reply, TokenCounts
+from vlm_serve.eval.replies import Reply, TokenCounts, TurnAnswer
 
 STAND_IN = shlex.join([sys.executable, str(Path(__file__).with_name("lmms_stand_in.py"))])
 
@@ -90,7 +90,7 @@ def test_samples_are_read_by_task_and_number(tmp_path: Path) -> None:
         True,
         TokenCounts(10, 0, 2),
     )
-    assert (second.answers, second.chosen) == ((Completion("No."),), "no")
+    assert (second.answers, second.chosen) == ((TurnAnswer("No."),), "no")
     assert (second.right, second.groups) == (False, ("b_samples_c",))
 
 
@@ -102,11 +102,11 @@ def test_a_folder_without_samples_is_an_error(tmp_path: Path) -> None:
 def test_the_pipelines_log_is_added_to_samples(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     noted = [
-        Reply("t/1", (Completion("Yes.", "stop", (5, 6)),), tokens=TokenCounts(9, 4, 2)),
+        Reply("t/1", (TurnAnswer("Yes.", "stop", (5, 6)),), tokens=TokenCounts(9, 4, 2)),
         Reply("t/0", error="no video"),
     ]
     log.write_text("\n".join(json.dumps(asdict(reply)) for reply in noted))
-    samples = [Reply("t/0", error="marked"), Reply("t/1", (Completion("Yes."),), right=True)]
+    samples = [Reply("t/0", error="marked"), Reply("t/1", (TurnAnswer("Yes."),), right=True)]
     failed, answered = with_log(samples, log)
     assert (failed.error, failed.answers) == ("no video", ())
     assert answered == Reply("t/1", noted[0].answers, right=True, tokens=TokenCounts(9, 4, 2))

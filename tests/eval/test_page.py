@@ -10,7 +10,7 @@ import pytest
 
 from vlm_serve.eval.comparing import compare
 from vlm_serve.eval.page import Bars, draw, page, shown
-from vlm_serve.eval.replies import AnswerRun, Completion, Reply, TokenCounts
+from vlm_serve.eval.replies import AnswerRun, Reply, TokenCounts, TurnAnswer
 from vlm_serve.eval.report import Subject, make_report, status_of
 
 
@@ -18,7 +18,7 @@ def run(texts: list[str], cached: int, seconds: float) -> AnswerRun:
     replies = tuple(
         Reply(
             f"item {number}",
-            (Completion(text, "stop", (number,)),),
+            (TurnAnswer(text, "stop", (number,)),),
             chosen=text,
             expected="yes",
             right=text == "yes",

@@ -13,9 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vlm_serve.engine.requests.outputs import CacheReport, Usage
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
-from vlm_serve.server.finished_request import FinishedRequest
 from vlm_serve.server.http.request_memory import RequestMemory
-from vlm_serve.server.metrics import Metrics
+from vlm_serve.server.metrics import FinishedRequest, Metrics
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "grafana_dashboard.json"
 

@@ -21,7 +21,7 @@ from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm
-from vlm_serve.server.api.structured import ToolChoice, with_tools
+from vlm_serve.server.api.shared.sampling import ToolChoice, with_tools
 
 SHARE = 100
 SEEDS = 2000

@@ -20,7 +20,7 @@ from vlm_serve.grammar.library import Library
 from vlm_serve.grammar.state import Compiled, Grammar, GrammarState
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.answers.output_parser import OutputParser
-from vlm_serve.server.api.structured import ToolChoice, with_tools
+from vlm_serve.server.api.shared.sampling import ToolChoice, with_tools
 from vlm_serve.structured_outputs import StructuredOutputs
 
 BEGIN, NAME, END = "<tool_call>\n<function=f>\n", "<parameter=a>\n", "\n</parameter>\n"

@@ -16,7 +16,7 @@ from vlm_serve.grammar import state as matching_state
 from vlm_serve.grammar.compiler import COMPILE_SECONDS, GRACE_SECONDS, GrammarCompiler
 from vlm_serve.grammar.state import Grammar, GrammarState
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
-from vlm_serve.server.api.structured import ToolChoice, with_tools
+from vlm_serve.server.api.shared.sampling import ToolChoice, with_tools
 from vlm_serve.structured_outputs import StructuredOutputs
 
 WIDTH = 768

@@ -20,9 +20,9 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.listening import listen
-from vlm_serve.server.idle_check import IDLE_CHECK_DELAY_SECONDS
+from vlm_serve.server.http.serving import listen
 from vlm_serve.server.main import make_server
+from vlm_serve.server.upkeep import IDLE_CHECK_DELAY_SECONDS
 
 
 class Background:

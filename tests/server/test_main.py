@@ -10,7 +10,7 @@ import pytest
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.listening import listen
+from vlm_serve.server.http.serving import listen
 from vlm_serve.server.main import absent_folders
 
 

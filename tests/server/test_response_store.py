@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from vlm_serve.server.http.tenants import Owner
+from vlm_serve.server.http.auth import Owner
 from vlm_serve.server.response_store import (
     ResponseStore,
     Turn,

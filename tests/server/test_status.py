@@ -24,7 +24,7 @@ from serving import RunningServer, chat_body, wait_for
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.http.openapi import DescribedApp
+from vlm_serve.server.routes import DescribedApp
 
 
 def test_models(fake: RunningServer) -> None:

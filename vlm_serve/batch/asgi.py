@@ -16,7 +16,7 @@ from vlm_serve.server.http.body import receiver
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class HttpReply:
     """A complete response."""
 
     status: int
@@ -30,7 +30,7 @@ async def post(
     body: bytes,
     headers: Sequence[tuple[bytes, bytes]] = (),
     state: Mapping[str, Any] | None = None,
-) -> Reply:
+) -> HttpReply:
     """Send JSON to a route and return the complete response.
 
     Cancelling it ends the request, as a disconnecting client does.
@@ -70,7 +70,7 @@ async def post(
         "state": dict(state or {}),
     }
     await app(scope, receiver(body), send)
-    return Reply(status, head, b"".join(parts))
+    return HttpReply(status, head, b"".join(parts))
 
 
 class TokenUsage(NamedTuple):
@@ -89,7 +89,7 @@ class TokenUsage(NamedTuple):
     reasoning: int = 0
 
 
-def reply_json(reply: Reply) -> Any:
+def reply_json(reply: HttpReply) -> Any:
     """Parse the reply's body as JSON; None if it is not JSON."""
     try:
         return json.loads(reply.body)
@@ -97,7 +97,7 @@ def reply_json(reply: Reply) -> Any:
         return None
 
 
-def error_code(reply: Reply) -> str | None:
+def error_code(reply: HttpReply) -> str | None:
     """Return the code of an error reply, None for an answer."""
     if reply.status < 400:
         return None
@@ -114,7 +114,9 @@ def usage_of(body: Any) -> TokenUsage:
         return TokenUsage()
     prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0)) or 0
     generated = usage.get("completion_tokens", usage.get("output_tokens", 0)) or 0
-    found = usage.get("prompt_tokens_details", usage.get("input_tokens_details")) or {}
-    cached = found.get("cached_tokens", usage.get("cache_read_input_tokens", 0)) or 0
-    made = usage.get("completion_tokens_details", usage.get("output_tokens_details")) or {}
-    return TokenUsage(prompt, cached, generated, made.get("reasoning_tokens", 0) or 0)
+    prompt_details = usage.get("prompt_tokens_details", usage.get("input_tokens_details")) or {}
+    cached = prompt_details.get("cached_tokens", usage.get("cache_read_input_tokens", 0)) or 0
+    answer_details = (
+        usage.get("completion_tokens_details", usage.get("output_tokens_details")) or {}
+    )
+    return TokenUsage(prompt, cached, generated, answer_details.get("reasoning_tokens", 0) or 0)

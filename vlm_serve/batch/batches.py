@@ -16,8 +16,8 @@ from vlm_serve.batch.file_store import FileStore, StoredFile
 from vlm_serve.batch.record import Batch, Ending, Problem
 from vlm_serve.batch.run import BatchRun, InvalidInputError, Surroundings
 from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
+from vlm_serve.server.http.auth import Owner
 from vlm_serve.server.http.errors import DrainingError
-from vlm_serve.server.http.tenants import Owner
 
 _log = logging.getLogger(__name__)
 
@@ -83,12 +83,12 @@ class Batches:
             BatchNotKnownError: the owner has none of that id.
         """
         account = self._accounts.get(owner)
-        found = account and account.batches.get(batch_id)
-        if not found:
+        batch = account and account.batches.get(batch_id)
+        if not batch:
             raise BatchNotKnownError(
                 f"there is no batch {batch_id[:128]!r}", param="batch_id", code="batch_not_found"
             )
-        return found
+        return batch
 
     def batches(self, owner: Owner) -> list[Batch]:
         """Return the batches of an owner, the oldest first."""
@@ -170,7 +170,9 @@ class Batches:
     async def close(self) -> None:
         """End all batches and delete all files."""
         self.stop()
-        running = {each.running for each in self._accounts.values() if each.running is not None}
+        running = {
+            account.running for account in self._accounts.values() if account.running is not None
+        }
         if running:
             await asyncio.wait(running)
         await asyncio.to_thread(self.store.close)
@@ -179,7 +181,7 @@ class Batches:
         """Make room for one more batch."""
         if len(account.batches) < MAX_BATCHES:
             return
-        ended = next((each for each in account.batches.values() if each.ended), None)
+        ended = next((batch for batch in account.batches.values() if batch.ended), None)
         if ended is None:
             raise TooManyBatchesError(
                 f"{MAX_BATCHES} batches of this key have not ended", code="too_many_batches"

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from vlm_serve.errors import ConfigError, InvalidRequestError, VlmServeError
 from vlm_serve.options.declared import format_size
-from vlm_serve.server.http.tenants import Owner
+from vlm_serve.server.http.auth import Owner
 from vlm_serve.system.private_files import TemporaryFolder
 
 MAX_FILES = 10_000
@@ -119,12 +119,12 @@ class FileStore:
             FileNotKnownError: the owner has none of that id.
         """
         account = self._accounts.get(owner)
-        found = account and account.files.get(file_id)
-        if not found:
+        file = account and account.files.get(file_id)
+        if not file:
             raise FileNotKnownError(
                 f"there is no file {file_id[:128]!r}", param=param, code="file_not_found"
             )
-        return found
+        return file
 
     def files(self, owner: Owner) -> list[StoredFile]:
         """Return the files of an owner, the oldest first."""

@@ -54,16 +54,16 @@ class Journal:
 
     def _id_of(self, line: bytes, number: int) -> str:
         try:
-            found = json.loads(line)["id"]
+            row_id = json.loads(line)["id"]
         except (ValueError, KeyError, TypeError):
-            found = None
-        if not isinstance(found, str) or found in self._places:
+            row_id = None
+        if not isinstance(row_id, str) or row_id in self._places:
             raise ConfigError(
                 f"{self.path}, line {number}: this is not the output of an earlier run; "
                 "give another output file or remove it",
                 param="output",
             )
-        return found
+        return row_id
 
     @property
     def done(self) -> frozenset[str]:
@@ -97,10 +97,10 @@ def partial_of(output: Path) -> Path:
 
 def replace_file(path: Path, chunks: Iterator[bytes]) -> None:
     """Replace a file atomically: a kill leaves the old one or the new one."""
-    beside = path.with_name(path.name + ".new")
-    with beside.open("wb") as file:
+    written = path.with_name(path.name + ".new")
+    with written.open("wb") as file:
         for chunk in chunks:
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    written.replace(path)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vlm_serve.batch.asgi import Reply, reply_json
+from vlm_serve.batch.asgi import HttpReply, reply_json
 from vlm_serve.batch.journal import Row
 from vlm_serve.batch.order import ReuseKey, reuse_key_of
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.http.json_body import count_json, parse_json
+from vlm_serve.server.http.body import count_json, parse_json
 
 _PATH = re.compile(r"/[A-Za-z0-9_./-]{1,127}", re.ASCII)
 _PIECE_BYTES = 1 << 20
@@ -149,7 +149,7 @@ def read_request(path: Path, offset: int, size: int) -> bytes:
     return json.dumps(value["body"], ensure_ascii=False).encode()
 
 
-def answer_row(name: str, custom_id: str | None, request_id: str, reply: Reply) -> Row:
+def answer_row(name: str, custom_id: str | None, request_id: str, reply: HttpReply) -> Row:
     """Build the row of a reply.
 
     Args:

@@ -60,8 +60,8 @@ def reuse_key_of(path: str, body: Any) -> ReuseKey:
         return ReuseKey()
     salt, model = conversation.cache_salt, body.get("model")
     text = "\n".join(texts)[:KEY_CHARACTERS]
-    own = [each if isinstance(each, str) else "" for each in (salt, model)]
-    return ReuseKey("\n".join(own), tuple(media), text)
+    names = [name if isinstance(name, str) else "" for name in (salt, model)]
+    return ReuseKey("\n".join(names), tuple(media), text)
 
 
 def _parts(conversation: Conversation) -> Iterator[str | MediaPart]:
@@ -77,13 +77,13 @@ def _parts(conversation: Conversation) -> Iterator[str | MediaPart]:
 def ordered(keys: Sequence[ReuseKey]) -> list[int]:
     """Sort requests by their keys and return their indices. Media rank by first appearance."""
     ranks: dict[str, int] = {}
-    for each in keys:
-        for digest in each.media:
+    for key in keys:
+        for digest in key.media:
             ranks.setdefault(digest, len(ranks))
 
     def rank(index: int) -> tuple[str, tuple[int, ...], str, int]:
-        each = keys[index]
-        return each.salt, tuple(ranks[digest] for digest in each.media), each.text, index
+        key = keys[index]
+        return key.salt, tuple(ranks[digest] for digest in key.media), key.text, index
 
     return sorted(range(len(keys)), key=rank)
 

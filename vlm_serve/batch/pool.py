@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
-from vlm_serve.batch.asgi import Reply, error_code, post
+from vlm_serve.batch.asgi import HttpReply, error_code, post
 from vlm_serve.batch.order import ReuseQueue
 from vlm_serve.errors import EngineClosedError
 
@@ -61,7 +61,7 @@ async def post_patiently(
     body: bytes,
     headers: Sequence[tuple[bytes, bytes]] = (),
     state: Mapping[str, Any] | None = None,
-) -> Reply:
+) -> HttpReply:
     """Send a request to a route, again and again while the server's queue is full.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from vlm_serve.batch.asgi import TokenUsage
 from vlm_serve.batch.file_store import StoredFile
-from vlm_serve.server.http.tenants import Owner
+from vlm_serve.server.http.auth import Owner
 
 Status = Literal[
     "validating",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from starlette.types import ASGIApp
 
-from vlm_serve.batch.asgi import Reply, TokenUsage, usage_of
+from vlm_serve.batch.asgi import HttpReply, TokenUsage, usage_of
 from vlm_serve.batch.file_store import Draft, FileStore, StoredFile, in_thread, settled
 from vlm_serve.batch.journal import Row
 from vlm_serve.batch.lines import (
@@ -34,9 +34,9 @@ from vlm_serve.batch.order import ReuseKey, ReuseQueue
 from vlm_serve.batch.pool import RETRY_SECONDS, answer_all, post_patiently
 from vlm_serve.batch.record import Batch, Problem
 from vlm_serve.server.answers.generation import in_background
-from vlm_serve.server.http.json_body import SMALL_BYTES
+from vlm_serve.server.http.auth import state_of
+from vlm_serve.server.http.body import SMALL_BYTES
 from vlm_serve.server.http.request_memory import RequestMemory, Share
-from vlm_serve.server.http.tenants import state_of
 
 EXPIRED = "the completion window ended before this request was answered"
 
@@ -56,7 +56,7 @@ class Surroundings:
 
     store: FileStore
     memory: RequestMemory
-    run: Run
+    run: RunBlocking
     has_room: Callable[[], bool]
     width: int
     max_line: int
@@ -88,7 +88,7 @@ class BatchRun:
         self._slots = slots
         self._share = Share(around.memory)
         self._drafts: list[Draft] = []
-        self._unanswered: dict[int, Place] = {}
+        self._unanswered: dict[int, RequestPlace] = {}
 
     async def work(self) -> None:
         """Check the input and answer its requests.
@@ -168,11 +168,13 @@ class BatchRun:
         self._share.leave()
 
 
-def _row_id(batch: Batch, place: Place) -> str:
+def _row_id(batch: Batch, place: RequestPlace) -> str:
     return f"batch_req_{batch.id.removeprefix('batch_')}_{place.number}"
 
 
-def _encoded(name: str, custom_id: str, request_id: str, reply: Reply) -> tuple[bytes, TokenUsage]:
+def _encoded(
+    name: str, custom_id: str, request_id: str, reply: HttpReply
+) -> tuple[bytes, TokenUsage]:
     row: Row = answer_row(name, custom_id, request_id, reply)
     return encode_row(row), usage_of(row["response"]["body"])
 
@@ -188,7 +190,7 @@ _GROUP_BYTES = 1 << 18
 T = TypeVar("T")
 
 
-class Run(Protocol):
+class RunBlocking(Protocol):
     """A way to run blocking work on a thread."""
 
     def __call__(self, work: Callable[[], T]) -> Coroutine[Any, Any, T]: ...
@@ -206,7 +208,7 @@ class InvalidInputError(Exception):
         self.problems = problems
 
 
-class Place(NamedTuple):
+class RequestPlace(NamedTuple):
     """A request of the input.
 
     Attributes:
@@ -223,14 +225,16 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class InputPlan:
     """The requests of a valid input, and their order."""
 
-    places: list[Place]
+    places: list[RequestPlace]
     queue: ReuseQueue
 
 
-async def read_plan(file: StoredFile, endpoint: str, max_line: int, share: Share, run: Run) -> Plan:
+async def read_plan(
+    file: StoredFile, endpoint: str, max_line: int, share: Share, run: RunBlocking
+) -> InputPlan:
     """Check all lines of a file and order them.
 
     Args:
@@ -283,7 +287,7 @@ class _Checking:
         self._endpoint = endpoint
         self._max_line = max_line
         self._keys: list[ReuseKey] = []
-        self._places: list[Place] = []
+        self._places: list[RequestPlace] = []
         self._first: dict[str, int] = {}
         self._problems: list[Problem] = []
         self.num_bytes = self.plan_bytes = 0
@@ -314,14 +318,16 @@ class _Checking:
             message = f"the custom_id is that of line {first}"
             self._problems.append(Problem("duplicate_custom_id", message, "custom_id", line.number))
             return
-        self._places.append(Place(line.number, line.offset, line.size, memory, line.custom_id))
+        self._places.append(
+            RequestPlace(line.number, line.offset, line.size, memory, line.custom_id)
+        )
         self._keys.append(line.reuse_key)
         self.plan_bytes += LINE_BYTES + sys.getsizeof(line.custom_id)
         key = line.reuse_key
         texts = sum(map(sys.getsizeof, (key.salt, key.text, *key.media)))
         self.num_bytes += LINE_BYTES + sys.getsizeof(line.custom_id) + texts
 
-    def plan(self) -> Plan:
+    def plan(self) -> InputPlan:
         """Return the plan.
 
         Raises:
@@ -331,4 +337,4 @@ class _Checking:
             raise InvalidInputError(self._problems)
         if not self._places:
             raise InvalidInputError([Problem("empty_file", "the file has no requests")])
-        return Plan(self._places, ReuseQueue(self._keys))
+        return InputPlan(self._places, ReuseQueue(self._keys))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from vlm_serve.batch.asgi import Reply, usage_of
+from vlm_serve.batch.asgi import HttpReply, usage_of
 from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
 from vlm_serve.batch.lines import (
     Line,
@@ -50,7 +50,7 @@ def read_lines(path: Path, max_bytes: int) -> list[Line]:
     return lines
 
 
-def _row(line: Line, reply: Reply) -> Row:
+def _row(line: Line, reply: HttpReply) -> Row:
     request_id = reply.headers.get("x-request-id", "")
     return answer_row(line.id, line.custom_id, request_id, reply)
 
@@ -108,7 +108,7 @@ def run(
                 failures[line.id] = _complaint(row)
                 progress.add(failed=True, prompt_tokens=0, cached_tokens=0)
 
-        def on_reply(job: BatchJob, reply: Reply) -> None:
+        def on_reply(job: BatchJob, reply: HttpReply) -> None:
             row = _row(left[job.id], reply)
             journal.append(row)
             if complaint := _complaint(row):

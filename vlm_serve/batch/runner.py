@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vlm_serve.batch.asgi import Reply
+from vlm_serve.batch.asgi import HttpReply
 from vlm_serve.batch.order import ReuseKey, ReuseQueue
 from vlm_serve.batch.pool import answer_all, post_patiently
 from vlm_serve.options.config import EngineConfig
@@ -34,7 +34,7 @@ class BatchJob:
     reuse_key: ReuseKey
 
 
-OnReply = Callable[[BatchJob, Reply], None]
+OnReply = Callable[[BatchJob, HttpReply], None]
 
 
 def run_jobs(
@@ -86,7 +86,7 @@ async def serve_jobs(
     headers = [(b"authorization", b"Bearer " + key.encode()) for key in config.api_key[:1]]
     queue = ReuseQueue([job.reuse_key for job in jobs])
 
-    async def answer(index: int) -> Reply:
+    async def answer(index: int) -> HttpReply:
         return await post_patiently(app, jobs[index].path, jobs[index].body(), headers)
 
     try:

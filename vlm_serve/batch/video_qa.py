@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from vlm_serve.batch.asgi import Reply, reply_json, usage_of
+from vlm_serve.batch.asgi import HttpReply, reply_json, usage_of
 from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
 from vlm_serve.batch.order import reuse_key_of
 from vlm_serve.batch.progress import Progress, percent, verdict
@@ -100,7 +100,7 @@ def chat_body(question: VideoQuestion, options: AnswerOptions) -> bytes:
     return json.dumps(body, ensure_ascii=False).encode()
 
 
-def row_of(question: VideoQuestion, reply: Reply) -> Row:
+def row_of(question: VideoQuestion, reply: HttpReply) -> Row:
     """Build the output row of a question: its answer, or the error's message.
 
     The answer is "" if `--max-tokens` cut the thought before it, and null with an error alone.
@@ -152,7 +152,7 @@ def run(
     if output.suffix not in (".csv", ".jsonl"):
         raise ConfigError("the output's name must end with .csv or .jsonl", param="output")
     options = options or AnswerOptions()
-    wanted = {each.id: each for each in read_questions(source, questions)}
+    wanted = {question.id: question for question in read_questions(source, questions)}
     tally, failures = Tally(), dict[str, str]()
 
     def note(row: Row) -> None:
@@ -170,7 +170,7 @@ def run(
             note(row)
         progress = Progress(len(wanted), len(journal.done), len(failures))
 
-        def on_reply(job: BatchJob, reply: Reply) -> None:
+        def on_reply(job: BatchJob, reply: HttpReply) -> None:
             row = row_of(wanted[job.id], reply)
             journal.append(row)
             note(row)
@@ -180,7 +180,9 @@ def run(
                 cached_tokens=row["cached_tokens"],
             )
 
-        jobs = _jobs([each for each in wanted.values() if each.id not in journal.done], options)
+        jobs = _jobs(
+            [question for question in wanted.values() if question.id not in journal.done], options
+        )
         config = _with_root(engine_config, wanted.values())
         try:
             run_jobs(model, config, server_config, jobs, on_reply, concurrency)
@@ -191,20 +193,20 @@ def run(
             journal.path.unlink()
     for line in tally.lines():
         print(line, file=sys.stderr)
-    return verdict([failures[each] for each in wanted if each in failures], output)
+    return verdict([failures[name] for name in wanted if name in failures], output)
 
 
 def _jobs(questions: Sequence[VideoQuestion], options: AnswerOptions) -> list[BatchJob]:
     jobs = []
-    for each in questions:
-        body = partial(chat_body, each, options)
-        jobs.append(BatchJob(each.id, _PATH, body, reuse_key_of(_PATH, json.loads(body()))))
+    for question in questions:
+        body = partial(chat_body, question, options)
+        jobs.append(BatchJob(question.id, _PATH, body, reuse_key_of(_PATH, json.loads(body()))))
     return jobs
 
 
 def _with_root(config: EngineConfig, questions: Iterable[VideoQuestion]) -> EngineConfig:
     """Allow the engine to read the common folder of all videos, unless a folder was given."""
-    files = [str(each.file.parent) for each in questions if each.file is not None]
+    files = [str(question.file.parent) for question in questions if question.file is not None]
     if config.allowed_local_media_path is not None or not files:
         return config
     return replace(config, allowed_local_media_path=os.path.commonpath(files))
@@ -221,13 +223,13 @@ def _seeded(output: Path) -> Path:
 def _from_csv(path: Path) -> Iterator[bytes]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            for found in csv.DictReader(file):
-                given = found | {name: found.get(name) for name in _LATER}
+            for entry in csv.DictReader(file):
+                given = entry | {name: entry.get(name) for name in _LATER}
                 row: Row = {name: given[name] or None for name in COLUMNS}
-                row |= {name: int(found[name]) for name in _COUNTS}
-                row["hit_rate"] = float(found["hit_rate"])
+                row |= {name: int(entry[name]) for name in _COUNTS}
+                row["hit_rate"] = float(entry["hit_rate"])
                 if row["error"] is None:
-                    row["answer"] = found["answer"]
+                    row["answer"] = entry["answer"]
                 yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
     except (KeyError, TypeError, ValueError, csv.Error):
         raise ConfigError(

@@ -57,19 +57,19 @@ def read_questions(source: Path, questions: Sequence[str]) -> list[VideoQuestion
         )
     if not rows:
         raise ConfigError(f"{source}: there are no videos", param="input")
-    found: dict[str, VideoQuestion] = {}
+    by_id: dict[str, VideoQuestion] = {}
     for video, text, name in rows:
         texts = questions if text is None else (text, *questions)
         if not texts:
             raise ConfigError(
                 f"{source}: no question about {video}; give --question", param="input"
             )
-        for number, each in enumerate(dict.fromkeys(texts)):
-            question = _question(root, video, each, name if number == 0 else None)
-            other = found.setdefault(question.id, question)
-            if (other.video, other.text) != (video, each):
+        for number, prompt in enumerate(dict.fromkeys(texts)):
+            question = _question(root, video, prompt, name if number == 0 else None)
+            other = by_id.setdefault(question.id, question)
+            if (other.video, other.text) != (video, prompt):
                 raise ConfigError(f"{source}: the id {question.id!r} appears twice", param="input")
-    return list(found.values())
+    return list(by_id.values())
 
 
 def _question(root: Path, video: str, text: str, name: str | None) -> VideoQuestion:

@@ -29,5 +29,5 @@ def read_config_file(path: str | None) -> dict[str, Any]:
     expected = "it must map options to values"
     content = read_mapping(path, f"config file {path}", "config", expected)
     model = content.pop("model", None)
-    found = from_mapping(ALL_OPTIONS, content)
-    return found | ({} if model is None else {"model": model})
+    options = from_mapping(ALL_OPTIONS, content)
+    return options | ({} if model is None else {"model": model})

@@ -42,12 +42,12 @@ _CHECKPOINTS = (torch.bfloat16, torch.float32)
 
 def run(*, as_json: bool) -> None:
     """Print the report. Nothing is built."""
-    found = examine()
+    report = examine()
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(report))
         return
-    width = max(map(len, found))
-    print("\n".join(f"{name:<{width}}  {text}" for name, text in found.items()))
+    width = max(map(len, report))
+    print("\n".join(f"{name:<{width}}  {text}" for name, text in report.items()))
 
 
 def examine() -> dict[str, str]:

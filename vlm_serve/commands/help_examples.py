@@ -57,5 +57,5 @@ def add_examples(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) ->
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for name, each in action.choices.items():
-                add_examples(each, (*path, name))
+            for name, choice in action.choices.items():
+                add_examples(choice, (*path, name))

@@ -47,7 +47,7 @@ _MIB = float(1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServingPlan:
     """The result of starting with these options. All sizes are per rank, in bytes.
 
     Attributes:
@@ -81,7 +81,7 @@ def run(model: str, config: EngineConfig, *, as_json: bool) -> None:
     print(json.dumps(_as_json(plan)) if as_json else render(plan))
 
 
-def make(model: str, config: EngineConfig) -> Plan:
+def make(model: str, config: EngineConfig) -> ServingPlan:
     """Compute the plan without loading weights or compiling kernels. Raises as `run`."""
     config = with_block_size(without_drafts(config), model)
     ranks = config.tensor_parallel_size
@@ -108,7 +108,7 @@ def make(model: str, config: EngineConfig) -> Plan:
     if device.type == "cuda" and ranks == 1:
         graphs = graphs_wanted(config.cuda_graphs, device)
         steps = planned_step_memory(spec, path, arithmetic.types, config, with_graphs=graphs)
-    return Plan(
+    return ServingPlan(
         model=spec,
         config=config,
         arithmetic=arithmetic,
@@ -152,7 +152,7 @@ def _table_row(memory: MemoryPlan, interval: int) -> dict[str, int]:
     }
 
 
-def _as_json(plan: Plan) -> dict[str, Any]:
+def _as_json(plan: ServingPlan) -> dict[str, Any]:
     memory, weights, arithmetic = plan.memory, plan.weights, plan.arithmetic
     return {
         "weights": {
@@ -181,7 +181,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def render(plan: Plan) -> str:
+def render(plan: ServingPlan) -> str:
     """Format the plan as text."""
     memory = plan.memory
     facts = [
@@ -214,7 +214,7 @@ def render(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _buckets(plan: Plan) -> list[str]:
+def _buckets(plan: ServingPlan) -> list[str]:
     memory, model = plan.memory, plan.model
     lines = [
         _bucket("KV blocks", memory.num_blocks, memory.block_bytes),
@@ -222,8 +222,8 @@ def _buckets(plan: Plan) -> list[str]:
         _bucket("live state rows", memory.num_live_rows, memory.snapshot_bytes),
     ]
     if memory.num_updates:
-        what = "replay" if plan.config.speculative == "off" else "draft"
-        lines.append(_bucket(f"{what} updates", memory.num_updates, memory.update_bytes))
+        purpose = "replay" if plan.config.speculative == "off" else "draft"
+        lines.append(_bucket(f"{purpose} updates", memory.num_updates, memory.update_bytes))
     if "suffix" in plan.config.speculative:
         lines.append(_bound("draft texts", ANSWER_BYTES))
     if plan.embedding_bytes:
@@ -240,7 +240,7 @@ def _buckets(plan: Plan) -> list[str]:
     return lines
 
 
-def _ranks(plan: Plan) -> list[tuple[str, str]]:
+def _ranks(plan: ServingPlan) -> list[tuple[str, str]]:
     """Describe the extra memory of several ranks, if there are several."""
     config = plan.config
     if config.tensor_parallel_size == 1:
@@ -250,7 +250,7 @@ def _ranks(plan: Plan) -> list[tuple[str, str]]:
     return [("ranks", f"{text} for exchanges")]
 
 
-def _drafts(plan: Plan) -> list[tuple[str, str]]:
+def _drafts(plan: ServingPlan) -> list[tuple[str, str]]:
     """Describe the cost of the model's MTP layer, if it drafts."""
     if "mtp" not in plan.config.speculative:
         return []
@@ -264,13 +264,13 @@ def _tiers(config: EngineConfig) -> list[tuple[str, str]]:
     """Describe the tiers below the cache memory, if any."""
     host, disk = config.host_cache_memory, config.disk_cache_size
     assert isinstance(host, int) and isinstance(disk, int)
-    found = [("host memory", f"{format_size(host)} below the cache memory")] if host else []
+    tiers = [("host memory", f"{format_size(host)} below the cache memory")] if host else []
     if config.disk_cache_path is not None:
-        found.append(("disk", f"{format_size(disk)} in {config.disk_cache_path}"))
+        tiers.append(("disk", f"{format_size(disk)} in {config.disk_cache_path}"))
     address = read_address(config)
     if address is not None:
-        found.append(("shared store", _shared(config, address.text, keyed=bool(address.secret))))
-    return found
+        tiers.append(("shared store", _shared(config, address.text, keyed=bool(address.secret))))
+    return tiers
 
 
 def _shared(config: EngineConfig, where: str, *, keyed: bool) -> str:
@@ -282,8 +282,8 @@ def _shared(config: EngineConfig, where: str, *, keyed: bool) -> str:
     )
 
 
-def _bucket(name: str, count: int, each: int) -> str:
-    return f"{name:<18}{count:>7}{each:>18}{_mib(count * each)}"
+def _bucket(name: str, count: int, size: int) -> str:
+    return f"{name:<18}{count:>7}{size:>18}{_mib(count * size)}"
 
 
 def _bound(name: str, most: int) -> str:

@@ -66,10 +66,12 @@ class Channels:
             self._listening = asyncio.ensure_future(self._listen())
         port = await self._listening
         keys = secrets.token_bytes(_KEY_BYTES), secrets.token_bytes(_KEY_BYTES)
-        made = Address(self._host, port, *keys)
-        self._gateways = {key: each for key, each in self._gateways.items() if each[0] != gateway}
-        self._gateways[made.gateway_key] = gateway, made
-        return made
+        address = Address(self._host, port, *keys)
+        self._gateways = {
+            key: known for key, known in self._gateways.items() if known[0] != gateway
+        }
+        self._gateways[address.gateway_key] = gateway, address
+        return address
 
     async def close(self) -> None:
         """Close all channels: gateways send unanswered requests to other replicas."""
@@ -191,7 +193,9 @@ class Outbox:
         self._filled.clear()
         self._urgent.clear()
         queued, self._messages = self._messages, {}
-        return [(number, each) for number, messages in queued.items() for each in _merge(messages)]
+        return [
+            (number, merged) for number, messages in queued.items() for merged in _merge(messages)
+        ]
 
 
 class Outboxes:
@@ -226,7 +230,7 @@ async def _wait(event: asyncio.Event, seconds: float) -> bool:
 
 def _merge(messages: Sequence[Message | None]) -> list[Message | None]:
     """Merge the parts of a body into one message."""
-    parts = [each for each in messages if each and each["type"] == "http.response.body"]
+    parts = [message for message in messages if message and message["type"] == "http.response.body"]
     if len(parts) < 2:
         return list(messages)
     head = messages[: messages.index(parts[0])]

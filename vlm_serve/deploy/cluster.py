@@ -142,15 +142,15 @@ def end_on_signals(leave_at_once: Callable[[], object]) -> None:
         at_once_on_signals(leave_at_once)
         raise SystemExit(0)
 
-    for each in _FIRST_SIGNALS:
-        if signal.getsignal(each) is not signal.SIG_IGN:
-            signal.signal(each, leave)
+    for number in _FIRST_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
 
 
 def at_once_on_signals(leave_at_once: Callable[[], object]) -> None:
     """Install handlers with a call of a function without return."""
-    for each in _SIGNALS:
-        signal.signal(each, lambda number, frame: leave_at_once())
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, frame: leave_at_once())
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda number, frame: None)
 

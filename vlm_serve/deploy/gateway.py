@@ -30,6 +30,7 @@ from vlm_serve.deploy.request_keys import keys_of
 from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.failover.attempt import TOKENS, Attempt, Delivery
+from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.errors import (
     DrainingError,
@@ -39,7 +40,6 @@ from vlm_serve.server.http.errors import (
     messages_envelope,
     public_error,
 )
-from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.http.request_id import request_id_of
 from vlm_serve.server.http.request_memory import Intake, RequestMemory
 from vlm_serve.server.http.streaming import cancelled, disconnected
@@ -121,9 +121,9 @@ class Gateway:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            own = await response(self, scope, receive)
-            if own is not None:
-                await own(scope, receive, send)
+            answer = await response(self, scope, receive)
+            if answer is not None:
+                await answer(scope, receive, send)
                 return
             await self._forward(scope, receive, send)
         except ClientDisconnect:

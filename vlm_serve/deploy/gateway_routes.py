@@ -25,8 +25,8 @@ from vlm_serve.deploy.replica_pool import (
 )
 from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.body import read_body
-from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.http.request_memory import RequestMemory
 from vlm_serve.system.version import __version__
 
@@ -63,7 +63,7 @@ async def response(gateway: GatewayState, scope: Scope, receive: Receive) -> Res
 async def health(gateway: GatewayState, request: Request) -> Response:
     """Return 200 while any replica is healthy, else 503."""
     replies = await ask_all(gateway, request)
-    if any(each.status_code == 200 for each in replies.values()):
+    if any(reply.status_code == 200 for reply in replies.values()):
         return JSONResponse({"status": "ok"})
     if not replies:
         return JSONResponse({"status": "unhealthy", "reason": "no replica answers"}, 503)
@@ -83,19 +83,19 @@ async def show_version(gateway: GatewayState, request: Request) -> Response:
 
 async def load(gateway: GatewayState, request: Request) -> Response:
     """Sum the load of all replicas; open requests and their memory are the gateway's own."""
-    bodies = [json.loads(bytes(each.body)) for each in (await ask_all(gateway, request)).values()]
+    bodies = [json.loads(bytes(reply.body)) for reply in (await ask_all(gateway, request)).values()]
     names = ("num_requests_running", "num_requests_waiting", "open_prompt_tokens")
     sums = {name: sum(body[name] for body in bodies) for name in names}
-    own = {"server_load": gateway.requests.num_open, "request_memory_bytes": gateway.memory.held}
-    return JSONResponse(own | sums | {"replicas": len(bodies)})
+    counts = {"server_load": gateway.requests.num_open, "request_memory_bytes": gateway.memory.held}
+    return JSONResponse(counts | sums | {"replicas": len(bodies)})
 
 
 async def metrics(gateway: GatewayState, request: Request) -> Response:
     """Return all replicas' metrics, labelled by replica, and the gateway's own."""
     replies = await ask_all(gateway, request)
     texts = {name: bytes(reply.body).decode() for name, reply in replies.items()}
-    own = own_metrics(len(gateway.pool.names), gateway.requests.num_open, gateway.num_lost)
-    return Response(labelled(texts) + own, media_type=METRICS_TYPE)
+    text = own_metrics(len(gateway.pool.names), gateway.requests.num_open, gateway.num_lost)
+    return Response(labelled(texts) + text, media_type=METRICS_TYPE)
 
 
 async def stats(gateway: GatewayState, request: Request) -> Response:
@@ -133,17 +133,17 @@ async def lift_pins(gateway: GatewayState, request: Request) -> Response:
     replies = await ask_all(gateway, request, seconds=None)
     if len(replies) < len(gateway.pool.names) or not replies:
         raise OverloadedError("not all replicas have answered", code="replica_lost")
-    done = [json.loads(bytes(each.body)) for each in replies.values() if each.status_code == 200]
+    done = [json.loads(bytes(reply.body)) for reply in replies.values() if reply.status_code == 200]
     if not done:
         return next(iter(replies.values()))
-    return JSONResponse(done[0] | {"lifted": sum(each["lifted"] for each in done)})
+    return JSONResponse(done[0] | {"lifted": sum(body["lifted"] for body in done)})
 
 
 def _refusal(replies: Replies) -> Response | None:
     """Return the first error reply, if any."""
     if not replies:
         raise no_replica()
-    return next((each for each in replies.values() if each.status_code != 200), None)
+    return next((reply for reply in replies.values() if reply.status_code != 200), None)
 
 
 async def ask_all(
@@ -157,12 +157,12 @@ async def ask_all(
         try:
             async with asyncio.timeout(seconds):
                 call = ReplicaCall({**scope, "method": request.method}, body, replica=name)
-                return name, response_of([each async for each in gateway.pool.answers(call)])
+                return name, response_of([message async for message in gateway.pool.answers(call)])
         except (TimeoutError, ReplicaLostError, BrokenAnswerError, VlmServeError):
             return None
 
     replies = await asyncio.gather(*map(one, gateway.pool.names))
-    return dict(each for each in replies if each is not None)
+    return dict(named for named in replies if named is not None)
 
 
 def response_of(messages: list[Message]) -> Response:
@@ -219,11 +219,11 @@ def labelled(texts: Mapping[str, str]) -> str:
 
 
 def _with_label(line: str, replica: str) -> str:
-    found = _SAMPLE.match(line)
-    assert found is not None, line
-    rest = line[found.end() :]
+    match = _SAMPLE.match(line)
+    assert match is not None, line
+    rest = line[match.end() :]
     label = f'replica="{replica}"'
-    return f"{found[1]}{{{label},{rest}" if found[2] else f"{found[1]}{{{label}}}{rest}"
+    return f"{match[1]}{{{label},{rest}" if match[2] else f"{match[1]}{{{label}}}{rest}"
 
 
 def own_metrics(replicas: int, num_open: int, num_lost: int) -> str:

@@ -26,10 +26,9 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import from_mapping, options_of
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.auth import guarded, read_tenant_keys
 from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.root_path import below_root
-from vlm_serve.server.http.tenants import read_tenant_keys
 
 CONFIGS = (DeployConfig, ServerConfig, EngineConfig)
 PROXY_HOST = "0.0.0.0"
@@ -53,9 +52,11 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         if given.get(name) or given.get(name.replace("_", "-")):
             raise ConfigError(f"{name} has no effect here: Serve's proxy listens", param=name)
     given["host"] = PROXY_HOST
-    found = from_mapping([item for config in CONFIGS for item in options_of(config)], given)
+    options = from_mapping([item for config in CONFIGS for item in options_of(config)], given)
     deploy, server, engine = (
-        config(**{item.name: found[item.name] for item in options_of(config) if item.name in found})
+        config(
+            **{item.name: options[item.name] for item in options_of(config) if item.name in options}
+        )
         for config in CONFIGS
     )
     assert isinstance(deploy, DeployConfig)
@@ -71,8 +72,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 1},
         logging_config={"enable_access_log": False},
     )
-    made: serve.Application = gateways.bind(application(setup, deploy), setup, deploy)
-    return made
+    bound: serve.Application = gateways.bind(application(setup, deploy), setup, deploy)
+    return bound
 
 
 class Ingress:
@@ -83,7 +84,7 @@ class Ingress:
     ) -> None:
         pool = ReplicaPool(handle, deploy.silence_timeout)
         self._config = setup.server
-        names = frozenset(each.name for each in named_adapters(setup.engine))
+        names = frozenset(adapter.name for adapter in named_adapters(setup.engine))
         self._gateway = Gateway(pool, setup.server, setup.names[0], max_open_requests(setup), names)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -27,20 +27,22 @@ from vlm_serve.engine.features.adapters.options import named_adapters
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.auth import guarded, read_tenant_keys
 from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.connections import Connections
-from vlm_serve.server.http.draining import (
+from vlm_serve.server.http.root_path import below_root
+from vlm_serve.server.http.serving import (
     SWITCH_SECONDS,
     DrainingServer,
+    close_listener,
     format_table,
     ignore_user_signals,
+    listen,
     print_notice,
+    tls_context,
+    url_of,
     uvicorn_config,
 )
-from vlm_serve.server.http.listening import close_listener, listen, tls_context, url_of
-from vlm_serve.server.http.root_path import below_root
-from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.system.log_output import start_logging
 
 _log = logging.getLogger(__name__)
@@ -109,8 +111,8 @@ def _run(
         )
 
         def start(generation: int) -> DeploymentHandle[Any]:
-            made = application(replace(setup, generation=generation), options)
-            return serve.run(made, name=APPLICATION, route_prefix=None)
+            bound = application(replace(setup, generation=generation), options)
+            return serve.run(bound, name=APPLICATION, route_prefix=None)
 
         _log.info("starting %d replicas of %s", options.replicas, model)
         try:
@@ -119,7 +121,7 @@ def _run(
             raise EngineError(f"the replicas could not be started: {_reason(error)}") from None
         Restarts(start)
         pool = ReplicaPool(handle, options.silence_timeout)
-        names = frozenset(each.name for each in named_adapters(setup.engine))
+        names = frozenset(adapter.name for adapter in named_adapters(setup.engine))
         gateway = Gateway(pool, config, setup.names[0], max_open_requests(setup), names)
         connections = Connections(config)
         app = guarded(gateway, config, read_tenant_keys(config.tenant_keys))
@@ -141,8 +143,8 @@ def _run(
 
 def _reason(error: RuntimeError) -> str:
     """Return the last exception in Serve's report of a failed start."""
-    found = re.findall(r"^(?:\S*\) )?[\w.]*Error: (.+)$", str(error), re.MULTILINE)
-    return found[-1] if found else str(error)
+    errors = re.findall(r"^(?:\S*\) )?[\w.]*Error: (.+)$", str(error), re.MULTILINE)
+    return errors[-1] if errors else str(error)
 
 
 def startup_rows(

@@ -275,9 +275,9 @@ def _usage_of(
     """
     if usage is None or (call.attempt is not None and call.attempt.resumed):
         return None
-    counts = [each for each in usage if each is not None]
+    counts = [counted for counted in usage if counted is not None]
     names = "prompt_tokens", "cached_tokens", "completion_tokens"
-    return RequestUsage(*(sum(each[name] for each in counts) for name in names))
+    return RequestUsage(*(sum(count[name] for count in counts) for name in names))
 
 
 def _lost(replica: str | None) -> ReplicaLostError:

@@ -14,9 +14,9 @@ from starlette.types import Scope
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.identity.affinity import affinity_keys_of_body
 from vlm_serve.preprocess.reading.reader import APIS
-from vlm_serve.server.http.json_body import count_json, parse_counted
+from vlm_serve.server.http.auth import salt_of
+from vlm_serve.server.http.body import count_json, parse_counted
 from vlm_serve.server.http.request_memory import current_share
-from vlm_serve.server.http.tenants import salt_of
 
 R = TypeVar("R")
 _log = logging.getLogger(__name__)

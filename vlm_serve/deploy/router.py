@@ -55,13 +55,13 @@ class AffinityRouter(RequestRouter):
     def _ranked(
         self, candidates: Sequence[RunningReplica], arguments: dict[str, Any]
     ) -> list[list[RunningReplica]]:
-        by_name = {each.replica_id.unique_id: each for each in candidates}
+        by_name = {candidate.replica_id.unique_id: candidate for candidate in candidates}
         wanted = arguments.get("replica")
         if wanted is not None:
             return [[by_name[wanted]]] if wanted in by_name else []
         self._settle()
-        for name, each in by_name.items():
-            self._ranker.update(name, each.routing_stats)
+        for name, replica in by_name.items():
+            self._ranker.update(name, replica.routing_stats)
         keys, tokens = arguments.get("keys", ()), arguments.get("tokens", 0)
         names = self._ranker.choose(keys, tokens, list(by_name))
         avoided = set(arguments.get("avoid", ()))
@@ -70,7 +70,7 @@ class AffinityRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        gone = self._set_running(each.replica_id.unique_id for each in replicas)
+        gone = self._set_running(replica.replica_id.unique_id for replica in replicas)
         retired = (*shared.SHARED_STATE.retired, *gone)
         shared.SHARED_STATE.retired = retired[-shared.MAX_RETIRED :]
 
@@ -105,7 +105,7 @@ class AffinityRouter(RequestRouter):
         completed request waits until the gateway is done with it.
         """
         state = shared.SHARED_STATE
-        for number in [each for each in self._completed if each not in state.routed]:
+        for number in [completed for completed in self._completed if completed not in state.routed]:
             request = self._completed.pop(number)
             self._ranker.ended(*request, state.usage.pop(number, None))
 

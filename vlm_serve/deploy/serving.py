@@ -47,8 +47,8 @@ def application(setup: ReplicaSetup, deploy: DeployConfig) -> serve.Application:
         **_resources(engine),
         **_number(deploy),
     )
-    made: serve.Application = deployment.bind(setup)
-    return made
+    bound: serve.Application = deployment.bind(setup)
+    return bound
 
 
 def _resources(engine: EngineConfig) -> dict[str, Any]:

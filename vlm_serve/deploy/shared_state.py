@@ -33,8 +33,8 @@ class SharedState:
         if usage is not None:
             self.usage[number] = usage
             if len(self.usage) > MAX_USAGE:
-                for each in tuple(self.usage)[:-MAX_USAGE]:
-                    self.usage.pop(each, None)
+                for oldest in tuple(self.usage)[:-MAX_USAGE]:
+                    self.usage.pop(oldest, None)
         self.routed.pop(number, None)
 
 

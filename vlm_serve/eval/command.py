@@ -138,14 +138,14 @@ def _asked(options: argparse.Namespace) -> dict[str, Any]:
 
 def _changed(config: EngineConfig) -> dict[str, Any]:
     """Return the engine's options that differ from their defaults."""
-    values = {each.name: getattr(config, each.name) for each in options_of(EngineConfig)}
+    values = {option.name: getattr(config, option.name) for option in options_of(EngineConfig)}
     standard = EngineConfig()
     return {name: value for name, value in values.items() if value != getattr(standard, name)}
 
 
 def _shown(config: EngineConfig) -> dict[str, Any]:
     """Return the changed options, sizes in readable units."""
-    sizes = {each.name for each in options_of(EngineConfig) if each.kind == "size"}
+    sizes = {option.name for option in options_of(EngineConfig) if option.kind == "size"}
     return {
         name: format_size(value) if name in sizes else value
         for name, value in _changed(config).items()
@@ -156,11 +156,13 @@ def _print_trouble(report: dict[str, Any], most: int = 20) -> None:
     """Print the first failures and differences to standard error."""
     lines = []
     for part in report["parts"]:
-        for each in part["failures"]:
-            lines.append(f"{part['name']}, {each['item']}, {each['side']}: {each['error']}")
-        for each in part["differences"]:
-            pair = f"{each['cached']!r} with caching, {each['uncached']!r} without"
-            lines.append(f"{part['name']}, {each['item']}, {each['what']}: {pair}")
+        for failure in part["failures"]:
+            lines.append(
+                f"{part['name']}, {failure['item']}, {failure['side']}: {failure['error']}"
+            )
+        for difference in part["differences"]:
+            pair = f"{difference['cached']!r} with caching, {difference['uncached']!r} without"
+            lines.append(f"{part['name']}, {difference['item']}, {difference['what']}: {pair}")
     for line in lines[:most]:
         print(line, file=sys.stderr)
     if len(lines) > most:
@@ -201,7 +203,7 @@ def run_part(pipe: Pipeline, part: BenchmarkPart, concurrency: int = 1) -> Answe
     pipe.engine.flush()
     begin = time.perf_counter()
     with ThreadPoolExecutor(concurrency, thread_name_prefix="vlm-serve-eval") as pool:
-        groups = pool.map(lambda group: [_ask(pipe, each) for each in group], part.groups)
+        groups = pool.map(lambda group: [_ask(pipe, case) for case in group], part.groups)
         replies = tuple(reply for group in groups for reply in group)
     seconds = time.perf_counter() - begin
     return AnswerRun(replies, seconds, TokenCounts.sum(reply.tokens for reply in replies))

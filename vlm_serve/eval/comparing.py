@@ -14,12 +14,12 @@ class Difference:
 
     Attributes:
         item: name of the item.
-        what: such as "text", "finish reason" or "score of B".
+        aspect: such as "text", "finish reason" or "score of B".
         cached, uncached: value of each side.
     """
 
     item: str
-    what: str
+    aspect: str
     cached: str
     uncached: str
 
@@ -48,7 +48,7 @@ class Comparison:
 
     @property
     def num_different(self) -> int:
-        return len({each.item for each in self.differences})
+        return len({difference.item for difference in self.differences})
 
     @property
     def num_failed(self) -> int:
@@ -88,15 +88,15 @@ def compare(part: str, note: str, cached: AnswerRun, uncached: AnswerRun) -> Com
 
 def _differences(cached: Reply, uncached: Reply) -> list[Difference]:
     pairs = list(zip(_facts(cached).items(), _facts(uncached).items(), strict=False))
-    found = [
-        Difference(cached.item, what, one, other)
-        for (what, one), (_, other) in pairs
+    differences = [
+        Difference(cached.item, aspect, one, other)
+        for (aspect, one), (_, other) in pairs
         if one != other
     ]
     counts = len(_facts(cached)), len(_facts(uncached))
     if counts[0] != counts[1]:
-        found.append(Difference(cached.item, "number of answers", *map(str, counts)))
-    return found
+        differences.append(Difference(cached.item, "number of answers", *map(str, counts)))
+    return differences
 
 
 def _facts(reply: Reply) -> dict[str, str]:
@@ -110,6 +110,6 @@ def _facts(reply: Reply) -> dict[str, str]:
         facts[f"finish reason{turn}"] = answer.finish_reason
         facts[f"tokens{turn}"] = " ".join(map(str, answer.token_ids))
     for number, score in enumerate(reply.scores):
-        bits = " ".join(each.hex() for each in score)
+        bits = " ".join(probability.hex() for probability in score)
         facts[f"score of {chr(ord('A') + number)}"] = f"{sum(score)!r} ({bits})"
     return facts

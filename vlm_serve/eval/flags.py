@@ -162,4 +162,4 @@ def _add_common(parser: argparse.ArgumentParser, name: str, model: Adder) -> Non
     )
     model(parser)
     add_options(parser, SPLITTING)
-    add_options(parser, [each for each in options_of(EngineConfig) if each.name != _COMPARED])
+    add_options(parser, [option for option in options_of(EngineConfig) if option.name != _COMPARED])

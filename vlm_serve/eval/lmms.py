@@ -21,7 +21,7 @@ from vlm_serve.eval.lmms_samples import read_samples, with_log
 from vlm_serve.eval.replies import AnswerRun, Reply, TokenCounts
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.listening import listen, url_of
+from vlm_serve.server.http.serving import listen, url_of
 from vlm_serve.server.main import make_server
 
 _NOTES = {

@@ -15,7 +15,7 @@ from lmms_eval.protocol import ChatMessages
 from vlm_serve.commands.config_file import DEMO_MODEL, read_config_file
 from vlm_serve.errors import VlmServeError
 from vlm_serve.eval.lmms_samples import FAILED
-from vlm_serve.eval.replies import Reply, completion_of, tokens_of
+from vlm_serve.eval.replies import Reply, tokens_of, turn_answer_of
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import options_of
 from vlm_serve.pipeline.pipeline import Pipeline
@@ -47,7 +47,7 @@ class VlmServe(lmms):
     ) -> None:
         super().__init__()
         file = read_config_file(config)
-        names = {each.name for each in options_of(EngineConfig)}
+        names = {option.name for option in options_of(EngineConfig)}
         options = {name: value for name, value in file.items() if name in names}
         self._frames = {"video": {"num_frames": max_frames_num}}
         self._log = Path(log) if log is not None else None
@@ -73,7 +73,7 @@ class VlmServe(lmms):
         except VlmServeError as error:
             self._note(Reply(item, error=error.message))
             return GenerationResult(text=f"{FAILED}] {error.message}", token_counts=TokenCounts())
-        self._note(Reply(item, (completion_of(output),), tokens=tokens_of([output])))
+        self._note(Reply(item, (turn_answer_of(output),), tokens=tokens_of([output])))
         usage = output.usage
         counts = TokenCounts(
             input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens
@@ -95,7 +95,7 @@ class VlmServe(lmms):
 def _messages(conversation: Any) -> list[dict[str, Any]]:
     """Convert lmms-eval's messages to the pipeline's form."""
     return [
-        {"role": message.role, "content": [_part(each) for each in message.content]}
+        {"role": message.role, "content": [_part(part) for part in message.content]}
         for message in conversation.messages
     ]
 

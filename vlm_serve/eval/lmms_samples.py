@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.errors import EvaluationError
-from vlm_serve.eval.replies import Completion, Reply, TokenCounts
+from vlm_serve.eval.replies import Reply, TokenCounts, TurnAnswer
 
 FAILED = "[LMMS_EVAL_REQUEST_FAILED"
 """Begins the answer of lmms-eval's clients to a failed request. lmms-eval scores it like any other
@@ -25,17 +25,17 @@ def read_samples(folder: Path) -> list[Reply]:
 
     Raises EvaluationError if there are no samples.
     """
-    found = []
+    samples = []
     for path in sorted(folder.rglob("*_samples_*.jsonl")):
         name = _NAME.fullmatch(path.name)
         task = name[1] if name else path.stem
         for line in path.read_text(encoding="utf-8").split("\n"):
             if line.strip():
-                found.append((task, json.loads(line)))
-    if not found:
+                samples.append((task, json.loads(line)))
+    if not samples:
         raise EvaluationError("lmms-eval has written no answers")
-    found.sort(key=lambda each: (each[0], each[1]["doc_id"]))
-    return [_reply(task, sample) for task, sample in found]
+    samples.sort(key=lambda entry: (entry[0], entry[1]["doc_id"]))
+    return [_reply(task, sample) for task, sample in samples]
 
 
 def with_log(replies: list[Reply], log: Path) -> list[Reply]:
@@ -52,7 +52,8 @@ def _with_note(reply: Reply, note: Mapping[str, Any]) -> Reply:
     if note["error"] is not None:
         return replace(reply, answers=(), error=note["error"])
     answers = tuple(
-        Completion(**each | {"token_ids": tuple(each["token_ids"])}) for each in note["answers"]
+        TurnAnswer(**answer | {"token_ids": tuple(answer["token_ids"])})
+        for answer in note["answers"]
     )
     return replace(reply, answers=answers, tokens=TokenCounts(**note["tokens"]))
 
@@ -63,19 +64,19 @@ def _reply(task: str, sample: Mapping[str, Any]) -> Reply:
     for text in texts:
         if text.startswith((FAILED, _OVER_BUDGET)):
             return Reply(item, error=text)
-    counts = [each for each in sample.get("token_counts") or () if each]
+    counts = [count for count in sample.get("token_counts") or () if count]
     scores = [value for name, value in sample.items() if name not in _NO_METRICS]
     known = [bool(value) for value in scores if isinstance(value, int | float) and value in (0, 1)]
     return Reply(
         item,
-        tuple(map(Completion, texts)),
+        tuple(map(TurnAnswer, texts)),
         chosen=" ".join(_flat(sample["filtered_resps"])),
         expected=str(sample["target"]),
         right=known[0] if known else None,
         groups=(task,),
         tokens=TokenCounts(
-            prompt=sum(each.get("input_tokens") or 0 for each in counts),
-            generated=sum(each.get("output_tokens") or 0 for each in counts),
+            prompt=sum(count.get("input_tokens") or 0 for count in counts),
+            generated=sum(count.get("output_tokens") or 0 for count in counts),
         ),
     )
 
@@ -83,5 +84,5 @@ def _reply(task: str, sample: Mapping[str, Any]) -> Reply:
 def _flat(value: Any) -> list[str]:
     """Flatten nested lists of texts."""
     if isinstance(value, list):
-        return [text for each in value for text in _flat(each)]
+        return [text for member in value for text in _flat(member)]
     return [str(value)]

@@ -19,9 +19,9 @@ from vlm_serve.eval.replies import (
     BenchmarkPart,
     Case,
     Reply,
-    completion_of,
     sampling_of,
     tokens_of,
+    turn_answer_of,
 )
 from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
@@ -135,7 +135,7 @@ def _score(pipe: Pipeline, *, item: LongBenchItem) -> Reply:
     outputs = [pipe.generate([*text, *ending], params) for ending in endings]
     pairs = zip(outputs, endings, strict=True)
     scores = tuple(_log_probabilities(output, ending) for output, ending in pairs)
-    sums = [sum(each) for each in scores]
+    sums = [sum(probabilities) for probabilities in scores]
     chosen = "ABCD"[sums.index(max(sums))]
     return _judged(item, chosen, outputs, scores)
 
@@ -158,7 +158,7 @@ def _judged(
 ) -> Reply:
     return Reply(
         item.id,
-        () if scores else tuple(map(completion_of, outputs)),
+        () if scores else tuple(map(turn_answer_of, outputs)),
         scores,
         chosen=chosen,
         expected=item.answer,
@@ -249,9 +249,9 @@ def scoring_prompt(item: LongBenchItem) -> str:
 def chosen_letter(response: str) -> str:
     """Return the letter that an answer gives in the requested format; "" if it gives none."""
     for form in _ANSWERS:
-        found = form.search(response.replace("*", ""))
-        if found is not None:
-            return found[1]
+        match = form.search(response.replace("*", ""))
+        if match is not None:
+            return match[1]
     return ""
 
 

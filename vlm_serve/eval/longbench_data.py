@@ -66,16 +66,16 @@ def read_items(path: Path, limit: int | None = None) -> list[LongBenchItem]:
         raise ConfigError(f"{path}: {error.strerror}", param="data") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: it is no UTF-8 text", param="data") from None
-    found: dict[str, LongBenchItem] = {}
+    questions: dict[str, LongBenchItem] = {}
     for place, row in _rows(path, text):
-        if limit is not None and len(found) == limit:
+        if limit is not None and len(questions) == limit:
             break
         item = _item(row, place)
-        if found.setdefault(item.id, item) is not item:
+        if questions.setdefault(item.id, item) is not item:
             raise ConfigError(f"{place}: the _id {item.id!r} appears twice", param="data")
-    if not found:
+    if not questions:
         raise ConfigError(f"{path}: there are no questions", param="data")
-    return list(found.values())
+    return list(questions.values())
 
 
 def _rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:

@@ -92,44 +92,49 @@ def _charts(parts: Sequence[Mapping[str, Any]]) -> Iterable[Bars]:
 
 
 def _part(part: Mapping[str, Any]) -> str:
-    found = [f"<h2>{escape(part['name'])}</h2><p>{escape(part['note'])}</p>"]
+    blocks = [f"<h2>{escape(part['name'])}</h2><p>{escape(part['note'])}</p>"]
     groups = {name: count for name, count in part["accuracy"].items() if name != "all"}
     if groups:
         shares = ", ".join(f"{name} {_share(count)}" for name, count in groups.items())
-        found.append(f"<p>Right answers by group: {escape(shares)}.</p>")
+        blocks.append(f"<p>Right answers by group: {escape(shares)}.</p>")
     if part["differences"]:
-        found.append('<h3 class="bad">What differs</h3>')
-        found.append(_table(("item", "what", *_SIDES), _differences(part), words=True))
+        blocks.append('<h3 class="bad">What differs</h3>')
+        blocks.append(_table(("item", "what", *_SIDES), _differences(part), words=True))
     if part["failures"]:
-        found.append('<h3 class="bad">What failed</h3>')
-        found.append(_table(("item", "side", "why"), _failures(part), words=True))
+        blocks.append('<h3 class="bad">What failed</h3>')
+        blocks.append(_table(("item", "side", "why"), _failures(part), words=True))
     head = ("item", "answer", "taken as", "expected", "", "hit rate", "same on both")
-    found.append(f"<details><summary>All {part['items']} answers</summary>")
-    found.append(_table(head, _answers(part), words=True) + "</details>")
-    return "".join(found)
+    blocks.append(f"<details><summary>All {part['items']} answers</summary>")
+    blocks.append(_table(head, _answers(part), words=True) + "</details>")
+    return "".join(blocks)
 
 
 def _differences(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    for each in part["differences"]:
-        yield each["item"], each["what"], _cut(each["cached"]), _cut(each["uncached"])
+    for difference in part["differences"]:
+        yield (
+            difference["item"],
+            difference["what"],
+            _cut(difference["cached"]),
+            _cut(difference["uncached"]),
+        )
 
 
 def _failures(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    for each in part["failures"]:
-        yield each["item"], each["side"], each["error"]
+    for failure in part["failures"]:
+        yield failure["item"], failure["side"], failure["error"]
 
 
 def _answers(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    for each in part["answers"]:
-        text = " ⏎ ".join(each["answers"]) or _scores(each["scores"]) or each["error"] or ""
+    for answer in part["answers"]:
+        text = " ⏎ ".join(answer["answers"]) or _scores(answer["scores"]) or answer["error"] or ""
         yield (
-            each["item"],
+            answer["item"],
             _cut(text),
-            _cut(each["chosen"]),
-            each["expected"] or "",
-            {True: "right", False: "wrong", None: ""}[each["right"]],
-            shown(each["hit_rate"], "%"),
-            "yes" if each["same"] else "no",
+            _cut(answer["chosen"]),
+            answer["expected"] or "",
+            {True: "right", False: "wrong", None: ""}[answer["right"]],
+            shown(answer["hit_rate"], "%"),
+            "yes" if answer["same"] else "no",
         )
 
 

@@ -10,7 +10,7 @@ from vlm_serve.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class TurnAnswer:
     """One answer of the model, without its thought. Finish reason, tokens and reasoning are empty
     where they are unknown; the tokens are those of the thought too."""
 
@@ -41,9 +41,9 @@ class TokenCounts:
     def sum(cls, counts: Iterable[TokenCounts]) -> TokenCounts:
         listed = list(counts)
         return cls(
-            sum(each.prompt for each in listed),
-            sum(each.cached for each in listed),
-            sum(each.generated for each in listed),
+            sum(count.prompt for count in listed),
+            sum(count.cached for count in listed),
+            sum(count.generated for count in listed),
         )
 
 
@@ -64,7 +64,7 @@ class Reply:
     """
 
     item: str
-    answers: tuple[Completion, ...] = ()
+    answers: tuple[TurnAnswer, ...] = ()
     scores: tuple[tuple[float, ...], ...] = ()
     chosen: str = ""
     expected: str | None = None
@@ -106,16 +106,16 @@ class AnswerRun:
     tokens: TokenCounts
 
 
-def completion_of(output: Output) -> Completion:
+def turn_answer_of(output: Output) -> TurnAnswer:
     tokens, reasoning = tuple(output.token_ids), output.reasoning or ""
-    return Completion(output.text, output.finish_reason, tokens, reasoning)
+    return TurnAnswer(output.text, output.finish_reason, tokens, reasoning)
 
 
 def tokens_of(outputs: Iterable[Output]) -> TokenCounts:
     usages = [output.usage for output in outputs]
     return TokenCounts.sum(
-        TokenCounts(each.prompt_tokens, each.cached_tokens, each.completion_tokens)
-        for each in usages
+        TokenCounts(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        for usage in usages
     )
 
 

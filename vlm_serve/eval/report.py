@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,9 @@ class Subject:
 
 def make_report(subject: Subject, comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Return all results of a run, ready for JSON."""
-    different = sum(each.num_different for each in comparisons)
-    failed = sum(each.num_failed for each in comparisons)
-    items = sum(each.num_items for each in comparisons)
+    different = sum(comparison.num_different for comparison in comparisons)
+    failed = sum(comparison.num_failed for comparison in comparisons)
+    items = sum(comparison.num_items for comparison in comparisons)
     return {
         "title": subject.title,
         "model": subject.model,
@@ -64,7 +64,7 @@ def make_report(subject: Subject, comparisons: Sequence[Comparison]) -> dict[str
         "failed": failed,
         "verdict": _verdict(items, different, failed),
         "meaning": list(_MEANING),
-        "parts": [_part(each) for each in comparisons],
+        "parts": [_part(comparison) for comparison in comparisons],
     }
 
 
@@ -108,28 +108,37 @@ def _verdict(items: int, different: int, failed: int) -> str:
     return " and ".join(problems) + "."
 
 
-def _part(found: Comparison) -> dict[str, Any]:
-    different = {each.item for each in found.differences}
-    failed = {item for _, item, _ in found.failed}
+def _part(comparison: Comparison) -> dict[str, Any]:
+    different = {difference.item for difference in comparison.differences}
+    failed = {item for _, item, _ in comparison.failed}
     return {
-        "name": found.part,
-        "note": found.note,
-        "items": found.num_items,
-        "equal": found.num_equal,
-        "different": found.num_different,
-        "failed": found.num_failed,
+        "name": comparison.part,
+        "note": comparison.note,
+        "items": comparison.num_items,
+        "equal": comparison.num_equal,
+        "different": comparison.num_different,
+        "failed": comparison.num_failed,
         "accuracy": {
-            group: {"right": right, "of": known} for group, (right, known) in found.accuracy.items()
+            group: {"right": right, "of": known}
+            for group, (right, known) in comparison.accuracy.items()
         },
-        "with_caching": _side(found.cached),
-        "without_caching": _side(found.uncached),
-        "differences": [asdict(each) for each in found.differences],
+        "with_caching": _side(comparison.cached),
+        "without_caching": _side(comparison.uncached),
+        "differences": [
+            {
+                "item": pair.item,
+                "what": pair.aspect,
+                "cached": pair.cached,
+                "uncached": pair.uncached,
+            }
+            for pair in comparison.differences
+        ],
         "failures": [
-            {"side": side, "item": item, "error": error} for side, item, error in found.failed
+            {"side": side, "item": item, "error": error} for side, item, error in comparison.failed
         ],
         "answers": [
             _answer(reply, same=reply.item not in different and reply.item not in failed)
-            for reply in found.cached.replies
+            for reply in comparison.cached.replies
         ],
     }
 
@@ -148,9 +157,9 @@ def _side(run: AnswerRun) -> dict[str, Any]:
 def _answer(reply: Reply, *, same: bool) -> dict[str, Any]:
     return {
         "item": reply.item,
-        "answers": [each.text for each in reply.answers],
-        "finish_reasons": [each.finish_reason for each in reply.answers],
-        "scores": [sum(each) for each in reply.scores],
+        "answers": [answer.text for answer in reply.answers],
+        "finish_reasons": [answer.finish_reason for answer in reply.answers],
+        "scores": [sum(probabilities) for probabilities in reply.scores],
         "chosen": reply.chosen,
         "expected": reply.expected,
         "right": reply.right,

@@ -19,9 +19,9 @@ from vlm_serve.eval.replies import (
     BenchmarkPart,
     Case,
     Reply,
-    completion_of,
     sampling_of,
     tokens_of,
+    turn_answer_of,
 )
 from vlm_serve.pipeline.pipeline import Pipeline
 from vlm_serve.sampling_params import SamplingParams
@@ -68,7 +68,7 @@ def _ask(pipe: Pipeline, *, item: VideoItem, params: SamplingParams) -> Reply:
     chosen, right = judged(item, output.text)
     return Reply(
         item.id,
-        (completion_of(output),),
+        (turn_answer_of(output),),
         chosen=chosen,
         expected=item.answer,
         right=right,
@@ -97,8 +97,8 @@ def _chosen(item: VideoItem, text: str) -> str:
     """Return the choice whose letter begins the text; else the text itself."""
     if not item.choices:
         return text
-    found = _LETTER.match(text)
-    return _spelt(item, found[1]) if found else text
+    match = _LETTER.match(text)
+    return _spelt(item, match[1]) if match else text
 
 
 def _spelt(item: VideoItem, answer: str) -> str:
@@ -142,17 +142,17 @@ def read_videos(path: Path, limit: int | None = None) -> list[VideoItem]:
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError("data must be a .csv or a .jsonl file", param="data")
-    found: dict[str, VideoItem] = {}
+    questions: dict[str, VideoItem] = {}
     for number, row in read_rows(path, "data"):
-        if limit is not None and len(found) == limit:
+        if limit is not None and len(questions) == limit:
             break
         place = f"{path}, line {number}"
         item = _item(path, row, number, place)
-        if found.setdefault(item.id, item) is not item:
+        if questions.setdefault(item.id, item) is not item:
             raise ConfigError(f"{place}: the id {item.id!r} appears twice", param="data")
-    if not found:
+    if not questions:
         raise ConfigError(f"{path}: there are no questions", param="data")
-    return list(found.values())
+    return list(questions.values())
 
 
 def _item(path: Path, row: dict[str, Any], number: int, place: str) -> VideoItem:
@@ -167,9 +167,9 @@ def _item(path: Path, row: dict[str, Any], number: int, place: str) -> VideoItem
     video, question, answer = map(str, texts)
     choices: Any = row.get("choices") or []
     if path.suffix == ".csv" and choices:
-        choices = [each.strip() for each in choices.split(SEPARATOR)]
+        choices = [choice.strip() for choice in choices.split(SEPARATOR)]
     name = row.get("id") or f"line {number}"
-    if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
+    if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise ConfigError(f"{place}: choices must be a list of texts", param="data")
     if len(choices) > 26:
         raise ConfigError(f"{place}: choices may be 26 at most", param="data")

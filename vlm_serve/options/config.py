@@ -424,8 +424,8 @@ def read_media_limits(text: str) -> dict[str, int] | None:
     if text.startswith("{"):
         text = text.strip("{}").replace('"', "").replace(":", "=")
     for part in filter(None, (part.strip() for part in text.split(","))):
-        found = _LIMIT.fullmatch(part)
-        if found is None or found[1] in limits:
+        match = _LIMIT.fullmatch(part)
+        if match is None or match[1] in limits:
             return None
-        limits[found[1]] = int(found[2])
+        limits[match[1]] = int(match[2])
     return limits

@@ -188,12 +188,12 @@ def options_of(config: type | object) -> tuple[Option, ...]:
     assert dataclasses.is_dataclass(config)
     return tuple(
         Option(
-            name=each.name,
-            kind=_KINDS[str(each.type).removesuffix(" | None")],
-            default=each.default,
-            **each.metadata,
+            name=field.name,
+            kind=_KINDS[str(field.type).removesuffix(" | None")],
+            default=field.default,
+            **field.metadata,
         )
-        for each in dataclasses.fields(config)
+        for field in dataclasses.fields(config)
     )
 
 
@@ -220,14 +220,14 @@ def refuse(problems: list[str]) -> None:
 
 def parse_size(text: str, name: str = "size") -> int:
     """Return the bytes in `"1GiB"`, `"512 MB"` or `"4096"`. Raises ConfigError."""
-    found = _SIZE.fullmatch(text)
-    unit = _UNITS.get(found.group(2).lower()) if found else None
-    if found is None or unit is None:
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None:
         raise ConfigError(
             f"{name} must be a number of bytes or a size such as 512MiB or 1GiB, got {text!r}",
             param=name,
         )
-    return int(float(found.group(1)) * unit) if "." in found.group(1) else int(found[1]) * unit
+    return int(float(match.group(1)) * unit) if "." in match.group(1) else int(match[1]) * unit
 
 
 def format_size(count: int) -> str:
@@ -270,8 +270,8 @@ def check_environment(options: Iterable[Option], environment: Mapping[str, str])
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the closest known name as the end of an error message; empty if none is close."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
-    return f"; did you mean {found[0]}?" if found else ""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def from_mapping(options: Iterable[Option], values: Mapping[Any, Any]) -> dict[str, Any]:

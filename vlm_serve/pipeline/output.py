@@ -14,8 +14,7 @@ from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.next_turn import ParsedTurn
-from vlm_serve.server.answers.output_parser import OutputParser
+from vlm_serve.server.answers.output_parser import OutputParser, ParsedTurn
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from vlm_serve.preprocess.text.pooled_prompts import (
     rerank_messages,
 )
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.reasoning import reasoning_form
+from vlm_serve.server.answers.pieces import reasoning_form
 from vlm_serve.server.config import ServerConfig
 
 _T = TypeVar("_T")
@@ -130,7 +130,7 @@ class Pipeline:
             return [self._with_adapter(kept, lora)] * count
         if len(lora) != count:
             raise InvalidRequestError(f"{len(lora)} adapters for {count} prompts", param="lora")
-        return [attempted(self._with_adapter, kept, each) for each in lora]
+        return [attempted(self._with_adapter, kept, adapter) for adapter in lora]
 
     def _with_adapter(self, options: dict[str, Any], lora: LoRA | str | None) -> dict[str, Any]:
         adapter = self._adapter if lora is None else self.engine.adapters.identity_of(lora)
@@ -227,10 +227,10 @@ class Pipeline:
             return value_of(output.vector)
 
         prepare = self.engine.preprocessor.prepare
-        made = self._answers(
+        results = self._answers(
             prepare, contents_of(contents), ONE_TOKEN, options, convert=messages_of, pooled=True
         )
-        return [each if isinstance(each, Exception) else value(each) for each in made]
+        return [result if isinstance(result, Exception) else value(result) for result in results]
 
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
@@ -325,12 +325,14 @@ class Pipeline:
             return prepare(convert(given), **returned(mine))
 
         items = list(inputs)
-        each = params_for(len(items), params)
-        own = self._options(prepare, options, len(items))
+        all_params = params_for(len(items), params)
+        prompt_options = self._options(prepare, options, len(items))
         check_task(self.engine.config, pooled=how.get("pooled", False))
-        futures = [self._pool.submit(prompt_of, *pair) for pair in zip(items, own, strict=True)]
+        futures = [
+            self._pool.submit(prompt_of, *pair) for pair in zip(items, prompt_options, strict=True)
+        ]
         try:
-            return self._run((attempted(future.result) for future in futures), each, **how)
+            return self._run((attempted(future.result) for future in futures), all_params, **how)
         finally:
             for future in futures:
                 future.cancel()

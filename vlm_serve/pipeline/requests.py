@@ -20,7 +20,7 @@ from vlm_serve.options.declared import did_you_mean
 from vlm_serve.pipeline.output import Collector, Output, TextForm, split_delta
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.reasoning import ReasoningParser, before_grammar, thought_behind
+from vlm_serve.server.answers.pieces import ReasoningParser, before_grammar, thought_behind
 
 FormOf = Callable[[Prompt], TextForm]
 """Returns how the answer to a prompt is split."""
@@ -69,8 +69,10 @@ class Requests:
 
         try:
             pairs = zip(prompts, params, strict=True)
-            waiting = [attempted(start, prompt, each) for prompt, each in pairs]
-            return [each.result() if isinstance(each, Collector) else each for each in waiting]
+            waiting = [attempted(start, prompt, sampling) for prompt, sampling in pairs]
+            return [
+                answer.result() if isinstance(answer, Collector) else answer for answer in waiting
+            ]
         except BaseException:
             for request_id in ids:
                 self._engine.abort(request_id)
@@ -133,7 +135,7 @@ Params = SamplingParams | Iterable[SamplingParams] | None
 Results = list[_T | Any]
 """Results of many prompts. With errors="return" exceptions are among them; the type says Any for
 those, so that a caller whose errors raise has nothing to check."""
-_SAMPLING = frozenset(each.name for each in fields(SamplingParams))
+_SAMPLING = frozenset(option.name for option in fields(SamplingParams))
 
 
 def items_of(given: Iterable[_T], name: str) -> list[_T]:
@@ -159,7 +161,7 @@ def params_for(count: int, params: Params) -> list[SamplingParams]:
     listed: list[Any] = [given]
     if isinstance(given, Iterable) and not isinstance(given, str):
         listed = list(given)
-    if not all(isinstance(each, SamplingParams) for each in listed):
+    if not all(isinstance(entry, SamplingParams) for entry in listed):
         raise InvalidRequestError("params must be a SamplingParams, or a list with one per prompt")
     if len(listed) != count:
         raise InvalidRequestError(f"{len(listed)} SamplingParams for {count} prompts")
@@ -205,10 +207,10 @@ def settled(run: Callable[[], Sequence[_T | Exception]], errors: OnError) -> Res
             f'errors must be "raise" or "return", not {errors!r}', param="errors"
         )
     results = run()
-    failed = {i: each for i, each in enumerate(results) if isinstance(each, Exception)}
+    failed = {i: result for i, result in enumerate(results) if isinstance(result, Exception)}
     if not failed or errors == "return":
         return list(results)
-    outputs = [None if i in failed else each for i, each in enumerate(results)]
+    outputs = [None if i in failed else result for i, result in enumerate(results)]
     raise FailedItemsError(outputs, failed) from next(iter(failed.values()))
 
 

@@ -119,7 +119,7 @@ class SentPrefixes:
         """Return the replicas with a request with this key, or got one since some time."""
         opened = self._open.get(key, {})
         times = self._times.get(key, {})
-        return {each for each, time in times.items() if time >= since or each in opened}
+        return {replica for replica, time in times.items() if time >= since or replica in opened}
 
     def remove(self, replica: str) -> None:
         """Forget a replica."""

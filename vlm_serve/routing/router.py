@@ -214,7 +214,7 @@ class Router:
         self, keys: list[bytes], tokens: float, ids: set[str], now: float
     ) -> dict[str, float]:
         """Return replica -> tokens of a request in its cache, as far as known."""
-        found: dict[str, float] = {}
+        reuse: dict[str, float] = {}
         share = tokens / max(1, place_of(keys[0]).tokens) if keys else 0.0
         since = now - self._policy.sent_seconds
         missing = set(ids)
@@ -223,13 +223,13 @@ class Router:
                 break
             held = self._digests.holders(key)
             for replica in missing & held.keys():
-                found[replica] = min(float(held[replica]), tokens)
-            missing -= found.keys()
+                reuse[replica] = min(float(held[replica]), tokens)
+            missing -= reuse.keys()
             sent = missing & self._sent.recent(key, since)
             if sent:
-                found.update(dict.fromkeys(sent, min(place_of(key).tokens * share, tokens)))
+                reuse.update(dict.fromkeys(sent, min(place_of(key).tokens * share, tokens)))
                 missing -= sent
-        return found
+        return reuse
 
     def _home_key(self, keys: list[bytes]) -> bytes:
         """Return the key for the home of a request.
@@ -257,8 +257,8 @@ def _valid(keys: Any) -> list[bytes]:
 def _loads_of(replicas: Iterable[ReplicaView]) -> dict[str, float]:
     """Return replica id -> load, without replicas whose id is invalid."""
     loads: dict[str, float] = {}
-    for each in replicas:
-        name, load = getattr(each, "id", None), getattr(each, "load", None)
+    for replica in replicas:
+        name, load = getattr(replica, "id", None), getattr(replica, "load", None)
         if isinstance(name, str):
             usable = isinstance(load, int | float) and math.isfinite(load) and load > 0
             loads[name] = float(load) if usable and load is not None else 0.0
@@ -343,8 +343,8 @@ class SizeEstimator:
         """Learn from the token counts of an ended request, given its longest key."""
         self.answer += RATE * (min(max(answer_tokens, 0.0), MAX_ANSWER_TOKENS) - self.answer)
         factor = self.factor(key)
-        found = prompt_tokens / max(1, place_of(key).tokens)
-        factor += RATE * (min(max(found, MIN_FACTOR), MAX_FACTOR) - factor)
+        measured = prompt_tokens / max(1, place_of(key).tokens)
+        factor += RATE * (min(max(measured, MIN_FACTOR), MAX_FACTOR) - factor)
         self._factors[_magnitude(key)] = factor
 
 
@@ -400,7 +400,7 @@ class Loads:
 
         Starting at zero, a new replica would attract all requests.
         """
-        new = [each for each in replicas if each not in self._work]
+        new = [replica for replica in replicas if replica not in self._work]
         if not new:
             return
         if len(self._work) + len(new) > MAX_REPLICAS:
@@ -444,8 +444,8 @@ class Loads:
         """Forget a replica."""
         self._work.pop(replica, None)
         self._open.pop(replica, None)
-        for each in [each for each in self._kinds if each[0] == replica]:
-            del self._kinds[each]
+        for entry in [entry for entry in self._kinds if entry[0] == replica]:
+            del self._kinds[entry]
 
     def _close(self, replica: str, tokens: float) -> None:
         if replica in self._open:

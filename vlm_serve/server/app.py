@@ -12,7 +12,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlm_serve.server import status
-from vlm_serve.server.api import cache, cache_pins
 from vlm_serve.server.api.adapters import (
     AdapterChanged,
     LoadAdapter,
@@ -20,15 +19,13 @@ from vlm_serve.server.api.adapters import (
     load_lora_adapter,
     unload_lora_adapter,
 )
-from vlm_serve.server.api.bodies import CacheReportBody, ErrorBody
-from vlm_serve.server.api.cache_events import cache_events
+from vlm_serve.server.api.cache import inspection as cache
+from vlm_serve.server.api.cache import pins as cache_pins
+from vlm_serve.server.api.cache.events import cache_events
 from vlm_serve.server.api.chat import ChatCompletion, chat_completions
 from vlm_serve.server.api.chat_render import Rendered, render_chat
-from vlm_serve.server.api.chat_request import ChatCompletionRequest
 from vlm_serve.server.api.completions import Completion, CompletionRequest, completions
-from vlm_serve.server.api.fields import RequestModel
 from vlm_serve.server.api.generate import Generated, GenerateRequest, generate
-from vlm_serve.server.api.listing import Page
 from vlm_serve.server.api.messages import (
     CountedTokens,
     MessageBody,
@@ -62,6 +59,9 @@ from vlm_serve.server.api.responses.stored import (
     get_response,
     list_input_items,
 )
+from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
+from vlm_serve.server.api.shared.fields import CacheReportBody, ErrorBody, RequestModel
+from vlm_serve.server.api.shared.listing import Page
 from vlm_serve.server.api.tokenization import (
     Detokenized,
     DetokenizeRequest,
@@ -70,17 +70,14 @@ from vlm_serve.server.api.tokenization import (
     detokenize,
     tokenize,
 )
-from vlm_serve.server.failover.resuming import Resuming
 from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.errors import (
     MESSAGES_PATH,
     MODELS_PATH,
-    error_for,
     on_http_exception,
 )
-from vlm_serve.server.http.openapi import DescribedApp
 from vlm_serve.server.http.request_memory import Intake
-from vlm_serve.server.routes import Responses, add_route
+from vlm_serve.server.routes import DescribedApp, Responses, add_route
 from vlm_serve.server.service import Service
 from vlm_serve.server.status import ModelCard, ModelList
 from vlm_serve.system.version import __version__
@@ -122,13 +119,13 @@ def create_routes(service: Service) -> ASGIApp:
 
     app = routed(service, lifespan=lifespan)
     routes = Intake(
-        Resuming(_head_as_get(app), error_for),
+        _head_as_get(app),
         service.admission.memory,
-        service.config.max_body_bytes,
-        streamed=tuple(path for each in service.mounted for path in each.streamed),
+        service.max_body_bytes,
+        streamed=tuple(path for routes in service.mounted for path in routes.streamed),
     )
-    for each in service.mounted:
-        each.start(routes)
+    for mounted in service.mounted:
+        mounted.start(routes)
     return routes
 
 
@@ -153,8 +150,8 @@ def routed(service: Service, **settings: Any) -> DescribedApp:
     _add_gets(app, service)
     _add_for_operators(app, service)
     _add_stored_responses(app, service)
-    for each in service.mounted:
-        each.add_to(app)
+    for mounted in service.mounted:
+        mounted.add_to(app)
     return app
 
 

@@ -13,8 +13,8 @@ from vlm_serve.preprocess.media.decoders import (
 )
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.connection import READ_BYTES
-from vlm_serve.server.http.json_body import max_cost
+from vlm_serve.server.http.body import max_cost
+from vlm_serve.server.http.connections import READ_BYTES
 from vlm_serve.server.http.request_memory import VALUE_BYTES, WIDEST_BODY_FACTOR
 from vlm_serve.server.workers import large_threads
 
@@ -41,8 +41,8 @@ def parts(config: ServerConfig, max_model_len: int) -> Iterator[tuple[str, int]]
     yield "the decoders' copies of media", media.max_fetched_bytes
     light, heavy = default_slots()
     yield "light decoders", light * (LIGHT_DECODE_BYTES + 2 * LIGHT_FILE_BYTES + PROCESS_BYTES)
-    each = media.max_decode_bytes + 2 * media.max_image_bytes + PROCESS_BYTES
-    yield "heavy decoders", heavy * each
+    decoder_bytes = media.max_decode_bytes + 2 * media.max_image_bytes + PROCESS_BYTES
+    yield "heavy decoders", heavy * decoder_bytes
     # Up to six copies of the process's reply exist: bytes, text, values, grammar.
     yield "compiling a grammar", MEMORY_BYTES + 6 * MAX_MESSAGE_BYTES
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from vlm_serve.engine.features.mirror import SECONDS, TreeMirror
 from vlm_serve.engine.steps.memory import EMBEDDING_CACHE_BYTES, LOGPROB_CACHE_BYTES
 from vlm_serve.errors import EngineClosedError, OverloadedError
+from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.errors import DrainingError
-from vlm_serve.server.http.open_requests import OpenRequests
 from vlm_serve.server.state import ServerState
 
 if TYPE_CHECKING:

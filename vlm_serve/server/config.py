@@ -239,6 +239,8 @@ def _is_http_url(text: str) -> bool:
         return False
 
 
-SPLITTING = tuple(each for each in options_of(ServerConfig) if each.name == "reasoning_parser")
+SPLITTING = tuple(
+    option for option in options_of(ServerConfig) if option.name == "reasoning_parser"
+)
 """The option of the server that answers without one follow too, in Python and on the command
 line."""

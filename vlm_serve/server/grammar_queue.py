@@ -68,9 +68,9 @@ class GrammarQueue:
             OverloadedError: too many grammars of this share wait already.
         """
         grammars = self._engine.grammars
-        found = grammars.find(form, after, owner)
-        if found is not None:
-            return found
+        known = grammars.find(form, after, owner)
+        if known is not None:
+            return known
         await self._turn(share)
         loop = asyncio.get_running_loop()
         try:

@@ -17,24 +17,26 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size
-from vlm_serve.server.answers.pieces import form_of
-from vlm_serve.server.answers.reasoning import reasoning_form
+from vlm_serve.server.answers.pieces import form_of, reasoning_form
 from vlm_serve.server.app import create_app
 from vlm_serve.server.bounds import total
 from vlm_serve.server.config import ServerConfig
+from vlm_serve.server.http.auth import read_tenant_keys
 from vlm_serve.server.http.browsers import for_browsers, is_loopback
 from vlm_serve.server.http.connections import Connections
-from vlm_serve.server.http.draining import (
+from vlm_serve.server.http.root_path import below_root
+from vlm_serve.server.http.serving import (
     SWITCH_SECONDS,
     DrainingServer,
+    close_listener,
     format_table,
     ignore_user_signals,
+    listen,
     print_notice,
+    tls_context,
+    url_of,
     uvicorn_config,
 )
-from vlm_serve.server.http.listening import close_listener, listen, tls_context, url_of
-from vlm_serve.server.http.root_path import below_root
-from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.service import Mount, Service
 from vlm_serve.system.log_output import start_logging
 

@@ -1,8 +1,11 @@
-"""Prometheus metrics under the names in dashboards of other engines."""
+"""Facts about finished requests: Prometheus metrics under the names in dashboards of other
+engines, and the access log."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
@@ -22,7 +25,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from vlm_serve.server.finished_request import FinishedRequest
+from vlm_serve.engine.requests.outputs import CacheReport, Usage
 from vlm_serve.server.http.request_memory import RequestMemory
 
 if TYPE_CHECKING:
@@ -53,6 +56,9 @@ _TOKEN_SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2,
     0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
 )  # fmt: skip
+
+
+_access = logging.getLogger("vlm_serve.access")
 
 
 class Metrics:
@@ -261,7 +267,7 @@ class EngineStats(Collector):
 
     def _adapters(self, adapters: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
         for key, text in ADAPTER_COUNTS.items():
-            used = {name: each[key] for name, each in adapters.items()}
+            used = {name: counts[key] for name, counts in adapters.items()}
             if used:
                 yield self._counters(f"lora_{key}", text, used, "adapter")
 
@@ -320,6 +326,65 @@ class EngineStats(Collector):
     def _filled(
         self, family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, int]
     ) -> Metric:
-        for each, value in values.items():
-            family.add_metric([self._model_name, each], value)
+        for label, value in values.items():
+            family.add_metric([self._model_name, label], value)
         return family
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A finished request. Times are monotonic seconds.
+
+    Attributes:
+        request_id: id in responses and logs.
+        trace: headers of the trace that the request continues.
+        choices: answers that the request asked for.
+        usage, cache_report: as of the last delta.
+        stages: seconds of its preparation by stage.
+        arrival: time at which the request came in.
+        submitted: time at which the engine got it.
+        first_token: time of the first token; None: there was none.
+        ended: time at which it ended.
+        reason: finish reason of the last choice, "abort" or "error".
+    """
+
+    request_id: str
+    trace: Mapping[str, str]
+    choices: int
+    usage: Usage
+    cache_report: CacheReport | None
+    stages: Mapping[str, float]
+    arrival: float
+    submitted: float
+    first_token: float | None
+    ended: float
+    reason: str
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from arrival to the end."""
+        return self.ended - self.arrival
+
+    @property
+    def seconds_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token; None: there was none."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    def log(self) -> None:
+        """Write the request's line of the access log."""
+        first, usage, report = self.seconds_to_first_token, self.usage, self.cache_report
+        _access.info(
+            "request_id=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d prepare_ms=%.1f "
+            "stages_ms=%s ttft_ms=%s "
+            "total_ms=%.1f finish_reason=%s cache_reason=%s",
+            self.request_id,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+            (self.submitted - self.arrival) * 1000,
+            ",".join(f"{name}:{1000 * value:.1f}" for name, value in self.stages.items()),
+            f"{first * 1000:.1f}" if first is not None else "-",
+            self.seconds * 1000,
+            self.reason,
+            report.reason if report is not None else "-",
+        )

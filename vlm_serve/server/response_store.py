@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlm_serve.server.failover.attempt import Attempt, new_token
-from vlm_serve.server.http.tenants import Owner
+from vlm_serve.server.http.auth import Owner
 
 Item = dict[str, Any]
 
@@ -71,18 +71,18 @@ class _Account:
     num_bytes: int = 0
 
     def hold(self, turn: Turn | None) -> None:
-        for each in _line(turn):
-            each.holders += 1
-            if each.holders > 1:
+        for ancestor in _line(turn):
+            ancestor.holders += 1
+            if ancestor.holders > 1:
                 return
-            self.num_bytes += each.num_bytes
+            self.num_bytes += ancestor.num_bytes
 
     def release(self, turn: Turn | None) -> None:
-        for each in _line(turn):
-            each.holders -= 1
-            if each.holders:
+        for ancestor in _line(turn):
+            ancestor.holders -= 1
+            if ancestor.holders:
                 return
-            self.num_bytes -= each.num_bytes
+            self.num_bytes -= ancestor.num_bytes
 
 
 class ResponseStore:
@@ -112,20 +112,20 @@ class ResponseStore:
 
     def find_items(self, owner: Owner, wanted: Collection[str]) -> dict[str, Item]:
         """Return the items of these ids in an owner's stored conversations, the newest first."""
-        account, found = self._accounts.get(owner.key), dict[str, Item]()
+        account, matches = self._accounts.get(owner.key), dict[str, Item]()
         seen: set[Turn] = set()
         # `list` copies the entries at once, while the event loop may change them.
         for stored in reversed([] if account is None else list(account.responses.values())):
             if stored.salt != owner.salt:
                 continue
             for turn in _line(stored.turn):
-                if turn in seen or len(found) == len(wanted):
+                if turn in seen or len(matches) == len(wanted):
                     break
                 seen.add(turn)
                 for item in (*turn.answer["output"], *turn.given):
                     if item.get("id") in wanted:
-                        found.setdefault(item["id"], item)
-        return found
+                        matches.setdefault(item["id"], item)
+        return matches
 
     def put(self, owner: Owner, response_id: str, turn: Turn) -> None:
         """Store a response.
@@ -178,10 +178,10 @@ def parts_of(value: Any) -> Iterator[Any]:
     """Yield a parsed JSON value and all values and keys in it."""
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        yield each
-        if isinstance(each, dict):
-            waiting += each.keys()
-            waiting += each.values()
-        elif isinstance(each, list):
-            waiting += each
+        part = waiting.pop()
+        yield part
+        if isinstance(part, dict):
+            waiting += part.keys()
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part

@@ -16,16 +16,14 @@ from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.media.loaded_media import LoadedMedia
 from vlm_serve.preprocess.text.rendering import Rendering
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
-from vlm_serve.server.admission import AdmissionControl
 from vlm_serve.server.cache_feed import CacheFeed
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.grammar_queue import GrammarQueue
-from vlm_serve.server.http.open_requests import OpenRequests
+from vlm_serve.server.http.admission import AdmissionControl, OpenRequests
 from vlm_serve.server.http.request_memory import FetchedMemory
-from vlm_serve.server.idle_check import IdleCheck
 from vlm_serve.server.routes import MountedRoutes
 from vlm_serve.server.state import ServerState
-from vlm_serve.server.trimming import Trimmer
+from vlm_serve.server.upkeep import IdleCheck, Trimmer
 from vlm_serve.server.workers import Workers
 from vlm_serve.system.stopping import Stop
 
@@ -54,6 +52,7 @@ class Service:
         admission: limits on open requests.
         workers: thread pools for blocking work.
         state: model names, statistics and stored answers.
+        max_body_bytes: limit of a request's body.
         grammars: queue of the grammar compiler.
         idle_check: check of the cache's invariants.
         cache_feed: feed of the cache's changes.
@@ -70,6 +69,7 @@ class Service:
     ) -> None:
         self.engine = engine
         self.config = config
+        self.max_body_bytes = config.max_body_bytes
         self.trimmer = Trimmer()
         self.admission = AdmissionControl(engine, config, self.trimmer.freed)
         self.workers = Workers(config.preprocess_threads)
@@ -120,10 +120,10 @@ class Service:
 
         def begin() -> tuple[Preparation, list[Future[LoadedMedia]]]:
             """Render, and start loading media; starting threads may block."""
-            made = work()
-            if isinstance(made, Rendering):
-                return made, preprocessor.start_loading(made, stop)
-            return made, []
+            preparation = work()
+            if isinstance(preparation, Rendering):
+                return preparation, preprocessor.start_loading(preparation, stop)
+            return preparation, []
 
         try:
             with stop.timed("render"):
@@ -140,8 +140,8 @@ class Service:
             return await self.workers.prepare(partial(preprocessor.finish, rendering, media))
 
     def _stop_mounted(self) -> None:
-        for each in self.mounted:
-            each.stop()
+        for routes in self.mounted:
+            routes.stop()
 
     def end_streams(self) -> None:
         """End the endless streams."""
@@ -166,8 +166,8 @@ class Service:
         self.cache_feed.close()
         self.engine.preprocessor.count_fetched(None)
         self.idle_check.close()
-        for each in self.mounted:
-            await each.close()
+        for routes in self.mounted:
+            await routes.close()
         self.workers.shutdown()
         await asyncio.to_thread(self.engine.close)
         if self.state.tracer is not None:
@@ -200,8 +200,8 @@ class Mailbox:
             patient: the queue's reader only needs the last delta of each choice in time.
         """
         self._posted.append((queue, delta))
-        late = delta.time >= self._delivered + PATIENT_SECONDS
-        urgent = not patient or delta.finish_reason is not None or late
+        overdue = delta.time >= self._delivered + PATIENT_SECONDS
+        urgent = not patient or delta.finish_reason is not None or overdue
         if urgent and not self._waking:
             self._waking = True
             # A closed loop has no readers either.

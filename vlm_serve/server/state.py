@@ -13,10 +13,9 @@ from starlette.types import Scope
 from vlm_serve.errors import ModelNotFoundError
 from vlm_serve.preprocess.identity.keys import NO_ADAPTER, KeyScope
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.finished_request import FinishedRequest
+from vlm_serve.server.http.auth import salt_of
 from vlm_serve.server.http.request_memory import RequestMemory
-from vlm_serve.server.http.tenants import salt_of
-from vlm_serve.server.metrics import Metrics
+from vlm_serve.server.metrics import FinishedRequest, Metrics
 from vlm_serve.server.response_store import ResponseStore
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ class ServerState:
         """Return the error for an unknown name."""
         return ModelNotFoundError(
             f"the model {name[:128]!r} does not exist; this server has "
-            + ", ".join((*self.model_names, *(each.name for each in self._adapters.all()))),
+            + ", ".join((*self.model_names, *(adapter.name for adapter in self._adapters.all()))),
             param="model",
             code="model_not_found",
         )

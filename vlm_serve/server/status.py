@@ -19,12 +19,12 @@ from starlette.responses import Response
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.options.declared import options_of
-from vlm_serve.server.api.fields import RequestModel
-from vlm_serve.server.api.listing import ends_of
-from vlm_serve.server.api.request_body import read_json
+from vlm_serve.server.api.shared.fields import RequestModel
+from vlm_serve.server.api.shared.listing import ends_of
+from vlm_serve.server.api.shared.request_body import read_json
+from vlm_serve.server.http.auth import refuse_tenants
 from vlm_serve.server.http.browsers import refuse_foreign_scripts
 from vlm_serve.server.http.errors import is_anthropic
-from vlm_serve.server.http.tenants import refuse_tenants
 from vlm_serve.server.service import Service
 from vlm_serve.system.version import __version__
 
@@ -58,11 +58,11 @@ def model_cards(service: Service) -> list[ModelCard]:
         )
         for name in service.state.model_names
     ]
-    for each in service.engine.adapters.all():
+    for adapter in service.engine.adapters.all():
         card = ModelCard(
-            id=each.name,
-            created=each.loaded_at,
-            root=each.name,
+            id=adapter.name,
+            created=adapter.loaded_at,
+            root=adapter.name,
             parent=service.state.model_names[0],
             max_model_len=service.engine.max_model_len,
         )

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from vlm_serve.server.finished_request import FinishedRequest
+from vlm_serve.server.metrics import FinishedRequest
 
 
 class RequestTracer:

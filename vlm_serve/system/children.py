@@ -100,8 +100,8 @@ def end_descendants(seconds: float) -> None:
 
 def _children() -> set[int]:
     """Return the ids of this process's children, those of all its threads."""
-    found: set[int] = set()
-    for each in Path("/proc/self/task").glob("*/children"):
+    ids: set[int] = set()
+    for listing in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # The thread has ended.
-            found.update(map(int, each.read_text().split()))
-    return found
+            ids.update(map(int, listing.read_text().split()))
+    return ids

@@ -30,8 +30,8 @@ def foreign(path: Path) -> str | None:
             head = file.read(_HEAD_BYTES)
     except OSError:
         return None
-    for start, what in _KINDS:
+    for start, description in _KINDS:
         if head.startswith(start):
-            return what
+            return description
     page = head.lstrip().lower().startswith(_PAGES)
     return "is a web page, not the file: download it again" if page else None

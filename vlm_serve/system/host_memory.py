@@ -103,5 +103,5 @@ def allocated_bytes() -> int:
     if ask is None:
         return 0
     ask.restype = _Info
-    found = ask()
-    return int(found.uordblks + found.hblkhd)
+    info = ask()
+    return int(info.uordblks + info.hblkhd)

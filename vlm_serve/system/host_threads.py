@@ -52,11 +52,11 @@ def _pauses() -> tuple[tuple[Callable[[int, int], int], int], ...]:
     except OSError:
         return ()
     paths = {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}
-    found = []
+    pauses = []
     for path in sorted(paths):
         try:
             library = ctypes.CDLL(path)
-            found.append((library.omp_pause_resource, library.omp_get_initial_device()))
+            pauses.append((library.omp_pause_resource, library.omp_get_initial_device()))
         except (OSError, AttributeError):
             continue
-    return tuple(found)
+    return tuple(pauses)

@@ -111,8 +111,8 @@ def _own_group_writes(status: os.stat_result) -> bool:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(status.st_gid)
     except KeyError:
         return False
-    own = user.pw_gid == group.gr_gid and user.pw_name == group.gr_name
-    return own and set(group.gr_mem) <= {user.pw_name}
+    is_private_group = user.pw_gid == group.gr_gid and user.pw_name == group.gr_name
+    return is_private_group and set(group.gr_mem) <= {user.pw_name}
 
 
 def make_private(folder: Path) -> None:
@@ -163,11 +163,11 @@ def secure_cache(folder: Path) -> None:
         return
     shared = False
     with folder_lock(root):
-        for each in reversed((folder, *folder.parents)):
-            if root in (each, *each.parents) and os.path.lexists(each):
-                shared = _restrict(each) or shared
-                check_path(each)
-                if shared and each == folder != root:
+        for level in reversed((folder, *folder.parents)):
+            if root in (level, *level.parents) and os.path.lexists(level):
+                shared = _restrict(level) or shared
+                check_path(level)
+                if shared and level == folder != root:
                     _empty(folder)
 
 
@@ -191,7 +191,7 @@ def runs(folder: Path) -> bool:
 
 def _nearest(path: Path) -> Path:
     """Return the path or its nearest existing parent."""
-    return next(each for each in (path, *path.parents) if os.path.lexists(each))
+    return next(level for level in (path, *path.parents) if os.path.lexists(level))
 
 
 @contextlib.contextmanager
@@ -248,12 +248,12 @@ def _restrict(folder: Path) -> bool:
 def _empty(folder: Path) -> None:
     if folder.is_symlink():
         raise UnsafePathError(f"others could have made the link {folder}")
-    for each in folder.iterdir():
+    for entry in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # Another process was faster.
-            if each.is_dir() and not each.is_symlink():
-                shutil.rmtree(each)
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
             else:
-                each.unlink()
+                entry.unlink()
 
 
 def open_private(path: Path) -> int:
@@ -301,9 +301,9 @@ class TemporaryFolder:
 
     def __init__(self, prefix: str, longest: int | None = None, *, for_code: bool = False) -> None:
         root = _root(None if longest is None else longest - len(prefix) - 10, for_code)
-        for each in {root, tempfile.gettempdir()}:
-            remove_leftovers(prefix, each)
-        self.path, self._lock = _made(prefix, root)
+        for parent in {root, tempfile.gettempdir()}:
+            remove_leftovers(prefix, parent)
+        self.path, self._lock = _make_locked(prefix, root)
 
     def remove(self) -> None:
         """Remove the folder with its content. Repeated calls are allowed."""
@@ -342,7 +342,7 @@ def _root(longest: int | None, for_code: bool) -> str:
     raise problem or OSError("there is no folder for temporary files with a path that is short")
 
 
-def _made(prefix: str, root: str) -> tuple[str, int]:
+def _make_locked(prefix: str, root: str) -> tuple[str, int]:
     """Make a folder and return its path and the descriptor of its lock.
 
     Until the lock is held, another process may remove the folder as a leftover; then try again.

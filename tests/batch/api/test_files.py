@@ -18,7 +18,7 @@ from serving import RunningServer, running, wait_for
 from vlm_serve.batch import file_store
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.tenants import Owner
+from vlm_serve.server.http.auth import Owner
 
 if TYPE_CHECKING:
     import openai

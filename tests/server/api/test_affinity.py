@@ -9,7 +9,7 @@ from serving import RunningServer, chat_body, ok
 
 from vlm_serve.preprocess.identity.affinity import affinity_keys_of_body
 from vlm_serve.preprocess.reading.reader import read_conversation
-from vlm_serve.server.api.request_body import AFFINITY, affinity_of, note_affinity
+from vlm_serve.server.api.shared.request_body import AFFINITY, affinity_of, note_affinity
 
 TEXT = "Which of all these conversations began like this one? " * 8
 

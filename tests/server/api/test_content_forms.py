@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.reading.reader import read_conversation
-from vlm_serve.server.api.chat_request import ChatCompletionRequest
 from vlm_serve.server.api.messages import MessagesRequest
 from vlm_serve.server.api.responses.request import ResponsesRequest
+from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
 
 MODELS: dict[str, type[BaseModel]] = {
     "chat": ChatCompletionRequest,

@@ -10,8 +10,8 @@ from sampling_table import sampling_table
 
 from vlm_serve.errors import FieldError
 from vlm_serve.sampling_params import SamplingParams, option
-from vlm_serve.server.api.fields import RequestModel
-from vlm_serve.server.api.sampling import (
+from vlm_serve.server.api.shared.fields import RequestModel
+from vlm_serve.server.api.shared.sampling import (
     options_elsewhere,
     sampling_names,
     sampling_of,

@@ -14,7 +14,7 @@ from vlm_serve.errors import ContextLengthError
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
-from vlm_serve.server.api.conversation import prepare_truncated
+from vlm_serve.server.api.shared.conversation import prepare_truncated
 
 IMAGE = {"type": "image_url", "image_url": "data:image/png;base64,aGk="}
 

@@ -20,7 +20,7 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.listening import close_listener, listen
+from vlm_serve.server.http.serving import close_listener, listen
 from vlm_serve.server.main import is_open_to_all
 
 

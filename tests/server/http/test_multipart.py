@@ -12,8 +12,8 @@ from vlm_serve.server.http.multipart import (
     MAX_HEAD,
     MAX_OUTSIDE,
     MAX_PARTS,
+    FormPart,
     FormReader,
-    Part,
     boundary_of,
 )
 
@@ -50,9 +50,9 @@ def test_what_a_client_sends_is_read_in_any_pieces() -> None:
     boundary = boundary_of(kind)
     assert boundary is not None
     whole = read(body, boundary)
-    assert whole[:3] == [Part("purpose", None), b"batch", Part("empty", None)]
+    assert whole[:3] == [FormPart("purpose", None), b"batch", FormPart("empty", None)]
     file, found = whole[3:]
-    assert isinstance(file, Part) and file.name == "file" and found == content
+    assert isinstance(file, FormPart) and file.name == "file" and found == content
     assert file.filename in ('a "name"; x=1.jsonl', "a %22name%22; x=1.jsonl")
     rng = random.Random(7)
     for _ in range(200):
@@ -64,12 +64,12 @@ def test_what_a_client_sends_is_read_in_any_pieces() -> None:
 @pytest.mark.parametrize(
     ("body", "found"),
     [
-        (form(b"x"), [Part("a", None), b"x"]),
-        (b"before\r\n" + form(b"x") + b"behind", [Part("a", None), b"x"]),
-        (form(b"\r\n"), [Part("a", None), b"\r\n"]),
-        (form(b"--b"), [Part("a", None), b"--b"]),
-        (b"--b  \r\n" + HEAD + b"x\r\n--b--", [Part("a", None), b"x"]),
-        (form(b"x\r\n--bc\r\n"), [Part("a", None), b"x\r\n--bc\r\n"]),
+        (form(b"x"), [FormPart("a", None), b"x"]),
+        (b"before\r\n" + form(b"x") + b"behind", [FormPart("a", None), b"x"]),
+        (form(b"\r\n"), [FormPart("a", None), b"\r\n"]),
+        (form(b"--b"), [FormPart("a", None), b"--b"]),
+        (b"--b  \r\n" + HEAD + b"x\r\n--b--", [FormPart("a", None), b"x"]),
+        (form(b"x\r\n--bc\r\n"), [FormPart("a", None), b"x\r\n--bc\r\n"]),
         (b"--b--", []),
     ],
 )

@@ -21,7 +21,7 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.json_body import count_json, parse_json
+from vlm_serve.server.http.body import count_json, parse_json
 from vlm_serve.server.http.request_memory import (
     BodyCost,
     RequestMemory,

@@ -18,7 +18,7 @@ from serving import RunningServer, check_chat, running, wait_for
 from vlm_serve.errors import ConfigError
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.listening import tls_context
+from vlm_serve.server.http.serving import tls_context
 
 
 @pytest.fixture

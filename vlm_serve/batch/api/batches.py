@@ -16,8 +16,8 @@ from vlm_serve.batch.api.served import ServedBatches, owner_of_files
 from vlm_serve.batch.record import Batch, Status
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.reader import APIS
-from vlm_serve.server.api.listing import page_of
-from vlm_serve.server.api.request_body import read_json
+from vlm_serve.server.api.shared.listing import page_of
+from vlm_serve.server.api.shared.request_body import read_json
 
 BATCHES_PATH = "/v1/batches"
 ENDPOINTS = tuple(APIS)
@@ -105,8 +105,8 @@ def _answer(served: ServedBatches, batch: Batch) -> Response:
 
 
 def _seconds(window: str) -> int:
-    found = _WINDOW.fullmatch(window)
-    seconds = int(found[1]) * _UNITS[found[2]] if found else 0
+    match = _WINDOW.fullmatch(window)
+    seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < seconds <= MAX_WINDOW:
         raise InvalidRequestError(
             "completion_window must be a time such as 24h, 90m or 30s, of at most 30d",
@@ -218,8 +218,10 @@ def batch_body(batch: Batch, model: str) -> BatchBody:
         )
     }
     problems = [
-        BatchProblem(code=each.code, line=each.line, message=each.message, param=each.param)
-        for each in batch.problems
+        BatchProblem(
+            code=problem.code, line=problem.line, message=problem.message, param=problem.param
+        )
+        for problem in batch.problems
     ]
     usage = batch.usage
     return BatchBody(

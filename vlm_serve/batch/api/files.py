@@ -20,12 +20,12 @@ from starlette.types import Receive, Scope, Send
 from vlm_serve.batch.api.served import ServedBatches, owner_of_files
 from vlm_serve.batch.file_store import Draft, FileStore, StoredFile, in_thread
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.api.listing import page_of
+from vlm_serve.server.api.shared.listing import page_of
+from vlm_serve.server.http.auth import Owner
 from vlm_serve.server.http.browsers import refuse_foreign_scripts
 from vlm_serve.server.http.errors import DrainingError, MediaTypeError
-from vlm_serve.server.http.multipart import FormReader, Part, boundary_of
+from vlm_serve.server.http.multipart import FormPart, FormReader, boundary_of
 from vlm_serve.server.http.streaming import sent_until_disconnected
-from vlm_serve.server.http.tenants import Owner
 
 FILES_PATH = "/v1/files"
 MAX_LISTED = 10_000
@@ -224,15 +224,15 @@ class _Upload:
 
     async def feed(self, data: bytes) -> None:
         """Take the form's next bytes; it raises as `create_file` does."""
-        for each in self._reader.feed(data):
-            if isinstance(each, Part):
-                self._begin(each)
+        for piece in self._reader.feed(data):
+            if isinstance(piece, FormPart):
+                self._begin(piece)
             elif self._name == "file":
-                self._unwritten += each
+                self._unwritten += piece
                 if len(self._unwritten) >= _WRITE_BYTES:
                     await self._write()
             else:
-                self._values[self._name] += each
+                self._values[self._name] += piece
                 if len(self._values[self._name]) > _MAX_VALUE:
                     raise InvalidRequestError(f"{self._name} is too long", param=self._name)
 
@@ -257,7 +257,7 @@ class _Upload:
         if self._draft is not None:
             self._draft.discard()
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: FormPart) -> None:
         self._name = part.name
         if part.name in self._values or (part.name == "file" and self._draft is not None):
             raise InvalidRequestError(f"{part.name} is given twice", param=part.name)

@@ -31,10 +31,9 @@ from vlm_serve.batch.api.files import (
     list_files,
 )
 from vlm_serve.batch.api.served import ServedBatches
-from vlm_serve.server.api.bodies import ErrorBody
-from vlm_serve.server.api.listing import Page
-from vlm_serve.server.http.openapi import DescribedApp
-from vlm_serve.server.routes import add_route
+from vlm_serve.server.api.shared.fields import ErrorBody
+from vlm_serve.server.api.shared.listing import Page
+from vlm_serve.server.routes import DescribedApp, add_route
 from vlm_serve.server.service import Service
 
 Handler = Callable[[ServedBatches, Request], Awaitable[Response]]

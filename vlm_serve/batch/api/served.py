@@ -8,7 +8,7 @@ from vlm_serve.batch.batches import Batches
 from vlm_serve.batch.file_store import FileStore
 from vlm_serve.batch.run import Surroundings
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.http.tenants import Owner, owner_of
+from vlm_serve.server.http.auth import Owner, owner_of
 from vlm_serve.server.service import Service
 
 BATCH_SHARE = 0.75

@@ -19,7 +19,7 @@ from vlm_serve.server.answers.pieces import (
     THINK_END,
     TOOL_END,
     TOOL_START,
-    Call,
+    ParsedCall,
     Piece,
     Reading,
     ToolForm,
@@ -31,7 +31,7 @@ HELD = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Mark:
     """A mark in the text, from `start` to `end`.
 
     Attributes:
@@ -90,8 +90,8 @@ class CallReader(ABC):
         text, at = self._tail + text, 0
         while True:
             state = self._state
-            found = _pattern(self._marks, self._thought).search(text, at, partial=True)
-            for plain in _split(text[at : found.start()]):
+            match = _pattern(self._marks, self._thought).search(text, at, partial=True)
+            for plain in _split(text[at : match.start()]):
                 at += len(plain)
                 self._size += len(plain)
                 reading = self._text(plain)
@@ -101,13 +101,13 @@ class CallReader(ABC):
                     break
             if self._state != state:
                 continue
-            if found.partial:
-                self._tail = text[found.start() :]
+            if match.partial:
+                self._tail = text[match.start() :]
                 return None
-            at, start = found.end(), self._size
-            self._size += len(found.group())
-            name = found.group(found.lastgroup).strip().strip("\"'")
-            reading = self._mark(Found(found.lastgroup, name, found.group(), start, self._size))
+            at, start = match.end(), self._size
+            self._size += len(match.group())
+            name = match.group(match.lastgroup).strip().strip("\"'")
+            reading = self._mark(Mark(match.lastgroup, name, match.group(), start, self._size))
             if reading is not None:
                 return reading
 
@@ -138,7 +138,7 @@ class CallReader(ABC):
         """Read text between marks; return the result if it is certain."""
 
     @abstractmethod
-    def _mark(self, found: Found) -> Reading | None:
+    def _mark(self, mark: Mark) -> Reading | None:
         """Read a mark; return the result if it is certain."""
 
     def _tell(self, call: int, name: str, text: str) -> None:
@@ -151,13 +151,13 @@ class CallReader(ABC):
             text = self._news.pop().text + text
         self._news.append(Piece("tool_arguments", text, call))
 
-    def _reading(self, size: int, calls: Sequence[Call]) -> Reading:
+    def _reading(self, size: int, calls: Sequence[ParsedCall]) -> Reading:
         """Return the result, with calls that continue what has been told."""
         checked = []
         for index, call in enumerate(calls):
             told = self.told(index)
             fits = told is None or call.arguments.startswith(told)
-            checked.append(call if fits else Call(call.name, told or "", whole=False))
+            checked.append(call if fits else ParsedCall(call.name, told or "", whole=False))
         return Reading(size, checked)
 
 

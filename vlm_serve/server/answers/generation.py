@@ -25,7 +25,7 @@ from vlm_serve.grammar.state import Grammar
 from vlm_serve.preprocess.identity.affinity import AffinityKey
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.reasoning import (
+from vlm_serve.server.answers.pieces import (
     ReasoningParser,
     before_grammar,
     reasoning_form,
@@ -33,9 +33,9 @@ from vlm_serve.server.answers.reasoning import (
 )
 from vlm_serve.server.failover.attempt import Attempt
 from vlm_serve.server.failover.covering import AttemptPart
-from vlm_serve.server.finished_request import FinishedRequest
 from vlm_serve.server.http.errors import RequestTimeoutError, renamed_params
 from vlm_serve.server.http.request_memory import current_share
+from vlm_serve.server.metrics import FinishedRequest
 from vlm_serve.server.service import Preparation, Service
 from vlm_serve.system.stopping import Stop
 
@@ -100,7 +100,6 @@ class Generation:
         finish_reason: of the last choice that ended; "abort" until one has.
         unfinished: number of choices that have not ended.
         clamped: the answer may only be as long as the context allows, which is less than wanted.
-        part: the attempt's state for this prompt; None: the request is not an attempt.
     """
 
     def __init__(
@@ -123,16 +122,14 @@ class Generation:
         self.unfinished = task.params.n
         self.clamped = False
         self.queue: asyncio.Queue[Delta] = asyncio.Queue()
-        self.part: AttemptPart | None = None
-        if task.attempt is not None:
-            self.part = AttemptPart(task.attempt, task.number, task.params)
         self.first_token_time: float | None = None
         self._state = service.state
         self.patient = patient
         self._token_times: dict[int, float] = {}
+        self._is_new = True  # the latest tokens were not delivered before
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield the deltas of all choices as they arrive; those of an attempt round-robin.
+        """Yield the deltas of all choices as `_next` returns them.
 
         Raises:
             VlmServeError: the engine ended the request with this error.
@@ -152,30 +149,22 @@ class Generation:
                 self.unfinished -= 1
                 self.finish_reason = delta.finish_reason
             self._report(delta)
-            if delta.token_ids and not (self.part is not None and self.part.replayed):
+            if delta.token_ids and self._is_new:
                 self._state.num_generated_tokens += len(delta.token_ids)
                 now = delta.time if self.patient else time.monotonic()
                 self._observe_token(delta.index, now)
             yield delta
 
     async def _next(self) -> Delta:
-        if self.part is None:
-            return await self.queue.get()
-        while (delta := self.part.next()) is None:
-            delta = await self.queue.get()
-            if delta.finish_reason in ("abort", "error"):
-                return delta
-            self.part.add(delta)
-        return delta
+        return await self.queue.get()
 
     def _report(self, delta: Delta) -> None:
-        if self.part is None:
-            self.usage = delta.usage
-            self.cache_report = delta.cache_report or self.cache_report
-        else:
-            ended = not self.unfinished
-            self.usage = self.part.usage(delta, ended=ended)
-            self.cache_report = self.part.cache_report(delta, ended=ended)
+        self.usage = delta.usage
+        self.cache_report = delta.cache_report or self.cache_report
+
+    def submission(self) -> tuple[SamplingParams, dict[str, Any]]:
+        """Return the parameters for the engine, and further options of `Engine.submit`."""
+        return self.task.params, {}
 
     def _observe_token(self, index: int, now: float) -> None:
         if self.first_token_time is None:
@@ -204,6 +193,38 @@ class Generation:
             ended=time.monotonic(),
             reason=reason,
         )
+
+
+class AttemptGeneration(Generation):
+    """A prompt of an attempt; the deltas of its choices take turns.
+
+    Attributes:
+        part: the attempt's state for this prompt.
+    """
+
+    def __init__(self, service: Service, task: Task, *args: Any, **options: Any) -> None:
+        assert task.attempt is not None
+        super().__init__(service, task, *args, **options)
+        self.part = AttemptPart(task.attempt, task.number, task.params)
+
+    async def _next(self) -> Delta:
+        while (delta := self.part.next()) is None:
+            delta = await self.queue.get()
+            if delta.finish_reason in ("abort", "error"):
+                return delta
+            self.part.add(delta)
+        return delta
+
+    def _report(self, delta: Delta) -> None:
+        ended = not self.unfinished
+        self.usage = self.part.usage(delta, ended=ended)
+        self.cache_report = self.part.cache_report(delta, ended=ended)
+        self._is_new = not self.part.replayed
+
+    def submission(self) -> tuple[SamplingParams, dict[str, Any]]:
+        # Missing expert rows would be a gap on one replica and none on another.
+        options = {"forced": self.part.forced, "complete_experts": True}
+        return self.part.seeded(self.task.params), options
 
 
 @asynccontextmanager
@@ -238,7 +259,8 @@ async def answering(
             raise _timeout_error(service) from None
         given = task.params
         task = _within_context(task, service.engine.max_model_len - len(prompt))
-        generation = Generation(service, task, prompt, stop.seconds, patient=patient)
+        kind = Generation if task.attempt is None else AttemptGeneration
+        generation = kind(service, task, prompt, stop.seconds, patient=patient)
         generation.clamped = task.params is not given
         queue = generation.queue
         with renamed_params(task.names):
@@ -246,8 +268,8 @@ async def answering(
         admission.open_tokens += len(prompt)
         timer = None
         if deadline is not None:
-            late = Delta(0, finish_reason="error", error=_timeout_error(service))
-            timer = loop.call_at(deadline, queue.put_nowait, late)
+            expiry = Delta(0, finish_reason="error", error=_timeout_error(service))
+            timer = loop.call_at(deadline, queue.put_nowait, expiry)
         try:
             yield generation
         finally:
@@ -262,14 +284,10 @@ async def answering(
 def _submit(service: Service, generation: Generation, grammar: Grammar | None) -> str:
     """Submit a prompt to the engine and return the engine's id for it."""
     engine, task, prompt = service.engine, generation.task, generation.prompt
-    params, options = task.params, dict[str, Any]()
-    check_logprobs(params, engine.config.max_logprobs)
+    check_logprobs(task.params, engine.config.max_logprobs)
     if not engine.num_running + engine.num_waiting:
         service.state.busy_since = time.monotonic()
-    if generation.part is not None:
-        params = generation.part.seeded(params)
-        # Missing expert rows would be a gap on one replica and none on another.
-        options = {"forced": generation.part.forced, "complete_experts": True}
+    params, options = generation.submission()
     return engine.submit(
         prompt,
         params,

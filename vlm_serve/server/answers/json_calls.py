@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vlm_serve.preprocess.reading.values import begins_json
-from vlm_serve.server.answers.call_reader import BLOCK_MARKS, HELD, CallReader, Found
-from vlm_serve.server.answers.pieces import TOOL_START, Call, Reading, Tools
+from vlm_serve.server.answers.call_reader import BLOCK_MARKS, HELD, CallReader, Mark
+from vlm_serve.server.answers.pieces import TOOL_START, ParsedCall, Reading, Tools
 from vlm_serve.server.answers.tool_values import as_json, strict_json
 
 _OUTSIDE = BLOCK_MARKS + r'|(?P<sign>[{}\[\]),"])'
@@ -47,7 +47,7 @@ class JsonReader(CallReader):
         self._string_start = 0
         self._string: str | None = None  # text of the open string to tell; None: it is not told
         self._string_tried = False
-        self._calls: list[Call] = []
+        self._calls: list[ParsedCall] = []
         self._behind_calls = 0
 
     def end(self, *, cut: bool) -> Reading:
@@ -60,14 +60,14 @@ class JsonReader(CallReader):
         if not cut:
             reading = self._close_missing()
             return reading or self._reading(self._size, self._calls)
-        found = None if self._thought else unfinished("".join(self._value), self._tools)
-        if not isinstance(found, Call) and len(self._told) > len(self._calls):
-            found = self._told_call()
-        if isinstance(found, Call):
-            return self._reading(size, (*self._calls, found))
+        outcome = None if self._thought else unfinished("".join(self._value), self._tools)
+        if not isinstance(outcome, ParsedCall) and len(self._told) > len(self._calls):
+            outcome = self._told_call()
+        if isinstance(outcome, ParsedCall):
+            return self._reading(size, (*self._calls, outcome))
         if self._calls:
-            return self._reading(size if found == "begun" else self._behind_calls, self._calls)
-        return Reading(size, begun=found == "begun")
+            return self._reading(size if outcome == "begun" else self._behind_calls, self._calls)
+        return Reading(size, begun=outcome == "begun")
 
     @property
     def _marks(self) -> str:
@@ -87,41 +87,41 @@ class JsonReader(CallReader):
             return self._refuse()
         return None
 
-    def _mark(self, found: Found) -> Reading | None:
-        if found.kind == "end_thought":
-            return self._reading(found.start, [] if self._depth else self._calls)
-        if self._depth and found.kind != "sign":
-            return self._close_early(found)
+    def _mark(self, mark: Mark) -> Reading | None:
+        if mark.kind == "end_thought":
+            return self._reading(mark.start, [] if self._depth else self._calls)
+        if self._depth and mark.kind != "sign":
+            return self._close_early(mark)
         if not self._depth:
-            return self._between(found)
-        self._keep(found.text)
+            return self._between(mark)
+        self._keep(mark.text)
         if self._in_string:
-            self._go_on(found.text)
-        elif found.text == '"':
+            self._go_on(mark.text)
+        elif mark.text == '"':
             self._in_string, self._string_start = True, self._value_size
             self._string, self._string_tried = None, not self._streamed or self._depth != 2
-        elif found.text in "{[":
+        elif mark.text in "{[":
             self._depth += 1
-        elif found.text in "}]":
+        elif mark.text in "}]":
             self._depth -= 1
             return None if self._depth else self._parse("".join(self._value))
-        return self._refuse() if found.text == ")" else None
+        return self._refuse() if mark.text == ")" else None
 
-    def _between(self, found: Found) -> Reading | None:
+    def _between(self, mark: Mark) -> Reading | None:
         """Read a mark outside of values."""
-        if not found.start or found.text == "[":  # the block's start, or that of a list of calls
+        if not mark.start or mark.text == "[":  # the block's start, or that of a list of calls
             return None
-        if found.text == "{":
+        if mark.text == "{":
             if self._single and self._calls:
                 return self._reading(self._behind_calls, self._calls)
             self._value, self._value_size, self._depth, self._string_start = [], 0, 1, 0
-            self._keep(found.text)
+            self._keep(mark.text)
             return None
-        if not self._calls or found.text == '"':
+        if not self._calls or mark.text == '"':
             return self._refuse()
-        if found.kind == "sign":
+        if mark.kind == "sign":
             return None
-        return self._reading(found.start if found.kind == "block" else found.end, self._calls)
+        return self._reading(mark.start if mark.kind == "block" else mark.end, self._calls)
 
     def _refuse(self) -> Reading:
         """Return the result for a block that cannot be read: text, but for what has been told."""
@@ -131,8 +131,8 @@ class JsonReader(CallReader):
             return Reading(self._size, (*self._calls, self._told_call()))
         return self._reading(self._behind_calls, self._calls)
 
-    def _told_call(self) -> Call:
-        return Call(self._name, self.told(len(self._calls)) or "", whole=False)
+    def _told_call(self) -> ParsedCall:
+        return ParsedCall(self._name, self.told(len(self._calls)) or "", whole=False)
 
     def _keep(self, text: str) -> None:
         """Add characters to the open value."""
@@ -150,14 +150,14 @@ class JsonReader(CallReader):
         self._behind_calls = self._size
         return None
 
-    def _close_early(self, found: Found) -> Reading | None:
+    def _close_early(self, mark: Mark) -> Reading | None:
         """Read the block's end, or another one's start, inside an object."""
-        self._size = found.start
+        self._size = mark.start
         reading = self._close_missing()
         if reading is not None:
             return reading
-        self._size = found.end
-        return self._between(found)
+        self._size = mark.end
+        return self._between(mark)
 
     def _close_missing(self) -> Reading | None:
         """Parse an object without its last bracket; return the result if that is no call."""
@@ -212,9 +212,9 @@ class JsonReader(CallReader):
             call = call_of(value, self._tools)
         except (ValueError, RecursionError, TypeError, KeyError, StopIteration):
             return None
-        for number, each in enumerate(self._calls):
+        for number, earlier in enumerate(self._calls):
             if number >= len(self._told):
-                self._tell(number, each.name, each.arguments)
+                self._tell(number, earlier.name, earlier.arguments)
         self._name = call.name
         told = self.told(len(self._calls)) or ""
         begun = call.arguments[:-2]
@@ -228,7 +228,7 @@ class JsonReader(CallReader):
             self._tell(len(self._calls), self._name, as_json(text)[1:-1])
 
 
-def call_of(value: Any, tools: Tools) -> Call:
+def call_of(value: Any, tools: Tools) -> ParsedCall:
     """Return the call that a JSON value is.
 
     Raises:
@@ -247,7 +247,7 @@ def call_of(value: Any, tools: Tools) -> Call:
     strayed = {*value} - {"name", "type", "id", *_ARGUMENTS, *arguments}
     if isinstance(properties, Mapping) and strayed & {*properties}:
         raise ValueError("an argument beside the arguments")
-    return Call(name, as_json(arguments))
+    return ParsedCall(name, as_json(arguments))
 
 
 def _unpacked(value: Any) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def _unpacked(value: Any) -> dict[str, Any]:
     return value
 
 
-def unfinished(text: str, tools: Tools) -> Call | str:
+def unfinished(text: str, tools: Tools) -> ParsedCall | str:
     """Return the call at the start of an incomplete JSON object.
 
     Return "begun" if its name is still missing, and "" if it is no call.
@@ -281,10 +281,10 @@ def unfinished(text: str, tools: Tools) -> Call | str:
             return call_of(members, tools)
         if name not in tools:
             return ""
-        written = _TEXT.sub(lambda found: found.group().translate(_ESCAPES), value)
+        written = _TEXT.sub(lambda match: match.group().translate(_ESCAPES), value)
         if last not in _ARGUMENTS or not written.startswith("{"):
-            return Call(name, "{", whole=False)
-        return Call(name, written.rstrip(), whole=False) if begins_json(written) else ""
+            return ParsedCall(name, "{", whole=False)
+        return ParsedCall(name, written.rstrip(), whole=False) if begins_json(written) else ""
     except (ValueError, RecursionError, TypeError):
         return ""
 
@@ -332,9 +332,9 @@ def decodable(text: str) -> tuple[str, int]:
 
     An escape that is not complete, and what follows a quotation mark, is left.
     """
-    found = DECODABLE.match(text)
-    assert found is not None
-    made, size = json.loads(f'"{found.group()}"', strict=False), found.end()
-    if _HIGH_SURROGATE.search(made) and text[:size][-6:].startswith("\\u"):
-        made, size = made[:-1], size - 6  # its other half may follow
-    return made, size
+    match = DECODABLE.match(text)
+    assert match is not None
+    content, size = json.loads(f'"{match.group()}"', strict=False), match.end()
+    if _HIGH_SURROGATE.search(content) and text[:size][-6:].startswith("\\u"):
+        content, size = content[:-1], size - 6  # its other half may follow
+    return content, size

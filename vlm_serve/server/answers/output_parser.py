@@ -14,20 +14,23 @@ Whole answers and streams use the same parser, so they cannot differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import zip_longest
+from typing import Any
 
+from vlm_serve.engine.requests.outputs import FinishReason
+from vlm_serve.preprocess.identity.prompt import SharedTokens
 from vlm_serve.server.answers.call_reader import FORMS, CallReader
 from vlm_serve.server.answers.json_calls import JsonReader
 from vlm_serve.server.answers.pieces import (
     THINK_END,
     THINK_START,
     TOOL_START,
-    Call,
     Kind,
+    ParsedCall,
     Piece,
     Reading,
     ToolForm,
@@ -81,7 +84,7 @@ class OutputParser:
         self._reader: CallReader | None = None
         self._thought = False
         self._lead = ""  # white space before the text that is being read
-        self._pending: list[Call] = []
+        self._pending: list[ParsedCall] = []
         self._pending_text = ""  # their text, and the white space before them
         self._scanned = -1  # end of the scanned text after them; -1: there is none yet
         self.num_calls = 0
@@ -122,15 +125,15 @@ class OutputParser:
         openings = self._openings()
         thought = self._state is _State.REASONING
         markers = (THINK_END, *openings) if thought else openings
-        found = _first(self._buffer, markers)
-        if found is None:
+        marker = _first(self._buffer, markers)
+        if marker is None:
             self._emit(pieces, self._certain(markers, final))
             return False
-        kept = len(self._buffer[: found.start()].rstrip())
-        lead = self._buffer[kept : found.start()]
+        kept = len(self._buffer[: marker.start()].rstrip())
+        lead = self._buffer[kept : marker.start()]
         self._emit(pieces, kept)
         self._buffer = self._buffer[len(lead) :]
-        if found.group() == THINK_END:
+        if marker.group() == THINK_END:
             self._end_thought()
         else:
             self._start_reading(lead, thought)
@@ -246,7 +249,7 @@ class OutputParser:
                 self._emit(pieces, len(text.rstrip()), quoted=quoted)
 
     def _call(
-        self, pieces: list[Piece], calls: Iterable[Call], told: Sequence[str | None] = ()
+        self, pieces: list[Piece], calls: Iterable[ParsedCall], told: Sequence[str | None] = ()
     ) -> None:
         """Emit calls, less what has been told of them."""
         for call, sent in zip_longest(calls, told):
@@ -271,14 +274,14 @@ class OutputParser:
                 self._start_reading(self._buffer[: len(self._buffer) - len(start)], thought=True)
                 self._buffer = start
                 return True
-            if not final and any(each.startswith(start) for each in (THINK_END, *openings)):
+            if not final and any(marker.startswith(start) for marker in (THINK_END, *openings)):
                 return False
             self._scanned = 0
         if start and _first(self._buffer[self._scanned :], (THINK_END, TOOL_START)) is not None:
             return self._count(pieces, counts=False)
         if final:
             cut = bool(start) and self._cut
-            if cut and any(each.startswith(start) for each in (THINK_END, *openings)):
+            if cut and any(marker.startswith(start) for marker in (THINK_END, *openings)):
                 self._buffer, cut = "", False  # the token limit cut the marker that follows
             return self._count(pieces, counts=not cut)
         self._scanned = max(self._scanned, len(self._buffer) - len(TOOL_START) + 1)
@@ -345,7 +348,7 @@ class ReaderMaker:
         nested = sum(reader.nested for reader in self._nested)
         nesting = nested < _NESTED_READINGS
         reader = TagReader(self._form, self._tools, nesting=nesting, **options)
-        self._nested = [*(each for each in self._nested if each.nested), reader]
+        self._nested = [*(active for active in self._nested if active.nested), reader]
         return reader
 
 
@@ -390,3 +393,46 @@ class Quoting:
     def _end_ticks(self) -> None:
         self.fenced ^= self.ticks >= 3
         self.ticks = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """A next turn whose client sends the parsed answer back.
+
+    Attributes:
+        kind: "agent" if the answer may call tools, "chat" otherwise.
+        shared_tokens: compares the prompts.
+        parser: makes a parser of one choice.
+    """
+
+    kind: str
+    shared_tokens: SharedTokens
+    parser: Callable[[], OutputParser]
+
+    def shared(self, text: str, token_ids: Sequence[int], reason: FinishReason) -> int:
+        """Return how many tokens the next prompt begins with, see `engine.request.NextTurn`."""
+        parser = self.parser()
+        pieces = parser.feed(text) + parser.finish(cut=reason != "stop")
+        return self.shared_tokens(_message(pieces), token_ids)
+
+
+def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Return the answer as clients of /v1/chat/completions send it back."""
+    texts: dict[str, str] = {"reasoning": "", "content": ""}
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.kind == "tool_name":
+            function = {"name": piece.text, "arguments": ""}
+            calls.append({"id": f"call{len(calls):05}", "type": "function", "function": function})
+        elif piece.kind == "tool_arguments":
+            calls[piece.call]["function"]["arguments"] += piece.text
+        else:
+            texts[piece.kind] += piece.text
+    message: dict[str, Any] = {"role": "assistant", "content": texts["content"] or None}
+    if texts["reasoning"]:
+        message["reasoning_content"] = texts["reasoning"]
+    if calls:
+        message["tool_calls"] = calls
+    elif message["content"] is None:
+        message["content"] = ""
+    return message

@@ -1,13 +1,19 @@
-"""Pieces of a parsed answer, and the results of reading tool calls."""
+"""Pieces of a parsed answer, and how a model writes them: the forms of tool calls and reasoning.
+
+The rules for both are the same for HTTP and Python.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
+from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.preprocess.text.family import THINK_END as THINK_END
 from vlm_serve.preprocess.text.family import THINK_START as THINK_START
+from vlm_serve.preprocess.text.family import begins_in_thought, leaves_thought_open
+from vlm_serve.preprocess.text.template_traits import TemplateTraits
 
 TOOL_START = "<tool_call>"
 TOOL_END = "</tool_call>"
@@ -18,6 +24,8 @@ ToolForm = Literal["qwen3_xml", "minicpm5", "hermes"]
 
 Tools = Mapping[str, Mapping[str, Any]]
 """JSON schema of the parameters by function name."""
+
+ReasoningParser = Literal["none", "qwen3", "deepseek_r1"]
 
 
 def form_of(setting: str, template: ToolForm) -> ToolForm:
@@ -44,7 +52,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     """A parsed tool call.
 
     Attributes:
@@ -68,7 +76,7 @@ class Reading:
     """
 
     size: int
-    calls: Sequence[Call] = ()
+    calls: Sequence[ParsedCall] = ()
     begun: bool = False
 
 
@@ -76,4 +84,48 @@ def begun(text: str, *markers: str) -> int:
     """Return the length of the longest proper prefix of a marker at the end of the text."""
     most = min(max(map(len, markers), default=1) - 1, len(text))
     starts = (text[len(text) - size :] for size in range(most, 0, -1))
-    return next((len(start) for start in starts for each in markers if each.startswith(start)), 0)
+    return next(
+        (len(start) for start in starts for marker in markers if marker.startswith(start)), 0
+    )
+
+
+def reasoning_form(setting: str, traits: TemplateTraits) -> ReasoningParser:
+    """Return how reasoning is split off with a setting of `--reasoning-parser`."""
+    if setting == "auto":
+        return "qwen3" if traits.thinking.marked else "none"
+    return cast(ReasoningParser, setting)
+
+
+def thought_behind(
+    prompt: str, form: ReasoningParser, *, continued: bool = False, calls: bool = False
+) -> Thought | None:
+    """Return how the answer to a prompt may think; None if its reasoning is not split off.
+
+    Args:
+        prompt: the prompt's text.
+        continued: the answer continues the prompt's last message.
+        calls: a tool call in the thought ends it.
+    """
+    if form == "none":
+        return None
+    opened = begins_in_thought(prompt, continued=continued)
+    if form == "deepseek_r1" and not continued:
+        opened = not prompt.rstrip().endswith(THINK_END)
+    return Thought(opened, calls=calls)
+
+
+def before_grammar(
+    thought: Thought | None, form: ReasoningParser, prompt: Callable[[], str]
+) -> bytes:
+    """Return the text behind which a grammar applies; b"": it applies from the answer's start.
+
+    Args:
+        thought: of the answer; None: its reasoning is not split off.
+        form: how reasoning is split off behind a chat template.
+        prompt: returns the prompt's text, for a prompt of unknown origin.
+    """
+    if thought is not None:
+        opened = thought.opened
+    else:
+        opened = form != "none" and leaves_thought_open(prompt())
+    return THINK_END.encode() if opened else b""

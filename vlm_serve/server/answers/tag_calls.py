@@ -24,8 +24,8 @@ from typing import Any
 from vlm_serve.grammar.kinds import kinds_of_parameter
 from vlm_serve.grammar.references import Document
 from vlm_serve.preprocess.reading.values import begins_json
-from vlm_serve.server.answers.call_reader import ENFORCED, FORMS, HELD, CallReader, Found, Framing
-from vlm_serve.server.answers.pieces import TOOL_START, Call, Reading, ToolForm, Tools
+from vlm_serve.server.answers.call_reader import ENFORCED, FORMS, HELD, CallReader, Framing, Mark
+from vlm_serve.server.answers.pieces import TOOL_START, ParsedCall, Reading, ToolForm, Tools
 from vlm_serve.server.answers.tool_values import (
     as_json,
     enforced_json,
@@ -68,7 +68,7 @@ class _Value:
     start: int
     raw: bool = False
     inline: bool | None = None
-    parts: list[Found] = field(default_factory=list)
+    parts: list[Mark] = field(default_factory=list)
 
 
 class TagReader(CallReader):
@@ -143,7 +143,7 @@ class TagReader(CallReader):
         stop = self._size if self._ending is None else self._ending.value
         text = None if self._value is None else self.text[self._value.start : stop]
         return self._reading(
-            size, (Call(self._name, self._arguments.unfinished(text), whole=False),)
+            size, (ParsedCall(self._name, self._arguments.unfinished(text), whole=False),)
         )
 
     def _last_ending(self, cut: bool) -> _Ending | None:
@@ -205,47 +205,47 @@ class TagReader(CallReader):
             self._value.parts.pop()  # both tags belong to the value
         return None
 
-    def _mark(self, found: Found) -> Reading | None:
-        shape, self._shape = self._shape, self._shape_with(found)
+    def _mark(self, mark: Mark) -> Reading | None:
+        shape, self._shape = self._shape, self._shape_with(mark)
         fresh, self._fresh_line = self._fresh_line, False
         blank, self._blank = self._blank, True
         if self._value is not None:
             self._value.inline = self._value.inline is not False
             opens = (
-                shape.endswith("call") and blank and fresh and found.kind in ("value", "end_call")
+                shape.endswith("call") and blank and fresh and mark.kind in ("value", "end_call")
             )
             if self._inner or (opens and self._nesting):
-                self._size = self._behind = found.end
-                self._mark_inner(found, shape if opens else "", blank)
+                self._size = self._behind = mark.end
+                self._mark_inner(mark, shape if opens else "", blank)
                 return None
-            if shape == "block" and not (blank and found.kind == "call"):
+            if shape == "block" and not (blank and mark.kind == "call"):
                 self._text_follows()
-        elif self._ending is not None and found.kind in ("value", "end_value", "end_call"):
+        elif self._ending is not None and mark.kind in ("value", "end_value", "end_call"):
             return Reading(self._behind)  # no value is open that the tag could end or follow
-        elif self._ending is not None and found.kind != "end_block":
+        elif self._ending is not None and mark.kind != "end_block":
             return self._whole(self._ending.end, self._ending)
         self._next_line = False
         self._second, self._fresh = shape == "block" and blank, fresh
-        self._grow(found.text)
-        reading = self._step(found)
-        self._behind = found.end
+        self._grow(mark.text)
+        reading = self._step(mark)
+        self._behind = mark.end
         return reading
 
-    def _step(self, found: Found) -> Reading | None:
+    def _step(self, mark: Mark) -> Reading | None:
         """Do what the form says of a mark in this state."""
-        step = self._form.steps[self._state].get(found.kind)
+        step = self._form.steps[self._state].get(mark.kind)
         if step is None:
-            return self._no_step(found)
+            return self._no_step(mark)
         self._state, action, *told = step
-        reading: Reading | None = getattr(self, f"_{action}")(found, *told)
+        reading: Reading | None = getattr(self, f"_{action}")(mark, *told)
         return reading
 
-    def _shape_with(self, found: Found) -> str:
-        if found.kind == "call":
+    def _shape_with(self, mark: Mark) -> str:
+        if mark.kind == "call":
             return "block call" if self._shape == "block" and self._blank else "call"
-        return "block" if found.kind == "block" else ""
+        return "block" if mark.kind == "block" else ""
 
-    def _mark_inner(self, found: Found, opening: str, blank: bool) -> None:
+    def _mark_inner(self, mark: Mark, opening: str, blank: bool) -> None:
         """Read a tag of a quoted call inside the value."""
         self._ending = None
         self._state = "value"
@@ -253,74 +253,74 @@ class TagReader(CallReader):
             self.nested = True
             self._inner.append(opening.startswith("block"))
         closed, self._inner_closed = self._inner_closed and blank, False
-        if found.kind == "end_call":
+        if mark.kind == "end_call":
             if self._inner[-1]:
                 self._inner_closed = True
             else:
                 self._inner.pop()
-        elif found.kind == "end_block" and closed:
+        elif mark.kind == "end_block" and closed:
             self._inner.pop()
 
-    def _no_step(self, found: Found) -> Reading | None:
+    def _no_step(self, mark: Mark) -> Reading | None:
         if self._value is None:
             return Reading(self._behind)
-        if found.kind == "end_thought":
+        if mark.kind == "end_thought":
             best = self._best(self._ending)
-            return Reading(found.start) if best is None else self._whole(best.end, best)
+            return Reading(mark.start) if best is None else self._whole(best.end, best)
         self._ending = None if self._state == "closed" else self._ending
         return self._text_follows()
 
-    def _go_on(self, found: Found) -> None:
+    def _go_on(self, mark: Mark) -> None:
         """Only change the state."""
 
-    def _begin_call(self, found: Found) -> Reading | None:
-        if found.name not in self._tools:
-            return Reading(found.end)
-        self._name, self._schema = found.name, self._tools[found.name]
+    def _begin_call(self, mark: Mark) -> Reading | None:
+        if mark.name not in self._tools:
+            return Reading(mark.end)
+        self._name, self._schema = mark.name, self._tools[mark.name]
         self._arguments = Arguments(self._schema, self._form.framing, enforced=self._enforced)
         return None
 
-    def _begin_value(self, found: Found) -> None:
-        self._value = _Value(found.name, found.end)
-        self._arguments.begin(found.name)
+    def _begin_value(self, mark: Mark) -> None:
+        self._value = _Value(mark.name, mark.end)
+        self._arguments.begin(mark.name)
 
-    def _begin_raw(self, found: Found) -> None:
+    def _begin_raw(self, mark: Mark) -> None:
         assert self._value is not None
-        if self.text[self._value.start : found.start].strip():
+        if self.text[self._value.start : mark.start].strip():
             self._state = "value"
             return
         self._value.raw = True
         self._arguments.begin_raw()
 
-    def _end_without_values(self, found: Found) -> Reading | None:
+    def _end_without_values(self, mark: Mark) -> Reading | None:
         if self._schema.get("required"):
             return Reading(self._behind)
-        return self._extend(found, True)
+        return self._extend(mark, True)
 
-    def _extend(self, found: Found, regular: bool) -> Reading | None:
+    def _extend(self, mark: Mark, regular: bool) -> Reading | None:
         """Extend the ending by a closing tag; it is not regular if another one is missing."""
         ending = self._ending or _Ending(0, 0, True, "")
         regular = regular and ending.regular
-        self._ending = replace(ending, end=found.end, regular=regular, state=self._state)
+        self._ending = replace(ending, end=mark.end, regular=regular, state=self._state)
         if self._value is None and self._state == "done":
-            return self._whole(found.end, self._ending)
+            return self._whole(mark.end, self._ending)
         return None
 
-    def _close(self, found: Found, regular: bool) -> None:
+    def _close(self, mark: Mark, regular: bool) -> None:
         """End the value at a closing tag; see `_extend`."""
         if self._ending is not None and self._ending.state == "done":
             self._earlier = self._best(self._ending)
-        self._ending = _Ending(found.start, found.end, regular, self._state)
+        self._ending = _Ending(mark.start, mark.end, regular, self._state)
 
-    def _next_block(self, found: Found) -> None:
+    def _next_block(self, mark: Mark) -> None:
         """Read a block's start: another call, or text if no call follows."""
         if self._state == "value":
             self._text_follows()
 
-    def _next_call(self, found: Found) -> Reading | None:
+    def _next_call(self, mark: Mark) -> Reading | None:
         """Read the start of another call."""
         ending, self._ending = self._ending, None
-        known = found.name in self._tools
+        known = mark.name in self._tools
         if known and (self._second or self._fresh) and not (ending or self._earlier):
             return self._whole_or_none(self._unclosed)
         ended = ending is not None and ending.state != "closed"
@@ -332,25 +332,25 @@ class TagReader(CallReader):
             return self._whole_or_none(self._earlier if known else None)
         return None
 
-    def _next_value(self, found: Found) -> None:
+    def _next_value(self, mark: Mark) -> None:
         """Read the start of another parameter, or of text in the value."""
         assert self._value is not None
         ending, self._ending = self._ending, None
         if ending is not None and ending.state == "done" and ending.regular:
             self._earlier = self._best(ending)
         value, properties = self._value, self._schema.get("properties")
-        known = isinstance(properties, Mapping) and found.name in properties
+        known = isinstance(properties, Mapping) and mark.name in properties
         if ending is not None and ending.state == "closed":
             if known or self._enforced or not self._has_closed_schema():
-                if any(found.name == part.name for part in value.parts):
+                if any(mark.name == part.name for part in value.parts):
                     value.parts.clear()
                 self._arguments.give(self._divided(ending.value))
-                self._begin_value(found)
+                self._begin_value(mark)
                 self._earlier = self._unclosed = None
         elif known and (self._fresh or value.inline):
             taken = self._arguments.names | {value.name, *(part.name for part in value.parts)}
-            if found.name not in taken:
-                value.parts.append(found)
+            if mark.name not in taken:
+                value.parts.append(mark)
 
     def _has_closed_schema(self) -> bool:
         closed = self._schema.get("additionalProperties") is False
@@ -386,7 +386,7 @@ class TagReader(CallReader):
     def _whole(self, size: int, ending: _Ending) -> Reading:
         """Return the result for a complete call."""
         arguments = self._arguments.complete(self._divided(ending.value))
-        return self._reading(size, (Call(self._name, arguments),))
+        return self._reading(size, (ParsedCall(self._name, arguments),))
 
     def _whole_or_none(self, ending: _Ending | None) -> Reading | None:
         return None if ending is None else self._whole(ending.end, ending)

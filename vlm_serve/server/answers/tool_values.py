@@ -89,7 +89,7 @@ def unframed(text: str) -> str:
 def is_no_text(schema: Any, root: Mapping[str, Any]) -> bool:
     """Return True if the schema names types and none of them is string."""
     kinds = [_kinds(leaf) for leaf in _alternatives(schema, root)]
-    return all(each and "string" not in each for each in kinds)
+    return all(names and "string" not in names for names in kinds)
 
 
 def is_plain_text(schema: Any, root: Mapping[str, Any], start: str, length: int) -> bool:
@@ -156,14 +156,14 @@ def _listed(value: Any) -> list[Any]:
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
     """Return the target of a `#/...` reference; None: there is none."""
-    found: Any = root
+    target: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            target = target[int(name)]
         else:
-            found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+            target = target.get(name) if isinstance(target, Mapping) else None
+    return target
 
 
 def _kinds(leaf: Mapping[str, Any]) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ def _json_value(text: str, leaf: Mapping[str, Any]) -> list[Any]:
     if kinds and (isinstance(value, str) or not _is_of(value, kinds)):
         return []
     values = allowed(leaf)
-    return [value] if values is None or any(_same(value, each) for each in values) else []
+    return [value] if values is None or any(_same(value, choice) for choice in values) else []
 
 
 _LITERAL = re.compile(
@@ -202,10 +202,10 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 def _python_value(text: str) -> Any:
     """Return the value of a list or dict as Python writes it; None: the text is none."""
 
-    def as_text(found: re.Match[str]) -> str:
-        if found.group(3):
-            return _WORDS[found.group(3)]
-        inner = found.group(1) if found.group(2) is None else found.group(2)
+    def as_text(match: re.Match[str]) -> str:
+        if match.group(3):
+            return _WORDS[match.group(3)]
+        inner = match.group(1) if match.group(2) is None else match.group(2)
         return f'"{_IN_LITERAL.sub(_json_escape, inner)}"'
 
     try:
@@ -214,12 +214,12 @@ def _python_value(text: str) -> Any:
         return None
 
 
-def _json_escape(found: re.Match[str]) -> str:
+def _json_escape(match: re.Match[str]) -> str:
     """Return a character of a Python text as JSON writes it."""
-    sign = found.group(1)
+    sign = match.group(1)
     if sign is None:
         return '\\"'
-    return "'" if sign == "'" else f"\\u00{sign[1:]}" if len(sign) == 3 else found.group()
+    return "'" if sign == "'" else f"\\u00{sign[1:]}" if len(sign) == 3 else match.group()
 
 
 def _text_value(text: str, leaf: Mapping[str, Any]) -> list[str]:

@@ -12,10 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from vlm_serve.engine.features.adapters.options import LoRA
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
-from vlm_serve.server.api.fields import RequestModel
-from vlm_serve.server.api.request_body import read_json
+from vlm_serve.server.api.shared.fields import RequestModel
+from vlm_serve.server.api.shared.request_body import read_json
+from vlm_serve.server.http.auth import refuse_tenants
 from vlm_serve.server.http.browsers import refuse_foreign_scripts
-from vlm_serve.server.http.tenants import refuse_tenants
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service

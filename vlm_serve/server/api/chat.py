@@ -18,8 +18,16 @@ from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import Piece
-from vlm_serve.server.api.answer import AnswerStream, Event, Incoming, ResponseSpec, answer_prompt
-from vlm_serve.server.api.bodies import (
+from vlm_serve.server.api.shared.answer import (
+    AnswerStream,
+    Event,
+    Incoming,
+    ResponseSpec,
+    answer_prompt,
+)
+from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
+from vlm_serve.server.api.shared.conversation import ConversationTask, conversation_task
+from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
     ChatLogprobs,
     Optional,
@@ -31,10 +39,8 @@ from vlm_serve.server.api.bodies import (
     routed_experts_fields,
     usage_body,
 )
-from vlm_serve.server.api.chat_request import ChatCompletionRequest
-from vlm_serve.server.api.conversation import ConversationTask, conversation_task
-from vlm_serve.server.api.logprobs import chat_logprobs, prompt_logprobs_body
-from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.api.shared.logprobs import chat_logprobs, prompt_logprobs_body
+from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.failover.attempt import Attempt, new_token
 from vlm_serve.server.service import Service
 

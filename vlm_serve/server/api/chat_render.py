@@ -15,13 +15,13 @@ from starlette.responses import Response
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.api.answer import Incoming
-from vlm_serve.server.api.bodies import Optional
 from vlm_serve.server.api.chat import chat_task
-from vlm_serve.server.api.chat_request import ChatCompletionRequest
-from vlm_serve.server.api.conversation import ConversationTask
 from vlm_serve.server.api.generate import TokenSampling
-from vlm_serve.server.api.request_body import read_prompt
+from vlm_serve.server.api.shared.answer import Incoming
+from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
+from vlm_serve.server.api.shared.conversation import ConversationTask
+from vlm_serve.server.api.shared.fields import Optional
+from vlm_serve.server.api.shared.request_body import read_prompt
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.service import Service
 
@@ -88,17 +88,17 @@ def _rendered(
 
 def sampling_body(params: SamplingParams) -> dict[str, Any]:
     """Return `sampling_params` of a request for tokens: the fields that are set."""
-    found: dict[str, Any] = {}
-    for each in dataclasses.fields(params):
-        value = getattr(params, each.name)
-        if each.name in TokenSampling.model_fields and value != each.default:
-            found[each.name] = list(value) if isinstance(value, tuple) else value
+    options: dict[str, Any] = {}
+    for option in dataclasses.fields(params):
+        value = getattr(params, option.name)
+        if option.name in TokenSampling.model_fields and value != option.default:
+            options[option.name] = list(value) if isinstance(value, tuple) else value
     form = params.structured_outputs
     if form is not None:
-        given = {each.name: getattr(form, each.name) for each in dataclasses.fields(form)}
+        given = {kind.name: getattr(form, kind.name) for kind in dataclasses.fields(form)}
         given.pop("strict")
-        found["structured_outputs"] = {k: v for k, v in given.items() if v not in (None, False)}
-    return found
+        options["structured_outputs"] = {k: v for k, v in given.items() if v not in (None, False)}
+    return options
 
 
 def _media(prompt: Prompt) -> RenderedMedia | None:

@@ -22,26 +22,35 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.answer import AnswerStream, Event, Incoming, ResponseSpec, answer_prompt
-from vlm_serve.server.api.bodies import (
+from vlm_serve.server.api.shared.answer import (
+    AnswerStream,
+    Event,
+    Incoming,
+    ResponseSpec,
+    answer_prompt,
+)
+from vlm_serve.server.api.shared.conversation import prepare_tokens
+from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
     CompletionLogprobs,
+    GenerationRequest,
+    Items,
     Optional,
     PromptLogprobsBody,
+    Tokens,
     UsageBody,
+    Whole,
     add_usage,
     cache_report_body,
     cache_report_fields,
+    check_stream,
     routed_experts_fields,
     usage_body,
 )
-from vlm_serve.server.api.conversation import prepare_tokens
-from vlm_serve.server.api.fields import GenerationRequest, Items, Tokens, Whole, check_stream
-from vlm_serve.server.api.logprobs import completion_logprobs, prompt_logprobs_body
-from vlm_serve.server.api.request_body import affinity_of
-from vlm_serve.server.api.sampling import sampling_of, with_sampling
-from vlm_serve.server.api.structured import structured_outputs_of
-from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.api.shared.logprobs import completion_logprobs, prompt_logprobs_body
+from vlm_serve.server.api.shared.request_body import affinity_of
+from vlm_serve.server.api.shared.sampling import sampling_of, structured_outputs_of, with_sampling
+from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.service import Service
 
 MAX_PROMPTS = 128
@@ -150,7 +159,7 @@ class CompletionChoiceState:
             if body.logprobs is not None and delta.prompt_logprobs is not None:
                 tokens = (*self._prompt.token_ids, *tokens)
                 unknown = len(self._prompt) - len(delta.prompt_logprobs)
-                known = (each.logprobs for each in delta.prompt_logprobs)
+                known = (token.logprobs for token in delta.prompt_logprobs)
                 logprobs = (*[None] * unknown, *known, *logprobs)
         offset = self._length
         self._length += len(text)
@@ -285,8 +294,8 @@ class CompletionStream(AnswerStream):
     def _report(self) -> CacheReportBody | list[CacheReportBody] | None:
         """Return the prompt's cache report, or a list of reports for several prompts."""
         bodies = [cache_report_body(generation.cache_report) for generation in self._generations]
-        found = [body for body in bodies if body is not None]
-        return found[0] if len(bodies) == 1 and found else found or None
+        reports = [body for body in bodies if body is not None]
+        return reports[0] if len(bodies) == 1 and reports else reports or None
 
     def _final_fields(self) -> dict[str, Any]:
         if not self._body.cache_report:
@@ -307,7 +316,7 @@ async def completions(service: Service, request: Request) -> Response:
 def _spec(incoming: Incoming, body: CompletionRequest, conversation: Conversation) -> ResponseSpec:
     headers = ignored_header(ignored_fields(body.model_extra or {}))
     params, service = body.sampling_params(), incoming.service
-    own = incoming.key_scope(body)
+    scope = incoming.key_scope(body)
     model = service.state.resolve_model(body.model)
     names = {"messages": "prompt", "structured_outputs": body.form_field}
 
@@ -325,7 +334,7 @@ def _spec(incoming: Incoming, body: CompletionRequest, conversation: Conversatio
     tasks = [
         incoming.task(
             body,
-            partial(prepare_tokens, service, prompt, own, kept),
+            partial(prepare_tokens, service, prompt, scope, kept),
             params,
             names=names,
             number=number,

@@ -15,31 +15,34 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.answer import AnswerStream, Event, Incoming, ResponseSpec, answer_prompt
-from vlm_serve.server.api.bodies import (
+from vlm_serve.server.api.shared.answer import (
+    AnswerStream,
+    Event,
+    Incoming,
+    ResponseSpec,
+    answer_prompt,
+)
+from vlm_serve.server.api.shared.conversation import prepare_tokens
+from vlm_serve.server.api.shared.fields import (
+    AnswerRequest,
     CacheReportBody,
     Optional,
     PromptLogprobsBody,
-    UsageBody,
-    cache_report_body,
-    routed_experts_fields,
-    usage_body,
-)
-from vlm_serve.server.api.conversation import prepare_tokens
-from vlm_serve.server.api.fields import (
-    AnswerRequest,
     RequestModel,
     StreamOptions,
     Table,
     Tokens,
+    UsageBody,
     Whole,
+    cache_report_body,
     check_stream,
+    routed_experts_fields,
+    usage_body,
 )
-from vlm_serve.server.api.logprobs import LOWEST, prompt_logprobs_body, ranked
-from vlm_serve.server.api.request_body import affinity_of
-from vlm_serve.server.api.sampling import sampling_of, with_sampling
-from vlm_serve.server.api.structured import structured_outputs_of
-from vlm_serve.server.api.unknown_fields import UNIMPLEMENTED, ignored_fields, ignored_header
+from vlm_serve.server.api.shared.logprobs import LOWEST, prompt_logprobs_body, ranked
+from vlm_serve.server.api.shared.request_body import affinity_of
+from vlm_serve.server.api.shared.sampling import sampling_of, structured_outputs_of, with_sampling
+from vlm_serve.server.api.shared.unknown_fields import UNIMPLEMENTED, ignored_fields, ignored_header
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.service import Service
 
@@ -265,7 +268,7 @@ async def generate(service: Service, request: Request) -> Response:
 
 def _spec(incoming: Incoming, body: GenerateRequest, _: Conversation) -> ResponseSpec:
     headers, service = ignored_header(_ignored(body)), incoming.service
-    own = incoming.key_scope(body)
+    scope = incoming.key_scope(body)
     model = service.state.resolve_model(body.model)
 
     def stream_of(generations: Sequence[Generation]) -> GenerateStream:
@@ -277,7 +280,7 @@ def _spec(incoming: Incoming, body: GenerateRequest, _: Conversation) -> Respons
     kept = params.kept_prompt_tokens(service.engine.max_model_len)
     task = incoming.task(
         body,
-        partial(prepare_tokens, service, body.token_ids, own, kept),
+        partial(prepare_tokens, service, body.token_ids, scope, kept),
         params,
         names=body.names,
         affinity=affinity_of(incoming.scope),

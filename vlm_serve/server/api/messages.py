@@ -16,31 +16,42 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.values import text_of, unsupported
 from vlm_serve.preprocess.text.template_traits import TemplateTraits
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.answer import Event, Incoming, ResponseSpec, answer_prompt
-from vlm_serve.server.api.bodies import CacheReportBody, Optional, cache_report_body
-from vlm_serve.server.api.conversation import (
+from vlm_serve.server.api.shared.answer import Event, Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.shared.conversation import (
     ConversationTask,
     ParsedRequest,
     conversation_task,
     count_tokens,
     set_variables,
 )
-from vlm_serve.server.api.fields import (
+from vlm_serve.server.api.shared.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     AnswerRequest,
+    CacheReportBody,
     Items,
+    Optional,
     RequestModel,
     Table,
     Whole,
+    cache_report_body,
 )
-from vlm_serve.server.api.output_blocks import BlockStream, OutputBlock
-from vlm_serve.server.api.request_body import read_prompt
-from vlm_serve.server.api.sampling import sampling_names, sampling_of, with_sampling
-from vlm_serve.server.api.structured import ToolChoice, json_schema_form
-from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header, unimplemented_in
+from vlm_serve.server.api.shared.output_blocks import BlockStream, OutputBlock
+from vlm_serve.server.api.shared.request_body import read_prompt
+from vlm_serve.server.api.shared.sampling import (
+    ToolChoice,
+    json_schema_form,
+    sampling_names,
+    sampling_of,
+    with_sampling,
+)
+from vlm_serve.server.api.shared.unknown_fields import (
+    ignored_fields,
+    ignored_header,
+    unimplemented_in,
+)
+from vlm_serve.server.http.auth import salt_of
 from vlm_serve.server.http.errors import messages_envelope, renamed_params
-from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Service
 from vlm_serve.structured_outputs import StructuredOutputs
 

@@ -22,22 +22,25 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.text.pooled_prompts import embedding_messages, rerank_messages
 from vlm_serve.server.answers.generation import Generation, Task
-from vlm_serve.server.api.answer import AnswerStream, Event, ResponseSpec, respond
-from vlm_serve.server.api.bodies import CacheReportBody, Optional, add_usage, cache_report_body
-from vlm_serve.server.api.chat_request import ChatMessage
-from vlm_serve.server.api.conversation import prepare, prepare_tokens
-from vlm_serve.server.api.fields import (
+from vlm_serve.server.api.shared.answer import AnswerStream, Event, ResponseSpec, respond
+from vlm_serve.server.api.shared.chat_request import ChatMessage
+from vlm_serve.server.api.shared.conversation import prepare, prepare_tokens
+from vlm_serve.server.api.shared.fields import (
     MAX_MESSAGES,
     AnswerRequest,
+    CacheReportBody,
     Items,
+    Optional,
     RequestModel,
     Table,
     Tokens,
     Whole,
+    add_usage,
+    cache_report_body,
 )
-from vlm_serve.server.api.request_body import read_value
-from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.http.json_body import validate
+from vlm_serve.server.api.shared.request_body import read_value
+from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.http.body import validate
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
 from vlm_serve.server.service import Preparation, Service
 
@@ -103,7 +106,7 @@ def pairs_of(body: ScoreRequest) -> list[tuple[PairSide, PairSide]]:
         InvalidRequestError: the lists do not fit each other.
     """
     first, second = (
-        each if isinstance(each, list) else [each] for each in (body.text_1, body.text_2)
+        side if isinstance(side, list) else [side] for side in (body.text_1, body.text_2)
     )
     check_number(len(first), "text_1")
     check_number(len(second), "text_2")
@@ -167,7 +170,7 @@ class Scores(Pooled):
 
 
 def embedding_work(
-    service: Service, body: EmbeddingsRequest, value: Mapping[str, Any], own: KeyScope
+    service: Service, body: EmbeddingsRequest, value: Mapping[str, Any], scope: KeyScope
 ) -> list[Work]:
     """Return the work for each input of an embeddings request.
 
@@ -175,7 +178,7 @@ def embedding_work(
         service: what answers.
         body: the request.
         value: its JSON, from which messages are read.
-        own: whose prompts they are.
+        scope: whose prompts they are.
 
     Raises:
         InvalidRequestError: there is no input, or it is given twice.
@@ -183,12 +186,12 @@ def embedding_work(
     if (body.input is None) == (body.messages is None):
         raise InvalidRequestError("give either input or messages", param="input")
     if body.messages is not None:
-        return [partial(prepare, service, read_conversation("chat", value), own)]
+        return [partial(prepare, service, read_conversation("chat", value), scope)]
     given = body.input
     assert given is not None
     inputs: Sequence[Any] = [given] if _is_one(given) else given
     check_number(len(inputs), "input")
-    return [_of_input(service, body, each, own) for each in inputs]
+    return [_of_input(service, body, prompt, scope) for prompt in inputs]
 
 
 def _is_one(given: object) -> bool:
@@ -199,21 +202,21 @@ def _is_one(given: object) -> bool:
 
 
 def _of_input(
-    service: Service, body: PoolingRequest, given: str | list[int], own: KeyScope
+    service: Service, body: PoolingRequest, given: str | list[int], scope: KeyScope
 ) -> Work:
     if not isinstance(given, str):
-        return partial(prepare_tokens, service, given, own)
+        return partial(prepare_tokens, service, given, scope)
     conversation = _conversation(body, embedding_messages(given, body.instruction))
-    return partial(prepare, service, conversation, own)
+    return partial(prepare, service, conversation, scope)
 
 
 def pair_work(
-    service: Service, body: PoolingRequest, query: PairSide, document: PairSide, own: KeyScope
+    service: Service, body: PoolingRequest, query: PairSide, document: PairSide, scope: KeyScope
 ) -> Work:
     """Return the work for the prompt that judges a pair; it raises as `read_conversation`."""
     messages = rerank_messages(content_of(query), content_of(document), body.instruction)
     conversation = _conversation(body, messages)
-    return partial(prepare, service, conversation, own)
+    return partial(prepare, service, conversation, scope)
 
 
 def _conversation(body: PoolingRequest, messages: list[dict[str, Any]]) -> Conversation:
@@ -260,23 +263,25 @@ class PooledAnswer(AnswerStream):
             ),
         }
         if self.reports:
-            found = [cache_report_body(each.cache_report) for each in self.generations]
-            shared["cache_report"] = [each for each in found if each is not None]
-        return self.make([each for _, each in sorted(self._vectors.items())], shared)
+            reports = [
+                cache_report_body(generation.cache_report) for generation in self.generations
+            ]
+            shared["cache_report"] = [report for report in reports if report is not None]
+        return self.make([vector for _, vector in sorted(self._vectors.items())], shared)
 
 
 def embeddings_body(
     body: EmbeddingsRequest, vectors: list[Vector], shared: dict[str, Any]
 ) -> Embeddings:
     """Return the embeddings of vectors, as numbers or as base64 of little-endian float32."""
-    made = [embedding_of(each, body.dimensions) for each in vectors]
+    resized = [embedding_of(vector, body.dimensions) for vector in vectors]
     coded: list[list[float] | str] = [
-        base64.b64encode(each.astype("<f4").tobytes()).decode()
+        base64.b64encode(vector.astype("<f4").tobytes()).decode()
         if body.encoding_format == "base64"
-        else each.tolist()
-        for each in made
+        else vector.tolist()
+        for vector in resized
     ]
-    data = [Embedding(index=index, embedding=each) for index, each in enumerate(coded)]
+    data = [Embedding(index=index, embedding=content) for index, content in enumerate(coded)]
     return Embeddings(data=data, **shared)
 
 
@@ -290,7 +295,7 @@ def rerank_body(body: RerankRequest, vectors: list[Vector], shared: dict[str, An
         )
         for index, vector in enumerate(vectors)
     ]
-    results.sort(key=lambda each: -each.relevance_score)
+    results.sort(key=lambda result: -result.relevance_score)
     return Reranked(results=results[: body.top_n], **shared)
 
 
@@ -301,7 +306,7 @@ def _shown(body: RerankRequest, index: int) -> dict[str, Any]:
 
 def scores_body(vectors: list[Vector], shared: dict[str, Any]) -> Scores:
     """Return the scores of pairs, in their order."""
-    data = [Score(index=index, score=score_of(each)) for index, each in enumerate(vectors)]
+    data = [Score(index=index, score=score_of(vector)) for index, vector in enumerate(vectors)]
     return Scores(data=data, created=int(time.time()), **shared)
 
 
@@ -311,11 +316,11 @@ B = TypeVar("B", bound=PoolingRequest)
 async def embeddings(service: Service, request: Request) -> Response:
     """Embed texts, token ids or a conversation. It raises as `respond` does."""
 
-    def parsed(body: EmbeddingsRequest, value: Any, own: KeyScope) -> _Parsed:
+    def parsed(body: EmbeddingsRequest, value: Any, scope: KeyScope) -> _Parsed:
         size = service.engine.spec.hidden_size
         if body.dimensions is not None and not 1 <= body.dimensions <= size:
             raise InvalidRequestError(f"dimensions must be 1 to {size}", param="dimensions")
-        work = embedding_work(service, body, value, own)
+        work = embedding_work(service, body, value, scope)
         return _Parsed(work, partial(embeddings_body, body))
 
     return await _answer(service, request, "embed", EmbeddingsRequest, parsed)
@@ -324,11 +329,13 @@ async def embeddings(service: Service, request: Request) -> Response:
 async def rerank(service: Service, request: Request) -> Response:
     """Sort documents by how well they meet a query. It raises as `respond` does."""
 
-    def parsed(body: RerankRequest, value: Any, own: KeyScope) -> _Parsed:
+    def parsed(body: RerankRequest, value: Any, scope: KeyScope) -> _Parsed:
         check_number(len(body.documents), "documents")
         if body.top_n is not None and body.top_n < 1:
             raise InvalidRequestError("top_n must be at least 1", param="top_n")
-        work = [pair_work(service, body, body.query, each, own) for each in body.documents]
+        work = [
+            pair_work(service, body, body.query, document, scope) for document in body.documents
+        ]
         return _Parsed(work, partial(rerank_body, body))
 
     return await _answer(service, request, "rerank", RerankRequest, parsed)
@@ -337,8 +344,8 @@ async def rerank(service: Service, request: Request) -> Response:
 async def score(service: Service, request: Request) -> Response:
     """Score pairs. It raises as `respond` does."""
 
-    def parsed(body: ScoreRequest, value: Any, own: KeyScope) -> _Parsed:
-        work = [pair_work(service, body, *pair, own) for pair in pairs_of(body)]
+    def parsed(body: ScoreRequest, value: Any, scope: KeyScope) -> _Parsed:
+        work = [pair_work(service, body, *pair, scope) for pair in pairs_of(body)]
         return _Parsed(work, scores_body)
 
     return await _answer(service, request, "rerank", ScoreRequest, parsed)
@@ -359,19 +366,19 @@ async def _answer(
     model: type[B],
     parsed: Callable[[B, Any, KeyScope], _Parsed],
 ) -> Response:
-    arrival, made = time.monotonic(), service.engine.config.task
-    if made != task:
+    arrival, served = time.monotonic(), service.engine.config.task
+    if served != task:
         raise InvalidRequestError(
             f"this route needs a server that was started with --task {task}, and this one has "
-            f"--task {made}"
+            f"--task {served}"
         )
 
     def read(value: Any) -> ResponseSpec:
         body = validate(value, model)
         if body.stream:
             raise InvalidRequestError("stream is not possible here", param="stream")
-        own = service.state.key_scope(request.scope, body)
-        return _spec(service, request.scope, arrival, body, parsed(body, value, own))
+        key_scope = service.state.key_scope(request.scope, body)
+        return _spec(service, request.scope, arrival, body, parsed(body, value, key_scope))
 
     return await respond(service, request, await read_value(service, request, read))
 

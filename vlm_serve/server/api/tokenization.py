@@ -15,14 +15,13 @@ from vlm_serve.preprocess.identity.keys import KeyScope
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.systems import fit_systems
-from vlm_serve.server.api.bodies import Optional
-from vlm_serve.server.api.chat_request import PromptOrMessages
-from vlm_serve.server.api.conversation import prepare
-from vlm_serve.server.api.fields import RequestModel
-from vlm_serve.server.api.fields import Tokens as TokenIds
-from vlm_serve.server.api.logprobs import token_text
-from vlm_serve.server.api.request_body import read_prompt, read_request
-from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.api.shared.chat_request import PromptOrMessages
+from vlm_serve.server.api.shared.conversation import prepare
+from vlm_serve.server.api.shared.fields import Optional, RequestModel
+from vlm_serve.server.api.shared.fields import Tokens as TokenIds
+from vlm_serve.server.api.shared.logprobs import token_text
+from vlm_serve.server.api.shared.request_body import read_prompt, read_request
+from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.service import Service
 
 
@@ -85,13 +84,13 @@ def _tokenizing(
         texts = None
         if body.return_token_strs:
             texts = [token_text(service.tokenizer, token) for token in ids]
-        found = Tokens(
+        tokens = Tokens(
             count=len(ids),
             max_model_len=service.engine.max_model_len,
             tokens=ids,
             token_strs=texts,
         )
-        return JSONResponse(found.model_dump(), headers=headers)
+        return JSONResponse(tokens.model_dump(), headers=headers)
 
     return (None if body.messages is None else conversation), answer
 

@@ -84,12 +84,6 @@ def attempt_of(scope: Mapping[str, Any]) -> Attempt | None:
     return attempt
 
 
-def created_of(scope: Mapping[str, Any]) -> int:
-    """Return the Unix time in seconds for the answer to the request with this ASGI scope."""
-    attempt = attempt_of(scope)
-    return int(time.time()) if attempt is None else attempt.created
-
-
 def new_token(attempt: Attempt | None, *place: object, size: int = 12) -> str:
     """Return letters for an id, see `Attempt.token`; without an attempt they are random."""
     return secrets.token_hex(size) if attempt is None else attempt.token(*place, size=size)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,8 +17,7 @@ from vlm_serve.server.failover.attempt import FAILURE, REPORT, TOKENS, USAGE, At
 
 
 class Coverage:
-    """Collects the tokens covered by the next message. It is empty unless the request is an
-    attempt.
+    """Collects the tokens covered by the next message of an attempt's answer.
 
     A token counts as covered by the first bytes sent after it was generated, even if none of them
     are its own. So the delivered bytes never depend on undelivered tokens.
@@ -29,21 +29,25 @@ class Coverage:
         self._sent_reports: list[int] = []
         self._failed = False
 
-    def begin(self, parts: Sequence[AttemptPart | None]) -> None:
-        """Set the parts of the request's prompts; None: the request is not an attempt."""
-        known = [part for part in parts if part is not None]
-        if len(known) == len(parts):
-            self._parts = known
+    async def covering(
+        self, parts: Sequence[AttemptPart], deltas: AsyncGenerator[tuple[int, Delta], None]
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yield the deltas of all prompts; each is covered before it is turned into bytes.
 
-    def add(self, prompt: int, delta: Delta) -> None:
-        """Add a delta of a prompt before it is turned into bytes."""
-        if self._parts:
-            choice = prompt * self._parts[prompt].choices + delta.index
-            self._tokens.setdefault(choice, []).extend(delta.token_ids)
+        Args:
+            parts: of the request's prompts.
+            deltas: each with its prompt's index.
+        """
+        self._parts = parts
+        async with aclosing(deltas):
+            async for prompt, delta in deltas:
+                choice = prompt * parts[prompt].choices + delta.index
+                self._tokens.setdefault(choice, []).extend(delta.token_ids)
+                yield prompt, delta
 
     def fail(self) -> None:
         """Mark the next messages as reports of a failure."""
-        self._failed = bool(self._parts)
+        self._failed = True
 
     def take(self) -> Mapping[str, Any]:
         """Return the extra fields of the next message."""
@@ -52,7 +56,7 @@ class Coverage:
             extra[TOKENS], self._tokens = self._tokens, {}
             counted = [part.counted for part in self._parts]
             reports = [part.report for part in self._parts]
-            extra[USAGE] = tuple(None if each is None else asdict(each) for each in counted)
+            extra[USAGE] = tuple(None if usage is None else asdict(usage) for usage in counted)
             if self._sent_reports != list(map(id, reports)):
                 extra[REPORT] = tuple(map(report_fields, reports))
                 self._sent_reports = list(map(id, reports))
@@ -132,13 +136,13 @@ class AttemptPart:
         Counts of drafts are included at the end only, since they depend on the steps' timing.
         """
         self._taken += len(delta.token_ids)
-        own = delta.usage
-        first = self._first or Usage(cached_tokens=own.cached_tokens)
-        counts = (own.prompt_tokens, self._taken, first.cached_tokens)
+        latest = delta.usage
+        first = self._first or Usage(cached_tokens=latest.cached_tokens)
+        counts = (latest.prompt_tokens, self._taken, first.cached_tokens)
         self.counted = Usage(
             *counts,
-            first.accepted_prediction_tokens + own.accepted_prediction_tokens,
-            first.rejected_prediction_tokens + own.rejected_prediction_tokens,
+            first.accepted_prediction_tokens + latest.accepted_prediction_tokens,
+            first.rejected_prediction_tokens + latest.rejected_prediction_tokens,
         )
         return self.counted if ended else Usage(*counts)
 
@@ -195,8 +199,8 @@ def _report(fields: Mapping[str, Any] | None) -> CacheReport | None:
     """Return the report for the result of `report_fields`."""
     if fields is None:
         return None
-    made = {
-        "segments": tuple(PromptSegment(**each) for each in fields["segments"]),
-        "media": tuple(PromptMedia(**each) for each in fields["media"]),
+    details = {
+        "segments": tuple(PromptSegment(**segment) for segment in fields["segments"]),
+        "media": tuple(PromptMedia(**medium) for medium in fields["media"]),
     }
-    return CacheReport(**{**fields, **made})
+    return CacheReport(**{**fields, **details})

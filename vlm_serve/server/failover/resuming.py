@@ -1,4 +1,4 @@
-"""Suppressing the delivered bytes of a resumed answer."""
+"""Answering attempts: the layer that only servers with a gateway before them have."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ MOST_DEATHS = 1
 
 
 class Resuming:
-    """ASGI layer for resumed attempts: their answers continue the delivered bytes. Other requests
-    pass through it.
+    """ASGI layer of a replica for attempts: a resumed answer continues the delivered bytes.
+
+    Other requests pass through it.
 
     Args:
         app: the application behind it.
@@ -34,16 +35,19 @@ class Resuming:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         attempt = attempt_of(scope)
-        if attempt is not None and attempt.deaths > MOST_DEATHS:
+        if attempt is None:
+            await self._app(scope, receive, send)
+            return
+        scope.setdefault("state", {})["request_id"] = attempt.request_id
+        if attempt.deaths > MOST_DEATHS:
             refusal = OverloadedError(
                 "two replicas ended while they answered this request: it is not tried again",
                 code="resumed_twice",
             )
             await self._error_response(scope, refusal)(scope, receive, send)
-        elif attempt is not None and attempt.resumed:
-            await self._app(scope, receive, _SkipDelivered(attempt, send))
         else:
-            await self._app(scope, receive, send)
+            passed = _SkipDelivered(attempt, send) if attempt.resumed else send
+            await self._app(scope, receive, passed)
 
 
 class _SkipDelivered:

@@ -1,13 +1,41 @@
-"""Reading request bodies of bounded size."""
+"""Reading request bodies of bounded size, and parsing and validating their JSON at a bounded cost.
+
+Parsing and validating hold the interpreter lock in calls that cannot be interrupted, and every
+other thread stops meanwhile. So their cost is first counted from the body's bytes and bounded.
+Counting works in pieces, so other threads can run in between.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
+from typing import Any, TypeVar
 
 from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.types import Message, Receive
 
+from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.http.errors import BodyTooLargeError
+from vlm_serve.server.http.request_memory import BodyCost
+
+MAX_JSON_DEPTH = 64
+MAX_ERRORS_NAMED = 5
+MAX_COST = 2_000_000
+"""Cost limit of a body whose reader has no narrower one."""
+BASE_COST = 500_000
+SMALL_BYTES = 1 << 16
+"""A body up to this size is parsed on the event loop; handing it to a thread would take longer."""
+# In units of about 100 ns: an object's key is a new string and a slot in a table.
+_KEY_COST = 8
+_BRACKET_COST = 2
+_PIECE_BYTES = 1 << 18
+_STRING = re.compile(rb'"[^"]*"')
+_BRACES = bytes.maketrans(b"{}", b"[]")
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+M = TypeVar("M", bound=BaseModel)
 
 
 def receiver(body: bytes) -> Receive:
@@ -41,3 +69,128 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise too_large
     return bytes(body)
+
+
+def max_cost(max_model_len: int) -> int:
+    """Return the cost limit of a body: twice a context of token ids, and a fixed base."""
+    return BASE_COST + 2 * max_model_len
+
+
+def parse_json(body: bytes, limit: int = MAX_COST) -> Any:
+    """Parse JSON in UTF-8 of at most MAX_JSON_DEPTH levels.
+
+    Args:
+        body: the bytes.
+        limit: cost limit: 1 for every value, 4 for a list or object, 8 for a key.
+
+    Raises:
+        InvalidRequestError: it is no such JSON, or costs more.
+    """
+    count_json(body, limit)
+    return parse_counted(body)
+
+
+def parse_counted(body: bytes) -> Any:
+    """Parse a body after `count_json` has accepted it.
+
+    Raises:
+        InvalidRequestError: it is not valid JSON.
+    """
+    try:
+        return from_json(body.removeprefix(_BYTE_ORDER_MARK), allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"the body is not valid JSON in UTF-8: {error}", code="invalid_json"
+        ) from None
+
+
+def count_json(body: bytes, limit: int = MAX_COST) -> BodyCost:
+    """Count the cost of a body in pieces, so that other threads can run in between.
+
+    Args:
+        body: the bytes.
+        limit: see `parse_json`.
+
+    Raises:
+        InvalidRequestError: the body costs more or is nested too deep.
+    """
+    cost, values, wide = 0, 1, False
+    at, inside, brackets = 0, False, bytearray()
+    while at < len(body):
+        piece = body[at : at + _PIECE_BYTES]
+        at += len(piece)
+        if at < len(body) and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = piece[:-1]  # keep an escape in one piece
+            at -= 1
+        wide = wide or not piece.isascii() or b"\\u" in piece
+        plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        if inside:
+            plain = b'"' + plain
+        quotes = plain.count(b'"')
+        cost += quotes // 2
+        if cost <= limit:  # else there may be too many strings to remove
+            plain = _STRING.sub(b"", plain)
+            inside = quotes % 2 == 1
+            if inside:
+                plain = plain.partition(b'"')[0]
+            signs = plain.translate(_BRACES, _NOT_BRACKETS)
+            brackets += signs
+            commas, colons = plain.count(b","), plain.count(b":")
+            cost += commas + _KEY_COST * colons + _BRACKET_COST * len(signs)
+            values += commas + colons + signs.count(b"[")
+        if cost > limit:
+            raise InvalidRequestError(
+                f"the body has more than {limit} JSON values (a list or object counts 4, a key 8)",
+                code="too_many_values",
+            )
+    _check_depth(bytes(brackets))
+    return BodyCost(len(body), wide, values)
+
+
+def _check_depth(brackets: bytes) -> None:
+    """Check brackets for nesting depth and balance by removing the innermost pairs."""
+    for _ in range(MAX_JSON_DEPTH):
+        if not brackets:
+            return
+        brackets = brackets.replace(b"[]", b"")
+    if brackets:
+        raise InvalidRequestError(
+            f"the body is nested deeper than {MAX_JSON_DEPTH} levels, or its brackets do not match",
+            code="invalid_json",
+        )
+
+
+def validate(value: Any, model: type[M]) -> M:
+    """Validate a parsed body.
+
+    Raises:
+        InvalidRequestError: it does not fit the model; the message names the fields.
+    """
+    if not isinstance(value, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = []
+    for item in problems[:MAX_ERRORS_NAMED]:
+        line = f"{_location(item['loc'])}: {item['msg']}"
+        if line not in lines:
+            lines.append(line)
+    raise InvalidRequestError("; ".join(lines), param=_field(problems[0]["loc"]))
+
+
+def _location(path: tuple[int | str, ...]) -> str:
+    """Return a path as `messages[0].content`, without names of a union's alternatives."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "list", "dict"):
+            text += f".{part[:64]}" if text else part[:64]
+    return text or "body"
+
+
+def _field(path: tuple[int | str, ...]) -> str | None:
+    """Return the first name of a path."""
+    return str(path[0])[:64] if path else None

@@ -12,9 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.errors import error_for
+from vlm_serve.server.http.errors import PermissionDeniedError, error_for
 from vlm_serve.server.http.request_id import request_id_of
-from vlm_serve.server.http.tenants import PermissionDeniedError
 
 
 def refuse_foreign_scripts(scope: Scope, config: ServerConfig) -> None:

@@ -1,4 +1,8 @@
-"""All connections of a server: their limit, and the clock of their deadlines."""
+"""The connections of a server: their limit, and deadlines for their clients.
+
+uvicorn on its own never closes a connection in the middle of a request, however silent. It also
+waits for ever for a client to read its answer.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,13 @@ import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
+
+import h11
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.connection import Connection, ConnectionPool, OpenConnection
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +31,10 @@ SPARE_DESCRIPTORS = 128
 """Descriptors reserved for media, tiers, decoders and files."""
 MIN_CONNECTIONS = 8
 LOG_SECONDS = 60.0
+READ_BYTES = 64 << 10
+"""Bytes read at once at most. A request sends no more before its route asks for the body."""
+
+_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Connections:
@@ -40,7 +51,9 @@ class Connections:
         self.config = config
         self.clock = 0.0
         self.most = config.max_connections
-        self._open: OrderedDict[OpenConnection, None] = OrderedDict()  # least recently active first
+        self._open: OrderedDict[Connection | Handshake, None] = (
+            OrderedDict()
+        )  # least recently active first
         shortest = min(config.header_timeout, config.send_timeout)
         self._tick = min(MAX_TICK_SECONDS, shortest / TICKS_PER_DEADLINE)
         self._relieved = -1.0
@@ -75,7 +88,7 @@ class Connections:
             for connection in tuple(self._open):
                 connection.check(self._tick)
 
-    def admit(self, connection: OpenConnection) -> None:
+    def admit(self, connection: Connection | Handshake) -> None:
         """Add a new connection.
 
         At the limit the longest idle connection is closed for it. If all are being answered, the
@@ -86,17 +99,17 @@ class Connections:
         else:
             connection.transport.abort()
 
-    def active(self, connection: OpenConnection) -> None:
+    def active(self, connection: Connection | Handshake) -> None:
         """Mark a connection as the most recently active one."""
         if connection in self._open:
             self._open.move_to_end(connection)
 
-    def forget(self, connection: OpenConnection) -> None:
+    def forget(self, connection: Connection | Handshake) -> None:
         """Remove a lost connection."""
         self._open.pop(connection, None)
 
     def _close_longest_idle(self) -> bool:
-        oldest = next((each for each in self._open if not each.is_working), None)
+        oldest = next((connection for connection in self._open if not connection.is_working), None)
         if oldest is None:
             return False
         self.forget(oldest)
@@ -149,7 +162,7 @@ class Handshake(asyncio.Protocol):
 
     def __init__(
         self,
-        connections: ConnectionPool,
+        connections: Connections,
         make: Callable[[], asyncio.Protocol],
         context: ssl.SSLContext,
         seconds: float,
@@ -200,3 +213,153 @@ class Handshake(asyncio.Protocol):
         connection.connection_made(transport)
         if self._early:
             connection.data_received(bytes(self._early))
+
+
+class _Closing:
+    """A transport for uvicorn's response cycle; closing it first reads the rest of a refused
+    body."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        self._connection.close_when_read()
+
+
+class Connection(H11Protocol):
+    """One connection. `check` is called at every tick and closes it if its client is too slow."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, open_connections: Connections, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._all = open_connections
+        self._head_since: float | None = None
+        self._measured: RequestResponseCycle | None = None
+        self._body_bytes = 0
+        self._body_seconds = 0.0
+        self._unsent_since: float | None = None
+        self._unsent = 0
+        self._discarding = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        # uvicorn starts its timer only between two requests.
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+        self._all.admit(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.forget(self)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        if self.cycle is not None:
+            self.cycle.body = bytearray()  # free what no route will read
+
+    def data_received(self, data: bytes) -> None:
+        if self._discarding:
+            return
+        self._all.active(self)
+        self._body_bytes += len(data)
+        super().data_received(data)
+        if self.cycle is not self._measured:  # another request has begun
+            self._measured = self.cycle
+            self.cycle.transport = cast(asyncio.Transport, _Closing(self))
+            self._body_bytes, self._body_seconds = 0, 0.0
+            if self.conn.their_state is h11.SEND_BODY and not self.cycle.response_complete:
+                self.flow.pause_reading()  # until the route asks for the body
+        if self.conn.their_state is not h11.IDLE:
+            self._head_since = None
+        elif self._head_since is None:
+            self._head_since = self._all.clock
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse invalid bytes, also while a request is being answered.
+
+        uvicorn does not look for such a request. The bytes after it cannot be parsed, so the
+        connection ends, and the answer with it.
+        """
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                self.transport.close()
+                return
+        super().send_400_response(msg)
+
+    def on_response_complete(self) -> None:
+        self._all.active(self)
+        super().on_response_complete()
+
+    def resume_writing(self) -> None:
+        self._unsent_since = None
+        super().resume_writing()
+
+    def close_when_read(self) -> None:
+        """Close the connection after the body has been read to its end.
+
+        Closing it earlier would reset the connection before the client has read the answer.
+        """
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self._discarding = True
+            if self.transport.can_write_eof():  # TLS cannot
+                self.transport.write_eof()
+            self.flow.resume_reading()
+        else:
+            self.transport.close()
+
+    @property
+    def is_working(self) -> bool:
+        """True if its request is complete and is being answered."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        return answering and self.conn.their_state is not h11.SEND_BODY
+
+    def check(self, seconds: float) -> None:
+        """Close the connection if its client is too slow.
+
+        Args:
+            seconds: time since the last check.
+        """
+        if self._reads_too_slowly():
+            self.transport.abort()
+        elif not self.transport.is_closing() and self._sends_too_slowly(seconds):
+            if self._head_since is not None or not self.cycle.response_started:
+                self.transport.write(_TIMEOUT)
+            self.transport.close()
+
+    def _sends_too_slowly(self, seconds: float) -> bool:
+        config, now = self._all.config, self._all.clock
+        if self._head_since is not None:
+            return now - self._head_since > config.header_timeout
+        if self.conn.their_state is not h11.SEND_BODY or self._is_held_up:
+            return False
+        self._body_seconds += seconds
+        earned = self._body_bytes / config.min_body_rate_bytes
+        if self.cycle.response_complete:
+            earned = 0.0  # the rest of a body that was refused
+        return self._body_seconds > config.header_timeout + earned
+
+    @property
+    def _is_held_up(self) -> bool:
+        """True if the server itself delays the body."""
+        return self.flow.read_paused or self.cycle.waiting_for_100_continue
+
+    def _reads_too_slowly(self) -> bool:
+        """Return True if the client has taken too little of the unsent bytes for too long."""
+        unsent, now = self.transport.get_write_buffer_size(), self._all.clock
+        if not unsent:
+            self._unsent_since = None
+            return False
+        if self._unsent_since is None or unsent <= self._unsent - HIGH_WATER_LIMIT:
+            self._unsent_since, self._unsent = now, unsent
+        self._unsent = max(self._unsent, unsent)
+        return now - self._unsent_since > self._all.config.send_timeout

@@ -37,6 +37,13 @@ class AuthenticationError(VlmServeError):
     type = "authentication_error"
 
 
+class PermissionDeniedError(VlmServeError):
+    """Such a client may not do this, whatever its request says: HTTP 403."""
+
+    status = 403
+    type = "permission_error"
+
+
 class NotFoundError(InvalidRequestError):
     """There is no such thing, or the client may not see it: HTTP 404."""
 

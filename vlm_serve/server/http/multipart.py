@@ -26,7 +26,7 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FormPart:
     """The head of a part.
 
     Attributes:
@@ -57,7 +57,7 @@ class FormReader:
 
     def __init__(self, boundary: bytes) -> None:
         self.ended = False
-        self._found: list[Part | bytes] = []
+        self._pieces: list[FormPart | bytes] = []
         self._headers: dict[str, str] = {}
         self._name = self._value = b""  # of the header that is being read
         self._head = self._outside = 0
@@ -79,7 +79,7 @@ class FormReader:
         # The parser takes nothing before the first boundary: it gets a part that holds that.
         self._parser.write(b"--" + boundary + b"\r\n\r\n\r\n")
 
-    def feed(self, data: bytes) -> list[Part | bytes]:
+    def feed(self, data: bytes) -> list[FormPart | bytes]:
         """Take the body's next bytes; return the heads of parts and pieces of their contents.
 
         Raises:
@@ -92,8 +92,8 @@ class FormReader:
             raise _malformed(str(error)) from None
         if self._outside > MAX_OUTSIDE:
             raise _malformed(f"more than {MAX_OUTSIDE} bytes are outside of its parts")
-        found, self._found = self._found, []
-        return found
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def _begin_part(self) -> None:
         self._parts += 1
@@ -122,27 +122,27 @@ class FormReader:
 
     def _end_head(self) -> None:
         if self._parts:
-            self._found.append(_part_of(self._headers))
+            self._pieces.append(_part_of(self._headers))
 
     def _add_content(self, data: bytes, start: int, end: int) -> None:
         if self._parts:
             self._outside -= end - start
-            self._found.append(data[start:end])
+            self._pieces.append(data[start:end])
 
     def _end(self) -> None:
         self.ended = True
 
 
-def _part_of(headers: dict[str, str]) -> Part:
+def _part_of(headers: dict[str, str]) -> FormPart:
     encoding = headers.get("content-transfer-encoding", "binary").lower()
     if encoding not in _PLAIN_ENCODINGS:
         raise _malformed(f"the content transfer encoding {encoding[:32]!r} is not supported")
-    kind, found = parse_options_header(headers.get("content-disposition"))
-    if kind != b"form-data" or b"name" not in found:
+    kind, options = parse_options_header(headers.get("content-disposition"))
+    if kind != b"form-data" or b"name" not in options:
         raise _malformed("a part has no Content-Disposition: form-data with a name")
-    name, filename = found[b"name"], found.get(b"filename")
+    name, filename = options[b"name"], options.get(b"filename")
     shown = None if filename is None else filename.decode("utf-8", "replace")
-    return Part(name.decode("utf-8", "replace"), shown)
+    return FormPart(name.decode("utf-8", "replace"), shown)
 
 
 def _malformed(problem: str) -> InvalidRequestError:

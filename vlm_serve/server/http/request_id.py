@@ -6,8 +6,6 @@ import re
 import secrets
 from typing import Any
 
-from vlm_serve.server.failover.attempt import attempt_of
-
 _PLAIN = re.compile(r"[A-Za-z0-9_.:-]{1,128}", re.ASCII)
 
 
@@ -24,11 +22,9 @@ def new_request_id() -> str:
 def request_id_of(scope: Any) -> str:
     """Return the id of the request with this ASGI scope, the same on every call.
 
-    It is the attempt's id, or else the client's X-Request-Id if that is plain, or else a new one.
+    It is the attempt's id (`failover.resuming` sets it), or else the client's X-Request-Id if that
+    is plain, or else a new one.
     """
-    attempt = attempt_of(scope)
-    if attempt is not None:
-        return attempt.request_id
     state = scope.setdefault("state", {})
     if "request_id" not in state:
         given = next((v for k, v in scope.get("headers", ()) if k == b"x-request-id"), b"")

@@ -93,7 +93,7 @@ class RequestMemory:
             await waiter.granted
         finally:
             if not waiter.granted.done() or waiter.granted.cancelled():
-                self._waiting = deque(each for each in self._waiting if each is not waiter)
+                self._waiting = deque(other for other in self._waiting if other is not waiter)
 
     def release(self, share: Share) -> None:
         """Give back all of a share."""
@@ -261,14 +261,14 @@ def _string_bytes(value: Any) -> int:
     """Return the bytes of all characters in a parsed value."""
     total, rest = 0, [value]
     while rest:
-        each = rest.pop()
-        if isinstance(each, str):
-            total += len(each) * (1 if each.isascii() else WIDEST_CHARACTER)
-        elif isinstance(each, dict):
-            rest += each
-            rest += each.values()
-        elif isinstance(each, list):
-            rest += each
+        part = rest.pop()
+        if isinstance(part, str):
+            total += len(part) * (1 if part.isascii() else WIDEST_CHARACTER)
+        elif isinstance(part, dict):
+            rest += part
+            rest += part.values()
+        elif isinstance(part, list):
+            rest += part
     return total
 
 

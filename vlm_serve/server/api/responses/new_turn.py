@@ -16,8 +16,8 @@ from vlm_serve.errors import FieldError, InvalidRequestError, UnsupportedFieldEr
 from vlm_serve.preprocess.reading.items import is_reference
 from vlm_serve.server.api.responses.request import ResponsesRequest
 from vlm_serve.server.failover.attempt import Attempt, attempt_of, new_token
+from vlm_serve.server.http.auth import Owner, owner_of
 from vlm_serve.server.http.errors import NotFoundError
-from vlm_serve.server.http.tenants import Owner, owner_of
 from vlm_serve.server.response_store import (
     ResponseStore,
     Turn,
@@ -169,13 +169,13 @@ def with_references(
             param=place,
             code="unsupported_field",
         )
-    found = responses.find_items(owner_of(scope, body.cache_salt), named.keys())
+    stored = responses.find_items(owner_of(scope, body.cache_salt), named.keys())
     for item_id, at in named.items():
-        if item_id not in found:
+        if item_id not in stored:
             raise NotFoundError(
                 f"input[{at}]: there is no stored item {item_id[:128]!r}",
                 param=f"input[{at}]",
                 code="item_not_found",
             )
-    body.input = [found[item["id"]] if is_reference(item) else item for item in body.input]
+    body.input = [stored[item["id"]] if is_reference(item) else item for item in body.input]
     return {**value, "input": body.input}

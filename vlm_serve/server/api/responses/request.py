@@ -11,8 +11,8 @@ from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.values import unsupported
 from vlm_serve.preprocess.text.template_traits import TemplateTraits
-from vlm_serve.server.api.conversation import ParsedRequest, set_variables
-from vlm_serve.server.api.fields import (
+from vlm_serve.server.api.shared.conversation import ParsedRequest, set_variables
+from vlm_serve.server.api.shared.fields import (
     MAX_TOOLS,
     AnswerRequest,
     Items,
@@ -21,9 +21,15 @@ from vlm_serve.server.api.fields import (
     Verbosity,
     Whole,
 )
-from vlm_serve.server.api.sampling import sampling_names, sampling_of, with_sampling
-from vlm_serve.server.api.structured import json_schema_form, simple_form, tool_choice_of
-from vlm_serve.server.api.unknown_fields import unimplemented_in
+from vlm_serve.server.api.shared.sampling import (
+    json_schema_form,
+    sampling_names,
+    sampling_of,
+    simple_form,
+    tool_choice_of,
+    with_sampling,
+)
+from vlm_serve.server.api.shared.unknown_fields import unimplemented_in
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.structured_outputs import StructuredOutputs
 

@@ -22,23 +22,6 @@ from vlm_serve.preprocess.reading.items import read_past
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.answers.json_calls import decodable
-from vlm_serve.server.api.answer import Event, Incoming, ResponseSpec, answer_prompt
-from vlm_serve.server.api.bodies import (
-    CacheReportBody,
-    Optional,
-    TokenLogprob,
-    cache_report_body,
-    usage_body,
-)
-from vlm_serve.server.api.conversation import (
-    ConversationTask,
-    ParsedRequest,
-    conversation_task,
-    count_tokens,
-)
-from vlm_serve.server.api.logprobs import chat_logprobs
-from vlm_serve.server.api.output_blocks import BlockStream, OutputBlock
-from vlm_serve.server.api.request_body import read_prompt
 from vlm_serve.server.api.responses.new_turn import (
     NewTurn,
     bytes_of_past,
@@ -48,8 +31,25 @@ from vlm_serve.server.api.responses.new_turn import (
     with_references,
 )
 from vlm_serve.server.api.responses.request import RESPONSES_UNIMPLEMENTED, ResponsesRequest
-from vlm_serve.server.api.unknown_fields import ignored_fields, ignored_header
-from vlm_serve.server.http.tenants import owner_of
+from vlm_serve.server.api.shared.answer import Event, Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.shared.conversation import (
+    ConversationTask,
+    ParsedRequest,
+    conversation_task,
+    count_tokens,
+)
+from vlm_serve.server.api.shared.fields import (
+    CacheReportBody,
+    Optional,
+    TokenLogprob,
+    cache_report_body,
+    usage_body,
+)
+from vlm_serve.server.api.shared.logprobs import chat_logprobs
+from vlm_serve.server.api.shared.output_blocks import BlockStream, OutputBlock
+from vlm_serve.server.api.shared.request_body import read_prompt
+from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.http.auth import owner_of
 from vlm_serve.server.service import Service
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -124,8 +124,8 @@ def _spec(incoming: Incoming, body: ResponsesRequest, conversation: Conversation
 def _input_of(arguments: str) -> str:
     """Return the one text of a call's arguments, which the token limit may have cut."""
     given = from_json(arguments or "{}", allow_partial="trailing-strings")
-    found = given.get("input", "") if isinstance(given, dict) else ""
-    return found if isinstance(found, str) else arguments
+    text = given.get("input", "") if isinstance(given, dict) else ""
+    return text if isinstance(text, str) else arguments
 
 
 class CustomInput:
@@ -386,7 +386,7 @@ class ResponseStream(BlockStream):
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     """Return a logprobs entry in this API's format: without text, `bytes` is empty instead of
     null."""
-    made = entry.model_dump()
-    for each in (made, *made["top_logprobs"]):
-        each["bytes"] = each["bytes"] or []
-    return made
+    fields = entry.model_dump()
+    for token in (fields, *fields["top_logprobs"]):
+        token["bytes"] = token["bytes"] or []
+    return fields

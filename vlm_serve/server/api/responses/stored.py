@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.preprocess.reading.values import unsupported
-from vlm_serve.server.api.listing import page_of
 from vlm_serve.server.api.responses.new_turn import find_response
-from vlm_serve.server.http.tenants import Owner, owner_of
+from vlm_serve.server.api.shared.listing import page_of
+from vlm_serve.server.http.auth import Owner, owner_of
 from vlm_serve.server.response_store import Turn
 from vlm_serve.server.service import Service
 

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 
-from vlm_serve.server import trimming
-from vlm_serve.server.trimming import TRIM_BYTES, Trimmer
+from vlm_serve.server import upkeep
+from vlm_serve.server.upkeep import TRIM_BYTES, Trimmer
 
 
 class Circle:
@@ -26,8 +26,8 @@ async def until(trimmer: Trimmer, trims: int) -> None:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trimming, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(trimming, "QUIET_SECONDS", 0.5)
+    monkeypatch.setattr(upkeep, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(upkeep, "QUIET_SECONDS", 0.5)
 
 
 def test_much_is_given_back_while_requests_go_on() -> None:

@@ -14,7 +14,7 @@ from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import Piece
 from vlm_serve.server.answers.tool_values import is_json
-from vlm_serve.server.api.answer import AnswerStream, Event
+from vlm_serve.server.api.shared.answer import AnswerStream, Event
 from vlm_serve.server.failover.attempt import Attempt, new_token
 
 

@@ -10,8 +10,8 @@ from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.text.template_traits import TemplateTraits
 from vlm_serve.sampling_params import MAX_LOGPROBS
-from vlm_serve.server.api.conversation import ParsedRequest, set_variables
-from vlm_serve.server.api.fields import (
+from vlm_serve.server.api.shared.conversation import ParsedRequest, set_variables
+from vlm_serve.server.api.shared.fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     GenerationRequest,
@@ -22,8 +22,12 @@ from vlm_serve.server.api.fields import (
     Whole,
     check_stream,
 )
-from vlm_serve.server.api.sampling import sampling_of, with_sampling
-from vlm_serve.server.api.structured import structured_outputs_of, tool_choice_of
+from vlm_serve.server.api.shared.sampling import (
+    sampling_of,
+    structured_outputs_of,
+    tool_choice_of,
+    with_sampling,
+)
 
 
 class ChatMessage(RequestModel):

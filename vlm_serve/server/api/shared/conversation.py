@@ -26,13 +26,12 @@ from vlm_serve.server.answers.generation import (
     reasoning_parser_of,
     thought_of,
 )
-from vlm_serve.server.answers.next_turn import ParsedTurn
-from vlm_serve.server.answers.output_parser import OutputParser
+from vlm_serve.server.answers.output_parser import OutputParser, ParsedTurn
 from vlm_serve.server.answers.pieces import ToolForm, form_of
-from vlm_serve.server.api.answer import Incoming
-from vlm_serve.server.api.fields import AnswerRequest
-from vlm_serve.server.api.request_body import affinity_of
-from vlm_serve.server.api.structured import ToolChoice, with_tools
+from vlm_serve.server.api.shared.answer import Incoming
+from vlm_serve.server.api.shared.fields import AnswerRequest
+from vlm_serve.server.api.shared.request_body import affinity_of
+from vlm_serve.server.api.shared.sampling import ToolChoice, with_tools
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.service import Preparation, Service
 from vlm_serve.system.stopping import Stop
@@ -100,14 +99,14 @@ def set_variables(
 def prepare(
     service: Service,
     conversation: Conversation,
-    own: KeyScope,
+    scope: KeyScope,
     answer_tokens: int | None = None,
     last_tokens: int | None = None,
 ) -> Preparation:
     """Return the prompt, or the work left if there are media; call it on a preparation thread.
 
     Args:
-        own: whose prompt it is.
+        scope: whose prompt it is.
         answer_tokens: tokens reserved for the answer. If the conversation is too long, its oldest
             turns are dropped. None: a conversation that is too long is refused.
         last_tokens: only so many tokens at the prompt's end are used, unless there are media.
@@ -121,11 +120,13 @@ def prepare(
         max_tokens = service.engine.max_model_len - max(answer_tokens, 1)
 
         def truncated(stop: Stop) -> Prompt:
-            prompt_of = partial(preprocessor.prepare, **own.options, stop=stop)
+            prompt_of = partial(preprocessor.prepare, **scope.options, stop=stop)
             return prepare_truncated(conversation, prompt_of, max_tokens)
 
         return truncated if conversation.media else truncated(Stop())
-    rendering: Rendering = preprocessor.begin(conversation, **own.options, last_tokens=last_tokens)
+    rendering: Rendering = preprocessor.begin(
+        conversation, **scope.options, last_tokens=last_tokens
+    )
     if rendering.media:
         return rendering
     prompt: Prompt = preprocessor.finish(rendering, [])
@@ -133,12 +134,12 @@ def prepare(
 
 
 def prepare_tokens(
-    service: Service, prompt: str | list[int], own: KeyScope, count: int | None = None
+    service: Service, prompt: str | list[int], scope: KeyScope, count: int | None = None
 ) -> Prompt:
     """Return the prompt for text or token ids; call it on a preparation thread.
 
     Args:
-        own: whose prompt it is.
+        scope: whose prompt it is.
         count: only so many tokens at the end are used; None: all are.
 
     Raises:
@@ -151,8 +152,8 @@ def prepare_tokens(
         ids = preprocessor.tokenizer.encode(prompt)
     else:
         ids = preprocessor.tokenizer.encode_end(prompt, count)
-    made: Prompt = preprocessor.prepare_tokens(ids, **own.options)
-    return made
+    prepared: Prompt = preprocessor.prepare_tokens(ids, **scope.options)
+    return prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +177,14 @@ class ParsedRequest:
     answer_tokens: int | None = None
     clamped: bool = False
 
-    def prepare(self, service: Service, own: KeyScope) -> Preparation:
+    def prepare(self, service: Service, scope: KeyScope) -> Preparation:
         """Return the prompt or the work left; it raises as `prepare` does."""
         count = self.params.kept_prompt_tokens(service.engine.max_model_len)
-        made = prepare(service, self.conversation, own, self.answer_tokens, count)
+        prepared = prepare(service, self.conversation, scope, self.answer_tokens, count)
         cut = self.params.truncate_prompt_tokens not in (None, -1)
-        if cut and not isinstance(made, Prompt):
+        if cut and not isinstance(prepared, Prompt):
             raise FieldError("truncate_prompt_tokens", "is not possible for a prompt with media")
-        return made
+        return prepared
 
 
 async def count_tokens(service: Service, parsed: ParsedRequest, cache_salt: str) -> int:
@@ -270,7 +271,7 @@ def conversation_task(
     plain = params.structured_outputs
     form = with_tools(plain, choice, schemas, parsed.form_field, _tool_form(service))
     form_field = parsed.form_field if form is plain else "tools"
-    own = incoming.key_scope(body)
+    scope = incoming.key_scope(body)
     forms = AnswerForms(
         None if choice.mode == "none" else {name: schemas[name] or {} for name in choice.names},
         _tool_form(service),
@@ -279,7 +280,7 @@ def conversation_task(
     return ConversationTask(
         task=incoming.task(
             body,
-            partial(parsed.prepare, service, own),
+            partial(parsed.prepare, service, scope),
             dataclasses.replace(params, structured_outputs=form),
             reasoning=reasoning_parser_of(service),
             calls=choice.mode != "none" and form is None,

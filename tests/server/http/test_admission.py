@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from vlm_serve.server.http.open_requests import OpenRequests
+from vlm_serve.server.http.admission import OpenRequests
 
 PATIENCE = 20.0
 

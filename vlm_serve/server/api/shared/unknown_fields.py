@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.errors import UnsupportedFieldError
-from vlm_serve.server.api.chat_request import ChatCompletionRequest
-from vlm_serve.server.api.sampling import options_elsewhere
+from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
+from vlm_serve.server.api.shared.sampling import options_elsewhere
 
 IGNORED_HEADER = "x-vlm-serve-ignored-fields"
 MAX_IGNORED_NAMED = 32
@@ -100,8 +100,8 @@ def ignored_fields(
         if name not in unimplemented:
             ignored.append(name)
         elif value is not None and not _is_neutral(value, unimplemented[name]):
-            served = (each for each in INSTEAD.get(name, ()) if each not in unimplemented)
-            hint = "".join(f": use {each}" for each in itertools.islice(served, 1))
+            served = (other for other in INSTEAD.get(name, ()) if other not in unimplemented)
+            hint = "".join(f": use {other}" for other in itertools.islice(served, 1))
             raise UnsupportedFieldError(
                 f"{name} is not implemented by this server{hint}",
                 param=name,
@@ -129,5 +129,5 @@ def ignored_header(names: list[str]) -> dict[str, str]:
 def _suggestion(name: str) -> str:
     if not name.isidentifier():  # a place inside of a field
         return ""
-    found = difflib.get_close_matches(name, ChatCompletionRequest.model_fields, n=1, cutoff=0.85)
-    return f" ({found[0]}?)" if found and found[0] != name else ""
+    close = difflib.get_close_matches(name, ChatCompletionRequest.model_fields, n=1, cutoff=0.85)
+    return f" ({close[0]}?)" if close and close[0] != name else ""

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -21,19 +21,20 @@ from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.identity.keys import KeyScope
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.answers.generation import Generation, Task, answering
-from vlm_serve.server.api.fields import AnswerRequest
-from vlm_serve.server.api.request_body import read_prompt
-from vlm_serve.server.failover.attempt import attempt_of, created_of
+from vlm_serve.server.answers.generation import AttemptGeneration, Generation, Task, answering
+from vlm_serve.server.api.shared.fields import AnswerRequest
+from vlm_serve.server.api.shared.request_body import read_prompt
+from vlm_serve.server.failover.attempt import ATTEMPT, Attempt
 from vlm_serve.server.failover.covering import Coverage, CoveredResponse
+from vlm_serve.server.http.auth import share_of
 from vlm_serve.server.http.errors import envelope, public_error
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
-from vlm_serve.server.http.streaming import Chunks, stream_response, until_disconnected
-from vlm_serve.server.http.tenants import share_of
+from vlm_serve.server.http.streaming import Chunks, nothing, stream_response, until_disconnected
 from vlm_serve.server.service import Preparation, Service
 
 B = TypeVar("B", bound=AnswerRequest)
 Event = dict[str, Any]
+Numbered = AsyncGenerator[tuple[int, Delta], None]
 
 
 class AnswerStream(ABC):
@@ -100,9 +101,14 @@ class Incoming:
     arrival: float
 
     @property
+    def attempt(self) -> Attempt | None:
+        """The attempt that the request is; None: there will be no other attempt."""
+        return self.scope.get(ATTEMPT)
+
+    @property
     def created(self) -> int:
         """Unix time in seconds for the answer."""
-        return created_of(self.scope)
+        return int(time.time()) if self.attempt is None else self.attempt.created
 
     def key_scope(self, body: AnswerRequest) -> KeyScope:
         """Return whose prompts the request's are."""
@@ -123,7 +129,7 @@ class Incoming:
             self.arrival,
             body.priority or 0,
             trace=trace_context_of(self.scope),
-            attempt=attempt_of(self.scope),
+            attempt=self.attempt,
             share=share_of(self.scope),
             **others,
         )
@@ -156,37 +162,39 @@ async def respond(service: Service, request: Request, spec: ResponseSpec) -> Res
         VlmServeError: the request failed before its response began.
         ClientGoneError: the client disconnected.
     """
-    coverage = Coverage()
+    coverage = None if spec.tasks[0].attempt is None else Coverage()
     if spec.stream:
         events = _events(service, spec, coverage)
-        return await stream_response(
-            request, events, spec.headers, named=spec.named, extra=coverage.take
-        )
+        extra = nothing if coverage is None else coverage.take
+        return await stream_response(request, events, spec.headers, named=spec.named, extra=extra)
     answer = await until_disconnected(request, _complete(service, spec, coverage))
-    return CoveredResponse(answer, spec.headers, coverage.take())
+    headers = dict(spec.headers)
+    if coverage is None:
+        return Response(answer, headers=headers, media_type="application/json")
+    return CoveredResponse(answer, headers, coverage.take())
 
 
-async def _complete(service: Service, spec: ResponseSpec, coverage: Coverage) -> str:
+async def _complete(service: Service, spec: ResponseSpec, coverage: Coverage | None) -> str:
     """Return the complete response body as JSON.
 
     Log-probabilities and vectors make a response many times longer. With them, the body is built on
     a preparation thread, so that it does not block the event loop.
     """
     params = [task.params for task in spec.tasks]
-    long = any(each.logprobs is not None or each.prompt_logprobs is not None for each in params)
+    long = any(
+        options.logprobs is not None or options.prompt_logprobs is not None for options in params
+    )
     long = long or any(task.pooled for task in spec.tasks)
     async with _submitted(service, spec) as generations:
         answer, deferred = spec.stream_of(generations), list[tuple[int, Delta]]()
-        coverage.begin([generation.part for generation in generations])
 
         def build() -> str:
             for prompt, delta in deferred:
                 answer.push(prompt, delta)
             return answer.result().model_dump_json()
 
-        async with aclosing(_merged(generations)) as deltas:
+        async with aclosing(_merged(generations, coverage)) as deltas:
             async for prompt, delta in deltas:
-                coverage.add(prompt, delta)
                 if long:
                     deferred.append((prompt, delta))
                 else:
@@ -194,7 +202,7 @@ async def _complete(service: Service, spec: ResponseSpec, coverage: Coverage) ->
         return await service.workers.prepare(build) if long else build()
 
 
-async def _events(service: Service, spec: ResponseSpec, coverage: Coverage) -> Chunks:
+async def _events(service: Service, spec: ResponseSpec, coverage: Coverage | None) -> Chunks:
     """Yield the events of a streamed response.
 
     An error before the first event is raised. A later one becomes an event itself, since the status
@@ -202,12 +210,10 @@ async def _events(service: Service, spec: ResponseSpec, coverage: Coverage) -> C
     """
     async with _submitted(service, spec) as generations:
         answer = spec.stream_of(generations)
-        coverage.begin([generation.part for generation in generations])
         sent = False
         try:
-            async with aclosing(_merged(generations)) as deltas:
+            async with aclosing(_merged(generations, coverage)) as deltas:
                 async for prompt, delta in deltas:
-                    coverage.add(prompt, delta)
                     events = [] if sent else answer.start()
                     events += answer.push(prompt, delta)
                     for event in events:
@@ -216,7 +222,8 @@ async def _events(service: Service, spec: ResponseSpec, coverage: Coverage) -> C
         except Exception as error:
             if not sent:
                 raise
-            coverage.fail()
+            if coverage is not None:
+                coverage.fail()
             for event in answer.failed(public_error(error, spec.tasks[0].request_id)):
                 yield event
             return
@@ -224,7 +231,7 @@ async def _events(service: Service, spec: ResponseSpec, coverage: Coverage) -> C
             yield event
 
 
-async def _round_robin(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
+async def _round_robin(generations: Sequence[Generation]) -> Numbered:
     streams = [generation.deltas() for generation in generations]
     unfinished = list(range(len(streams)))
     while unfinished:
@@ -244,17 +251,19 @@ async def _submitted(service: Service, spec: ResponseSpec) -> AsyncIterator[list
         ]
 
 
-async def _merged(
-    generations: Sequence[Generation],
-) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Yield the deltas of all generations as they arrive, each with its generation's index.
+def _merged(generations: Sequence[Generation], coverage: Coverage | None) -> Numbered:
+    """Return the deltas of all generations, each with its generation's index.
 
-    Deltas of an attempt come round-robin, so that every attempt has the same order.
+    Those of an attempt come round-robin, so that every attempt has the same order.
     """
-    if len(generations) == 1 or generations[0].part is not None:
-        async for numbered in _round_robin(generations):
-            yield numbered
-        return
+    if coverage is not None:
+        parts = [cast(AttemptGeneration, generation).part for generation in generations]
+        return coverage.covering(parts, _round_robin(generations))
+    return _round_robin(generations) if len(generations) == 1 else _arriving(generations)
+
+
+async def _arriving(generations: Sequence[Generation]) -> Numbered:
+    """Yield the deltas of all generations as they arrive."""
     pending: dict[asyncio.Future[Delta], int] = {}
     streams = [generation.deltas() for generation in generations]
 

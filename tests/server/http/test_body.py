@@ -17,15 +17,15 @@ from pydantic import BaseModel, FailFast
 from serving import RunningServer, chat_body
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.server.api.cache import FlushRequest, ProbeRequest
-from vlm_serve.server.api.cache_pins import PinRequest
-from vlm_serve.server.api.chat_request import ChatCompletionRequest
+from vlm_serve.server.api.cache.inspection import FlushRequest, ProbeRequest
+from vlm_serve.server.api.cache.pins import PinRequest
 from vlm_serve.server.api.completions import CompletionRequest
 from vlm_serve.server.api.messages import MessagesRequest
 from vlm_serve.server.api.responses.request import ResponsesRequest
+from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
 from vlm_serve.server.api.tokenization import DetokenizeRequest, TokenizeRequest
-from vlm_serve.server.http import json_body
-from vlm_serve.server.http.json_body import parse_json
+from vlm_serve.server.http import body as json_body
+from vlm_serve.server.http.body import parse_json
 
 JSON = {"Content-Type": "application/json"}
 MODELS = (

@@ -18,14 +18,15 @@ from vlm_serve.cache.listing import ListedNode, NodeInfo
 from vlm_serve.cache.records import Hit
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.features.mirror import Change, PastChange, TreeListing
-from vlm_serve.server.api.cache import (
+from vlm_serve.server.api.cache.inspection import (
     CacheNode,
     VisibleRoots,
     refuse_unknown,
     with_own_number,
 )
+from vlm_serve.server.http.auth import share_of
+from vlm_serve.server.http.errors import PermissionDeniedError
 from vlm_serve.server.http.streaming import Events, EventStream, until_disconnected
-from vlm_serve.server.http.tenants import PermissionDeniedError, share_of
 from vlm_serve.server.service import Service
 
 SLICE = 16
@@ -166,8 +167,8 @@ class _Subscriber:
         told = CacheHistoryEvent(
             statuses=[{"age_seconds": round(age, 1), **status} for age, status in statuses],
             events=[
-                {"age_seconds": round(age, 1), **_past_body(each)}
-                for age, each in self._feed.mirror.recent.latest(self._visible)
+                {"age_seconds": round(age, 1), **_past_body(event)}
+                for age, event in self._feed.mirror.recent.latest(self._visible)
             ],
         )
         yield f"id: {number}\nevent: history\ndata: {told.model_dump_json()}\n\n".encode()
@@ -190,7 +191,7 @@ class _Subscriber:
         """Return the same as `dataclasses.asdict` in a third of the time."""
         node = self._engine.describe(entry)
         body: dict[str, Any] = dict(zip(_NODE_FIELDS, _values_of(node), strict=True))
-        body["media"] = [dataclasses.asdict(each) for each in node.media]
+        body["media"] = [dataclasses.asdict(medium) for medium in node.media]
         return body if self._visible.everything else with_own_number(body)
 
     def _change(self, change: Change) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from vlm_serve.cache.matching import key_at
 from vlm_serve.engine.requests.validation import check_page
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.reader import read_conversation
-from vlm_serve.server.api.cache import (
+from vlm_serve.server.api.cache.inspection import (
     CachePrompt,
     NodeKey,
     VisibleRoots,
@@ -27,10 +27,10 @@ from vlm_serve.server.api.cache import (
     preparation_of,
     refuse_unknown,
 )
-from vlm_serve.server.api.request_body import read_value
+from vlm_serve.server.api.shared.request_body import read_value
+from vlm_serve.server.http.auth import salt_of
+from vlm_serve.server.http.body import validate
 from vlm_serve.server.http.errors import NotFoundError
-from vlm_serve.server.http.json_body import validate
-from vlm_serve.server.http.tenants import salt_of
 from vlm_serve.server.service import Preparation, Service
 
 
@@ -102,9 +102,9 @@ async def list_pins(service: Service, request: Request) -> Response:
     offset, limit = page_of(request.query_params)
     check_page(offset, limit)
     owner = VisibleRoots(service, request).owner
-    found = await asyncio.to_thread(service.engine.pins.listed, owner)
-    shown = [PinBody(**dataclasses.asdict(each)) for each in found[offset : offset + limit]]
-    return JSONResponse(PinList(total=len(found), offset=offset, pins=shown).model_dump())
+    pins = await asyncio.to_thread(service.engine.pins.listed, owner)
+    shown = [PinBody(**dataclasses.asdict(pin)) for pin in pins[offset : offset + limit]]
+    return JSONResponse(PinList(total=len(pins), offset=offset, pins=shown).model_dump())
 
 
 async def lift_pin(service: Service, request: Request) -> Response:
@@ -143,7 +143,7 @@ def _target(
     body = validate(value, PinRequest)
     if body.key is None:
         return body, *preparation_of(service, request, body, read_conversation("chat", value))
-    given = {name for name, each in value.items() if each is not None}
+    given = {name for name, field in value.items() if field is not None}
     if given - {"key", "ttl_seconds", "model"}:
         raise InvalidRequestError("key must come without a prompt", param="key")
     service.state.resolve_model(body.model)

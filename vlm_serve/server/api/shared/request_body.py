@@ -19,18 +19,18 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.identity.affinity import AffinityKey, affinity_keys
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import APIS, read_conversation
-from vlm_serve.server.http.body import read_body
-from vlm_serve.server.http.errors import MediaTypeError
-from vlm_serve.server.http.json_body import (
+from vlm_serve.server.http.auth import salt_of
+from vlm_serve.server.http.body import (
     SMALL_BYTES,
     count_json,
     max_cost,
     parse_counted,
+    read_body,
     validate,
 )
+from vlm_serve.server.http.errors import MediaTypeError
 from vlm_serve.server.http.request_memory import Share, current_share
 from vlm_serve.server.http.streaming import until_disconnected
-from vlm_serve.server.http.tenants import salt_of
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service
@@ -59,15 +59,15 @@ async def read_prompt(
     model: type[M],
     use: Callable[[M, Conversation], T],
     completed: Callable[[M, Any], Any] | None = None,
-    beside: Callable[[M], int] = lambda body: 0,
+    referred_bytes: Callable[[M], int] = lambda body: 0,
 ) -> T:
     """Return the result of `use` for the request's body and the conversation in it.
 
     Args:
         api: see `read_conversation`.
         completed: adds to the parsed JSON what the body only refers to.
-        beside: returns the bytes of what the body refers to and `use` reads; the request counts as
-            if its body had brought them.
+        referred_bytes: returns the bytes of what the body refers to and `use` reads; the request
+            counts as if its body had brought them.
 
     Raises:
         InvalidRequestError: see `read_value`, `read_conversation`.
@@ -82,19 +82,19 @@ async def read_prompt(
 
     def use_small(value: Any) -> Callable[[], T] | _Large[M]:
         body = validate(value, model)
-        num_bytes = beside(body)
+        num_bytes = referred_bytes(body)
         if num_bytes > SMALL_BYTES:
             return _Large(value, body, num_bytes)
-        made = read(value, body)
-        return lambda: made
+        result = read(value, body)
+        return lambda: result
 
-    found = await read_value(service, request, use_small)
-    if not isinstance(found, _Large):
-        return found()
+    outcome = await read_value(service, request, use_small)
+    if not isinstance(outcome, _Large):
+        return outcome()
     share = current_share()
     if share is not None:
-        await _grow(request, share, share.size + found.num_bytes)
-    return await service.workers.parse(partial(read, found.value, found.body))
+        await _grow(request, share, share.size + outcome.num_bytes)
+    return await service.workers.parse(partial(read, outcome.value, outcome.body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ async def read_value(service: Service, request: Request, use: Callable[[Any], T]
     if kind != "application/json":
         raise MediaTypeError("the body must be sent with Content-Type: application/json")
     try:
-        body = await read_body(request, service.config.max_body_bytes)
+        body = await read_body(request, service.max_body_bytes)
     except ClientDisconnect:
         raise InvalidRequestError("the client went away before its body was complete") from None
     limit = max_cost(service.engine.max_model_len)
@@ -147,12 +147,12 @@ async def read_value(service: Service, request: Request, use: Callable[[Any], T]
         return use(value), cost.when_parsed(value)
 
     if small:
-        made, kept = read()
+        result, kept = read()
     else:
-        made, kept = await service.workers.parse(read)
+        result, kept = await service.workers.parse(read)
     if share is not None:
         share.shrink(kept)
-    return made
+    return result
 
 
 AFFINITY = "vlm_serve.affinity"

@@ -20,14 +20,19 @@ from starlette.responses import Response
 from vlm_serve.cache.listing import ListedNode
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.server.api.bodies import cache_report_body
-from vlm_serve.server.api.chat_request import PromptOrMessages
-from vlm_serve.server.api.conversation import prepare, prepare_tokens
-from vlm_serve.server.api.fields import MAX_SALT_LENGTH, SALT_PATTERN, RequestModel, Tokens
-from vlm_serve.server.api.request_body import read_json, read_prompt
-from vlm_serve.server.api.unknown_fields import ignored_header
+from vlm_serve.server.api.shared.chat_request import PromptOrMessages
+from vlm_serve.server.api.shared.conversation import prepare, prepare_tokens
+from vlm_serve.server.api.shared.fields import (
+    MAX_SALT_LENGTH,
+    SALT_PATTERN,
+    RequestModel,
+    Tokens,
+    cache_report_body,
+)
+from vlm_serve.server.api.shared.request_body import read_json, read_prompt
+from vlm_serve.server.api.shared.unknown_fields import ignored_header
+from vlm_serve.server.http.auth import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.http.errors import NotFoundError
-from vlm_serve.server.http.tenants import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.service import Preparation, Service
 
 DEFAULT_TREE_NODES = 100
@@ -161,7 +166,7 @@ async def tree(service: Service, request: Request) -> Response:
     entries = visible.below(service.engine.mirror.listing().entries)
     body = dataclasses.asdict(service.engine.page(entries, offset, limit))
     if is_tenant(request.scope):
-        body["nodes"] = [with_own_number(each) for each in body["nodes"]]
+        body["nodes"] = [with_own_number(node) for node in body["nodes"]]
     return JSONResponse(CacheTree(**body).model_dump())
 
 
@@ -218,13 +223,13 @@ def preparation_of(
         InvalidRequestError: the prompt is invalid. The returned function may raise it, too.
     """
     service.state.resolve_model(body.model)
-    own = service.state.key_scope(request.scope, body)
+    scope = service.state.key_scope(request.scope, body)
     body.check_alternatives(body.prompt)
     if body.prompt is None:
-        return partial(prepare, service, conversation, own), ignored_header(conversation.ignored)
+        return partial(prepare, service, conversation, scope), ignored_header(conversation.ignored)
     if not body.prompt:
         raise InvalidRequestError("prompt must not be empty", param="prompt")
-    return partial(prepare_tokens, service, body.prompt, own), {}
+    return partial(prepare_tokens, service, body.prompt, scope), {}
 
 
 def refuse_unknown(query: Mapping[str, str], known: tuple[str, ...]) -> None:

@@ -1,27 +1,124 @@
-"""Constraints on an answer's text and tool calls, from a request's fields.
+"""Sampling options of request bodies, and constraints on an answer's text and tool calls.
 
-The fields are `response_format`, `structured_outputs` and `tool_choice`.
+The options are fields of `SamplingParams`. The fields with constraints are `response_format`,
+`structured_outputs` and `tool_choice`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, create_model
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
+from vlm_serve.sampling_params import SamplingOption, SamplingParams, sampling_options
 from vlm_serve.server.answers.pieces import ToolForm
+from vlm_serve.server.api.shared.fields import Items, Table, Whole
 from vlm_serve.structured_outputs import StructuredOutputs
 
-_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
-_KINDS = tuple(each.name for each in fields(StructuredOutputs) if each.name != "strict")
+M = TypeVar("M", bound=BaseModel)
 
+_TYPES: dict[str, Any] = {
+    "int": Whole,
+    "float": float,
+    "bool": bool,
+    "str": str,
+    "tuple[str, ...]": str | Items[str],
+    "tuple[int, ...]": Items[Whole],
+    "Mapping[int, float]": Table[float],
+    "StructuredOutputs": Table[Any],
+}
+"""Types in JSON by the annotation of the field, without its `| None`."""
+
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+_KINDS = tuple(kind.name for kind in fields(StructuredOutputs) if kind.name != "strict")
 _SPEAK_OF_PROPERTIES = frozenset(
     ["properties", "patternProperties", "additionalProperties", "required", "propertyNames", "$ref",
      "allOf", "anyOf", "oneOf"]
 )  # fmt: skip
+
+
+def with_sampling(api: str, params: Any = SamplingParams) -> Callable[[type[M]], type[M]]:
+    """Return a decorator that adds an API's sampling options to a request model.
+
+    A field that the model declares itself stays as it is.
+    """
+
+    def extended(model: type[M]) -> type[M]:
+        added: dict[str, Any] = {
+            name: (_TYPES[option.kind] | None, None)
+            for option in sampling_options(params)
+            for name in option.names.get(api, ())
+            if name not in model.model_fields
+        }
+        combined: type[M] = create_model(
+            model.__name__, __base__=model, __module__=model.__module__, **added
+        )
+        combined.__doc__ = model.__doc__
+        return combined
+
+    return extended
+
+
+def sampling_of(
+    api: str, body: BaseModel, params: Any = SamplingParams, **others: Any
+) -> SamplingParams:
+    """Return the sampling parameters of a validated body.
+
+    Args:
+        others: options that the body expresses in another way; they take precedence.
+
+    Raises:
+        InvalidRequestError: an option is out of range; the error names `SamplingParams`' field.
+    """
+    given = {
+        option.name: _read(option, value)
+        for option in sampling_options(params)
+        if option.name not in others and (value := _given(option, api, body)) is not None
+    }
+    sampling: SamplingParams = params(**given, **others)
+    return sampling
+
+
+def _given(option: SamplingOption, api: str, body: BaseModel) -> Any:
+    values = (getattr(body, name, None) for name in option.names.get(api, ()))
+    return next((value for value in values if value is not None), None)
+
+
+def _read(option: SamplingOption, value: Any) -> Any:
+    if option.name == "logit_bias":
+        return _token_biases(value)
+    return structured_outputs_of(None, value) if option.kind == "StructuredOutputs" else value
+
+
+def _token_biases(bias: Mapping[str, float]) -> dict[int, float]:
+    """Return `logit_bias` by token id; in JSON, all keys are strings."""
+    for token in bias:
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise InvalidRequestError(
+                f"logit_bias: {token[:32]!r} is not a token id", param="logit_bias"
+            )
+    return {int(token): value for token, value in bias.items()}
+
+
+def sampling_names(api: str, params: Any = SamplingParams) -> dict[str, str]:
+    """Return an API's names of the options that it names differently."""
+    names = {option.name: option.names.get(api, ()) for option in sampling_options(params)}
+    return {name: given[-1] for name, given in names.items() if given and name not in given}
+
+
+def options_elsewhere(api: str, params: Any = SamplingParams) -> dict[str, tuple[Any, ...]]:
+    """Return chat's names of the options that an API lacks, with their neutral values."""
+    return {
+        name: option.neutral
+        for option in sampling_options(params)
+        for name in option.names.get("chat", ())
+        if name not in option.names.get(api, ())
+    }
 
 
 def structured_outputs_of(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vlm_serve.engine.requests.plan import PromptLogprobs
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
-from vlm_serve.server.api.bodies import (
+from vlm_serve.server.api.shared.fields import (
     CompletionLogprobs,
     PromptLogprob,
     TokenLogprob,

@@ -1,15 +1,23 @@
-"""Checking the cache's invariants while a server is idle."""
+"""Upkeep while a server is quiet: checking the cache's invariants, and returning memory to the
+system.
+
+glibc never returns freed memory between blocks in use, so a server would keep its peak size.
+Reference cycles, such as a failed request's traceback, stay until the garbage collector runs, and a
+quiet server does not trigger it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vlm_serve.errors import EngineClosedError
-from vlm_serve.server.http.open_requests import OpenRequests
+from vlm_serve.server.http.admission import OpenRequests
+from vlm_serve.system.host_memory import release_freed_memory
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
@@ -17,6 +25,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 IDLE_CHECK_DELAY_SECONDS = 0.2
+
+TRIM_BYTES = 16 << 20
+"""Bytes that must have been freed since the last trim while requests come and go."""
+PAUSE_SECONDS = 2.0
+QUIET_SECONDS = 10.0
+"""After this long without a request that ended, cycles are collected and the rest is returned."""
 
 
 class IdleCheck:
@@ -81,3 +95,55 @@ class IdleCheck:
             _log.exception("the idle engine violates an invariant of its cache")
         finally:
             self._task = None
+
+
+class Trimmer:
+    """Trims the heap on another thread.
+
+    While requests end, it does so at most every PAUSE_SECONDS and if TRIM_BYTES were freed. When
+    the server has become quiet it also collects cycles.
+
+    Attributes:
+        num_trims: number of trims.
+        num_collections: number of garbage collections.
+    """
+
+    def __init__(self) -> None:
+        self.num_trims = 0
+        self.num_collections = 0
+        self._freed = 0
+        self._quiet_at = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def freed(self, size: int) -> None:
+        """Count bytes that a request has given back; call it on the event loop."""
+        self._freed += size
+        self._quiet_at = asyncio.get_running_loop().time() + QUIET_SECONDS
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
+
+    def close(self) -> None:
+        """Stop trimming."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        """Trim until the server is quiet."""
+        loop = asyncio.get_running_loop()
+        try:
+            while loop.time() < self._quiet_at:
+                # A request that has just ended may still hold some of its memory.
+                await asyncio.sleep(PAUSE_SECONDS)
+                if loop.time() >= self._quiet_at:
+                    await asyncio.to_thread(gc.collect)
+                    self.num_collections += 1
+                    await self._trim()
+                elif self._freed >= TRIM_BYTES:
+                    await self._trim()
+        finally:
+            self._task = None
+
+    async def _trim(self) -> None:
+        self._freed = 0
+        await asyncio.to_thread(release_freed_memory)
+        self.num_trims += 1

@@ -48,14 +48,14 @@ def page_of(
         raise InvalidRequestError("order must be asc or desc", param="order")
     if not (limit.isascii() and limit.isdigit() and 0 < int(limit[:9]) <= most):
         raise InvalidRequestError(f"limit must be from 1 to {most}", param="limit")
-    found = list(items) if order == "asc" else list(items)[::-1]
-    ids = list(map(id_of, found))
+    listed = list(items) if order == "asc" else list(items)[::-1]
+    ids = list(map(id_of, listed))
     if "after" in query:
         if query["after"] not in ids:
             raise InvalidRequestError("after must be the id of one of the items", param="after")
         behind = ids.index(query["after"]) + 1
-        found, ids = found[behind:], ids[behind:]
-    data = list(map(body_of, found[: int(limit)]))
+        listed, ids = listed[behind:], ids[behind:]
+    data = list(map(body_of, listed[: int(limit)]))
     return JSONResponse(
         Page[Any](data=data, **ends_of(ids[: len(data)], more=len(data) < len(ids))).model_dump()
     )

@@ -1,0 +1,1 @@
+"""Routes under /v1/cache: its contents, its events and pins."""
