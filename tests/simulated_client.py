@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from symbolic import END_OF_TURN, chain, expert_rows, extended, logprob_rows, next_token
 
-from vlm_serve.engine.requests.outputs import Delta
-from vlm_serve.engine.requests.plan import PromptLogprobs
+from vlm_serve.engine.requests.outputs import Delta, PromptLogprobs
 from vlm_serve.engine.requests.request import Request
 from vlm_serve.engine.requests.sequence import SequenceGroup
 

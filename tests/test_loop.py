@@ -176,7 +176,7 @@ def test_cases_beyond_the_share_wait_for_the_slow_tests(tmp_path: Path) -> None:
         "def test_b(): pass\n\n@pytest.mark.always\ndef test_c(): pass\n\n"
         "@pytest.mark.fuzz\ndef test_d(): pass\n"
     )
-    dear = {"test_a": (0.9, 4), "test_b": (2.1, 1), "test_c": (9.0, 1)}
+    dear = {"test_a": (0.2, 4), "test_b": (2.1, 1), "test_c": (9.0, 1)}
     Costs(1.0, rows={"tests/test_it.py": Row(tables=dear)}).write(tests / "costs.json")
 
     def run(*options: str) -> str:

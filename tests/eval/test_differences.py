@@ -14,7 +14,7 @@ import pytest
 
 from vlm_serve import EngineConfig, Output, Pipeline, SamplingParams
 from vlm_serve.cli import main
-from vlm_serve.engine.requests.plan import PromptLogprobs
+from vlm_serve.engine.requests.outputs import PromptLogprobs
 from vlm_serve.errors import EngineClosedError, EngineError
 from vlm_serve.eval.command import report_on, run_sides
 from vlm_serve.eval.longbench import LongBenchOptions, longbench_parts

@@ -6,8 +6,13 @@ import queue
 from dataclasses import dataclass, field, replace
 
 from vlm_serve.cache.experts import Rows
-from vlm_serve.engine.requests.outputs import CacheReport, Delta, FinishReason, Usage
-from vlm_serve.engine.requests.plan import PromptLogprobs
+from vlm_serve.engine.requests.outputs import (
+    CacheReport,
+    Delta,
+    FinishReason,
+    PromptLogprobs,
+    Usage,
+)
 from vlm_serve.engine.requests.pooling import Vector
 from vlm_serve.engine.requests.request import NextTurn
 from vlm_serve.engine.requests.thought import Thought

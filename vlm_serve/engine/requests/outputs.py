@@ -10,10 +10,22 @@ import numpy as np
 import numpy.typing as npt
 
 from vlm_serve.cache.experts import Rows
-from vlm_serve.engine.requests.plan import PromptLogprobs
 from vlm_serve.errors import VlmServeError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of one prompt token, given those before it.
+
+    Attributes:
+        logprobs: log-probabilities by token id: the most likely tokens and the prompt's own.
+        rank: rank of the prompt's own token by probability; 1 is the most likely one.
+    """
+
+    logprobs: dict[int, float]
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,19 +200,6 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of one prompt token, given those before it.
-
-    Attributes:
-        logprobs: log-probabilities by token id: the most likely tokens and the prompt's own.
-        rank: rank of the prompt's own token by probability; 1 is the most likely one.
-    """
-
-    logprobs: dict[int, float]
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepOutput:
     """Results of a step, by sequence number.
 

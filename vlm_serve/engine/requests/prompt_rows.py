@@ -12,7 +12,7 @@ import torch
 
 from vlm_serve.cache.logprobs import RowPiece, WantedRows, row_type
 from vlm_serve.cache.records import LogprobRows
-from vlm_serve.engine.requests.plan import PromptLogprobs
+from vlm_serve.engine.requests.outputs import PromptLogprobs
 from vlm_serve.engine.requests.row_sums import log_softmax
 
 _ROWS_AT_ONCE = 32

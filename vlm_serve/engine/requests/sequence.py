@@ -14,8 +14,8 @@ import numpy.typing as npt
 from vlm_serve.cache.experts import ExpertPiece
 from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.engine.requests.answer import Answer
-from vlm_serve.engine.requests.outputs import CacheReport, Delta, Usage
-from vlm_serve.engine.requests.plan import PromptLogprobs, Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.requests.outputs import CacheReport, Delta, PromptLogprobs, Usage
+from vlm_serve.engine.requests.plan import Sampled, SampleTask, SequenceInfo
 from vlm_serve.engine.requests.prompt_rows import PromptLog
 from vlm_serve.engine.requests.request import Language, Request
 from vlm_serve.errors import InvalidRequestError

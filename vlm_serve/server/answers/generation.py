@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from vlm_serve.engine.requests.outputs import CacheReport, Delta, Usage
-from vlm_serve.engine.requests.plan import PromptLogprobs
+from vlm_serve.engine.requests.outputs import CacheReport, Delta, PromptLogprobs, Usage
 from vlm_serve.engine.requests.request import NextTurn
 from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.engine.requests.validation import check_logprobs

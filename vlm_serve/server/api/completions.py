@@ -14,8 +14,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from vlm_serve.engine.requests.outputs import Delta
-from vlm_serve.engine.requests.plan import PromptLogprobs
+from vlm_serve.engine.requests.outputs import Delta, PromptLogprobs
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vlm_serve.engine.requests.plan import PromptLogprobs
+from vlm_serve.engine.requests.outputs import PromptLogprobs
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.api.shared.fields import (
     CompletionLogprobs,
