@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 from vlm_serve.engine.thought import Thought
 from vlm_serve.preprocess.text.family import THINK_END, begins_in_thought, leaves_thought_open
-from vlm_serve.preprocess.text.template_traits import TemplateTraits
+from vlm_serve.preprocess.text.template import TemplateTraits
 
 ReasoningParser = Literal["none", "qwen3", "deepseek_r1"]
 
