@@ -18,14 +18,13 @@ from blake3 import blake3
 from vlm_serve.errors import CheckpointError, InvalidRequestError
 from vlm_serve.preprocess.identity.keys import tagged
 from vlm_serve.preprocess.identity.prompt import MediaSpan
-from vlm_serve.preprocess.media.loaded_media import LoadedMedia
+from vlm_serve.preprocess.media.loading import LoadedMedia
 from vlm_serve.preprocess.media.media_processors import Processor
 from vlm_serve.preprocess.media.processing import MediaRecord, Slices
 from vlm_serve.preprocess.media.processors import SliceConfig
 from vlm_serve.preprocess.reading.conversation import Modality
-from vlm_serve.preprocess.text.rendering import PromptPiece
+from vlm_serve.preprocess.text.rendering import PromptPiece, TypedText
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
-from vlm_serve.preprocess.text.typed_text import TypedText
 
 _DOMAIN = b"vlm-serve picture on a canvas 1"
 

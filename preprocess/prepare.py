@@ -35,27 +35,30 @@ from vlm_serve.preprocess.media.decoders import Decoders
 from vlm_serve.preprocess.media.documents import Documents
 from vlm_serve.preprocess.media.fetch import Holding
 from vlm_serve.preprocess.media.limits import MediaLimits
-from vlm_serve.preprocess.media.loaded_media import LoadedMedia
-from vlm_serve.preprocess.media.loading import MediaLoader, is_remote
+from vlm_serve.preprocess.media.loading import LoadedMedia, MediaLoader, is_remote
 from vlm_serve.preprocess.media.media_processors import find_processors, missing_files
 from vlm_serve.preprocess.media.part_options import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media.raw_index import RawIndex, UploadRecords
-from vlm_serve.preprocess.reading.conversation import Conversation
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 from vlm_serve.preprocess.reading.reader import read_conversation
-from vlm_serve.preprocess.reading.systems import fit_systems
+from vlm_serve.preprocess.reading.turns import fit_systems
 from vlm_serve.preprocess.text.family import Family
 from vlm_serve.preprocess.text.rendering import (
     ChatRequest,
     PromptPiece,
     Rendering,
+    TypedText,
     last_pieces,
     split_pieces,
     texts_of,
 )
-from vlm_serve.preprocess.text.template import ChatTemplate, load_template, named_chat_template
-from vlm_serve.preprocess.text.template_traits import TemplateTraits
+from vlm_serve.preprocess.text.template import (
+    ChatTemplate,
+    TemplateTraits,
+    load_template,
+    named_chat_template,
+)
 from vlm_serve.preprocess.text.tokenizer import Tokenizer, checked_ids, read_json
-from vlm_serve.preprocess.text.typed_text import TypedText
 from vlm_serve.system.stopping import ConcurrencyLimiter, Stop
 
 _log = logging.getLogger(__name__)
@@ -300,14 +303,11 @@ class Preprocessor:
         """
         only_end = last_tokens is not None and not conversation.media
         roots = self._roots(cache_salt, adapter)
-        self._loader.check_count(conversation.media)
-        if (paged := self._documents.expanded(conversation)) is not conversation:
-            self._loader.check_count(paged.media)
-        conversation = fit_systems(paged, late=self._template.traits.late_systems)
+        if conversation.media:
+            conversation = self._with_pages(conversation)
+        conversation = fit_systems(conversation, late=self._template.traits.late_systems)
         request = ChatRequest(conversation, self._template)
-        defaults = MediaDefaults(conversation.media_io_kwargs, conversation.mm_processor_kwargs)
-        media = defaults.apply(conversation.media)
-        self._loader.check_options([*defaults.apply(ONE_OF_EACH), *media])
+        media = self._with_defaults(conversation) if conversation.names_media else []
         self._template.check_kwargs(request.kwargs)
         if not only_end:
             self.tokenizer.check_length(texts_of(request.messages))
@@ -327,12 +327,29 @@ class Preprocessor:
         cut = kept != pieces
         return Rendering(roots, cache_salt, adapter, request, media, typed, text, kept, cut=cut)
 
+    def _with_pages(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with documents as pictures. Raises as `prepare` does."""
+        self._loader.check_count(conversation.media)
+        if any(part.document for part in conversation.media):
+            conversation = self._documents.expanded(conversation)
+            self._loader.check_count(conversation.media)
+        return conversation
+
+    def _with_defaults(self, conversation: Conversation) -> list[MediaPart]:
+        """Return the media with the options that hold for all, checked; also without any media."""
+        defaults = MediaDefaults(conversation.media_io_kwargs, conversation.mm_processor_kwargs)
+        media = defaults.apply(conversation.media)
+        self._loader.check_options([*defaults.apply(ONE_OF_EACH), *media])
+        return media
+
     def start_loading(self, rendering: Rendering, stop: Stop) -> list[Future[LoadedMedia]]:
         """Run the second step: start loading the media, a few at a time.
 
         The threads mostly wait. Setting the stop ends the loading at any point. The futures raise
         as `prepare` does.
         """
+        if not rendering.media:
+            return []
         remote = [is_remote(part) for part in rendering.media]
         load, root = self._loader.load, rendering.roots.vision
         tasks = [partial(load, part, rendering.cache_salt, stop, root) for part in rendering.media]

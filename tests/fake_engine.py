@@ -28,7 +28,7 @@ from vlm_serve.models.adapters import Modules
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.preprocess.text.template_traits import TemplateTraits
+from vlm_serve.preprocess.text.template import TemplateTraits
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.structured_outputs import StructuredOutputs

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vlm_serve.errors import FieldError, MediaError
 from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity, PromptKeys
 from vlm_serve.preprocess.reading.conversation import Modality
 from vlm_serve.system.stopping import Stop
+
+if TYPE_CHECKING:
+    import torch  # an import of this module takes no second
 
 
 @dataclass(frozen=True, slots=True)

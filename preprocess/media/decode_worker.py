@@ -34,12 +34,12 @@ from vlm_serve.preprocess.media.images import (
     AnimatedPicture,
     MediaMemoryError,
     Pixels,
+    count_pages,
     decode_opened,
     may_be_animated,
     open_image,
 )
 from vlm_serve.preprocess.media.limits import MediaLimits
-from vlm_serve.preprocess.media.pdf_pages import count_pages
 from vlm_serve.preprocess.media.videos import EncodedVideo
 
 

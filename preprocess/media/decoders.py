@@ -26,9 +26,8 @@ import numpy.typing as npt
 
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
 from vlm_serve.preprocess.media.decode_wire import GoneError, map_array, receive, send, share
-from vlm_serve.preprocess.media.images import Pixels
+from vlm_serve.preprocess.media.images import Pixels, is_page
 from vlm_serve.preprocess.media.limits import MediaLimits
-from vlm_serve.preprocess.media.pdf_pages import is_page
 from vlm_serve.system import child, children
 from vlm_serve.system.stopping import Stop
 

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from vlm_serve.errors import MediaError, UnsupportedFieldError
 from vlm_serve.preprocess.media.fetch import naming
-from vlm_serve.preprocess.media.pdf_pages import MAX_PAGES, PdfPage, renderer
+from vlm_serve.preprocess.media.images import MAX_PAGES, PdfPage, renderer
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 from vlm_serve.preprocess.reading.data_url import read_data_url
 
@@ -43,8 +43,6 @@ class Documents:
             UnsupportedFieldError: no package for documents is installed.
             MediaError: a document is too large, damaged, encrypted, or has too many pages.
         """
-        if not any(part.document for part in conversation.media):
-            return conversation
         left, media = iter(conversation.media), list[MediaPart]()
         messages = [
             message | {"content": list(self._parts(message["content"], left, media))}

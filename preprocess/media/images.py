@@ -15,6 +15,12 @@ without decoding anything.
 
 Optional packages read further formats. HEIC and HEIF need `pi-heif` (the extra `media`) or
 `pillow-heif`; JPEG XL needs `pillow-jxl-plugin`.
+
+Pages of PDF documents are rendered with pdfium (the extra `media`). A page counts as a picture: a
+file of its own, its number with the document's bytes behind it. So it has a key like any upload,
+and a known page is not rendered again. Only decoding processes open documents.
+
+`file_kind` names the kind of a file by its first bytes, for errors.
 """
 
 from __future__ import annotations
@@ -41,9 +47,7 @@ import PIL.Image
 from PIL.PngImagePlugin import PngImageFile
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.media.file_kinds import PDF, VIDEO_KINDS, file_kind
 from vlm_serve.preprocess.media.limits import MediaLimits, check_deadline, check_video
-from vlm_serve.preprocess.media.pdf_pages import is_page, render_page
 from vlm_serve.preprocess.media.video_times import FrameTimes, measure
 
 Pixels = npt.NDArray[np.uint8]
@@ -86,9 +90,13 @@ _MODE_BYTES = {"1": 1, "L": 1, "P": 1} | dict.fromkeys(_16_BIT - {"I"}, 2)
 # Two threads must not load a lazily opened image at the same time.
 _load_lock = threading.Lock()
 _DAMAGED = "the image is truncated or damaged"
+MP4 = "an MP4 or MOV video"
+PDF = "a PDF document"
+VIDEO_KINDS = (
+    *(MP4, "an AVI video", "a Matroska or WebM video", "an FLV video", "an ASF or WMV file"),
+    "an MPEG program stream",
+)
 _ELSEWHERE = {PDF: "a part of the type file takes it"}
-
-
 _REMEDIES = {
     "a HEIC picture": "install vlm-serve[media] to read it",
     "a HEIF picture": "install vlm-serve[media] to read it",
@@ -499,3 +507,158 @@ def _damage_told() -> Iterator[None]:
         raise
     except Exception:
         raise MediaError("the animated picture is damaged") from None
+
+
+_SEEN = 1024
+"""Bytes of the beginning to look at."""
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_MAGIC: tuple[tuple[int, bytes, str], ...] = (
+    (0, _LFS_POINTER, "a pointer of Git LFS; fetch the file itself"),
+    (0, b"%PDF-", PDF),
+    (0, b"PK\x03\x04", "a ZIP archive, or a document in one"),
+    (0, b"\x1f\x8b", "compressed with gzip"),
+    (0, b"Rar!", "a RAR archive"),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (0, b"\xff\x0a", "a JPEG XL picture"),
+    (0, b"\0\0\0\x0cJXL \r\n\x87\n", "a JPEG XL picture"),
+    (0, b"\xff\xd8\xff", "a JPEG picture"),
+    (0, b"\x89PNG\r\n\x1a\n", "a PNG picture"),
+    (0, b"GIF8", "a GIF picture"),
+    (0, b"BM", "a BMP picture"),
+    (0, b"II*\0", "a TIFF picture"),
+    (0, b"MM\0*", "a TIFF picture"),
+    (8, b"WEBP", "a WebP picture"),
+    (8, b"WAVE", "a WAV sound"),
+    (8, b"AVI ", "an AVI video"),
+    (0, b"\x1aE\xdf\xa3", "a Matroska or WebM video"),
+    (0, b"FLV\x01", "an FLV video"),
+    (0, b"0&\xb2u\x8ef\xcf\x11", "an ASF or WMV file"),
+    (0, b"\0\0\x01\xba", "an MPEG program stream"),
+    (0, b"OggS", "an Ogg file"),
+    (0, b"ID3", "an MP3 sound"),
+    (0, b"fLaC", "a FLAC sound"),
+    (0, b"#EXTM3U", "a playlist, which names files elsewhere"),
+    (0, b"\x7fELF", "a program"),
+    (0, b"SQLite format 3\0", "an SQLite database"),
+)
+_BRANDS = {
+    b"avif": "an AVIF picture",
+    b"avis": "an AVIF picture",
+    b"heic": "a HEIC picture",
+    b"heix": "a HEIC picture",
+    b"heim": "a HEIC picture",
+    b"hevc": "a HEIC picture",
+    b"mif1": "a HEIF picture",
+    b"msf1": "a HEIF picture",
+}
+_LOGIN = re.compile(rb"(?i)\b(log ?in|sign ?in|password)\b")
+
+
+def file_kind(data: bytes | memoryview) -> str | None:
+    """Return the kind of a file, as it reads behind "it is"; None for unknown bytes."""
+    head = bytes(data[:_SEEN])
+    for at, magic, kind in _MAGIC:
+        if head[at : at + len(magic)] == magic:
+            return kind
+    if head[4:8] == b"ftyp":
+        return _BRANDS.get(head[8:12], MP4)
+    return _text_kind(head)
+
+
+def _text_kind(head: bytes) -> str | None:
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    lower = text[:_SEEN].lower()
+    if lower.startswith((b"<!doctype html", b"<html")):
+        page = "an HTML page"
+        return f"{page}, perhaps to log in" if _LOGIN.search(text) else page
+    if b"<svg" in lower and lower.startswith(b"<"):
+        return "an SVG drawing; send it as PNG"
+    if lower.startswith(b"<?xml"):
+        return "an XML document"
+    if text[:1] in (b"{", b"["):
+        return "a JSON text"
+    try:
+        plain = head.decode("utf-8", errors="strict" if len(head) < _SEEN else "ignore")
+    except UnicodeDecodeError:
+        return None
+    printable = all(character.isprintable() or character in "\r\n\t\f" for character in plain)
+    return "a text" if plain.strip() and printable else None
+
+
+PACKAGE = "pypdfium2"
+MAX_PAGES = 100
+"""Pages of a document that become pictures; longer documents are refused."""
+_POINTS_PER_INCH = 72
+_DOTS_PER_INCH = 144
+_LONGEST = 2048
+"""Pixels of a page's longer side at most: a poster is not more legible for a model."""
+_DOMAIN = b"vlm-serve PDF page 1\0"
+_NUMBER_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PdfPage:
+    """A page of a document: its bytes and the page's index."""
+
+    document: bytes
+    index: int
+
+    @property
+    def packed(self) -> bytes:
+        """The page as a file."""
+        return _DOMAIN + self.index.to_bytes(_NUMBER_BYTES, "little") + self.document
+
+
+def is_page(data: bytes | memoryview) -> bool:
+    """Return True for a file made by `PdfPage.packed`."""
+    return bytes(data[: len(_DOMAIN)]) == _DOMAIN
+
+
+@cache
+def renderer() -> str | None:
+    """Return the package that renders pages, with its version; None if it is not installed."""
+    try:
+        return f"{PACKAGE} {version(PACKAGE)}"
+    except PackageNotFoundError:
+        return None
+
+
+def count_pages(document: bytes) -> int:
+    """Return the number of pages. Raises MediaError for a broken, encrypted or empty document."""
+    with _opened(document) as pdf:
+        if not len(pdf):
+            raise MediaError("the PDF document has no pages")
+        return len(pdf)
+
+
+def render_page(data: bytes, limits: MediaLimits) -> PIL.Image.Image:
+    """Render a packed page on white: 144 dots an inch, up to 2048 pixels a side, mode RGB.
+
+    Raises MediaError if the document is broken, or its page has no size.
+    """
+    start = len(_DOMAIN) + _NUMBER_BYTES
+    index = int.from_bytes(data[len(_DOMAIN) : start], "little")
+    with _opened(data[start:]) as pdf:
+        page = pdf[index]
+        width, height = page.get_size()
+        if not (0 < width < float("inf") and 0 < height < float("inf")):
+            raise MediaError("a page of the document has no size")
+        scale = min(_DOTS_PER_INCH / _POINTS_PER_INCH, _LONGEST / max(width, height))
+        area = width * height * scale * scale
+        if area > limits.max_image_pixels:
+            scale *= (limits.max_image_pixels / area) ** 0.5 * 0.99
+        bitmap = page.render(scale=scale, rev_byteorder=True, prefer_bgrx=False)
+        picture: PIL.Image.Image = bitmap.to_pil()
+        return picture.convert("RGB")
+
+
+@contextlib.contextmanager
+def _opened(document: bytes) -> Iterator[Any]:
+    pdfium = import_module(PACKAGE)
+    try:
+        with contextlib.closing(pdfium.PdfDocument(document)) as pdf:
+            pdf.init_forms()
+            yield pdf
+    except pdfium.PdfiumError as error:
+        why = "needs a password" if "password" in str(error).lower() else "is damaged"
+        raise MediaError(f"the PDF document {why}") from None

@@ -29,10 +29,9 @@ from blake3 import blake3
 from PIL import features
 
 from vlm_serve.preprocess.identity.keys import KEY_BYTES, tagged
-from vlm_serve.preprocess.media.images import plugins
+from vlm_serve.preprocess.media.images import plugins, renderer
 from vlm_serve.preprocess.media.known_frames import FrameIndex, SizedIndex
 from vlm_serve.preprocess.media.limits import MediaLimits
-from vlm_serve.preprocess.media.pdf_pages import renderer
 from vlm_serve.preprocess.media.processing import MediaRecord, Slices
 from vlm_serve.preprocess.reading.conversation import Modality
 

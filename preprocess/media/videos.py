@@ -25,8 +25,7 @@ from av.video.frame import PictureType
 from av.video.reformatter import VideoReformatter
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.media.file_kinds import MP4, file_kind
-from vlm_serve.preprocess.media.images import Pixels
+from vlm_serve.preprocess.media.images import MP4, Pixels, file_kind
 from vlm_serve.preprocess.media.limits import MediaLimits, check_deadline, check_video
 from vlm_serve.preprocess.media.video_times import (
     FrameTimes,

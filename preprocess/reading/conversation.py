@@ -92,6 +92,13 @@ class Conversation:
     ignored: list[str] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
 
+    @property
+    def names_media(self) -> bool:
+        """True if there are media or options of media."""
+        return bool(
+            self.media or self.media_io_kwargs is not None or self.mm_processor_kwargs is not None
+        )
+
     def add_system(self, content: Any, place: str) -> None:
         """Append a system message that stands at a place of the request."""
         self.messages.append({"role": "system", "content": content})

@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.reading.chat import read_role
+from vlm_serve.preprocess.reading.chat import read_role, read_tool_call
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.preprocess.reading.marks import without_marks
 from vlm_serve.preprocess.reading.parts import read_content
-from vlm_serve.preprocess.reading.results import order_results
-from vlm_serve.preprocess.reading.systems import join_leading
-from vlm_serve.preprocess.reading.tools import read_tool_call
-from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
+from vlm_serve.preprocess.reading.turns import join_leading, order_results
+from vlm_serve.preprocess.reading.values import (
+    list_of,
+    object_of,
+    text_of,
+    unsupported,
+    without_marks,
+)
 from vlm_serve.preprocess.reading.vendor_tools import read_item_tools
 
 # Records of what OpenAI's servers did. A client merely sends back what it got from them.

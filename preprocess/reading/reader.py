@@ -10,10 +10,8 @@ from vlm_serve.preprocess.reading.blocks import read_blocks
 from vlm_serve.preprocess.reading.chat import read_chat
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.items import read_response
-from vlm_serve.preprocess.reading.marks import without_marks
-from vlm_serve.preprocess.reading.results import order_results
-from vlm_serve.preprocess.reading.systems import join_leading
-from vlm_serve.preprocess.reading.values import object_of, plain_data
+from vlm_serve.preprocess.reading.turns import join_leading, order_results
+from vlm_serve.preprocess.reading.values import object_of, plain_data, without_marks
 
 MAX_TEMPLATE_KWARGS = 64
 

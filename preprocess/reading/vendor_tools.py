@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vlm_serve.preprocess.reading.chat import read_tool
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.preprocess.reading.tools import read_tool
 from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
 
 _ANTHROPIC_SERVERS = (

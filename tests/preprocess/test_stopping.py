@@ -17,7 +17,7 @@ from conversation import build
 from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.preprocess.media.fetch import fetch
 from vlm_serve.preprocess.media.limits import MediaLimits
-from vlm_serve.preprocess.media.loaded_media import LoadedMedia
+from vlm_serve.preprocess.media.loading import LoadedMedia
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.system.stopping import Stop, StoppedError

@@ -14,7 +14,7 @@ from vlm_serve.engine.steps.memory import MemoryPlan, StepMemory
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.weight_sizes import WeightBytes
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.preprocess.text.template_traits import TemplateTraits
+from vlm_serve.preprocess.text.template import TemplateTraits
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.serving import print_notice
 from vlm_serve.server.main import startup_rows

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.preprocess.identity.prompt import Prompt
-from vlm_serve.preprocess.media.loaded_media import LoadedMedia
+from vlm_serve.preprocess.media.loading import LoadedMedia
 from vlm_serve.preprocess.text.rendering import Rendering
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.cache_feed import CacheFeed

@@ -16,10 +16,10 @@ from conversation import png_url
 import vlm_serve
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.identity.prompt import Prompt
-from vlm_serve.preprocess.media import documents, pdf_pages
+from vlm_serve.preprocess.media import documents, images
 from vlm_serve.preprocess.media.documents import Documents
+from vlm_serve.preprocess.media.images import PdfPage, render_page
 from vlm_serve.preprocess.media.limits import MediaLimits
-from vlm_serve.preprocess.media.pdf_pages import PdfPage, render_page
 from vlm_serve.preprocess.prepare import Preprocessor
 from vlm_serve.preprocess.reading.reader import APIS, read_conversation
 
@@ -202,4 +202,4 @@ def test_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_version_is_part_of_records() -> None:
     from vlm_serve.preprocess.media.raw_index import libraries
 
-    assert libraries()["plugin PDF"] == pdf_pages.renderer() != ""
+    assert libraries()["plugin PDF"] == images.renderer() != ""

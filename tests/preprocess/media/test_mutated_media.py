@@ -10,8 +10,8 @@ from mutated_media import KINDS, Mutated, mutated, whole
 
 from vlm_serve.errors import MediaError
 from vlm_serve.preprocess.media.decoders import Decoders
+from vlm_serve.preprocess.media.images import PdfPage
 from vlm_serve.preprocess.media.limits import MediaLimits
-from vlm_serve.preprocess.media.pdf_pages import PdfPage
 from vlm_serve.system.stopping import Stop
 
 LIMITS = MediaLimits(max_decode_seconds=20.0, max_image_decode_seconds=20.0)

@@ -15,8 +15,7 @@ from PIL import Image
 
 from vlm_serve.errors import InvalidRequestError, MediaError
 from vlm_serve.preprocess.identity.prompt import Prompt
-from vlm_serve.preprocess.media.file_kinds import file_kind
-from vlm_serve.preprocess.media.images import AnimatedPicture, may_be_animated, plugins
+from vlm_serve.preprocess.media.images import AnimatedPicture, file_kind, may_be_animated, plugins
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.preprocess.prepare import Preprocessor
 

@@ -20,7 +20,7 @@ from vlm_serve.errors import CheckpointError, MediaError
 from vlm_serve.preprocess.media.frames import ArrayVideo
 from vlm_serve.preprocess.media.images import image_to_rgb
 from vlm_serve.preprocess.media.limits import MediaLimits
-from vlm_serve.preprocess.media.loaded_media import LoadedMedia
+from vlm_serve.preprocess.media.loading import LoadedMedia
 from vlm_serve.preprocess.media.part_options import ImageOptions, VideoOptions
 from vlm_serve.preprocess.media.processing import (
     Processed,

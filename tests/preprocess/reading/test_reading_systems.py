@@ -9,7 +9,7 @@ import pytest
 
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.reader import read_conversation
-from vlm_serve.preprocess.reading.systems import fit_systems
+from vlm_serve.preprocess.reading.turns import fit_systems
 from vlm_serve.preprocess.text.template import ChatTemplate
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:,a"}}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import chat_templates
 import pytest
 
-from vlm_serve.preprocess.text.template import ChatTemplate
-from vlm_serve.preprocess.text.template_traits import LEVELS, Thinking, effort_for
+from vlm_serve.preprocess.text.template import LEVELS, ChatTemplate, Thinking, effort_for
 
 OPENS = {"default": "opens", "on": "opens", "off": "closes"}
 SILENT = {"default": "none", "on": "none", "off": "none"}

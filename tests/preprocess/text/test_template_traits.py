@@ -16,8 +16,7 @@ from PIL import Image
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.prepare import Preprocessor
-from vlm_serve.preprocess.text.template import ChatTemplate
-from vlm_serve.preprocess.text.template_traits import ContentForms
+from vlm_serve.preprocess.text.template import ChatTemplate, ContentForms
 
 BOTH, TEXT, PARTS, ONE_PART = (
     ContentForms(text, parts)

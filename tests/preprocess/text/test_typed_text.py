@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.values import MAX_DEPTH, plain_data
-from vlm_serve.preprocess.text.typed_text import TypedText
+from vlm_serve.preprocess.text.rendering import TypedText
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|image_pad|>x", "[END]")
 PATTERN = re.compile("|".join(map(re.escape, sorted(SPECIALS, key=len, reverse=True))))

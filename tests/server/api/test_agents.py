@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from serving import RunningServer, ok
 
-from vlm_serve.preprocess.text.template_traits import TemplateTraits, Thinking
+from vlm_serve.preprocess.text.template import TemplateTraits, Thinking
 
 IGNORED = "x-vlm-serve-ignored-fields"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from serving import RunningServer, chat_body
 
-from vlm_serve.preprocess.text.template_traits import TemplateTraits
+from vlm_serve.preprocess.text.template import TemplateTraits
 
 
 @pytest.mark.parametrize(

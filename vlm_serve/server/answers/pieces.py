@@ -13,7 +13,7 @@ from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.preprocess.text.family import THINK_END as THINK_END
 from vlm_serve.preprocess.text.family import THINK_START as THINK_START
 from vlm_serve.preprocess.text.family import begins_in_thought, leaves_thought_open
-from vlm_serve.preprocess.text.template_traits import TemplateTraits
+from vlm_serve.preprocess.text.template import TemplateTraits
 
 TOOL_START = "<tool_call>"
 TOOL_END = "</tool_call>"

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from vlm_serve.errors import FieldError, VlmServeError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.values import text_of, unsupported
-from vlm_serve.preprocess.text.template_traits import TemplateTraits
+from vlm_serve.preprocess.text.template import TemplateTraits
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.api.shared.answer import Event, Incoming, ResponseSpec, answer_prompt
 from vlm_serve.server.api.shared.conversation import (

@@ -14,7 +14,7 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.identity.keys import KeyScope
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.preprocess.reading.systems import fit_systems
+from vlm_serve.preprocess.reading.turns import fit_systems
 from vlm_serve.server.api.shared.chat_request import PromptOrMessages
 from vlm_serve.server.api.shared.conversation import prepare
 from vlm_serve.server.api.shared.fields import Optional, RequestModel

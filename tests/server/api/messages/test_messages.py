@@ -13,7 +13,7 @@ from tool_texts import CALL, CITY_TOOL
 
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.errors import OverloadedError
-from vlm_serve.preprocess.text.template_traits import TemplateTraits, Thinking
+from vlm_serve.preprocess.text.template import TemplateTraits, Thinking
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
 

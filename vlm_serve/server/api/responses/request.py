@@ -10,7 +10,7 @@ from pydantic import Field
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.reading.values import unsupported
-from vlm_serve.preprocess.text.template_traits import TemplateTraits
+from vlm_serve.preprocess.text.template import TemplateTraits
 from vlm_serve.server.api.shared.conversation import ParsedRequest, set_variables
 from vlm_serve.server.api.shared.fields import (
     MAX_TOOLS,

@@ -16,9 +16,9 @@ from vlm_serve.errors import ContextLengthError, FieldError, InvalidRequestError
 from vlm_serve.preprocess.identity.keys import KeyScope
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
-from vlm_serve.preprocess.reading.systems import fit_systems
+from vlm_serve.preprocess.reading.turns import fit_systems
 from vlm_serve.preprocess.text.rendering import Rendering
-from vlm_serve.preprocess.text.template_traits import SWITCH, TemplateTraits
+from vlm_serve.preprocess.text.template import SWITCH, TemplateTraits
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import (
     Generation,
