@@ -235,9 +235,10 @@ class PrefixCache:
             return ()
         path, size, cuts = walk(root, keys), keys.block_size, list[int]()
         for cut in keys.cuts:
-            if cut > limit or cut // size > len(path):
+            depth, rest = divmod(cut, size)
+            if cut > limit or depth > len(path):
                 break
-            node = trie.node_at(path, keys, cut)
+            node = trie.node_at(path, keys, cut) if rest else path[depth - 1]
             if node is not None and node.snapshot is not None:
                 cuts.append(cut)
         return tuple(cuts)
