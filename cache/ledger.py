@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from vlm_serve.cache.candidates import LazyHeap, Priority, Use, make_policy
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.logprobs import RowKeeper
-from vlm_serve.cache.matching import GhostMemory
 from vlm_serve.cache.pools import BlockPool, RowPool, RowState
 from vlm_serve.cache.records import Block, Node, Snapshot
 from vlm_serve.cache.trie import Trie
@@ -23,6 +22,34 @@ WORTHLESS, VALUED = 0, 1
 """Classes of candidates: for a hybrid model, KV without a snapshot at or below it saves nothing."""
 
 
+class GhostMemory:
+    """The last `limit` evicted keys, the oldest dropped first: it tells "evicted" from "never seen"
+    and holds no data."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._keys: dict[bytes, None] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: bytes) -> None:
+        self._keys.pop(key, None)
+        self._keys[key] = None
+        if len(self._keys) > self.limit:
+            del self._keys[next(iter(self._keys))]
+
+    def discard(self, key: bytes) -> None:
+        """Remove a key that is back in the cache."""
+        self._keys.pop(key, None)
+
+    def clear(self) -> None:
+        self._keys.clear()
+
+
 class Ledger:
     """State shared by the parts of the cache.
 
@@ -31,6 +58,8 @@ class Ledger:
         spare_snapshots: READY and unpinned snapshots.
         expert_bytes: size of all routed expert rows.
         logprobs: the nodes that hold prompt log-probabilities.
+        evicted_nodes, evicted_snapshots: keys of evicted objects, most recent ones only.
+        pending: keys of the blocks that running requests publish next -> number of requests.
         version: number of removals so far; an older match is stale.
         additions: number of nodes and snapshots published so far.
     """

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from vlm_serve.cache.records import NO_MEDIA, MediaStart
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from vlm_serve.cache.ledger import Ledger
     from vlm_serve.cache.logprobs import RowPiece
     from vlm_serve.cache.records import Branch, Node, Snapshot
     from vlm_serve.cache.trie import Trie
@@ -180,50 +179,6 @@ def shared_cut(keys: PromptKeys, other: PromptKeys, *, least: int, limit: int) -
     return 0
 
 
-class GhostMemory:
-    """The last `limit` evicted keys, the oldest dropped first: it tells "evicted" from "never seen"
-    and holds no data."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._keys: dict[bytes, None] = {}
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def add(self, key: bytes) -> None:
-        self._keys.pop(key, None)
-        self._keys[key] = None
-        if len(self._keys) > self.limit:
-            del self._keys[next(iter(self._keys))]
-
-    def discard(self, key: bytes) -> None:
-        """Remove a key that is back in the cache."""
-        self._keys.pop(key, None)
-
-    def clear(self) -> None:
-        self._keys.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """The cache's knowledge about missing content.
-
-    Attributes:
-        trie: the existing nodes.
-        evicted_nodes, evicted_snapshots: keys of evicted objects, most recent ones only.
-        pending: keys of the blocks that running requests publish next -> number of requests.
-    """
-
-    trie: Trie
-    evicted_nodes: GhostMemory
-    evicted_snapshots: GhostMemory
-    pending: Mapping[bytes, int]
-
-
 def media_offset(keys: PromptKeys, start: int, end: int) -> int:
     """Return the offset of the first media span that starts in `[start, end)`, or NO_MEDIA."""
     index = bisect_left(keys.span_bounds, (start, 0))
@@ -254,7 +209,7 @@ def key_at(keys: PromptKeys, cut: int) -> bytes:
 
 
 def miss_reason(
-    evidence: Evidence, keys: PromptKeys, limit: int, path: list[Node], bounds: Boundaries
+    ledger: Ledger, keys: PromptKeys, limit: int, path: list[Node], bounds: Boundaries
 ) -> str:
     """Return one word for a match that found these boundaries."""
     possible = keys.last_cut(len(keys) - 1)
@@ -265,22 +220,22 @@ def miss_reason(
     if bounds.usable < bounds.state:
         return "experts_missing"
     if bounds.state < bounds.kv:
-        return _state_reason(evidence, keys, bounds)
-    return _kv_reason(evidence, keys, limit, path, bounds)
+        return _state_reason(ledger, keys, bounds)
+    return _kv_reason(ledger, keys, limit, path, bounds)
 
 
-def _state_reason(evidence: Evidence, keys: PromptKeys, bounds: Boundaries) -> str:
+def _state_reason(ledger: Ledger, keys: PromptKeys, bounds: Boundaries) -> str:
     """Return the reason for a match with KV beyond its state."""
     first = bisect_right(keys.cuts, bounds.state)
     last = bisect_right(keys.cuts, bounds.kv)
-    evicted = evidence.evicted_snapshots
+    evicted = ledger.evicted_snapshots
     if len(evicted) and any(key_at(keys, cut) in evicted for cut in keys.cuts[first:last]):
         return "snapshot_evicted"
     return "no_snapshot"
 
 
 def _kv_reason(
-    evidence: Evidence, keys: PromptKeys, limit: int, path: list[Node], bounds: Boundaries
+    ledger: Ledger, keys: PromptKeys, limit: int, path: list[Node], bounds: Boundaries
 ) -> str:
     """Return the reason for a match whose KV ends where its state does."""
     block_size = keys.block_size
@@ -289,9 +244,9 @@ def _kv_reason(
     missing = [keys.tails[cut] for cut in _cuts_between(keys, start, end) if cut in keys.tails]
     if len(path) < len(keys.block_keys):
         missing.append(keys.block_keys[len(path)])
-    if any(key in evidence.evicted_nodes for key in missing):
+    if any(key in ledger.evicted_nodes for key in missing):
         return "kv_evicted"
-    if any(key in evidence.pending for key in missing):
+    if any(key in ledger.pending for key in missing):
         return "in_flight"
     deepest = bisect_right(keys.cuts, min(limit, start))
     if deepest and keys.cuts[deepest - 1] > bounds.kv:
@@ -301,9 +256,9 @@ def _kv_reason(
         return "media_grown"
     offset = media_offset(keys, start, end)
     differs = media_offset(keys, max(start, bounds.kv), end) != NO_MEDIA
-    if differs and (parent, offset) in evidence.trie.media_starts:
+    if differs and (parent, offset) in ledger.trie.media_starts:
         return "media_changed"
-    if not path and evidence.trie.roots and keys.root not in evidence.trie.roots:
+    if not path and ledger.trie.roots and keys.root not in ledger.trie.roots:
         return "salt"
     return "unseen" if bounds.usable else "cold"
 

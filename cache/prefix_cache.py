@@ -18,7 +18,7 @@ from vlm_serve.cache.experts import ExpertPiece, cached_rows, record, seed
 from vlm_serve.cache.ledger import Ledger
 from vlm_serve.cache.listing import CacheUsage, usage
 from vlm_serve.cache.logprobs import RowPiece, WantedRows, keep, kept_rows
-from vlm_serve.cache.matching import Boundaries, Evidence, Match, find_boundaries, miss_reason, walk
+from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, miss_reason, walk
 from vlm_serve.cache.placement import Places
 from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.publishing import LeftState, Publisher, give_row
@@ -73,9 +73,6 @@ class PrefixCache:
             learned=config.learned_places,
         )
         self.events.snapshot_evicted.subscribe(lambda snapshot: self.places.evicted())
-        self._evidence = Evidence(
-            ledger.trie, ledger.evicted_nodes, ledger.evicted_snapshots, ledger.pending
-        )
 
     # Matching
 
@@ -105,7 +102,7 @@ class PrefixCache:
         if length is not None:
             blocks = min(blocks, length // self.config.block_size)
         path, bounds = self._find(keys, limit, depth=blocks, complete_experts=complete_experts)
-        reason = miss_reason(self._evidence, keys, limit, path, bounds)
+        reason = miss_reason(ledger, keys, limit, path, bounds)
         kept: tuple[RowPiece, ...] = ()
         if logprobs is not None:
             kept = kept_rows(ledger.trie.root(keys.root), path, keys, logprobs)
@@ -238,9 +235,10 @@ class PrefixCache:
             return ()
         path, size, cuts = walk(root, keys), keys.block_size, list[int]()
         for cut in keys.cuts:
-            if cut > limit or cut // size > len(path):
+            depth, rest = divmod(cut, size)
+            if cut > limit or depth > len(path):
                 break
-            node = trie.node_at(path, keys, cut)
+            node = trie.node_at(path, keys, cut) if rest else path[depth - 1]
             if node is not None and node.snapshot is not None:
                 cuts.append(cut)
         return tuple(cuts)

@@ -126,7 +126,8 @@ class Publisher:
         """Return the nearest shallower snapshot that this prompt could use."""
         cuts = self._keys.cuts
         for i in range(bisect_right(cuts, position - 1) - 1, -1, -1):
-            node = self._node_at(cuts[i])
+            index, rest = divmod(cuts[i], self._block_size)
+            node = self._node_at(cuts[i]) if rest else self._lease.path[index - 1]
             if node is not None and node.snapshot is not None:
                 return node.snapshot
         return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from cache_texts import END_OF_TURN, Image, Text
 from cache_world import World, make_world
 
+from vlm_serve.cache.ledger import GhostMemory
 from vlm_serve.cache.logprobs import WantedRows
-from vlm_serve.cache.matching import GhostMemory
 
 
 def numbers(count: int, first: int = 10) -> list[int]:
