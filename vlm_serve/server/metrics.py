@@ -25,11 +25,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from vlm_serve.engine.outputs import CacheReport, Usage
 from vlm_serve.server.http.request_memory import RequestMemory
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
+    from vlm_serve.engine.outputs import CacheReport, Usage
 
 # A single process keeps its values in memory. PROMETHEUS_MULTIPROC_DIR, which the environment may
 # set for servers of several processes, would put them into files of a folder that may be missing.

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vlm_serve.engine.outputs import FinishReason
-from vlm_serve.preprocess.prompt import SharedTokens
 from vlm_serve.server.answers.call_reader import FORMS, CallReader
 from vlm_serve.server.answers.json_calls import JsonReader
 from vlm_serve.server.answers.pieces import (
@@ -38,6 +36,10 @@ from vlm_serve.server.answers.pieces import (
     begun,
 )
 from vlm_serve.server.answers.tag_calls import TagReader
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.outputs import FinishReason
+    from vlm_serve.preprocess.prompt import SharedTokens
 
 
 class _State(Enum):

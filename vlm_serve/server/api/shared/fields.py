@@ -9,15 +9,17 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from vlm_serve.engine.outputs import CacheReport, Delta, Usage
 from vlm_serve.errors import InvalidRequestError
-from vlm_serve.preprocess.prompt import Prompt
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.outputs import CacheReport, Delta, Usage
+    from vlm_serve.preprocess.prompt import Prompt
 
 MAX_SALT_LENGTH = 128
 SALT_PATTERN = r"^[A-Za-z0-9._:=+/@-]*$"
@@ -260,7 +262,7 @@ def usage_body(usage: Usage, *prompts: Prompt) -> UsageBody:
 
 def add_usage(parts: list[Usage]) -> Usage:
     """Return the total usage of a request's prompts."""
-    return Usage(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
+    return type(parts[0])(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
 
 
 def routed_experts_fields(delta: Delta) -> dict[str, Any]:
