@@ -99,7 +99,7 @@ class CacheFeed:
         """Count a subscriber for the duration of the block.
 
         Args:
-            share: whose subscribers it counts among, see `tenants.share_of`.
+            share: whose subscribers it counts among, see `auth.share_of`.
 
         Raises:
             OverloadedError: there are too many subscribers.

@@ -61,7 +61,7 @@ class GrammarQueue:
             form: the form of the answer.
             after: text of the answer up to which nothing is enforced; empty: all is.
             owner: the prompt's root key; others' grammars are not found.
-            share: whose turn it waits for, see `tenants.share_of`.
+            share: whose turn it waits for, see `auth.share_of`.
 
         Raises:
             InvalidRequestError: the form cannot be enforced.

@@ -123,7 +123,7 @@ def freeze_startup_objects() -> None:
     These are half a million objects of libraries and the model. A full collection of them stops
     every thread for 0.2 s, repeatedly while requests come and go. Collecting newer objects,
     mostly the cache's nodes, takes 20 to 70 ms. It is done ten times less often than by default,
-    and when the server is quiet (`trimming`).
+    and when the server is quiet (`upkeep`).
     """
     gc.collect()
     gc.freeze()

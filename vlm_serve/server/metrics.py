@@ -30,6 +30,7 @@ from vlm_serve.server.http.request_memory import RequestMemory
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
+    from vlm_serve.engine.requests.outputs import CacheReport, Usage
 
 # A single process keeps its values in memory. PROMETHEUS_MULTIPROC_DIR, which the environment may
 # set for servers of several processes, would put them into files of a folder that may be missing.

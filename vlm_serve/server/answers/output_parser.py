@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlm_serve.engine.requests.outputs import FinishReason
 from vlm_serve.preprocess.identity.prompt import SharedTokens
@@ -38,6 +38,10 @@ from vlm_serve.server.answers.pieces import (
     begun,
 )
 from vlm_serve.server.answers.tag_calls import TagReader
+
+if TYPE_CHECKING:
+    from vlm_serve.engine.requests.outputs import FinishReason
+    from vlm_serve.preprocess.identity.prompt import SharedTokens
 
 
 class _State(Enum):

@@ -260,7 +260,7 @@ def usage_body(usage: Usage, *prompts: Prompt) -> UsageBody:
 
 def add_usage(parts: list[Usage]) -> Usage:
     """Return the total usage of a request's prompts."""
-    return Usage(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
+    return type(parts[0])(*map(sum, zip(*map(dataclasses.astuple, parts), strict=True)))
 
 
 def routed_experts_fields(delta: Delta) -> dict[str, Any]:
