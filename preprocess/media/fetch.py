@@ -374,8 +374,8 @@ def _resolve(target: Target, deadline: Deadline, stop: Stop) -> list[tuple[int, 
     def look_up() -> None:
         # getaddrinfo takes no timeout; an abandoned thread ends at the resolver's own timeout.
         try:
-            found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-            answers.put([(int(entry[0]), (str(entry[4][0]), target.port)) for entry in found])
+            entries = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+            answers.put([(int(entry[0]), (str(entry[4][0]), target.port)) for entry in entries])
         except (OSError, UnicodeError):
             answers.put([])
 

@@ -178,18 +178,18 @@ def process_video(video: Video, options: VideoOptions, config: VideoConfig) -> P
         size = _frame_size(height, width, len(indices), options, config)
         return FrameLayout(size if config.do_resize else (height, width), config)
 
-    found = sample(video, indices, patch_size, lay_out)
-    grid = (len(found.hashes), *config.grid(*found.layout.size))
+    sampled = sample(video, indices, patch_size, lay_out)
+    grid = (len(sampled.hashes), *config.grid(*sampled.layout.size))
     record = MediaRecord(
         "video",
         grid,
-        found.hashes,
+        sampled.hashes,
         tuple(patch_times(times, patch_size)),
         config.merge_size,
         cut_short=video.cut_short,
     )
-    pixels = stacked([whole for (whole,) in found.pictures])
-    return Processed(record, pixels, kept=found.kept)
+    pixels = stacked([whole for (whole,) in sampled.pictures])
+    return Processed(record, pixels, kept=sampled.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +441,7 @@ def sample(
         hashes = memory.hashes(layout.key)
         kept = list(_places_to_decode(groups, together, layout, hashes, memory))
     pictures: list[Pictures] = []
-    made: dict[int, Hashes] = {}
+    new_hashes: dict[int, Hashes] = {}
     if kept:
         wanted = [indices[place] for place in kept]
         for index, frame in zip(wanted, video.frames(wanted), strict=True):
@@ -449,16 +449,16 @@ def sample(
                 size = frame.shape[0], frame.shape[1]
                 layout = lay_out(*size)
             pictures.append(layout.pictures(frame))
-            made[index] = layout.hashes(pictures[-1])
+            new_hashes[index] = layout.hashes(pictures[-1])
     assert layout is not None and size is not None
     if memory is not None:
         memory.count(shown=len(indices), known=len(indices) - len(kept))
-        if made:
-            memory.learn((indices[0], size), layout.key, made)
-    hashes = hashes | made
+        if new_hashes:
+            memory.learn((indices[0], size), layout.key, new_hashes)
+    hashes = hashes | new_hashes
     spans = [layout.spans([hashes[index] for index in group]) for group in groups]
     some = kept if len(kept) < len(indices) else None
-    return Sampled(layout, tuple(each for span in spans for each in span), some, pictures)
+    return Sampled(layout, tuple(digest for span in spans for digest in span), some, pictures)
 
 
 def _places_to_decode(

@@ -132,18 +132,18 @@ class _Reader:
         self._advance()
 
     def _advance(self) -> None:
-        found = _TOKEN.match(self._source, self._at)
-        if found is None:
+        token = _TOKEN.match(self._source, self._at)
+        if token is None:
             self._at = re.compile(_SPACE).match(self._source, self._at).end()  # type: ignore[union-attr]
             self.refuse(f"{self._source[self._at : self._at + 16]!r} cannot be read")
-        self._kind = str(found.lastgroup)
-        self._value = found[self._kind]
-        self._at = found.end()
+        self._kind = str(token.lastgroup)
+        self._value = token[self._kind]
+        self._at = token.end()
 
-    def refuse(self, what: str, place: int | None = None) -> NoReturn:
+    def refuse(self, fault: str, place: int | None = None) -> NoReturn:
         """Raise the error about a place; None: the current one."""
         line = 1 + self._source.count("\n", 0, self._at if place is None else place)
-        raise InvalidRequestError(f"the grammar cannot be compiled: line {line}: {what}")
+        raise InvalidRequestError(f"the grammar cannot be compiled: line {line}: {fault}")
 
     @property
     def ended(self) -> bool:
@@ -211,7 +211,7 @@ class _Reader:
         value = self.take("count")
         if value in _COUNTS:
             return _COUNTS[value]
-        first, comma, last = (each.strip() for each in value[1:-1].partition(","))
+        first, comma, last = (bound.strip() for bound in value[1:-1].partition(","))
         least, most = int(first), int(last) if last else None if comma else int(first)
         if most is not None and least > most:
             self.refuse(f"a repetition has more than {most} times at least")
@@ -239,7 +239,7 @@ class _Reader:
 
     def _signs(self, value: str, quoted: str) -> list[tuple[str, bool]]:
         """Return the characters of a text or a class, and whether each is escaped."""
-        found = []
+        signs = []
         for match in _CHARACTER.finditer(value):
             sign = match[5] or match[4]
             try:
@@ -250,8 +250,8 @@ class _Reader:
                 escaped(sign)
             except (KeyError, ValueError, OverflowError, PatternError):
                 self.refuse(f"{match[0][:16]} is no character")
-            found.append((sign, match[5] is None))
-        return found
+            signs.append((sign, match[5] is None))
+        return signs
 
 
 Signs = frozenset[str]
@@ -361,7 +361,7 @@ class _Units:
         self._after: dict[str, Signs] = dict.fromkeys([*self._units, *self._rules], frozenset())
         while sum(map(self._learn_first, self._rules)):
             pass
-        while sum(self._learn_after(each, self._after[name]) for name, each in self._rules.items()):
+        while sum(self._learn_after(rule, self._after[name]) for name, rule in self._rules.items()):
             pass
 
     def clashing(self, has_text: Callable[[str], bool]) -> set[str]:
@@ -391,8 +391,8 @@ class _Units:
         match node:
             case Row(parts):
                 groups = groupby(parts, self._terminals.regular)
-                joined = [[Row(tuple(each))] if known else list(each) for known, each in groups]
-                return Row(tuple(self._tree(part) for each in joined for part in each))
+                joined = [[Row(tuple(run))] if known else list(run) for known, run in groups]
+                return Row(tuple(self._tree(part) for run in joined for part in run))
             case Choice(parts):
                 plain, others = self._parted(parts)
                 return Choice(tuple(map(self._tree, [*plain, *others])))
@@ -445,12 +445,12 @@ class _Units:
             case Choice(parts):
                 return sum(self._learn_after(part, after) for part in parts) > 0
         assert isinstance(tree, Row)
-        found = False
+        changed = False
         for part in reversed(tree.parts):
-            found |= self._learn_after(part, after)
+            changed |= self._learn_after(part, after)
             signs, empty = _first_of(part, self._first)
             after = signs | after if empty else signs
-        return found
+        return changed
 
 
 def _first_of(node: Node, known: Mapping[str, First]) -> First:
@@ -470,8 +470,8 @@ def _first_of(node: Node, known: Mapping[str, First]) -> First:
             signs, empty = _first_of(part, known)
             return (frozenset(), True) if most == 0 else (signs, empty or not least)
         case Choice(parts):
-            found = [_first_of(part, known) for part in parts]
-            return frozenset().union(*(each for each, _ in found)), any(e for _, e in found)
+            firsts = [_first_of(part, known) for part in parts]
+            return frozenset().union(*(signs for signs, _ in firsts)), any(e for _, e in firsts)
     signs = frozenset()
     for part in node.parts:
         more, empty = _first_of(part, known)

@@ -111,8 +111,8 @@ class Counter:
     def __init__(self, lengths: Lengths, tokens: TokenTexts) -> None:
         self._bounds: dict[bytes, dict[bytes, Bounds | None]] = {
             begin.encode(): {
-                name.encode(): None if each is None else (each[0] or 0, each[1])
-                for name, each in named.items()
+                name.encode(): None if bounds is None else (bounds[0] or 0, bounds[1])
+                for name, bounds in named.items()
             }
             for begin, named in lengths.items()
         }
@@ -222,8 +222,8 @@ def countable(node: Any) -> bool:
             return False
         for name in ("begin", "end", "value", "separator"):
             value = node.get(name)
-            texts += [each for each in (value if isinstance(value, list) else [value])
-                      if isinstance(each, str)]  # fmt: skip
+            texts += [entry for entry in (value if isinstance(value, list) else [value])
+                      if isinstance(entry, str)]  # fmt: skip
         content = node.get("content")
         if isinstance(content, Mapping) and content.get("style") == "qwen_xml":
             begins.append(str(node.get("begin")))

@@ -206,12 +206,12 @@ class GrammarState:
 
     def _find_start(self, data: bytes) -> None:
         tail = self._tail + data
-        found = tail.find(self._after)
-        if found < 0:
+        at = tail.find(self._after)
+        if at < 0:
             self._tail = tail[1 - len(self._after) :] if len(self._after) > 1 else b""
             return
         self.waiting, self._tail = False, b""
-        rest = tail[found + len(self._after) :]
+        rest = tail[at + len(self._after) :]
         # A token may extend past the marker: whitespace there belongs to neither side.
         tokens = self._compiled.library.tokenizer.tokenize_bytes(rest) if rest else []
         if not self._consume(tokens) and rest.strip():
@@ -247,11 +247,11 @@ class GrammarState:
         A lexer keeps its states for all answers, so it fills up over time.
         """
         error = self._matcher.get_error()
-        found = self._compiled.renewed(self._lexer) if tries and is_of_lexer(error) else None
-        if found is None:
+        renewed = self._compiled.renewed(self._lexer) if tries and is_of_lexer(error) else None
+        if renewed is None:
             self._exhausted = limit(error)
             return False
-        self._matcher, self._lexer = found
+        self._matcher, self._lexer = renewed
         replayed = not self._tokens or self._matcher.consume_tokens(self._tokens)
         return replayed or self._renewed(tries - 1)
 
