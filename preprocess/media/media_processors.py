@@ -187,13 +187,13 @@ def process_sliced_video(
 
 @dataclass(frozen=True, slots=True)
 class SliceLayout:
-    """A `Layout` of whole pictures and their slices.
+    """A `PictureLayout` of whole pictures and their slices.
 
     Attributes:
         size: (height, width) of the whole picture after the resize.
         cut: (rows, columns) of slices, None for no slices.
         slice_shape: (height, width) of a slice.
-        merge_size: see `Layout`.
+        merge_size: see `PictureLayout`.
     """
 
     modality: Modality
@@ -205,11 +205,11 @@ class SliceLayout:
 
     @property
     def key(self) -> str:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         return f"{self.size} {self.cut} {self.slice_shape}"
 
     def pictures(self, frame: Pixels) -> tuple[torch.Tensor, ...]:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         picture = channels_first(frame)
         whole = resize(picture, self.size, self.config)
         if self.cut is None:
@@ -219,14 +219,14 @@ class SliceLayout:
         return (whole, *_cut(large, rows, columns))
 
     def hashes(self, pictures: tuple[torch.Tensor, ...]) -> tuple[bytes, ...]:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         return tuple(
             content_hash(self.modality, span, (1, *self.config.grid(*span.shape[-2:])))
             for span in pictures
         )
 
     def spans(self, frames: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         return tuple(chain.from_iterable(frames))
 
 

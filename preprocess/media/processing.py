@@ -194,7 +194,7 @@ def process_video(video: Video, options: VideoOptions, config: VideoConfig) -> P
 
 @dataclass(frozen=True, slots=True)
 class FrameLayout:
-    """A `Layout` of frames seen whole.
+    """A `PictureLayout` of frames seen whole.
 
     Attributes:
         size: (height, width) of every frame after the resize.
@@ -205,26 +205,28 @@ class FrameLayout:
 
     @property
     def key(self) -> str:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         return "{}x{}".format(*self.size)
 
     @property
     def merge_size(self) -> int:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         return self.config.merge_size
 
     def pictures(self, frame: Pixels) -> tuple[torch.Tensor, ...]:
-        """See `Layout`. Raises MediaError if the processor does not resize, and a side does not fit
-        its patches."""
+        """See `PictureLayout`.
+
+        Raises MediaError if the processor does not resize, and a side does not fit its patches.
+        """
         return (_resized(frame, self.size, self.config),)
 
     def hashes(self, pictures: tuple[torch.Tensor, ...]) -> tuple[bytes, ...]:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         (whole,) = pictures
         return (content_hash("video", whole, (1, *self.config.grid(*whole.shape[-2:]))),)
 
     def spans(self, frames: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         whole = [digest for (digest,) in frames]
         return (patch_hash(whole, self.config.temporal_patch_size),)
 
@@ -369,7 +371,7 @@ def patch_hash(frames: Sequence[bytes], size: int) -> bytes:
     return blake3(b"".join(fields)).digest()
 
 
-class Layout(Protocol):
+class PictureLayout(Protocol):
     """Size and cut of all frames of a sampling."""
 
     @property
@@ -395,11 +397,11 @@ class Layout(Protocol):
         ...
 
 
-L = TypeVar("L", bound=Layout)
+L = TypeVar("L", bound=PictureLayout)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled(Generic[L]):
+class SampledFrames(Generic[L]):
     """Frames of a video.
 
     Attributes:
@@ -416,7 +418,7 @@ class Sampled(Generic[L]):
 
 def sample(
     video: Video, indices: Sequence[int], together: int, lay_out: Callable[[int, int], L]
-) -> Sampled[L]:
+) -> SampledFrames[L]:
     """Return frames; resize and hash each while later ones are decoded.
 
     Nothing is decoded if the hashes of all frames are known. Otherwise frames are decoded unless
@@ -458,13 +460,13 @@ def sample(
     hashes = hashes | new_hashes
     spans = [layout.spans([hashes[index] for index in group]) for group in groups]
     some = kept if len(kept) < len(indices) else None
-    return Sampled(layout, tuple(digest for span in spans for digest in span), some, pictures)
+    return SampledFrames(layout, tuple(digest for span in spans for digest in span), some, pictures)
 
 
 def _places_to_decode(
     groups: Sequence[Sequence[int]],
     together: int,
-    layout: Layout,
+    layout: PictureLayout,
     hashes: dict[int, Hashes],
     memory: KnownVideo,
 ) -> Iterator[int]:

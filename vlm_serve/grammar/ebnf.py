@@ -56,7 +56,7 @@ _RULES_DEPTH = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextNode:
     """One text."""
 
     text: str
@@ -77,14 +77,14 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RowNode:
     """Parts, one after the other."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChoiceNode:
     """One of the parts."""
 
     parts: tuple[Node, ...]
@@ -99,7 +99,7 @@ class Repeat:
     most: int | None
 
 
-Node = Text | Sign | Name | Row | Choice | Repeat
+Node = TextNode | Sign | Name | RowNode | ChoiceNode | Repeat
 
 
 def read(source: str) -> dict[str, Node]:
@@ -171,7 +171,7 @@ class _Reader:
         while (self._kind, self._value) == ("sign", "|"):
             self._advance()
             parts.append(self._row(depth))
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        return parts[0] if len(parts) == 1 else ChoiceNode(tuple(parts))
 
     def _row(self, depth: int) -> Node:
         parts: list[Node] = []
@@ -182,13 +182,13 @@ class _Reader:
             parts.append(part)
         if not parts:
             self.refuse(f"an alternative is empty before {self._value[:64] or 'its end'!r}")
-        return parts[0] if len(parts) == 1 else Row(tuple(parts))
+        return parts[0] if len(parts) == 1 else RowNode(tuple(parts))
 
     def _part(self, depth: int) -> Node:
         kind, value, place = self._kind, self._value, self._at
         self._advance()
         if kind == "text":
-            return Text("".join(sign for sign, _ in self._signs(value, _QUOTED)))
+            return TextNode("".join(sign for sign, _ in self._signs(value, _QUOTED)))
         if kind == "set":
             return self._set(value)
         if kind == "name":
@@ -199,7 +199,7 @@ class _Reader:
         if value == "(=":
             self.refuse("looking ahead with (= ...) cannot be enforced")
         empty = (self._kind, self._value) == ("sign", ")")
-        part = Row(()) if empty else self.choice(depth + 1)
+        part = RowNode(()) if empty else self.choice(depth + 1)
         self.take("sign", ")")
         if depth % _SHALLOW:
             return part
@@ -389,17 +389,17 @@ class _Units:
         if self._terminals.regular(node):
             return self._unit(node)
         match node:
-            case Row(parts):
+            case RowNode(parts):
                 groups = groupby(parts, self._terminals.regular)
-                joined = [[Row(tuple(run))] if known else list(run) for known, run in groups]
-                return Row(tuple(self._tree(part) for run in joined for part in run))
-            case Choice(parts):
+                joined = [[RowNode(tuple(run))] if known else list(run) for known, run in groups]
+                return RowNode(tuple(self._tree(part) for run in joined for part in run))
+            case ChoiceNode(parts):
                 plain, others = self._parted(parts)
-                return Choice(tuple(map(self._tree, [*plain, *others])))
-            case Repeat(Choice(parts), (0 | 1) as least, None):
+                return ChoiceNode(tuple(map(self._tree, [*plain, *others])))
+            case Repeat(ChoiceNode(parts), (0 | 1) as least, None):
                 plain, others = self._parted(parts)
                 if plain:
-                    return self._tree(_runs(plain[0], Choice(tuple(others)), least))
+                    return self._tree(_runs(plain[0], ChoiceNode(tuple(others)), least))
         if isinstance(node, Repeat):
             return Repeat(self._tree(node.part), node.least, node.most)
         assert isinstance(node, Name)
@@ -409,7 +409,7 @@ class _Units:
         """Return the regular alternatives as one, if there are any, and the others."""
         plain = tuple(part for part in parts if self._terminals.regular(part))
         others = [part for part in parts if not self._terminals.regular(part)]
-        return [Choice(plain)] if plain else [], others
+        return [ChoiceNode(plain)] if plain else [], others
 
     def _unit(self, node: Node) -> Node:
         name = self._terminals.whole(node)
@@ -417,11 +417,11 @@ class _Units:
             self._units[name] = node
             return Name(name)
         match node:
-            case Text(text):
-                return Row(tuple(self._unit(Text(sign)) for sign in text))
+            case TextNode(text):
+                return RowNode(tuple(self._unit(TextNode(sign)) for sign in text))
             case Name(rule):
                 return self._unit(self._terminals.rules[rule])
-            case Row(parts) | Choice(parts):
+            case RowNode(parts) | ChoiceNode(parts):
                 return type(node)(tuple(map(self._unit, parts)))
             case Repeat(part, least, most):
                 return Repeat(self._unit(part), least, most)
@@ -442,9 +442,9 @@ class _Units:
             case Repeat(part, _, most):
                 again = frozenset() if most == 1 else _first_of(part, self._first)[0]
                 return self._learn_after(part, after | again)
-            case Choice(parts):
+            case ChoiceNode(parts):
                 return sum(self._learn_after(part, after) for part in parts) > 0
-        assert isinstance(tree, Row)
+        assert isinstance(tree, RowNode)
         changed = False
         for part in reversed(tree.parts):
             changed |= self._learn_after(part, after)
@@ -460,7 +460,7 @@ def _first_of(node: Node, known: Mapping[str, First]) -> First:
         known: the same of the names in it.
     """
     match node:
-        case Text(text):
+        case TextNode(text):
             return frozenset(map(constant, text[:1])), not text
         case Sign(text):
             return frozenset([pattern(text)]), False
@@ -469,7 +469,7 @@ def _first_of(node: Node, known: Mapping[str, First]) -> First:
         case Repeat(part, least, most):
             signs, empty = _first_of(part, known)
             return (frozenset(), True) if most == 0 else (signs, empty or not least)
-        case Choice(parts):
+        case ChoiceNode(parts):
             firsts = [_first_of(part, known) for part in parts]
             return frozenset().union(*(signs for signs, _ in firsts)), any(e for _, e in firsts)
     signs = frozenset()
@@ -490,21 +490,23 @@ def _named(node: Node) -> Iterator[str]:
 
 
 def _parts(node: Node) -> tuple[Node, ...]:
-    if isinstance(node, Row | Choice):
+    if isinstance(node, RowNode | ChoiceNode):
         return node.parts
     return (node.part,) if isinstance(node, Repeat) else ()
 
 
 def _runs(plain: Node, other: Node, least: int) -> Node:
     """Return any number of two alternatives, with each run of the first one as one part."""
-    rest = Row((other, Repeat(plain, 0, None)))
+    rest = RowNode((other, Repeat(plain, 0, None)))
     if not least:
-        return Row((Repeat(plain, 0, None), Repeat(rest, 0, None)))
-    return Choice((Row((Repeat(plain, 1, None), Repeat(rest, 0, None))), Repeat(rest, 1, None)))
+        return RowNode((Repeat(plain, 0, None), Repeat(rest, 0, None)))
+    return ChoiceNode(
+        (RowNode((Repeat(plain, 1, None), Repeat(rest, 0, None))), Repeat(rest, 1, None))
+    )
 
 
 def _is_single(node: Node) -> bool:
-    return isinstance(node, Sign) or (isinstance(node, Text) and len(node.text) < 2)
+    return isinstance(node, Sign) or (isinstance(node, TextNode) and len(node.text) < 2)
 
 
 def _written(node: Node, names: Mapping[str, str] | None = None) -> str:
@@ -514,15 +516,15 @@ def _written(node: Node, names: Mapping[str, str] | None = None) -> str:
         names: of the names in it; None: they stay.
     """
     match node:
-        case Text(text):
+        case TextNode(text):
             return constant(text)
         case Sign(text):
             return pattern(text)
         case Name(name):
             return names[name] if names else name
-        case Row(parts):
+        case RowNode(parts):
             return f"({' '.join(_written(part, names) for part in parts)})" if parts else _EMPTY
-        case Choice(parts):
+        case ChoiceNode(parts):
             return f"({' | '.join(_written(part, names) for part in parts)})"
     return _repeated(_written(node.part, names), node.least, node.most)
 

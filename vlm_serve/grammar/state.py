@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vlm_serve.grammar.lengths import Counter, Lengths, Place
+from vlm_serve.grammar.lengths import Counter, Lengths, TextPlace
 from vlm_serve.grammar.library import Library, is_of_lexer, limit
 
 FOLLOW_SECONDS = 1.0
@@ -139,7 +139,7 @@ class GrammarState:
         self._exhausted = ""  # the limit of llguidance reached: nothing is known of the next token
         self._tokens: list[int] = []
         self._steps: list[int] = []  # tokens of each step; 0: the end
-        self._places: list[Place] = [Place()]  # before each step, and now
+        self._places: list[TextPlace] = [TextPlace()]  # before each step, and now
         self._ahead = False
         self._uncharged: deque[tuple[int, float]] = deque()
         self.waiting = bool(grammar.after)
@@ -219,7 +219,7 @@ class GrammarState:
 
     def _consume(self, tokens: list[int]) -> bool:
         """Advance by tokens, as one step; return False if they do not match."""
-        place: Place | None = self._places[-1]
+        place: TextPlace | None = self._places[-1]
         if self._counter is not None:
             for token in tokens:
                 place = self._counter.token_after(place, token) if place is not None else None

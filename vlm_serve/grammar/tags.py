@@ -28,7 +28,7 @@ _UNSUPPORTED = ("excludes", "any_order", "max_tokens", "max_chars")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SchemaSource:
     """A schema of a structural tag, and the request's field that it comes from."""
 
     schema: Any
@@ -59,7 +59,7 @@ class Tags:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._lark = Lark()
-        self.sources: list[Source] = []
+        self.sources: list[SchemaSource] = []
         self._counts = False
         self._begin = ""
         self._lengths: dict[str, dict[str, Bounds | None]] = {}
@@ -91,7 +91,7 @@ class Tags:
 
     def _json_schema(self, node: Mapping[str, Any], others: list[str]) -> str:
         of = node.get("of")
-        source = Source(node.get("json_schema"), of if isinstance(of, Mapping) else {})
+        source = SchemaSource(node.get("json_schema"), of if isinstance(of, Mapping) else {})
         if any(text[:1] in _JSON_STARTS for text in others):
             raise _refused("an alternative of a schema begins like JSON")
         style = node.get("style", "json")
