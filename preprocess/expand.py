@@ -314,7 +314,7 @@ class SliceExpander(Expander):
 
     def _add_medium(self, out: Expansion, record: MediaRecord, item: int) -> None:
         if record.modality in self._numbered:
-            number = sum(each == record.modality for each in out.modalities)
+            number = sum(modality == record.modality for modality in out.modalities)
             out.token_ids.append(self._slices.id_start)
             self._add_text(out, str(number))
             out.token_ids.append(self._slices.id_end)
@@ -399,12 +399,12 @@ def find_expander(
 
     Raises CheckpointError if the processors disagree or a token is missing.
     """
-    configs = [each.config for each in processors if each is not None]
-    if len({each.merge_size for each in configs}) > 1:
+    configs = [processor.config for processor in processors if processor is not None]
+    if len({config.merge_size for config in configs}) > 1:
         raise CheckpointError("image and video processors disagree on merge_size")
     if tokenizer.family.slice_start is None:
         return Expander(tokenizer, vision)
-    numbered = all(each.numbered for each in configs if isinstance(each, SliceConfig))
+    numbered = all(config.numbered for config in configs if isinstance(config, SliceConfig))
     return SliceExpander(
         tokenizer, vision, _find_slice_tokens(tokenizer, config), numbered=numbered
     )

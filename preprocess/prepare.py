@@ -193,7 +193,7 @@ class Preprocessor:
 
     def _roots(self, cache_salt: str, adapter: AdapterIdentity) -> Roots:
         """Return a prompt's root keys. Adapters that leave the tower alone share embeddings."""
-        return Roots(*(self.root_key(cache_salt, each) for each in adapter))
+        return Roots(*(self.root_key(cache_salt, digest) for digest in adapter))
 
     def prepare_tokens(
         self,
@@ -281,7 +281,7 @@ class Preprocessor:
         with stop.calling(mine.set) if stop is not None else contextlib.nullcontext():
             loading = self.start_loading(rendering, mine)
             try:
-                return self.finish(rendering, [each.result() for each in loading])
+                return self.finish(rendering, [future.result() for future in loading])
             finally:
                 mine.set()
 
@@ -305,7 +305,7 @@ class Preprocessor:
         roots = self._roots(cache_salt, adapter)
         if conversation.media:
             conversation = self._with_pages(conversation)
-        conversation = fit_systems(conversation, late=self._template.traits.late_systems)
+        conversation = fit_systems(conversation, anywhere=self._template.traits.late_systems)
         request = ChatRequest(conversation, self._template)
         media = self._with_defaults(conversation) if conversation.names_media else []
         self._template.check_kwargs(request.kwargs)
@@ -353,14 +353,14 @@ class Preprocessor:
         remote = [is_remote(part) for part in rendering.media]
         load, root = self._loader.load, rendering.roots.vision
         tasks = [partial(load, part, rendering.cache_salt, stop, root) for part in rendering.media]
-        found: dict[bool, Iterator[Future[LoadedMedia]]] = {}
+        futures: dict[bool, Iterator[Future[LoadedMedia]]] = {}
         for fetched, executor, limit in (
             (True, self._fetching, _FETCHED_AT_ONCE),
             (False, self._decoding, _DECODED_AT_ONCE),
         ):
-            mine = [task for task, each in zip(tasks, remote, strict=True) if each is fetched]
-            found[fetched] = iter(ConcurrencyLimiter(executor, mine, limit).futures)
-        return [next(found[each]) for each in remote]
+            mine = [task for task, waits in zip(tasks, remote, strict=True) if waits is fetched]
+            futures[fetched] = iter(ConcurrencyLimiter(executor, mine, limit).futures)
+        return [next(futures[waits]) for waits in remote]
 
     def finish(self, rendering: Rendering, media: Sequence[LoadedMedia]) -> Prompt:
         """Run the third step: make the prompt from the rendering and its media, in order.
@@ -453,11 +453,11 @@ class SharedByNextTurn:
         # The last piece of a prompt is text that the answer continues.
         whole = len(self.expansion.token_ids)
         at = whole if same == len(pieces) else self.expansion.piece_starts[same]
-        own = [*self.expansion.token_ids[at:], *token_ids]
+        expected = [*self.expansion.token_ids[at:], *token_ids]
         count = 0
         for piece in other[same:]:
             for token in self._encode(piece):
-                if count == len(own) or own[count] != token:
+                if count == len(expected) or expected[count] != token:
                     return at + count
                 count += 1
         return at + count

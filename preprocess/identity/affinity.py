@@ -177,15 +177,16 @@ def front_of(conversation: Conversation) -> dict[str, str]:
         functions = [tool.get("function", tool) for tool in conversation.tools]
         front["tools"] = _json(
             [
-                [each["name"], each.get("description"), each.get("parameters") or {}]
-                for each in functions
+                [function["name"], function.get("description"), function.get("parameters") or {}]
+                for function in functions
             ]
         )
     # Templates read this switch at a prompt's end: everything before is the same either way.
     kwargs = {k: v for k, v in conversation.template_kwargs.items() if k != "enable_thinking"}
     given = (conversation.media_io_kwargs, conversation.mm_processor_kwargs, kwargs)
     options = [
-        {name: value for name, value in (each or {}).items() if value is not None} for each in given
+        {name: value for name, value in (values or {}).items() if value is not None}
+        for values in given
     ]
     if any(options):
         front["options"] = _json(options)

@@ -75,8 +75,8 @@ def _read(sock: socket.socket, size: int, deadline: float | None, descriptors: l
         if left is not None and left <= 0:
             raise TimeoutError
         sock.settimeout(left)
-        piece, found, _, _ = socket.recv_fds(sock, size - len(data), 1)
-        descriptors += found
+        piece, passed, _, _ = socket.recv_fds(sock, size - len(data), 1)
+        descriptors += passed
         if not piece:
             raise GoneError
         data += piece

@@ -45,8 +45,8 @@ from vlm_serve.preprocess.media.videos import EncodedVideo
 
 def main() -> None:
     """Fork a worker for every received socket, until the owner is gone."""
-    for each in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # a terminal's; the owner handles
-        signal.signal(each, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # a terminal's; the owner handles
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave no zombies
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     PIL.Image.init()
@@ -144,21 +144,21 @@ def _serve_image(
     if max_work is not None and opened.work > max_work:
         send(sock, {"heavy": True})
         return
-    made: list[SharedArray] = []
+    arrays: list[SharedArray] = []
 
     def new(shape: tuple[int, int, int]) -> Pixels:
-        made.append(_shared(shape))
-        return made[0].array
+        arrays.append(_shared(shape))
+        return arrays[0].array
 
     try:
         pixels = decode_opened(opened, limits, new=new)
-        send(sock, {"shape": pixels.shape}, made[0].descriptor)
+        send(sock, {"shape": pixels.shape}, arrays[0].descriptor)
     except MediaMemoryError:
         if max_work is None:
             raise
         send(sock, {"heavy": True})
     finally:
-        for shared in made:
+        for shared in arrays:
             shared.__exit__()
 
 

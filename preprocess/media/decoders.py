@@ -347,7 +347,7 @@ class DecodeSlots:
         ticket = (time.monotonic() + num_bytes / _BYTES_PER_SECOND, object())
 
         def is_next() -> bool:
-            first = min(self._queue, key=lambda each: each[0])
+            first = min(self._queue, key=lambda entry: entry[0])
             return stop.is_set or self._closed or (self.busy < self._count and first is ticket)
 
         def wake() -> None:

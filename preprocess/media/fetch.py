@@ -323,7 +323,7 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class FetchTarget:
     """Host, port and path of one hop."""
 
     host: str
@@ -337,7 +337,7 @@ class Target:
         return host if self.port == (443 if self.secure else 80) else f"{host}:{self.port}"
 
 
-def parse_target(url: str, limits: MediaLimits) -> Target:
+def parse_target(url: str, limits: MediaLimits) -> FetchTarget:
     """Parse an http(s) URL.
 
     Raises InvalidRequestError if it is malformed, carries credentials or names a host that is not
@@ -364,18 +364,20 @@ def parse_target(url: str, limits: MediaLimits) -> Target:
         raise InvalidRequestError("the URL's host is not on the list of allowed hosts")
     secure = parts.scheme == "https"
     path = (parts.path or "/") + ("?" + parts.query if parts.query else "")
-    return Target(host, port or (443 if secure else 80), path, secure)
+    return FetchTarget(host, port or (443 if secure else 80), path, secure)
 
 
-def _resolve(target: Target, deadline: Deadline, stop: Stop) -> list[tuple[int, tuple[str, int]]]:
+def _resolve(
+    target: FetchTarget, deadline: Deadline, stop: Stop
+) -> list[tuple[int, tuple[str, int]]]:
     """Return (family, socket address) for every address of the host, within the deadline."""
     answers: queue.SimpleQueue[list[tuple[int, tuple[str, int]]]] = queue.SimpleQueue()
 
     def look_up() -> None:
         # getaddrinfo takes no timeout; an abandoned thread ends at the resolver's own timeout.
         try:
-            found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-            answers.put([(int(entry[0]), (str(entry[4][0]), target.port)) for entry in found])
+            entries = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+            answers.put([(int(entry[0]), (str(entry[4][0]), target.port)) for entry in entries])
         except (OSError, UnicodeError):
             answers.put([])
 
@@ -387,7 +389,9 @@ def _resolve(target: Target, deadline: Deadline, stop: Stop) -> list[tuple[int, 
         raise TimeoutError from None
 
 
-def _connect(target: Target, limits: MediaLimits, deadline: Deadline, stop: Stop) -> socket.socket:
+def _connect(
+    target: FetchTarget, limits: MediaLimits, deadline: Deadline, stop: Stop
+) -> socket.socket:
     addresses = _resolve(target, deadline, stop)
     stop.check()
     if not addresses:
@@ -410,7 +414,7 @@ def _connect(target: Target, limits: MediaLimits, deadline: Deadline, stop: Stop
 
 @contextlib.contextmanager
 def request(
-    target: Target,
+    target: FetchTarget,
     limits: MediaLimits,
     deadline: Deadline,
     stop: Stop | None = None,

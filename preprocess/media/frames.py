@@ -157,7 +157,7 @@ def frame_sources(source: Any) -> Sequence[str | bytes | Path] | None:
     vLLM reads it.
     """
     if isinstance(source, list | tuple):
-        files = all(isinstance(each, str | bytes | Path) for each in source)
+        files = all(isinstance(picture, str | bytes | Path) for picture in source)
         return source if source and files else None
     if isinstance(source, str) and (head := _LISTED.match(source[:256])):
         frames = source[head.end() :].split(",")

@@ -65,9 +65,9 @@ _PLUGINS: tuple[tuple[str, str, str], ...] = (
 @cache
 def plugins() -> dict[str, str]:
     """Register the installed plugins with Pillow; return their versions by format."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for module, package, form in _PLUGINS:
-        if form in found:
+        if form in versions:
             continue
         try:
             number = version(package)
@@ -77,8 +77,8 @@ def plugins() -> dict[str, str]:
         if form == "HEIF":
             loaded.register_heif_opener()
         if form in PIL.Image.OPEN:
-            found[form] = f"{package} {number}"
-    return found
+            versions[form] = f"{package} {number}"
+    return versions
 
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP", *plugins())
@@ -248,8 +248,8 @@ def _load(image: PIL.Image.Image, limits: MediaLimits) -> None:
 
 def _check_complete(image: PIL.Image.Image, twin: PIL.Image.Image, limits: MediaLimits) -> None:
     """Raise MediaError if a JPEG file without its end marker lacks blocks, too."""
-    for each in (image, twin):
-        _load(each, limits)
+    for picture in (image, twin):
+        _load(picture, limits)
     with twin:
         if not np.array_equal(np.asarray(image), np.asarray(twin)):
             raise MediaError(_DAMAGED)
@@ -258,10 +258,10 @@ def _check_complete(image: PIL.Image.Image, twin: PIL.Image.Image, limits: Media
 def _unsupported(data: bytes) -> MediaError:
     kind = file_kind(data)
     known = f"not an image of a supported format ({', '.join(FORMATS)})"
-    found = f": it is {kind}" if kind else ""
+    guess = f": it is {kind}" if kind else ""
     remedies = dict.fromkeys(VIDEO_KINDS, "send it as a video") | _REMEDIES | _ELSEWHERE
     remedy = f"; {remedies[kind]}" if kind in remedies else ""
-    return MediaError(known + found + remedy)
+    return MediaError(known + guess + remedy)
 
 
 def _decode(
@@ -322,10 +322,10 @@ _TRANSPOSED = frozenset({5, 6, 7, 8})
 
 def _orientation(image: PIL.Image.Image) -> int:
     try:
-        found = image.getexif().get(PIL.ExifTags.Base.Orientation, 1)
+        orientation = image.getexif().get(PIL.ExifTags.Base.Orientation, 1)
     except Exception:  # broken EXIF does not make the pixels invalid
         return 1
-    return found if isinstance(found, int) else 1
+    return orientation if isinstance(orientation, int) else 1
 
 
 def _normalise_transparency(image: PIL.Image.Image, data: bytes) -> PIL.Image.Image | None:
@@ -381,10 +381,10 @@ def count_scans(data: bytes, most: int) -> int:
         return 0
     scans, at = 0, 2
     while scans <= most:
-        found = _MARKER.search(data, at)
-        if found is None or data[found.start() + 1] == _END:
+        marker = _MARKER.search(data, at)
+        if marker is None or data[marker.start() + 1] == _END:
             break
-        kind, at = data[found.start() + 1], found.end()
+        kind, at = data[marker.start() + 1], marker.end()
         if kind in _BARE:
             continue
         scans += kind == _START_OF_SCAN
@@ -466,8 +466,8 @@ class AnimatedPicture:
             if total < 2:
                 kind = self._image.format
                 raise MediaError(f"a still {kind} picture; send it as an image")
-            found = self._find_times(total, fps)
-        self.times, self.fps, self.steady = found.seconds, found.fps, found.steady
+            timeline = self._find_times(total, fps)
+        self.times, self.fps, self.steady = timeline.seconds, timeline.fps, timeline.steady
         check_video(total, self.times[-1] + 1 / self.fps, size, limits)
 
     def _find_times(self, total: int, fps: float | None) -> FrameTimes:

@@ -39,8 +39,10 @@ class _File:
 
     @property
     def cost(self) -> int:
-        times = sum(8 * len(each.seconds) + _FRAME_BYTES for each in self.timelines.values())
-        frames = [each for layout in self.layouts.values() for each in layout.values()]
+        times = sum(
+            8 * len(timeline.seconds) + _FRAME_BYTES for timeline in self.timelines.values()
+        )
+        frames = [frame for layout in self.layouts.values() for frame in layout.values()]
         hashes = sum(map(len, frames))
         sizes = _FRAME_BYTES * len(self.sizes)
         return _ENTRY_BYTES + times + sizes + _FRAME_BYTES * len(frames) + _HASH_BYTES * hashes

@@ -103,7 +103,7 @@ class MediaLoader:
         # Pictures and arrays of Python callers are converted in this process, a few at a time.
         self._converting = threading.BoundedSemaphore(_CONVERSIONS)
         self.fingerprint = fingerprint(
-            *(each.config if each else None for each in (images, videos))
+            *(processor.config if processor else None for processor in (images, videos))
         )
 
     def keep_records(self, records: UploadRecords) -> None:
@@ -121,17 +121,17 @@ class MediaLoader:
             ("video", self._videos, self._limits.max_videos),
         )
         for modality, config, limit in kinds:
-            found = [part for part in parts if part.modality == modality]
-            if found and config is None:
+            media = [part for part in parts if part.modality == modality]
+            if media and config is None:
                 file = self._missing.get(modality)
                 why = f": the checkpoint has no {file}" if file else ""
                 raise InvalidRequestError(
-                    f"this model takes no {modality}s{why}", param=found[0].param, code="no_media"
+                    f"this model takes no {modality}s{why}", param=media[0].param, code="no_media"
                 )
-            if limit is not None and len(found) > limit:
+            if limit is not None and len(media) > limit:
                 raise InvalidRequestError(
-                    f"a prompt may have at most {limit} {modality}s, this one has {len(found)}",
-                    param=found[limit].param,
+                    f"a prompt may have at most {limit} {modality}s, this one has {len(media)}",
+                    param=media[limit].param,
                 )
 
     def check_options(self, parts: Iterable[MediaPart]) -> None:
@@ -166,8 +166,8 @@ class MediaLoader:
 
     @contextlib.contextmanager
     def _holding(self, stop: Stop) -> Iterator[Hold]:
-        with self._budget.holding() as own, contextlib.ExitStack() as stack:
-            counters = [own]
+        with self._budget.holding() as budget, contextlib.ExitStack() as stack:
+            counters = [budget]
             if self.shared_budget is not None:
                 counters.append(stack.enter_context(self.shared_budget(stop)))
 
@@ -210,7 +210,7 @@ class MediaLoader:
         source = _read_source(part, self._limits, stop, hold)
         digest = _digest_of(source)
         key = key_of(digest, options=chosen) if digest is not None else None
-        keys = tuple(each for each in (key, url_key) if each is not None)
+        keys = tuple(index_key for index_key in (key, url_key) if index_key is not None)
         upload = _Upload(part, options, processor, key_of, keys, lambda _: source, digest)
         began = time.monotonic()
         known = self._look_up(key, source)
@@ -223,8 +223,8 @@ class MediaLoader:
             item = self._item(done.record, upload, waited, done)
             if key is not None and isinstance(source, bytes) and self._records is not None:
                 self._records.put(upload_key(key, self._path), done.record)
-        for each in keys:
-            self._raw_index.put(each, item.record)
+        for index_key in keys:
+            self._raw_index.put(index_key, item.record)
         return item
 
     def _look_up(self, key: bytes | None, source: Any) -> MediaRecord | None:
@@ -278,9 +278,9 @@ class MediaLoader:
             key = upload.key_of(raw_digest(source), options=options_key(upload.options))
             self._records.replace(upload_key(key, self._path), record)
 
-    def _count(self, what: str) -> None:
+    def _count(self, outcome: str) -> None:
         with self._counting:
-            self.counts[what] += 1
+            self.counts[outcome] += 1
 
     def _process(
         self,
@@ -390,7 +390,7 @@ def _read(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None) -
     frames = frame_sources(source) if not is_image else None
     if frames is not None:
         check_frame_count(frames)
-        read = (_read_source(each, limits, stop, hold) for each in places(part, frames))
+        read = (_read_source(frame, limits, stop, hold) for frame in places(part, frames))
         return FrameFiles(tuple(read))
     if isinstance(source, PdfPage):
         return source.packed
@@ -416,7 +416,9 @@ def _read(part: MediaPart, limits: MediaLimits, stop: Stop, hold: Hold | None) -
 def is_remote(part: MediaPart) -> bool:
     """Return True if loading the part waits for another machine."""
     sources = part.source if isinstance(part.source, list) else [part.source]
-    return any(isinstance(each, str) and each[:5].lower().startswith("http") for each in sources)
+    return any(
+        isinstance(source, str) and source[:5].lower().startswith("http") for source in sources
+    )
 
 
 def _digest_of(source: Any) -> bytes | None:

@@ -136,8 +136,8 @@ def processor_fingerprint(directory: Path | str, config: Mapping[str, Any] | Non
     if not config.get("vision_config"):
         return fingerprint(None, None)
     family = family_of(str(config.get("model_type", "")))
-    found = find_processors(directory, config, family)
-    return fingerprint(*(each.config if each else None for each in found))
+    processors = find_processors(directory, config, family)
+    return fingerprint(*(processor.config if processor else None for processor in processors))
 
 
 def process_sliced_image(pixels: Pixels, options: SliceOptions, config: SliceConfig) -> Processed:
@@ -179,54 +179,54 @@ def process_sliced_video(
     def lay_out(height: int, width: int) -> SliceLayout:
         return _lay_out("video", height, width, options, config)
 
-    found = sample(video, indices, 1, lay_out)
-    done = _processed(found.layout, found.hashes, found.pictures)
+    sampled = sample(video, indices, 1, lay_out)
+    done = _processed(sampled.layout, sampled.hashes, sampled.pictures)
     record = replace(done.record, cut_short=video.cut_short)
-    return replace(done, record=record, kept=found.kept)
+    return replace(done, record=record, kept=sampled.kept)
 
 
 @dataclass(frozen=True, slots=True)
 class SliceLayout:
-    """A `Layout` of whole pictures and their slices.
+    """A `PictureLayout` of whole pictures and their slices.
 
     Attributes:
         size: (height, width) of the whole picture after the resize.
         cut: (rows, columns) of slices, None for no slices.
-        each: (height, width) of a slice.
-        merge_size: see `Layout`.
+        slice_shape: (height, width) of a slice.
+        merge_size: see `PictureLayout`.
     """
 
     modality: Modality
     size: tuple[int, int]
     cut: tuple[int, int] | None
-    each: tuple[int, int]
+    slice_shape: tuple[int, int]
     merge_size: int
     config: SliceConfig
 
     @property
     def key(self) -> str:
-        """See `Layout`."""
-        return f"{self.size} {self.cut} {self.each}"
+        """See `PictureLayout`."""
+        return f"{self.size} {self.cut} {self.slice_shape}"
 
     def pictures(self, frame: Pixels) -> tuple[torch.Tensor, ...]:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         picture = channels_first(frame)
         whole = resize(picture, self.size, self.config)
         if self.cut is None:
             return (whole,)
-        (rows, columns), (height, width) = self.cut, self.each
+        (rows, columns), (height, width) = self.cut, self.slice_shape
         large = resize(picture, (height * rows, width * columns), self.config)
         return (whole, *_cut(large, rows, columns))
 
     def hashes(self, pictures: tuple[torch.Tensor, ...]) -> tuple[bytes, ...]:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         return tuple(
             content_hash(self.modality, span, (1, *self.config.grid(*span.shape[-2:])))
             for span in pictures
         )
 
     def spans(self, frames: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         return tuple(chain.from_iterable(frames))
 
 
@@ -234,13 +234,13 @@ def _lay_out(
     modality: Modality, height: int, width: int, options: SliceOptions, config: SliceConfig
 ) -> SliceLayout:
     check_ratio(height, width)
-    cut, each, factor = None, (0, 0), config.patch_size * options.merge_size
+    cut, slice_shape, factor = None, (0, 0), config.patch_size * options.merge_size
     if options.max_slices > 1:
         cut = slice_grid(height, width, max_slices=options.max_slices, side=config.side)
     size = whole_size(height, width, side=config.side, factor=factor, enlarge=cut is None)
     if cut is not None:
-        each = slice_size(height, width, cut, side=config.side, factor=factor)
-    return SliceLayout(modality, size, cut, each, options.merge_size, config)
+        slice_shape = slice_size(height, width, cut, side=config.side, factor=factor)
+    return SliceLayout(modality, size, cut, slice_shape, options.merge_size, config)
 
 
 def _processed(
@@ -250,7 +250,7 @@ def _processed(
 ) -> Processed:
     slices, config = None, layout.config
     if layout.cut is not None:
-        slices = Slices(*layout.cut, config.grid(*layout.each))
+        slices = Slices(*layout.cut, config.grid(*layout.slice_shape))
     count = len(hashes) // (1 + (slices.count if slices is not None else 0))
     grid = (count, *config.grid(*layout.size))
     record = MediaRecord(layout.modality, grid, hashes, (), layout.merge_size, slices)

@@ -178,23 +178,23 @@ def process_video(video: Video, options: VideoOptions, config: VideoConfig) -> P
         size = _frame_size(height, width, len(indices), options, config)
         return FrameLayout(size if config.do_resize else (height, width), config)
 
-    found = sample(video, indices, patch_size, lay_out)
-    grid = (len(found.hashes), *config.grid(*found.layout.size))
+    sampled = sample(video, indices, patch_size, lay_out)
+    grid = (len(sampled.hashes), *config.grid(*sampled.layout.size))
     record = MediaRecord(
         "video",
         grid,
-        found.hashes,
+        sampled.hashes,
         tuple(patch_times(times, patch_size)),
         config.merge_size,
         cut_short=video.cut_short,
     )
-    pixels = stacked([whole for (whole,) in found.pictures])
-    return Processed(record, pixels, kept=found.kept)
+    pixels = stacked([whole for (whole,) in sampled.pictures])
+    return Processed(record, pixels, kept=sampled.kept)
 
 
 @dataclass(frozen=True, slots=True)
 class FrameLayout:
-    """A `Layout` of frames seen whole.
+    """A `PictureLayout` of frames seen whole.
 
     Attributes:
         size: (height, width) of every frame after the resize.
@@ -205,26 +205,28 @@ class FrameLayout:
 
     @property
     def key(self) -> str:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         return "{}x{}".format(*self.size)
 
     @property
     def merge_size(self) -> int:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         return self.config.merge_size
 
     def pictures(self, frame: Pixels) -> tuple[torch.Tensor, ...]:
-        """See `Layout`. Raises MediaError if the processor does not resize, and a side does not fit
-        its patches."""
+        """See `PictureLayout`.
+
+        Raises MediaError if the processor does not resize, and a side does not fit its patches.
+        """
         return (_resized(frame, self.size, self.config),)
 
     def hashes(self, pictures: tuple[torch.Tensor, ...]) -> tuple[bytes, ...]:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         (whole,) = pictures
         return (content_hash("video", whole, (1, *self.config.grid(*whole.shape[-2:]))),)
 
     def spans(self, frames: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
-        """See `Layout`."""
+        """See `PictureLayout`."""
         whole = [digest for (digest,) in frames]
         return (patch_hash(whole, self.config.temporal_patch_size),)
 
@@ -369,7 +371,7 @@ def patch_hash(frames: Sequence[bytes], size: int) -> bytes:
     return blake3(b"".join(fields)).digest()
 
 
-class Layout(Protocol):
+class PictureLayout(Protocol):
     """Size and cut of all frames of a sampling."""
 
     @property
@@ -395,11 +397,11 @@ class Layout(Protocol):
         ...
 
 
-L = TypeVar("L", bound=Layout)
+L = TypeVar("L", bound=PictureLayout)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled(Generic[L]):
+class SampledFrames(Generic[L]):
     """Frames of a video.
 
     Attributes:
@@ -416,7 +418,7 @@ class Sampled(Generic[L]):
 
 def sample(
     video: Video, indices: Sequence[int], together: int, lay_out: Callable[[int, int], L]
-) -> Sampled[L]:
+) -> SampledFrames[L]:
     """Return frames; resize and hash each while later ones are decoded.
 
     Nothing is decoded if the hashes of all frames are known. Otherwise frames are decoded unless
@@ -441,7 +443,7 @@ def sample(
         hashes = memory.hashes(layout.key)
         kept = list(_places_to_decode(groups, together, layout, hashes, memory))
     pictures: list[Pictures] = []
-    made: dict[int, Hashes] = {}
+    new_hashes: dict[int, Hashes] = {}
     if kept:
         wanted = [indices[place] for place in kept]
         for index, frame in zip(wanted, video.frames(wanted), strict=True):
@@ -449,22 +451,22 @@ def sample(
                 size = frame.shape[0], frame.shape[1]
                 layout = lay_out(*size)
             pictures.append(layout.pictures(frame))
-            made[index] = layout.hashes(pictures[-1])
+            new_hashes[index] = layout.hashes(pictures[-1])
     assert layout is not None and size is not None
     if memory is not None:
         memory.count(shown=len(indices), known=len(indices) - len(kept))
-        if made:
-            memory.learn((indices[0], size), layout.key, made)
-    hashes = hashes | made
+        if new_hashes:
+            memory.learn((indices[0], size), layout.key, new_hashes)
+    hashes = hashes | new_hashes
     spans = [layout.spans([hashes[index] for index in group]) for group in groups]
     some = kept if len(kept) < len(indices) else None
-    return Sampled(layout, tuple(each for span in spans for each in span), some, pictures)
+    return SampledFrames(layout, tuple(digest for span in spans for digest in span), some, pictures)
 
 
 def _places_to_decode(
     groups: Sequence[Sequence[int]],
     together: int,
-    layout: Layout,
+    layout: PictureLayout,
     hashes: dict[int, Hashes],
     memory: KnownVideo,
 ) -> Iterator[int]:

@@ -367,9 +367,9 @@ def check_modes(config: Mapping[str, Any], *processors: SliceConfig | None) -> N
         config: config.json.
     """
     mode = config.get("downsample_mode", "16x")
-    for each in processors:
-        if each is not None and each.downsample != MERGES.get(mode):
-            theirs = next(name for name, merge in MERGES.items() if merge == each.downsample)
+    for processor in processors:
+        if processor is not None and processor.downsample != MERGES.get(mode):
+            theirs = next(name for name, merge in MERGES.items() if merge == processor.downsample)
             raise CheckpointError(
                 f"downsample_mode of the processor config is {theirs!r}, but in config.json it is "
                 f"{mode!r}"

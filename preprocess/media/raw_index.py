@@ -152,20 +152,20 @@ def libraries() -> dict[str, str]:
     codecs = {name: features.version_codec(name) for name in features.codecs}
     modules = {name: features.version_module(name) for name in ("webp", "avif")}
     extras = {name: features.version_feature(name) for name in ("libjpeg_turbo", "zlib_ng")}
-    found = {
+    versions = {
         f"Pillow {name}": str(version) for name, version in (codecs | modules | extras).items()
     }
-    found |= {f"FFmpeg {name}": str(version) for name, version in av.library_versions.items()}
-    found |= {f"plugin {form}": package for form, package in plugins().items()}
+    versions |= {f"FFmpeg {name}": str(version) for name, version in av.library_versions.items()}
+    versions |= {f"plugin {form}": package for form, package in plugins().items()}
     if (pages := renderer()) is not None:
-        found["plugin PDF"] = pages
-    found["PyAV"] = str(av.__version__)
-    found["Pillow"] = PIL.__version__
+        versions["plugin PDF"] = pages
+    versions["PyAV"] = str(av.__version__)
+    versions["Pillow"] = PIL.__version__
     # torch does the resize, and its result differs between processors.
-    found["torch"] = torch.__version__
-    found["torch CPU capability"] = torch.backends.cpu.get_cpu_capability()
-    found["machine"] = platform.machine()
-    return found
+    versions["torch"] = torch.__version__
+    versions["torch CPU capability"] = torch.backends.cpu.get_cpu_capability()
+    versions["machine"] = platform.machine()
+    return versions
 
 
 class UploadRecords(Protocol):
@@ -208,7 +208,7 @@ def pack_record(record: MediaRecord) -> bytes:
         *cut,
         len(record.times),
     )
-    assert all(len(each) == KEY_BYTES for each in record.hashes)
+    assert all(len(digest) == KEY_BYTES for digest in record.hashes)
     return head + b"".join(record.hashes) + struct.pack(f"<{len(record.times)}d", *record.times)
 
 

@@ -134,8 +134,8 @@ class EncodedVideo:
                 stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
             )
             rate = float(stream.average_rate or stream.guessed_rate or 0)
-            found = self._find_times(packets, rate, fps, known=stream.time_base is not None)
-            self.times, self.fps, self.steady = found.seconds, found.fps, found.steady
+            timeline = self._find_times(packets, rate, fps, known=stream.time_base is not None)
+            self.times, self.fps, self.steady = timeline.seconds, timeline.fps, timeline.steady
             self.cut_short = self.cut_short or not whole
             self.sound = self.sound and self._by_time and not self.cut_short
             steady_length = len(self.times) / self.fps

@@ -172,7 +172,7 @@ def _without_nulls(value: Any) -> Any:
     """Drop an object's fields without a value, such as `properties: null` of a schema."""
     if not isinstance(value, dict):
         return value
-    return {name: each for name, each in value.items() if each is not None}
+    return {name: inside for name, inside in value.items() if inside is not None}
 
 
 def is_cut(call: Any) -> bool:

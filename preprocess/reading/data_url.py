@@ -42,19 +42,19 @@ def read_data_url(
     if len(body) - 2 * body.count("%") > (2 * max_bytes + 1024 if is_base64 else max_bytes):
         raise too_large
     kind = "base64" if is_base64 else "percent-encoded text"
-    found, size = [], 0
+    chunks, size = [], 0
     try:
         pieces = _plain_pieces(body)
         for piece in _decoded(pieces) if is_base64 else pieces:
             if stop is not None:
                 stop.check()
-            found.append(piece)
+            chunks.append(piece)
             size += len(piece)
             if size > max_bytes:
                 raise too_large
     except (binascii.Error, UnicodeEncodeError):
         raise InvalidRequestError(f"the data: URL is not valid {kind}", param=param) from None
-    return b"".join(found)
+    return b"".join(chunks)
 
 
 def _plain_pieces(text: str) -> Iterator[bytes]:

@@ -192,10 +192,10 @@ def file_content(data: str, name: str, where: str, conversation: Conversation) -
     if kind == "application/pdf":
         medium = MediaPart("image", url, {}, where, url_only=True, document=True)
         return conversation.medium(medium)
-    what = f"this server does not read files of the type {short_repr(kind)}"
+    reason = f"this server does not read files of the type {short_repr(kind)}"
     unknown = "the type of the file is unknown: give filename, or a data: URL that names the type"
     raise UnsupportedFieldError(
-        f"{where}: {what if kind else unknown}", param=where, code="unsupported_field"
+        f"{where}: {reason if kind else unknown}", param=where, code="unsupported_field"
     )
 
 

@@ -39,7 +39,7 @@ def order_results(conversation: Conversation) -> None:
     for calls, indices in _groups([message for message, _ in turns[:end]]):
         results = [turns[index][0] for index in indices]
         labels = [_label(call.get("id"), call.get("function", call)) for call in calls]
-        call_of = _match(labels, [_label(each.get("tool_call_id"), each) for each in results])
+        call_of = _match(labels, [_label(result.get("tool_call_id"), result) for result in results])
         for at, result in enumerate(results):
             place, given = next(places), result.get("tool_call_id")
             expected = calls[call_of[at]].get("id") if at in call_of else None
@@ -122,7 +122,7 @@ def join_leading(conversation: Conversation) -> None:
         del conversation.system_places[1 : len(leading)]
 
 
-def fit_systems(conversation: Conversation, *, late: bool) -> Conversation:
+def fit_systems(conversation: Conversation, *, anywhere: bool) -> Conversation:
     """Return the conversation with system messages only at the start, as most templates demand.
 
     A later one becomes a user's turn if it follows an answer or is the last word before one. By
@@ -130,11 +130,11 @@ def fit_systems(conversation: Conversation, *, late: bool) -> Conversation:
     are named in `ignored`.
 
     Args:
-        late: the template renders later ones where they stand, so nothing changes.
+        anywhere: the template renders later ones where they stand, so nothing changes.
     """
     messages, places = conversation.messages, conversation.system_places
     start = 1 if messages and _is_system(messages[0]) else 0
-    if late or not any(map(_is_system, messages[start:])):
+    if anywhere or not any(map(_is_system, messages[start:])):
         return conversation
     turns = conversation.turns()
     first, rest = turns[:start], list[Turn]()
@@ -169,12 +169,12 @@ def _staying(messages: Sequence[_Message]) -> list[bool]:
     ]
 
 
-def _neighbours(roles: Sequence[str], found: str = "") -> list[str]:
+def _neighbours(roles: Sequence[str], role_before: str = "") -> list[str]:
     """Return the last role before each message that is not a system message's."""
     before = []
     for role in roles:
-        before.append(found)
-        found = role or found
+        before.append(role_before)
+        role_before = role or role_before
     return before
 
 

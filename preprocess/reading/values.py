@@ -66,10 +66,10 @@ def object_of(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
-def list_of(value: Any, where: str, what: str = "a list") -> Sequence[Any]:
+def list_of(value: Any, where: str, expected: str = "a list") -> Sequence[Any]:
     """Return a value after checking that it is a list. Raises InvalidRequestError."""
     if not isinstance(value, list | tuple):
-        raise InvalidRequestError(f"{where} must be {what}", param=where)
+        raise InvalidRequestError(f"{where} must be {expected}", param=where)
     return value
 
 
@@ -110,7 +110,7 @@ def without_marks(value: Any, where: str, named: list[str], depth: int = MAX_DEP
     """
     if isinstance(value, list | tuple):
         return [
-            without_marks(each, f"{where}[{at}]", named, depth) for at, each in enumerate(value)
+            without_marks(entry, f"{where}[{at}]", named, depth) for at, entry in enumerate(value)
         ]
     if not isinstance(value, Mapping) or not depth:
         return value

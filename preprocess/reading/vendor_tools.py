@@ -165,10 +165,10 @@ def _item_function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         form = object_of(tool["format"], f"{where}.format")
         given = [text_of(form, name, f"{where}.format") for name in ("syntax", "definition")]
         about.append(f"The input must match this grammar ({given[0]}):\n{given[1]}")
-    made: dict[str, Any] = {"name": tool["name"]}
+    definition: dict[str, Any] = {"name": tool["name"]}
     if about:
-        made["description"] = "\n\n".join(about)
-    return made | {"parameters": _object(("input",), input={"type": "string"})}
+        definition["description"] = "\n\n".join(about)
+    return definition | {"parameters": _object(("input",), input={"type": "string"})}
 
 
 def _is_grammar(tool: Mapping[str, Any]) -> bool:

@@ -144,9 +144,9 @@ def last_pieces(
     for piece in reversed(pieces):
         if wanted <= 0:
             break
-        at, found = (0, 1) if piece.is_special else tokenizer.find_end(piece.text, wanted, encode)
+        at, size = (0, 1) if piece.is_special else tokenizer.find_end(piece.text, wanted, encode)
         kept.append(PromptPiece(piece.text[at:], piece.is_special))
-        wanted -= found
+        wanted -= size
     return kept[::-1]
 
 
@@ -185,14 +185,14 @@ class Rendering:
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the texts in the messages' contents; messages in the form of `Conversation`."""
-    found = []
+    texts = []
     for message in messages:
         content = message.get("content")
         for part in [content] if isinstance(content, str) else content or ():
             text = part if isinstance(part, str) else part.get("text")
             if isinstance(text, str):
-                found.append(text)
-    return found
+                texts.append(text)
+    return texts
 
 
 def _joined(start: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
@@ -318,7 +318,7 @@ class TypedText:
 
     def __init__(self, data: Any, special_tokens: Sequence[str], pattern: re.Pattern[str]) -> None:
         strings = list(_strings(data))
-        used = {found for text in strings for found in _PRIVATE_USE.findall(text)}
+        used = {character for text in strings for character in _PRIVATE_USE.findall(text)}
         free = (character for character in _ALL_PRIVATE_USE if character not in used)
         self._pattern = pattern
         try:

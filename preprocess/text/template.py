@@ -150,14 +150,14 @@ def named_chat_template(directory: Path | str) -> tuple[str, str]:
     except (OSError, ValueError):
         raise CheckpointError(f"{name} of the checkpoint cannot be read") from None
     for name in ("chat_template.json", "tokenizer_config.json"):
-        found = read_json(directory / name).get("chat_template")
-        if isinstance(found, list):
+        template = read_json(directory / name).get("chat_template")
+        if isinstance(template, list):
             try:
-                found = {entry["name"]: entry["template"] for entry in found}.get("default")
+                template = {entry["name"]: entry["template"] for entry in template}.get("default")
             except (KeyError, TypeError):
                 raise CheckpointError(f"chat_template in {name} is no list of templates") from None
-        if isinstance(found, str):
-            return name, found
+        if isinstance(template, str):
+            return name, template
     return "", ""
 
 
@@ -431,11 +431,11 @@ class TemplateTraits:
             return _without_content(message, self.no_content, self._forms(role))
         forms = self._forms(role)
         if isinstance(content, list):
-            found = [next(media) for part in content if part["type"] != "text"]
-            if found and forms.text and not forms.parts:
+            nontext = [next(media) for part in content if part["type"] != "text"]
+            if nontext and forms.text and not forms.parts:
                 raise InvalidRequestError(
-                    f"{found[0].param}: the chat template takes only text from the role {role}",
-                    param=found[0].param,
+                    f"{nontext[0].param}: the chat template takes only text from the role {role}",
+                    param=nontext[0].param,
                 )
         return message | {"content": forms.fit(content)}
 
@@ -587,7 +587,7 @@ def effort_for(thinking: Thinking, wanted: str) -> str | None:
         return wanted
     if wanted not in LEVELS[1:]:
         return None
-    ranks = [LEVELS.index(each) for each in thinking.efforts if each in LEVELS[1:]]
+    ranks = [LEVELS.index(effort) for effort in thinking.efforts if effort in LEVELS[1:]]
     if not ranks:
         return None
     higher = [rank for rank in ranks if rank > LEVELS.index(wanted)]
@@ -607,7 +607,7 @@ def _find_thinking(
     """
     prompt = {name: _opening(shown, question, given) for name, given in _SWITCHED.items()}
     return Thinking(
-        marked=any(each != "none" for each in prompt.values()) or _knows(shown, question),
+        marked=any(opening != "none" for opening in prompt.values()) or _knows(shown, question),
         prompt=prompt,
         efforts=_efforts(shown, tree, question) if EFFORT in variables else (),
     )
@@ -625,7 +625,7 @@ def _knows(shown: Shown, question: Message) -> bool:
     """Return True if the template writes an answer's thought, or leaves out one in its text."""
     answer = {"role": "assistant", "content": _ANSWER}
     text = shown([question, answer | dict.fromkeys(("reasoning_content", "thinking"), _REASON)])
-    start, reason, end = (text.find(each) for each in (THINK_START, _REASON, THINK_END))
+    start, reason, end = (text.find(word) for word in (THINK_START, _REASON, THINK_END))
     if 0 <= start < reason < end:
         return True
     answer["content"] = f"{THINK_START}\n{_REASON}\n{THINK_END}\n\n{_ANSWER}"
@@ -640,8 +640,8 @@ def _efforts(shown: Shown, tree: jinja2.nodes.Template, question: Message) -> tu
     named = {*_compared(tree)}
     candidates = [*LEVELS, *sorted(named - {*LEVELS})]
     if taken(_UNKNOWN):  # It takes any text: what it compares with is what it knows.
-        return tuple(each for each in candidates if each in named) or LEVELS
-    return tuple(each for each in candidates if taken(each))
+        return tuple(effort for effort in candidates if effort in named) or LEVELS
+    return tuple(effort for effort in candidates if taken(effort))
 
 
 def _compared(tree: jinja2.nodes.Template) -> Iterator[str]:

@@ -44,8 +44,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        what = foreign(path) or f"of the checkpoint cannot be read: {error}"
-        raise CheckpointError(f"{path.name} {what}") from None
+        fault = foreign(path) or f"of the checkpoint cannot be read: {error}"
+        raise CheckpointError(f"{path.name} {fault}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} of the checkpoint is not a JSON object")
     return value
@@ -104,11 +104,11 @@ class Tokenizer:
         self._known_bytes: dict[int, bytes] = {}
         self.special_pattern = _special_pattern(self.special_tokens)
         self.special_names = special_names(config, read_json(directory / "special_tokens_map.json"))
-        own = self.special_names.get("eos_token", "")
-        ids = map(self.token_to_id, (self.family.end_of_turn, own))
+        eos_token = self.special_names.get("eos_token", "")
+        ids = map(self.token_to_id, (self.family.end_of_turn, eos_token))
         self.end_of_turn_ids = frozenset(token_id for token_id in ids if token_id is not None)
         self.eos_ids = _find_ends(
-            own,
+            eos_token,
             self.family.end_of_turn,
             read_json((generation or directory) / "generation_config.json"),
             model_config,
@@ -145,11 +145,11 @@ class Tokenizer:
     @staticmethod
     def find_end(text: str, count: int, encode: Callable[[str], list[int]]) -> tuple[int, int]:
         """Return where the last `count` tokens of a text begin, about, and how many follow."""
-        at, found = len(text), 0
-        while at and found < count:
+        at, tokens = len(text), 0
+        while at and tokens < count:
             end, at = at, max(at - _PIECE_CHARACTERS, 0)
-            found += len(encode(text[at:end]))
-        return at, found
+            tokens += len(encode(text[at:end]))
+        return at, tokens
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -233,12 +233,12 @@ class Tokenizer:
         The text of several byte-level tokens is the UTF-8 decoding of their joined bytes. So an
         incremental decoder decodes a stream exactly, and holds back one character at most.
         """
-        found = self._known_bytes.get(token_id)
-        if found is None:
-            found = self._bytes_of(token_id)
-            if found:
-                self._known_bytes[token_id] = found
-        return found
+        token_bytes = self._known_bytes.get(token_id)
+        if token_bytes is None:
+            token_bytes = self._bytes_of(token_id)
+            if token_bytes:
+                self._known_bytes[token_id] = token_bytes
+        return token_bytes
 
     def _bytes_of(self, token_id: int) -> bytes:
         added = self._added_text.get(token_id)
@@ -258,21 +258,21 @@ class Tokenizer:
 
         Printable bytes map to themselves, the others to the characters from U+0100 on, in order.
         """
-        own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-        others = [byte for byte in range(256) if byte not in own]
-        return {chr(byte): byte for byte in own} | {
+        printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+        others = [byte for byte in range(256) if byte not in printable]
+        return {chr(byte): byte for byte in printable} | {
             chr(0x100 + index): byte for index, byte in enumerate(others)
         }
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token, None if there is none."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it, None if the id is not in use."""
-        found: str | None = self._backend.id_to_token(token_id)
-        return found
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
 
     def is_special(self, token_id: int) -> bool:
         """Return True for a control token, which `decode` leaves out."""
@@ -306,8 +306,8 @@ def _load_backend(
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises no narrower type
-        what = foreign(path) or f"of the checkpoint is unusable: {error}"
-        raise CheckpointError(f"tokenizer.json {what}") from None
+        fault = foreign(path) or f"of the checkpoint is unusable: {error}"
+        raise CheckpointError(f"tokenizer.json {fault}") from None
     if split is not None:
         _split_by(backend, split, add_prefix_space=bool(config.get("add_prefix_space")))
     # A cached word takes up to 8 KiB, so the default of 10 000 would hold 70 MiB of client data. A
@@ -383,10 +383,10 @@ def _find_ends(
 
     Raises CheckpointError for an unassigned id in the first file that names any.
     """
-    own = id_of(eos_token)
-    if own is None:
-        own = id_of(end_of_turn)
-    found = set() if own is None else {own}
+    eos_id = id_of(eos_token)
+    if eos_id is None:
+        eos_id = id_of(end_of_turn)
+    end_ids = set() if eos_id is None else {eos_id}
     text_config = config.get("text_config")
     inner = text_config.get("eos_token_id") if isinstance(text_config, dict) else None
     given = [generation.get("eos_token_id"), config.get("eos_token_id"), inner]
@@ -394,12 +394,12 @@ def _find_ends(
     for value in given:
         for token_id in value if isinstance(value, list) else [value]:
             if _is_token(token_id, known):
-                found.add(token_id)
+                end_ids.add(token_id)
             elif value is not None and value is decisive:
                 raise CheckpointError(
                     f"eos_token_id {token_id!r} is not a token of this checkpoint"
                 )
-    return frozenset(found)
+    return frozenset(end_ids)
 
 
 def _is_token(token_id: Any, known: Known) -> TypeGuard[int]:

@@ -78,9 +78,9 @@ class GrammarCompiler:
         Raises InvalidRequestError for a form that is invalid, cannot be enforced, or is over a
         limit; EngineClosedError after `close`.
         """
-        found = self.find(form, after, owner)
-        if found is not None:
-            return found
+        earlier = self.find(form, after, owner)
+        if earlier is not None:
+            return earlier
         kind, source = form.source
         try:
             answer = self._process.compile({"kind": kind, "source": source, "strict": form.strict})
@@ -202,8 +202,8 @@ class CompileProcess:
                 "the grammar compiler was ended, twice, or did not start: try again later"
             )
         if "limit" in answer:
-            what = f"compiling the grammar {answer['limit']}"
-            raise InvalidRequestError(what, code="grammar_limit")
+            message = f"compiling the grammar {answer['limit']}"
+            raise InvalidRequestError(message, code="grammar_limit")
         if "error" in answer:
             raise InvalidRequestError(f"the grammar cannot be compiled: {answer['error']}")
         if "refused" in answer:

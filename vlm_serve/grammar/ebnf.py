@@ -56,7 +56,7 @@ _RULES_DEPTH = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextNode:
     """One text."""
 
     text: str
@@ -77,14 +77,14 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RowNode:
     """Parts, one after the other."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChoiceNode:
     """One of the parts."""
 
     parts: tuple[Node, ...]
@@ -99,7 +99,7 @@ class Repeat:
     most: int | None
 
 
-Node = Text | Sign | Name | Row | Choice | Repeat
+Node = TextNode | Sign | Name | RowNode | ChoiceNode | Repeat
 
 
 def read(source: str) -> dict[str, Node]:
@@ -132,18 +132,18 @@ class _Reader:
         self._advance()
 
     def _advance(self) -> None:
-        found = _TOKEN.match(self._source, self._at)
-        if found is None:
+        token = _TOKEN.match(self._source, self._at)
+        if token is None:
             self._at = re.compile(_SPACE).match(self._source, self._at).end()  # type: ignore[union-attr]
             self.refuse(f"{self._source[self._at : self._at + 16]!r} cannot be read")
-        self._kind = str(found.lastgroup)
-        self._value = found[self._kind]
-        self._at = found.end()
+        self._kind = str(token.lastgroup)
+        self._value = token[self._kind]
+        self._at = token.end()
 
-    def refuse(self, what: str, place: int | None = None) -> NoReturn:
+    def refuse(self, fault: str, place: int | None = None) -> NoReturn:
         """Raise the error about a place; None: the current one."""
         line = 1 + self._source.count("\n", 0, self._at if place is None else place)
-        raise InvalidRequestError(f"the grammar cannot be compiled: line {line}: {what}")
+        raise InvalidRequestError(f"the grammar cannot be compiled: line {line}: {fault}")
 
     @property
     def ended(self) -> bool:
@@ -171,7 +171,7 @@ class _Reader:
         while (self._kind, self._value) == ("sign", "|"):
             self._advance()
             parts.append(self._row(depth))
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        return parts[0] if len(parts) == 1 else ChoiceNode(tuple(parts))
 
     def _row(self, depth: int) -> Node:
         parts: list[Node] = []
@@ -182,13 +182,13 @@ class _Reader:
             parts.append(part)
         if not parts:
             self.refuse(f"an alternative is empty before {self._value[:64] or 'its end'!r}")
-        return parts[0] if len(parts) == 1 else Row(tuple(parts))
+        return parts[0] if len(parts) == 1 else RowNode(tuple(parts))
 
     def _part(self, depth: int) -> Node:
         kind, value, place = self._kind, self._value, self._at
         self._advance()
         if kind == "text":
-            return Text("".join(sign for sign, _ in self._signs(value, _QUOTED)))
+            return TextNode("".join(sign for sign, _ in self._signs(value, _QUOTED)))
         if kind == "set":
             return self._set(value)
         if kind == "name":
@@ -199,7 +199,7 @@ class _Reader:
         if value == "(=":
             self.refuse("looking ahead with (= ...) cannot be enforced")
         empty = (self._kind, self._value) == ("sign", ")")
-        part = Row(()) if empty else self.choice(depth + 1)
+        part = RowNode(()) if empty else self.choice(depth + 1)
         self.take("sign", ")")
         if depth % _SHALLOW:
             return part
@@ -211,7 +211,7 @@ class _Reader:
         value = self.take("count")
         if value in _COUNTS:
             return _COUNTS[value]
-        first, comma, last = (each.strip() for each in value[1:-1].partition(","))
+        first, comma, last = (bound.strip() for bound in value[1:-1].partition(","))
         least, most = int(first), int(last) if last else None if comma else int(first)
         if most is not None and least > most:
             self.refuse(f"a repetition has more than {most} times at least")
@@ -239,7 +239,7 @@ class _Reader:
 
     def _signs(self, value: str, quoted: str) -> list[tuple[str, bool]]:
         """Return the characters of a text or a class, and whether each is escaped."""
-        found = []
+        signs = []
         for match in _CHARACTER.finditer(value):
             sign = match[5] or match[4]
             try:
@@ -250,8 +250,8 @@ class _Reader:
                 escaped(sign)
             except (KeyError, ValueError, OverflowError, PatternError):
                 self.refuse(f"{match[0][:16]} is no character")
-            found.append((sign, match[5] is None))
-        return found
+            signs.append((sign, match[5] is None))
+        return signs
 
 
 Signs = frozenset[str]
@@ -361,7 +361,7 @@ class _Units:
         self._after: dict[str, Signs] = dict.fromkeys([*self._units, *self._rules], frozenset())
         while sum(map(self._learn_first, self._rules)):
             pass
-        while sum(self._learn_after(each, self._after[name]) for name, each in self._rules.items()):
+        while sum(self._learn_after(rule, self._after[name]) for name, rule in self._rules.items()):
             pass
 
     def clashing(self, has_text: Callable[[str], bool]) -> set[str]:
@@ -389,17 +389,17 @@ class _Units:
         if self._terminals.regular(node):
             return self._unit(node)
         match node:
-            case Row(parts):
+            case RowNode(parts):
                 groups = groupby(parts, self._terminals.regular)
-                joined = [[Row(tuple(each))] if known else list(each) for known, each in groups]
-                return Row(tuple(self._tree(part) for each in joined for part in each))
-            case Choice(parts):
+                joined = [[RowNode(tuple(run))] if known else list(run) for known, run in groups]
+                return RowNode(tuple(self._tree(part) for run in joined for part in run))
+            case ChoiceNode(parts):
                 plain, others = self._parted(parts)
-                return Choice(tuple(map(self._tree, [*plain, *others])))
-            case Repeat(Choice(parts), (0 | 1) as least, None):
+                return ChoiceNode(tuple(map(self._tree, [*plain, *others])))
+            case Repeat(ChoiceNode(parts), (0 | 1) as least, None):
                 plain, others = self._parted(parts)
                 if plain:
-                    return self._tree(_runs(plain[0], Choice(tuple(others)), least))
+                    return self._tree(_runs(plain[0], ChoiceNode(tuple(others)), least))
         if isinstance(node, Repeat):
             return Repeat(self._tree(node.part), node.least, node.most)
         assert isinstance(node, Name)
@@ -409,7 +409,7 @@ class _Units:
         """Return the regular alternatives as one, if there are any, and the others."""
         plain = tuple(part for part in parts if self._terminals.regular(part))
         others = [part for part in parts if not self._terminals.regular(part)]
-        return [Choice(plain)] if plain else [], others
+        return [ChoiceNode(plain)] if plain else [], others
 
     def _unit(self, node: Node) -> Node:
         name = self._terminals.whole(node)
@@ -417,11 +417,11 @@ class _Units:
             self._units[name] = node
             return Name(name)
         match node:
-            case Text(text):
-                return Row(tuple(self._unit(Text(sign)) for sign in text))
+            case TextNode(text):
+                return RowNode(tuple(self._unit(TextNode(sign)) for sign in text))
             case Name(rule):
                 return self._unit(self._terminals.rules[rule])
-            case Row(parts) | Choice(parts):
+            case RowNode(parts) | ChoiceNode(parts):
                 return type(node)(tuple(map(self._unit, parts)))
             case Repeat(part, least, most):
                 return Repeat(self._unit(part), least, most)
@@ -442,15 +442,15 @@ class _Units:
             case Repeat(part, _, most):
                 again = frozenset() if most == 1 else _first_of(part, self._first)[0]
                 return self._learn_after(part, after | again)
-            case Choice(parts):
+            case ChoiceNode(parts):
                 return sum(self._learn_after(part, after) for part in parts) > 0
-        assert isinstance(tree, Row)
-        found = False
+        assert isinstance(tree, RowNode)
+        changed = False
         for part in reversed(tree.parts):
-            found |= self._learn_after(part, after)
+            changed |= self._learn_after(part, after)
             signs, empty = _first_of(part, self._first)
             after = signs | after if empty else signs
-        return found
+        return changed
 
 
 def _first_of(node: Node, known: Mapping[str, First]) -> First:
@@ -460,7 +460,7 @@ def _first_of(node: Node, known: Mapping[str, First]) -> First:
         known: the same of the names in it.
     """
     match node:
-        case Text(text):
+        case TextNode(text):
             return frozenset(map(constant, text[:1])), not text
         case Sign(text):
             return frozenset([pattern(text)]), False
@@ -469,9 +469,9 @@ def _first_of(node: Node, known: Mapping[str, First]) -> First:
         case Repeat(part, least, most):
             signs, empty = _first_of(part, known)
             return (frozenset(), True) if most == 0 else (signs, empty or not least)
-        case Choice(parts):
-            found = [_first_of(part, known) for part in parts]
-            return frozenset().union(*(each for each, _ in found)), any(e for _, e in found)
+        case ChoiceNode(parts):
+            firsts = [_first_of(part, known) for part in parts]
+            return frozenset().union(*(signs for signs, _ in firsts)), any(e for _, e in firsts)
     signs = frozenset()
     for part in node.parts:
         more, empty = _first_of(part, known)
@@ -490,21 +490,23 @@ def _named(node: Node) -> Iterator[str]:
 
 
 def _parts(node: Node) -> tuple[Node, ...]:
-    if isinstance(node, Row | Choice):
+    if isinstance(node, RowNode | ChoiceNode):
         return node.parts
     return (node.part,) if isinstance(node, Repeat) else ()
 
 
 def _runs(plain: Node, other: Node, least: int) -> Node:
     """Return any number of two alternatives, with each run of the first one as one part."""
-    rest = Row((other, Repeat(plain, 0, None)))
+    rest = RowNode((other, Repeat(plain, 0, None)))
     if not least:
-        return Row((Repeat(plain, 0, None), Repeat(rest, 0, None)))
-    return Choice((Row((Repeat(plain, 1, None), Repeat(rest, 0, None))), Repeat(rest, 1, None)))
+        return RowNode((Repeat(plain, 0, None), Repeat(rest, 0, None)))
+    return ChoiceNode(
+        (RowNode((Repeat(plain, 1, None), Repeat(rest, 0, None))), Repeat(rest, 1, None))
+    )
 
 
 def _is_single(node: Node) -> bool:
-    return isinstance(node, Sign) or (isinstance(node, Text) and len(node.text) < 2)
+    return isinstance(node, Sign) or (isinstance(node, TextNode) and len(node.text) < 2)
 
 
 def _written(node: Node, names: Mapping[str, str] | None = None) -> str:
@@ -514,15 +516,15 @@ def _written(node: Node, names: Mapping[str, str] | None = None) -> str:
         names: of the names in it; None: they stay.
     """
     match node:
-        case Text(text):
+        case TextNode(text):
             return constant(text)
         case Sign(text):
             return pattern(text)
         case Name(name):
             return names[name] if names else name
-        case Row(parts):
+        case RowNode(parts):
             return f"({' '.join(_written(part, names) for part in parts)})" if parts else _EMPTY
-        case Choice(parts):
+        case ChoiceNode(parts):
             return f"({' | '.join(_written(part, names) for part in parts)})"
     return _repeated(_written(node.part, names), node.least, node.most)
 

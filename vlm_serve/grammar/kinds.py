@@ -35,11 +35,11 @@ def own_kinds(node: Any) -> Kinds:
         return ALL if node is not False else _NONE
     kinds, values = node.get("type"), allowed(node)
     listed = [kinds] if isinstance(kinds, str) else kinds
-    found = ALL
+    accepted = ALL
     if isinstance(listed, list):
-        found = frozenset(str(each) for each in listed)
-        found |= NUMBERS if "number" in found else _NONE
-    return found if values is None else found & {kind_of(value) for value in values}
+        accepted = frozenset(str(kind) for kind in listed)
+        accepted |= NUMBERS if "number" in accepted else _NONE
+    return accepted if values is None else accepted & {kind_of(value) for value in values}
 
 
 def allowed(node: Mapping[str, Any]) -> list[Any] | None:
@@ -55,20 +55,20 @@ def kinds_of(node: Any, document: Document) -> Kinds:
 
 
 def _kinds(node: Any, document: Document, known: dict[int, Kinds], depth: int) -> Kinds:
-    found = own_kinds(node)
-    if not isinstance(node, Mapping) or not depth or not found:
-        return found
+    accepted = own_kinds(node)
+    if not isinstance(node, Mapping) or not depth or not accepted:
+        return accepted
     if id(node) in known:
         return known[id(node)]
-    known[id(node)] = found  # what it refers to may refer to it
+    known[id(node)] = accepted  # what it refers to may refer to it
     for part in [*_target(node, document), *_listed(node, "allOf")]:
-        found &= _kinds(part, document, known, depth - 1)
+        accepted &= _kinds(part, document, known, depth - 1)
     for keyword in ("anyOf", "oneOf"):
         if _listed(node, keyword):
             parts = [_kinds(part, document, known, depth - 1) for part in node[keyword]]
-            found &= frozenset().union(*parts)
-    known[id(node)] = found
-    return found
+            accepted &= frozenset().union(*parts)
+    known[id(node)] = accepted
+    return accepted
 
 
 def kinds_of_parameter(document: Document, name: str) -> Kinds:
@@ -77,7 +77,7 @@ def kinds_of_parameter(document: Document, name: str) -> Kinds:
     Where an alternative does not name it, the alternative's rules for other properties speak of it.
     If nothing does, all rules for other properties decide.
     """
-    found: list[Any] = []
+    schemas: list[Any] = []
     unnamed: list[Any] = []
     others: list[Any] = []
     open_nodes, seen = [document.root], set()
@@ -89,17 +89,17 @@ def kinds_of_parameter(document: Document, name: str) -> Kinds:
         properties, patterns = node.get("properties"), node.get("patternProperties")
         named = isinstance(properties, Mapping) and name in properties
         if isinstance(properties, Mapping) and named:
-            found.append(properties[name])
+            schemas.append(properties[name])
         rest = node.get("additionalProperties")
         rules = list(patterns.values()) if isinstance(patterns, Mapping) else []
         others += [*rules, True if rest is None else rest]
         if not named:  # where any value fits, any reading does
-            unnamed += [each for each in (*rules, rest) if each not in (None, True, {})]
+            unnamed += [rule for rule in (*rules, rest) if rule not in (None, True, {})]
         for keyword in ("allOf", "anyOf", "oneOf"):
             open_nodes += _listed(node, keyword)
         open_nodes += _target(node, document)
-    told = [*found, *unnamed] if found else others
-    kinds = [kinds_of(each, document) for each in told if each is not None]
+    told = [*schemas, *unnamed] if schemas else others
+    kinds = [kinds_of(schema, document) for schema in told if schema is not None]
     return frozenset().union(*kinds) or ALL
 
 

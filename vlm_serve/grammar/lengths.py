@@ -24,7 +24,7 @@ _MOST_MASKS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TextPlace:
     """How far an answer has come.
 
     Attributes:
@@ -111,8 +111,8 @@ class Counter:
     def __init__(self, lengths: Lengths, tokens: TokenTexts) -> None:
         self._bounds: dict[bytes, dict[bytes, Bounds | None]] = {
             begin.encode(): {
-                name.encode(): None if each is None else (each[0] or 0, each[1])
-                for name, each in named.items()
+                name.encode(): None if bounds is None else (bounds[0] or 0, bounds[1])
+                for name, bounds in named.items()
             }
             for begin, named in lengths.items()
         }
@@ -120,7 +120,7 @@ class Counter:
         self._kept = max(map(len, self._bounds)) - 1
         self._tokens = tokens
 
-    def after(self, place: Place, data: bytes) -> Place | None:
+    def after(self, place: TextPlace, data: bytes) -> TextPlace | None:
         """Return the place after more bytes; None: a bound can no longer be kept."""
         place = replace(place, text=place.text + data)
         while True:
@@ -135,26 +135,26 @@ class Counter:
                     return replace(place, text=rest, count=count) if fits else None
                 if place.bounds is not None and not _fits(count, len(END), place.bounds):
                     return None
-                place = Place(place.text[at + len(END) :], call)
+                place = TextPlace(place.text[at + len(END) :], call)
             elif call is not None:
                 if NAME.startswith(place.text[: len(NAME)]) and NAME_END not in place.text:
                     return place
                 if not place.text.startswith(NAME):
-                    place = Place(place.text)
+                    place = TextPlace(place.text)
                     continue
                 name, _, rest = place.text[len(NAME) :].partition(NAME_END)
-                place = Place(rest, call, inside=True, bounds=self._bounds[call].get(name))
+                place = TextPlace(rest, call, inside=True, bounds=self._bounds[call].get(name))
             else:
                 begin = self._begins.search(place.text)
                 if begin is None:
-                    return Place(place.text[max(0, len(place.text) - self._kept) :])
-                place = Place(place.text[begin.end() :], begin.group())
+                    return TextPlace(place.text[max(0, len(place.text) - self._kept) :])
+                place = TextPlace(place.text[begin.end() :], begin.group())
 
-    def token_after(self, place: Place, token: int) -> Place | None:
+    def token_after(self, place: TextPlace, token: int) -> TextPlace | None:
         """Return the place after a token; None: a bound can no longer be kept."""
         return self.after(place, self._tokens.texts[token])
 
-    def narrow(self, place: Place, bits: npt.NDArray[np.uint8]) -> None:
+    def narrow(self, place: TextPlace, bits: npt.NDArray[np.uint8]) -> None:
         """Remove the tokens that break a bound from a packed mask."""
         tokens = self._tokens
         if place.bounds is not None:
@@ -222,8 +222,8 @@ def countable(node: Any) -> bool:
             return False
         for name in ("begin", "end", "value", "separator"):
             value = node.get(name)
-            texts += [each for each in (value if isinstance(value, list) else [value])
-                      if isinstance(each, str)]  # fmt: skip
+            texts += [entry for entry in (value if isinstance(value, list) else [value])
+                      if isinstance(entry, str)]  # fmt: skip
         content = node.get("content")
         if isinstance(content, Mapping) and content.get("style") == "qwen_xml":
             begins.append(str(node.get("begin")))

@@ -107,8 +107,8 @@ class Library:
 
     def parsed(self, grammar: str) -> tuple[Any, str]:
         """Return a matcher at a grammar's start and its error, which is empty if there is none."""
-        found = self._library.LLMatcher(self.tokenizer, grammar, log_level=0, limits=self._limits)
-        return found, found.get_error()
+        matcher = self._library.LLMatcher(self.tokenizer, grammar, log_level=0, limits=self._limits)
+        return matcher, matcher.get_error()
 
     def tried(self, grammar: str) -> tuple[str, int]:
         """Parse a grammar and follow it as far as it leaves no choice.
@@ -116,29 +116,29 @@ class Library:
         Return the error, which is empty if there is none, and the bytes of memory that it takes.
         """
         before = allocated_bytes()
-        found, error = self.parsed(grammar)
+        matcher, error = self.parsed(grammar)
         for _ in range(_FORCED_STEPS):
-            if error or found.is_stopped():
+            if error or matcher.is_stopped():
                 break
-            found.compute_bitmask()
-            forced = found.compute_ff_bytes()
+            matcher.compute_bitmask()
+            forced = matcher.compute_ff_bytes()
             if forced:
                 text = forced.decode(errors="ignore")
-                found.consume_tokens(self.tokenizer.greedy_tokenize(text))
-            error = found.get_error() if found.is_error() else ""
+                matcher.consume_tokens(self.tokenizer.greedy_tokenize(text))
+            error = matcher.get_error() if matcher.is_error() else ""
             if not forced:
                 break
         return error, allocated_bytes() - before
 
     def has_text(self, terminal: str) -> bool:
         """Return True if a grammar of one terminal matches some text, or is over a limit."""
-        found, error = self.parsed(self.lark(terminal))
+        matcher, error = self.parsed(self.lark(terminal))
         if error:
             return True
-        mask = int.from_bytes(found.compute_bitmask(), "little")
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
         for token in self.ends:
             mask &= ~(1 << token)
-        return bool(mask) or found.is_accepting() or found.stop_reason() in _OVER_A_LIMIT
+        return bool(mask) or matcher.is_accepting() or matcher.stop_reason() in _OVER_A_LIMIT
 
     def json_error(self, schema: Any) -> str:
         """Return why no JSON can follow a rewritten schema; empty: it can."""

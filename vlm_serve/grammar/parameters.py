@@ -90,31 +90,33 @@ class Parameters:
         self._definitions = {} if whole is False else self._whole.pop("$defs", {})
         self._defined = Document({"$defs": self._definitions})
         self._raw = RawTexts(lark, self._definitions)
-        self._beside: dict[str, Kinds] = {}
+        self._kinds_by_name: dict[str, Kinds] = {}
         self._counts = counts
         self.lengths: dict[str, Bounds | None] = {}
 
     def rule(self) -> str:
         """Return the name of the rule for all parameters. Each ends with its line."""
-        found = shapes_of(self._whole, self._definitions)
-        if len(found) > 1:
+        shapes = shapes_of(self._whole, self._definitions)
+        if len(shapes) > 1:
             self._counts = False  # a name may have other bounds in another shape
-            self._beside = self._kinds_beside(found)
-        rules = [rule for rule in map(self._shape, found) if rule is not None]
+            self._kinds_by_name = self._all_kinds(shapes)
+        rules = [rule for rule in map(self._shape, shapes) if rule is not None]
         if not rules:
             raise refuse("#", "cannot be satisfied by any value")
         return self._lark.rule(" | ".join(rules))
 
-    def _kinds_beside(self, found: list[Shape]) -> dict[str, Kinds]:
+    def _all_kinds(self, shapes: list[Shape]) -> dict[str, Kinds]:
         """Return the kinds that a parameter has in any shape; "": one that none names."""
-        rest = [self._kinds(schema) for shape in found for _, schema in shape.others()]
-        names = dict.fromkeys(name for shape in found for name in shape.names)
+        rest = [self._kinds(schema) for shape in shapes for _, schema in shape.others()]
+        names = dict.fromkeys(name for shape in shapes for name in shape.names)
         kinds = {
-            name: [self._kinds(shape.schema(name, self._matches)) for shape in found]
+            name: [self._kinds(shape.schema(name, self._matches)) for shape in shapes]
             for name in names
         }
-        beside = {name: frozenset().union(*each, *rest) for name, each in kinds.items()}
-        return beside | {"": frozenset().union(*rest, *beside.values())}
+        by_name = {
+            name: frozenset().union(*shape_kinds, *rest) for name, shape_kinds in kinds.items()
+        }
+        return by_name | {"": frozenset().union(*rest, *by_name.values())}
 
     def _matches(self, searched: str, name: str) -> bool:
         """Return True if the pattern of a property's name is found in it."""
@@ -134,7 +136,7 @@ class Parameters:
                 continue
             begin = self._lark.terminal(constant(f"{BEGIN}{name}{BEGIN_END}"))
             parts.append((self._lark.rule(f"{begin} {value}"), name in shape.required))
-        others = [rule for rule in (self._others(shape, each) for each in shape.others()) if rule]
+        others = [rule for rule in (self._others(shape, rest) for rest in shape.others()) if rule]
         return self._counted(shape, parts, either(others))
 
     def _counted(self, shape: Shape, parts: list[tuple[str, bool]], other: str) -> str | None:
@@ -176,9 +178,12 @@ class Parameters:
         value = self._value(node, "")
         if value is None:
             return None
-        wholes = {each: pattern(self._searching(each, "#")) for each in shape.patterns}
+        wholes = {
+            name_pattern: pattern(self._searching(name_pattern, "#"))
+            for name_pattern in shape.patterns
+        }
         excluded = [constant(name) for name in shape.names if _NAME.fullmatch(name)]
-        excluded += [text for each, text in wholes.items() if each != searched]
+        excluded += [text for name_pattern, text in wholes.items() if name_pattern != searched]
         names = [_OTHER_NAME, *(f"~{text}" for text in excluded)]
         if searched is not None:
             names.append(wholes[searched])
@@ -211,9 +216,11 @@ class Parameters:
         except searching.PatternError as wrong:
             raise refuse(_place(name), str(wrong)) from None
         kinds, schema = self._kinds(node), node
-        if text or self._beside:
+        if text or self._kinds_by_name:
             read = kinds_of_parameter(self._given, name) | kinds if name else ALL
-            text, kinds = self._beside_json(node, text, kinds, read, self._beside.get(name))
+            text, kinds = self._string_or_json(
+                node, text, kinds, read, self._kinds_by_name.get(name)
+            )
             schema = {"allOf": [node, {"type": sorted(kinds)}]}
         rules = []
         if text and self._has_text(text):
@@ -245,8 +252,8 @@ class Parameters:
         self.lengths[name] = bounds
         return bounds
 
-    def _beside_json(
-        self, node: Any, text: str, kinds: Kinds, read: Kinds, beside: Kinds | None
+    def _string_or_json(
+        self, node: Any, text: str, kinds: Kinds, read: Kinds, elsewhere: Kinds | None
     ) -> tuple[str, Kinds]:
         """Return the terminal of a value that may be a string, and the kinds left for JSON.
 
@@ -254,7 +261,7 @@ class Parameters:
             text: the terminal of the strings.
             kinds: the kinds that fit.
             read: the kinds that a reader takes the text for.
-            beside: the kinds that other shapes have for this parameter.
+            elsewhere: the kinds that other shapes have for this parameter.
         """
         kept, also = [_NOT_CLOSED], list[str]()
         left: Kinds = frozenset()
@@ -266,8 +273,8 @@ class Parameters:
         for kind in ("object", "array", "number"):
             mine = kinds & (NUMBERS if kind == "number" else {kind})
             theirs = read & (NUMBERS if kind == "number" else {kind})
-            free = mine == theirs and all(self._raw.takes_all(node, each) for each in mine)
-            other = beside is not None and bool(beside & theirs)
+            free = mine == theirs and all(self._raw.takes_all(node, kind) for kind in mine)
+            other = elsewhere is not None and bool(elsewhere & theirs)
             if not theirs or (free and text == ANY and not other):
                 continue
             if free and kind == "number" and not other:
@@ -311,8 +318,10 @@ class Shape:
 
     @property
     def patterns(self) -> list[str]:
-        found = [each for layer in self.layers for each in layer.get("patternProperties", ())]
-        return list(dict.fromkeys(found))
+        patterns = [
+            searched for layer in self.layers for searched in layer.get("patternProperties", ())
+        ]
+        return list(dict.fromkeys(patterns))
 
     def schema(self, name: str, matches: Matches) -> Any:
         """Return the schema of a property's value."""
@@ -320,17 +329,17 @@ class Shape:
 
     def others(self) -> list[tuple[str | None, Any]]:
         """Return (pattern of the name, schema) of other properties; None: no pattern fits."""
-        found: list[tuple[str | None, Any]] = []
-        for each in (*self.patterns, None):
+        rests: list[tuple[str | None, Any]] = []
+        for searched in (*self.patterns, None):
             parts = []
             for layer in self.layers:
                 patterns = layer.get("patternProperties", {})
                 rest = layer.get("additionalProperties", True)
-                parts.append(rest if each is None else patterns.get(each, rest))
+                parts.append(rest if searched is None else patterns.get(searched, rest))
             schema = _all(parts)
             if schema is not False:
-                found.append((each, schema))
-        return found
+                rests.append((searched, schema))
+        return rests
 
     def joined(self, other: Shape) -> Shape:
         """Return the shape of the objects that have both."""
@@ -369,7 +378,7 @@ class _Shapes:
             raise refuse(path, "lists whole objects, which cannot be enforced in a call in tags")
         if "oneOf" in node:
             raise refuse(f"{path}/oneOf", "has alternatives that may overlap; use anyOf")
-        choices = [[_own(node)]]
+        choices = [[_plain_shape(node)]]
         if "$ref" in node:
             choices.append(self._definition(node["$ref"].rsplit("/", 1)[-1], path, depth - 1))
         for part in node.get("allOf", ()):
@@ -379,7 +388,7 @@ class _Shapes:
             choices.append([shape for shapes in parts for shape in shapes])
         if math.prod(map(len, choices)) > _MOST:
             raise refuse(path, "nests too many combinations of schemas")
-        return [reduce(Shape.joined, each) for each in product(*choices)]
+        return [reduce(Shape.joined, shapes) for shapes in product(*choices)]
 
     def _definition(self, name: str, path: str, depth: int) -> list[Shape]:
         if name not in self._known:
@@ -388,7 +397,7 @@ class _Shapes:
         return self._known[name]
 
 
-def _own(node: Mapping[str, Any]) -> Shape:
+def _plain_shape(node: Mapping[str, Any]) -> Shape:
     """Return the shape of a schema without its combinations."""
     layer = {name: node[name] for name in _LAYER if name in node}
     required, least = frozenset(node.get("required", ())), node.get("minProperties", 0)
@@ -400,7 +409,7 @@ def _parts(layer: Mapping[str, Any], name: str, matches: Matches) -> list[Any]:
     properties = layer.get("properties", {})
     parts = [properties[name]] if name in properties else []
     patterns = layer.get("patternProperties", {})
-    parts += [schema for each, schema in patterns.items() if matches(each, name)]
+    parts += [schema for searched, schema in patterns.items() if matches(searched, name)]
     return parts or [layer.get("additionalProperties", True)]
 
 
@@ -438,7 +447,7 @@ class RawTexts:
             return ANY if node else ""
         if "string" not in own_kinds(node):
             return ""
-        parts = self._own(node)
+        parts = self._plain_parts(node)
         if "$ref" in node:
             parts.append(self._definition(node["$ref"]))
         parts += [self.terminal(part) for part in node.get("allOf", ())]
@@ -448,14 +457,14 @@ class RawTexts:
             parts.append(_one([self.terminal(part) for part in node["oneOf"]]))
         return both(parts)
 
-    def _own(self, node: Mapping[str, Any]) -> list[str]:
+    def _plain_parts(self, node: Mapping[str, Any]) -> list[str]:
         shortest, longest = node.get("minLength", 0), node.get("maxLength")
         values = allowed(node)
         if values is not None:
-            texts = [each for each in values if isinstance(each, str)]
-            fitting = [each for each in texts if shortest <= len(each)
-                       and (longest is None or len(each) <= longest)]  # fmt: skip
-            parts = [either([constant(each) for each in fitting])]
+            texts = [text for text in values if isinstance(text, str)]
+            fitting = [text for text in texts if shortest <= len(text)
+                       and (longest is None or len(text) <= longest)]  # fmt: skip
+            parts = [either([constant(text) for text in fitting])]
         elif shortest or longest is not None:
             parts = [pattern(f"(?s:.{{{shortest},{'' if longest is None else longest}}})")]
             if longest is not None and shortest > longest:
@@ -485,8 +494,8 @@ class RawTexts:
         parts += [self._lengths(part, depth - 1)
                   for part in (*node.get("allOf", ()), *self._referred(node))]  # fmt: skip
         if "anyOf" in node:
-            each = {self._lengths(part, depth - 1) for part in node["anyOf"]} - {_NONE}
-            parts.append(each.pop() if len(each) == 1 else None)
+            lengths = {self._lengths(part, depth - 1) for part in node["anyOf"]} - {_NONE}
+            parts.append(lengths.pop() if len(lengths) == 1 else None)
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
@@ -498,8 +507,8 @@ class RawTexts:
         name = reference.rsplit("/", 1)[-1]
         if name not in self._known:
             self._known[name] = ""  # a definition that is itself has no text
-            found = self.terminal(self._definitions[name])
-            self._known[name] = found if found in ("", ANY) else self._lark.terminal(found)
+            rule = self.terminal(self._definitions[name])
+            self._known[name] = rule if rule in ("", ANY) else self._lark.terminal(rule)
         return self._known[name]
 
     def takes_all(self, node: Any, kind: str) -> bool:
@@ -518,7 +527,7 @@ class RawTexts:
         if isinstance(node, bool):
             return node
         values = allowed(node)
-        listed = values is None or any(each is value for each in values)
+        listed = values is None or any(entry is value for entry in values)
         if not listed or kind_of(value) not in own_kinds(node):
             return False
         fitting = [part for part in node.get("oneOf", ()) if self.takes(part, value)]
@@ -534,9 +543,11 @@ class RawTexts:
         key = (id(node), about)
         if key not in self._answers:
             self._answers[key] = False  # a definition that is only itself
-            found = all(fits(part) for part in parts)
-            found = found and ("anyOf" not in node or any(fits(part) for part in node["anyOf"]))
-            self._answers[key] = found
+            accepted = all(fits(part) for part in parts)
+            accepted = accepted and (
+                "anyOf" not in node or any(fits(part) for part in node["anyOf"])
+            )
+            self._answers[key] = accepted
         return self._answers[key]
 
     def _referred(self, node: Mapping[str, Any]) -> list[Any]:

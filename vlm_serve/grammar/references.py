@@ -53,18 +53,18 @@ class Document:
 
     def find(self, pointer: str, path: str) -> Any:
         """Return the value at a `#/...` pointer; the error names `path`."""
-        found = self.root
+        target = self.root
         for part in pointer.removeprefix("#").split("/")[1:]:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping):
-                found = found.get(name, _MISSING)
-            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
+            if isinstance(target, Mapping):
+                target = target.get(name, _MISSING)
+            elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+                target = target[int(name)]
             else:
-                found = _MISSING
-        if found is _MISSING or (pointer != "#" and not pointer.startswith("#/")):
+                target = _MISSING
+        if target is _MISSING or (pointer != "#" and not pointer.startswith("#/")):
             raise refuse(path, f"names {pointer[:200]!r}, which it lacks")
-        return found
+        return target
 
     def is_only_reference(self, node: Mapping[str, Any]) -> bool:
         """Return True if a `$ref` is all that a schema says."""
@@ -82,9 +82,9 @@ class Document:
         return node
 
 
-def refuse(path: str, what: str) -> InvalidRequestError:
+def refuse(path: str, fault: str) -> InvalidRequestError:
     """Return the error about a place of the schema."""
-    return InvalidRequestError(f"the JSON schema cannot be used: {path} {what}")
+    return InvalidRequestError(f"the JSON schema cannot be used: {path} {fault}")
 
 
 def quoted(name: Any) -> str:
@@ -114,9 +114,9 @@ def _ends(node: Any, ending: set[str]) -> bool:
     if "$ref" in node and node["$ref"].rsplit("/", 1)[-1] not in ending:
         return False
     for keyword in ("anyOf", "oneOf"):
-        if keyword in node and not any(_ends(each, ending) for each in node[keyword]):
+        if keyword in node and not any(_ends(other, ending) for other in node[keyword]):
             return False
-    if not all(_ends(each, ending) for each in node.get("allOf", ())):
+    if not all(_ends(part, ending) for part in node.get("allOf", ())):
         return False
     kinds = node.get("type", "any")
     if kinds not in ("object", "array", ["object"], ["array"]):
@@ -127,12 +127,12 @@ def _ends(node: Any, ending: set[str]) -> bool:
     least = node.get("minItems", 0)
     first = node.get("prefixItems", [])
     needed = first[:least] + ([node.get("items", True)] if least > len(first) else [])
-    return all(_ends(each, ending) for each in needed)
+    return all(_ends(part, ending) for part in needed)
 
 
 def _without(node: Any, endless: set[str]) -> Any:
     if isinstance(node, list):
-        return [_without(each, endless) for each in node]
+        return [_without(part, endless) for part in node]
     if not isinstance(node, dict):
         return node
     if node.get("$ref") in endless:

@@ -153,8 +153,8 @@ class Rewriter:
             if not isinstance(first, list):
                 raise refuse(first_path, "must be a list of schemas")
             out["prefixItems"] = [
-                self._node(each, f"{first_path}/{index}", closed=True)
-                for index, each in enumerate(first)
+                self._node(part, f"{first_path}/{index}", closed=True)
+                for index, part in enumerate(first)
             ]
             least = given.get("minItems", 0)
             if items is None and isinstance(least, int) and least <= len(first):
@@ -172,8 +172,8 @@ class Rewriter:
                     raise refuse(f"{path}/{keyword}", "must be an object of schemas")
                 out[keyword] = {
                     pattern(name, f"{path}/{keyword}") if keyword != "properties" else name:
-                    self._node(each, f"{path}/{keyword}/{quoted(name)}", closed=True)
-                    for name, each in given[keyword].items() if each is not None
+                    self._node(part, f"{path}/{keyword}/{quoted(name)}", closed=True)
+                    for name, part in given[keyword].items() if part is not None
                 }  # fmt: skip
         if "additionalProperties" in given:
             out["additionalProperties"] = self._node(
@@ -212,14 +212,14 @@ class Rewriter:
                 parts.append(self._one_of(branches, where, closed=kept))
                 continue
             nodes = [
-                self._node(each, f"{where}/{index}", closed=kept)
-                for index, each in enumerate(branches)
+                self._node(branch, f"{where}/{index}", closed=kept)
+                for index, branch in enumerate(branches)
             ]
             parts += nodes if keyword == "allOf" else [_any(nodes)]
 
     def _one_of(self, branches: list[Any], path: str, *, closed: bool) -> Any:
         """Rewrite alternatives so that a value fits only one of them."""
-        whole = [self._document.resolved(each) for each in branches]
+        whole = [self._document.resolved(branch) for branch in branches]
         name = discriminator(whole, self._document)
         # A property that tells them apart is required, so none may forbid it as well.
         forbidden = exclusive(whole, self._document) if name is None else None
@@ -311,7 +311,7 @@ def _any(nodes: list[Any]) -> Any:
 
 
 def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -323,13 +323,13 @@ def discriminator(branches: list[Any], document: Document) -> str | None:
     kinds = [_kinds(branch) for branch in branches]
     if sum(map(len, kinds)) == len(frozenset().union(*kinds)):
         return ""
-    if any(each != {"object"} for each in kinds):
+    if any(branch_kinds != {"object"} for branch_kinds in kinds):
         return None
     for name in _properties(branches[0]):
-        values = [_values(document.resolved(_properties(each).get(name))) for each in branches]
+        values = [_values(document.resolved(_properties(branch).get(name))) for branch in branches]
         if None not in values:
-            found = [value for each in values for value in each or ()]
-            if len(found) == len(set(found)):
+            all_values = [value for branch_values in values for value in branch_values or ()]
+            if len(all_values) == len(set(all_values)):
                 return name
     return None
 
@@ -341,7 +341,7 @@ def exclusive(branches: list[Any], document: Document) -> list[list[str]] | None
         if not isinstance(branch, Mapping) or not isinstance(branch.get("required"), list):
             return None
         needed.append({name for name in branch["required"] if isinstance(name, str)})
-    if _kinds(branches[0]) != {"object"} and any("type" in each for each in branches):
+    if _kinds(branches[0]) != {"object"} and any("type" in branch for branch in branches):
         return None
     everything = set().union(*needed)
     for index, names in enumerate(needed):
@@ -361,10 +361,10 @@ def _names_of(node: Any, document: Document) -> tuple[list[str], bool]:
             continue
         seen.add(id(node))
         names |= dict.fromkeys(_properties(node))
-        names |= dict.fromkeys(each for each in node.get("required") or () if isinstance(each, str))
+        names |= dict.fromkeys(name for name in node.get("required") or () if isinstance(name, str))
         is_map |= any(
-            node.get(each) not in (None, False)
-            for each in ("additionalProperties", "patternProperties", "propertyNames")
+            node.get(keyword) not in (None, False)
+            for keyword in ("additionalProperties", "patternProperties", "propertyNames")
         )
         if isinstance(node.get("$ref"), str):
             try:
@@ -383,12 +383,12 @@ def _names_of(node: Any, document: Document) -> tuple[list[str], bool]:
 
 def _kinds(node: Any) -> frozenset[str]:
     """Return the types of the values that a schema may accept, integers as numbers."""
-    return frozenset("number" if each == "integer" else each for each in own_kinds(node))
+    return frozenset("number" if kind == "integer" else kind for kind in own_kinds(node))
 
 
 def _properties(node: Any) -> Mapping[str, Any]:
-    found = node.get("properties") if isinstance(node, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    properties = node.get("properties") if isinstance(node, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def _values(node: Any) -> list[str] | None:

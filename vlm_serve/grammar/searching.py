@@ -23,8 +23,8 @@ _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0b\x0c"}
 # Python has numbers among letters, and separators of data among spaces; ECMA-262 has U+FEFF there.
 _WIDE = {"d": r"\p{Nd}", "w": r"\w\p{N}", "s": r"\s\x{1c}-\x{1f}\x{feff}"}
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
-_OWN = _CLASSES | {"s": r" \t\n\r\x0b\x0c\xa0"}
-_OWN_DOT = r"[\s\S]"
+_REQUEST_CLASSES = _CLASSES | {"s": r" \t\n\r\x0b\x0c\xa0"}
+_REQUEST_DOT = r"[\s\S]"
 _ASCII = re.compile(r"(?:[\x00-\x5b\x5d-\x7f]|\\[nrt]|\\x[0-7][0-9a-f]|\\x\{[0-7]?[0-9a-f]\})*")
 
 
@@ -50,7 +50,7 @@ class _Item:
             raise PatternError("has an anchor inside, which no grammar can follow")
         if self.branches is None:
             return self.text + self.quantifier
-        inner = "|".join("".join(item.written() for item in each) for each in self.branches)
+        inner = "|".join("".join(item.written() for item in branch) for branch in self.branches)
         return f"(?:{inner}){self.quantifier}"
 
 
@@ -69,7 +69,9 @@ def full(pattern: str) -> str:
     Raises:
         PatternError: a grammar cannot follow it.
     """
-    return _joined(_parsed(pattern, _Parser(pattern, _OWN_DOT, _OWN, _OWN)), "")
+    return _joined(
+        _parsed(pattern, _Parser(pattern, _REQUEST_DOT, _REQUEST_CLASSES, _REQUEST_CLASSES)), ""
+    )
 
 
 def is_ascii(pattern: str) -> bool:
@@ -78,15 +80,18 @@ def is_ascii(pattern: str) -> bool:
         branches = _parsed(pattern)
     except PatternError:
         return False
-    ends = [[item.text + item.quantifier for item in each[:1] + each[1:][-1:]] for each in branches]
-    return all(each == ["^", "$"] for each in ends) and _all_ascii(
-        [item for each in branches for item in each[1:-1]]
+    ends = [
+        [item.text + item.quantifier for item in branch[:1] + branch[1:][-1:]]
+        for branch in branches
+    ]
+    return all(branch == ["^", "$"] for branch in ends) and _all_ascii(
+        [item for branch in branches for item in branch[1:-1]]
     )
 
 
 def _all_ascii(items: list[_Item]) -> bool:
     return all(
-        _all_ascii([each for branch in item.branches for each in branch])
+        _all_ascii([part for branch in item.branches for part in branch])
         if item.branches is not None
         else bool(_ASCII.fullmatch(item.text)) and "[^" not in item.text and not item.anchored
         for item in items
@@ -157,14 +162,14 @@ class _Parser:
         """Read alternatives up to a closing bracket, or the end."""
         if depth > 64:
             raise PatternError("is nested too deeply")
-        found: list[list[_Item]] = [[]]
+        branches: list[list[_Item]] = [[]]
         while self.at < len(self._pattern) and self._pattern[self.at] != ")":
             if self._pattern[self.at] == "|":
                 self.at += 1
-                found.append([])
+                branches.append([])
             else:
-                found[-1].append(self._item(depth))
-        return found
+                branches[-1].append(self._item(depth))
+        return branches
 
     def _item(self, depth: int) -> _Item:
         sign = self._pattern[self.at]
@@ -194,11 +199,11 @@ class _Parser:
         return branches
 
     def _quantifier(self) -> str:
-        found = _QUANTIFIER.match(self._pattern, self.at)
-        if found is None:
+        quantifier = _QUANTIFIER.match(self._pattern, self.at)
+        if quantifier is None:
             return ""
-        self.at = found.end()
-        text = found.group()
+        self.at = quantifier.end()
+        text = quantifier.group()
         return text.removesuffix("?") if len(text) > 1 else text
 
     def _class(self) -> str:
@@ -222,14 +227,14 @@ class _Parser:
 
     def _escape(self, *, inside: bool = False, negated: bool = False) -> str:
         pattern, at = self._pattern, self.at
-        found = _HEX.match(pattern, at)
-        if found is not None:
-            self.at = found.end()
-            return escaped(chr(int(next(filter(None, found.groups())), 16)))
-        found = _PROPERTY.match(pattern, at)
-        if found is not None:
-            self.at = found.end()
-            return found.group()
+        escape = _HEX.match(pattern, at)
+        if escape is not None:
+            self.at = escape.end()
+            return escaped(chr(int(next(filter(None, escape.groups())), 16)))
+        escape = _PROPERTY.match(pattern, at)
+        if escape is not None:
+            self.at = escape.end()
+            return escape.group()
         sign = pattern[at + 1 : at + 2]
         if not sign:
             raise PatternError("ends in a backslash")

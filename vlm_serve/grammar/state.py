@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vlm_serve.grammar.lengths import Counter, Lengths, Place
+from vlm_serve.grammar.lengths import Counter, Lengths, TextPlace
 from vlm_serve.grammar.library import Library, is_of_lexer, limit
 
 FOLLOW_SECONDS = 1.0
@@ -139,7 +139,7 @@ class GrammarState:
         self._exhausted = ""  # the limit of llguidance reached: nothing is known of the next token
         self._tokens: list[int] = []
         self._steps: list[int] = []  # tokens of each step; 0: the end
-        self._places: list[Place] = [Place()]  # before each step, and now
+        self._places: list[TextPlace] = [TextPlace()]  # before each step, and now
         self._ahead = False
         self._uncharged: deque[tuple[int, float]] = deque()
         self.waiting = bool(grammar.after)
@@ -206,12 +206,12 @@ class GrammarState:
 
     def _find_start(self, data: bytes) -> None:
         tail = self._tail + data
-        found = tail.find(self._after)
-        if found < 0:
+        at = tail.find(self._after)
+        if at < 0:
             self._tail = tail[1 - len(self._after) :] if len(self._after) > 1 else b""
             return
         self.waiting, self._tail = False, b""
-        rest = tail[found + len(self._after) :]
+        rest = tail[at + len(self._after) :]
         # A token may extend past the marker: whitespace there belongs to neither side.
         tokens = self._compiled.library.tokenizer.tokenize_bytes(rest) if rest else []
         if not self._consume(tokens) and rest.strip():
@@ -219,7 +219,7 @@ class GrammarState:
 
     def _consume(self, tokens: list[int]) -> bool:
         """Advance by tokens, as one step; return False if they do not match."""
-        place: Place | None = self._places[-1]
+        place: TextPlace | None = self._places[-1]
         if self._counter is not None:
             for token in tokens:
                 place = self._counter.token_after(place, token) if place is not None else None
@@ -247,11 +247,11 @@ class GrammarState:
         A lexer keeps its states for all answers, so it fills up over time.
         """
         error = self._matcher.get_error()
-        found = self._compiled.renewed(self._lexer) if tries and is_of_lexer(error) else None
-        if found is None:
+        renewed = self._compiled.renewed(self._lexer) if tries and is_of_lexer(error) else None
+        if renewed is None:
             self._exhausted = limit(error)
             return False
-        self._matcher, self._lexer = found
+        self._matcher, self._lexer = renewed
         replayed = not self._tokens or self._matcher.consume_tokens(self._tokens)
         return replayed or self._renewed(tries - 1)
 

@@ -28,7 +28,7 @@ _UNSUPPORTED = ("excludes", "any_order", "max_tokens", "max_chars")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SchemaSource:
     """A schema of a structural tag, and the request's field that it comes from."""
 
     schema: Any
@@ -59,7 +59,7 @@ class Tags:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._lark = Lark()
-        self.sources: list[Source] = []
+        self.sources: list[SchemaSource] = []
         self._counts = False
         self._begin = ""
         self._lengths: dict[str, dict[str, Bounds | None]] = {}
@@ -67,7 +67,7 @@ class Tags:
     @property
     def lengths(self) -> dict[str, dict[str, Bounds | None]]:
         """Bounds left out of the grammar, for `Counter`; empty: it has them all."""
-        counted = any(bounds for each in self._lengths.values() for bounds in each.values())
+        counted = any(bounds for named in self._lengths.values() for bounds in named.values())
         return self._lengths if counted else {}
 
     def grammar(self, tag: Mapping[str, Any]) -> str:
@@ -91,8 +91,8 @@ class Tags:
 
     def _json_schema(self, node: Mapping[str, Any], others: list[str]) -> str:
         of = node.get("of")
-        source = Source(node.get("json_schema"), of if isinstance(of, Mapping) else {})
-        if any(each[:1] in _JSON_STARTS for each in others):
+        source = SchemaSource(node.get("json_schema"), of if isinstance(of, Mapping) else {})
+        if any(text[:1] in _JSON_STARTS for text in others):
             raise _refused("an alternative of a schema begins like JSON")
         style = node.get("style", "json")
         if style not in ("json", "qwen_xml"):
@@ -151,15 +151,15 @@ class Tags:
 
     def _or(self, node: Mapping[str, Any], others: list[str]) -> str:
         elements = _list(node.get("elements"))
-        texts = [_text(each.get("value")) for each in elements if _is_text(each)]
-        elements = [each for each in elements if not _is_text(each)]
-        begins = [_begins(each) for each in elements]
+        texts = [_text(element.get("value")) for element in elements if _is_text(element)]
+        elements = [element for element in elements if not _is_text(element)]
+        begins = [_begins(element) for element in elements]
         rules = []
         if texts:
             rules.append(self._constants(texts, others + sum(begins, [])))
-        for index, each in enumerate(elements):
-            beside = sum(begins[:index] + begins[index + 1 :], [])
-            rules.append(self._format(each, [*others, *texts, *beside]))
+        for index, element in enumerate(elements):
+            other_begins = sum(begins[:index] + begins[index + 1 :], [])
+            rules.append(self._format(element, [*others, *texts, *other_begins]))
         return self._lark.rule(either(rules))
 
     def _tag(self, node: Mapping[str, Any], others: list[str], skipped: int = 0) -> str:
@@ -184,8 +184,8 @@ class Tags:
 
     def _tags_with_separator(self, node: Mapping[str, Any], others: list[str]) -> str:
         tags = _list(node.get("tags"))
-        _tell_apart(list(dict.fromkeys(_text(_mapping(each).get("begin")) for each in tags)))
-        one = self._lark.rule(either([self._tag(_mapping(each), others) for each in tags]))
+        _tell_apart(list(dict.fromkeys(_text(_mapping(tag).get("begin")) for tag in tags)))
+        one = self._lark.rule(either([self._tag(_mapping(tag), others) for tag in tags]))
         rule = one
         if not node.get("stop_after_first"):
             between = self._lark.terminal(constant(_text(node.get("separator"))))
@@ -194,8 +194,8 @@ class Tags:
 
     def _triggered_tags(self, node: Mapping[str, Any], others: list[str]) -> str:
         """Return the rule of text with tags in it, each from its trigger on."""
-        triggers = [_text(each) for each in _list(node.get("triggers"))]
-        tags = [_mapping(each) for each in _list(node.get("tags"))]
+        triggers = [_text(trigger) for trigger in _list(node.get("triggers"))]
+        tags = [_mapping(tag) for tag in _list(node.get("tags"))]
         inside = any(a in b for a in triggers for b in triggers if a is not b)
         if others or inside or node.get("at_least_one"):
             raise _refused(
@@ -204,14 +204,14 @@ class Tags:
             )
         calls = []
         for trigger in triggers:
-            mine = [each for each in tags if _text(each.get("begin")).startswith(trigger)]
-            rests = [each for each in mine if len(each["begin"]) > len(trigger)]
-            _tell_apart(list(dict.fromkeys(each["begin"] for each in mine)))
+            mine = [tag for tag in tags if _text(tag.get("begin")).startswith(trigger)]
+            rests = [tag for tag in mine if len(tag["begin"]) > len(trigger)]
+            _tell_apart(list(dict.fromkeys(tag["begin"] for tag in mine)))
             if not mine or len(rests) < len(mine):
                 raise _refused(f"no tag goes on behind the trigger {trigger[:64]!r}")
-            others_in = [each for each in triggers if each != trigger]
+            others_in = [other for other in triggers if other != trigger]
             before = self._lark.terminal(both([_up_to([trigger]), *_without(others_in)]))
-            rest = either([self._tag(each, [], len(trigger)) for each in mine])
+            rest = either([self._tag(tag, [], len(trigger)) for tag in mine])
             calls.append(self._lark.rule(f"{before} {rest}"))
         plain = self._lark.terminal(both([ANY, *_without(triggers)]))
         if node.get("stop_after_first"):
@@ -272,15 +272,15 @@ def _begins(node: Any) -> list[str]:
     if kind == "tag":
         return [_text(node.get("begin"))]
     if kind == "tags_with_separator":
-        return [_text(_mapping(each).get("begin")) for each in _list(node.get("tags"))]
+        return [_text(_mapping(tag).get("begin")) for tag in _list(node.get("tags"))]
     if kind == "or":
-        return [text for each in _list(node.get("elements")) for text in _begins(each)]
+        return [text for element in _list(node.get("elements")) for text in _begins(element)]
     return [_text(node.get("value"))] if kind == "const_string" else []
 
 
 def _ends(tag: Mapping[str, Any]) -> list[str]:
     end = tag.get("end")
-    ends = [_text(each) for each in (end if isinstance(end, list) else [end])]
+    ends = [_text(ending) for ending in (end if isinstance(end, list) else [end])]
     if not all(ends):
         raise _refused("a tag has no end")
     return ends
@@ -288,7 +288,7 @@ def _ends(tag: Mapping[str, Any]) -> list[str]:
 
 def _up_to(ends: list[str], text: str = ANY) -> str:
     """Return the terminal of a text up to the first of these ends, which belongs to it."""
-    end = pattern("|".join(searching.literal(each) for each in ends))
+    end = pattern("|".join(searching.literal(ending) for ending in ends))
     return f"(({text} {end}) & {without(end, pattern('(?s:.)'))})"
 
 
@@ -325,5 +325,5 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _refused(what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the grammar cannot be compiled: {what}")
+def _refused(fault: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the grammar cannot be compiled: {fault}")

@@ -186,9 +186,9 @@ def tag_grammar(tag: Any, library: Library) -> tuple[Built, Lengths]:
     if not error:
         return (grammar, size), tags.lengths
     for source in tags.sources:
-        found = _error(rewrite(source.schema), library)
-        if found:
-            raise source.error(_located(source.schema, found, library))
+        fault = _error(rewrite(source.schema), library)
+        if fault:
+            raise source.error(_located(source.schema, fault, library))
     if len(tags.sources) == 1:
         raise tags.sources[0].error(refuse("#", sentence(error)))
     raise InvalidRequestError(f"the grammar {sentence(error)}")
@@ -233,10 +233,10 @@ def _located(schema: Any, error: str, library: Library) -> InvalidRequestError:
                 part = rewrite(schema, pointer=child)
             except InvalidRequestError:
                 continue
-            found = _error(part, library)
+            fault = _error(part, library)
             # A property that nothing fits may be absent.
-            if found and not (UNSATISFIABLE in found and UNSATISFIABLE not in error):
-                place, error, searching = child, found, True
+            if fault and not (UNSATISFIABLE in fault and UNSATISFIABLE not in error):
+                place, error, searching = child, fault, True
                 break
     return refuse(place, sentence(error))
 

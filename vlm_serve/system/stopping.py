@@ -135,5 +135,5 @@ class ConcurrencyLimiter(Generic[T]):
         """
         with self._lock:
             queued, self._queued = self._queued, []
-        for each in (future, *(other for other, _ in queued)):
-            each.cancel()
+        for cancelled in (future, *(other for other, _ in queued)):
+            cancelled.cancel()

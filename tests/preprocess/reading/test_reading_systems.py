@@ -24,7 +24,7 @@ def read(*messages: dict[str, Any]) -> Conversation:
 
 
 def fitted(*messages: dict[str, Any]) -> Conversation:
-    return fit_systems(read(*messages), late=False)
+    return fit_systems(read(*messages), anywhere=False)
 
 
 def text(*texts: str) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def test_later_messages(roles: str, found: str, named: list[int]) -> None:
     assert conversation.ignored == [f"messages[{at}].role" for at in named]
     texts = "".join(message["content"] for message in conversation.messages)
     assert all(texts.count(f"{at}.") == 1 for at in range(len(roles)))
-    same = fit_systems(read(*messages), late=True)
+    same = fit_systems(read(*messages), anywhere=True)
     assert [m["content"] for m in same.messages][-1] == messages[-1]["content"]
     assert same.ignored == []
 
@@ -129,7 +129,7 @@ def test_published_templates_render_agents(name: str) -> None:
         say("system", "Five."),
     )
     late = template.traits.late_systems
-    conversation = fit_systems(conversation, late=late)
+    conversation = fit_systems(conversation, anywhere=late)
     rendered = template.render(template.traits.fit(conversation))
     assert rendered.startswith("<|im_start|>system\n")
     assert "One.\n\nTwo." in rendered and rendered.count("<|im_start|>system") == 1 + late

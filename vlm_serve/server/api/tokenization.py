@@ -70,7 +70,7 @@ def _tokenizing(
     """Return the conversation, if there is one, and a function from its prompt to the response."""
     ignored = ignored_fields(body.model_extra or {})
     conversation = fit_systems(
-        conversation, late=service.engine.preprocessor.template_traits.late_systems
+        conversation, anywhere=service.engine.preprocessor.template_traits.late_systems
     )
     headers = ignored_header(ignored + conversation.ignored)
     service.state.resolve_model(body.model)

@@ -79,7 +79,7 @@ def set_variables(
         effort_name, verbosity_name: the API's names of the two fields.
         switched: any effort but "none" also turns thinking on.
     """
-    fitted = fit_systems(conversation, late=traits.late_systems)
+    fitted = fit_systems(conversation, anywhere=traits.late_systems)
     given = fitted.template_kwargs
     unread = [name for name in given if name not in traits.variables]
     fitted.ignored.extend(f"chat_template_kwargs.{name}" for name in unread)
