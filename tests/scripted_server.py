@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from vlm_serve.cli import main
-from vlm_serve.engine.requests.plan import Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.requests.plan import SampledToken, SampleTask, SequenceInfo
 from vlm_serve.engine.start.build import DEMO_DIRECTORIES, find_checkpoint
 from vlm_serve.engine.steps import batching
 from vlm_serve.engine.steps.sampler import SequenceSampler
@@ -71,7 +71,7 @@ def sampler_of(script: Script) -> type[SequenceSampler]:
             self._script = script.tokens(info.token_ids)
             self.is_plain &= self._script is None
 
-        def choose(self, raw: torch.Tensor, task: SampleTask) -> Sampled:
+        def choose(self, raw: torch.Tensor, task: SampleTask) -> SampledToken:
             if self._script is None:
                 return super().choose(raw, task)
             token = self._script[min(task.position, len(self._script) - 1)]

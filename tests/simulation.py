@@ -40,7 +40,7 @@ from vlm_serve.engine.core.queues import UpdateSlots
 from vlm_serve.engine.core.scheduler import Event, Scheduler
 from vlm_serve.engine.features.drafts.drafting import Drafting
 from vlm_serve.engine.features.endings.endings import Endings
-from vlm_serve.engine.features.table import TABLE, Features, Options, Row
+from vlm_serve.engine.features.table import TABLE, FeatureRow, Features, Options
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.plan import StepOutput, StepPlan
 from vlm_serve.engine.requests.request import Language, Request
@@ -172,7 +172,7 @@ class Simulation:
         drafters = self.drafter.company() if self.drafter is not None else []
         return Options(self.config, fetcher=self.tiers.fetcher, drafters=drafters)
 
-    def _table(self) -> list[Row]:
+    def _table(self) -> list[FeatureRow]:
         """Return the table of features without those left out, the others perhaps permuted."""
         rows = [row for row in TABLE if row.name not in self._left_out]
         if self._permuted:

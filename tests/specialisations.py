@@ -1,10 +1,10 @@
 """Which kernels a GPU would compile at start, and which more while it serves: without a GPU.
 
-Started by tests/engine/test_warm_up.py, in a process in which Triton does not interpret. Steps are
-called on small models and their launches recorded. Triton's own function says which compilation a
-launch needs: types, alignments, integers that are 1 or multiples of 16, constants. First comes what
-an engine runs before it serves, then random steps. Prints, as JSON, how many compilations each
-needs, and which only the second does.
+Started by tests/engine/start/test_warm_up.py, in a process in which Triton does not interpret.
+Steps are called on small models and their launches recorded. Triton's own function says which
+compilation a launch needs: types, alignments, integers that are 1 or multiples of 16, constants.
+First comes what an engine runs before it serves, then random steps. Prints, as JSON, how many
+compilations each needs, and which only the second does.
 """
 
 from __future__ import annotations

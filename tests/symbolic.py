@@ -27,7 +27,7 @@ from vlm_serve.cache.logprobs import row_type
 from vlm_serve.cache.records import LogprobRows
 from vlm_serve.engine.core.executor import RowsAfter, StepError
 from vlm_serve.engine.requests.plan import (
-    Sampled,
+    SampledToken,
     SampleTask,
     SequenceInfo,
     Slice,
@@ -212,11 +212,11 @@ def _rows_after(slices: tuple[Slice, ...], strike: int) -> RowsAfter:
     return "mixed" if strike > min(drafted) else "whole"
 
 
-def _sampled(prefix: bytes, seed: int, task: SampleTask) -> Sampled:
+def _sampled(prefix: bytes, seed: int, task: SampleTask) -> SampledToken:
     drawn = next_token(prefix, seed)
     if task.forced is None or task.forced == drawn:
-        return Sampled(drawn, {})
-    return Sampled(task.forced, {}, drawn)
+        return SampledToken(drawn, {})
+    return SampledToken(task.forced, {}, drawn)
 
 
 def seen(pixels: bytes, tower: str) -> bytes:
@@ -371,7 +371,7 @@ class SymbolicExecutor:
         strike = -1 if self.strike is None else self.strike
         self.strike = None
         poisoned = any(item.sequence in self.poisonous for item in plan.slices)
-        sampled: dict[int, tuple[Sampled, ...]] = {}
+        sampled: dict[int, tuple[SampledToken, ...]] = {}
         writes: set[tuple[int, int]] = set()
         rows_written: set[int] = set()
         drafts: dict[int, tuple[int, ...]] = {}
@@ -416,9 +416,9 @@ class SymbolicExecutor:
             assert self.rows[row] == before, "an update of another state"
             self.rows[row] = after
 
-    def _verify(self, item: Slice, known: _Known) -> tuple[Sampled, ...]:
+    def _verify(self, item: Slice, known: _Known) -> tuple[SampledToken, ...]:
         """Tokens up to the first one that is not its draft."""
-        sampled: tuple[Sampled, ...] = ()
+        sampled: tuple[SampledToken, ...] = ()
         for end, task in enumerate(item.samples, item.start + 1):
             assert task.sequence == item.sequence
             assert task.position == end - len(known.info.token_ids)
@@ -430,7 +430,7 @@ class SymbolicExecutor:
         return sampled
 
     def _drafts(
-        self, item: Slice, known: _Known, sampled: tuple[Sampled, ...]
+        self, item: Slice, known: _Known, sampled: tuple[SampledToken, ...]
     ) -> dict[int, tuple[int, ...]]:
         """As many as are wanted, some of them wrong; there must be blocks for them."""
         if not item.drafts:

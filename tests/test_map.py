@@ -51,6 +51,27 @@ NEW = {
     "weight format",
 }
 """What one may want to add."""
+CORE = {
+    "adapter",
+    "answer",
+    "block",
+    "cut point",
+    "draft",
+    "hook",
+    "join",
+    "lease",
+    "match",
+    "node",
+    "plan",
+    "request",
+    "row",
+    "sequence",
+    "slice",
+    "snapshot",
+    "step",
+    "tier",
+}
+"""The nouns of the core, each of which a file owns."""
 PRODUCT = ("cache", "kernels", "preprocess", "vlm_serve")
 
 
@@ -350,3 +371,12 @@ def test_the_glossary_is_in_order_and_says_a_word_once() -> None:
     words = re.findall(r"^\| ([\w -]+) \|", text, re.MULTILINE)[1:]
     assert words == sorted(set(words))
     assert len(words) > 30
+
+
+def test_every_noun_of_the_core_has_an_owner() -> None:
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    owners = dict(re.findall(r"^\| ([^|]+) \| [^|]+ \| `([^`|]+)` \|$", text, re.MULTILINE))
+    assert owners.keys() >= CORE
+    for word, path in owners.items():
+        exists = (ROOT / path).is_file() or (ROOT / "vlm_serve" / path).is_file()
+        assert exists, f"{word}: {path}"

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("benchmarks", "examples", "release", "tests", "train_demo")
 WITH_PATH = {
     "release/check.py": "the Makefile",
-    "tests/specialisations.py": "engine/test_warm_up.py",
+    "tests/specialisations.py": "engine/start/test_warm_up.py",
 }
 """Programs whose one caller names the folders of their modules in PYTHONPATH."""
 

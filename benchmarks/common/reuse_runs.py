@@ -21,7 +21,7 @@ from vlm_serve.engine.core.media import MediaPlanner
 from vlm_serve.engine.core.planning import SchedulerConfig
 from vlm_serve.engine.core.scheduler import Scheduler
 from vlm_serve.engine.features.table import Features, Options
-from vlm_serve.engine.requests.plan import Sampled, SequenceInfo, StepOutput, StepPlan
+from vlm_serve.engine.requests.plan import SampledToken, SequenceInfo, StepOutput, StepPlan
 from vlm_serve.engine.requests.request import Language, Request
 from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.preprocess.identity.keys import PromptKeys
@@ -103,8 +103,8 @@ class Scripted:
         del self.answers[sequence]
 
     def run(self, plan: StepPlan) -> StepOutput:
-        sampled: dict[int, tuple[Sampled, ...]] = {
-            task.sequence: (Sampled(self.answers[task.sequence][task.position], {}),)
+        sampled: dict[int, tuple[SampledToken, ...]] = {
+            task.sequence: (SampledToken(self.answers[task.sequence][task.position], {}),)
             for item in plan.slices
             for task in item.samples
         }

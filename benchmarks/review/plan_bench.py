@@ -27,7 +27,7 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.core.media import MediaPlanner
 from vlm_serve.engine.core.planning import SchedulerConfig
 from vlm_serve.engine.core.scheduler import Scheduler
-from vlm_serve.engine.requests.plan import Sampled, StepOutput
+from vlm_serve.engine.requests.plan import SampledToken, StepOutput
 from vlm_serve.engine.requests.request import Language, Request
 from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.engine.steps.batching import KnownSequence, make_batch
@@ -92,7 +92,7 @@ class Traffic:
         make_batch(sorted(plan.slices, key=lambda item: item.kind), self._known, {}, BLOCK)
         times.append(time.thread_time())
         sampled = {
-            task.sequence: (Sampled(7, {}),) for item in plan.slices for task in item.samples
+            task.sequence: (SampledToken(7, {}),) for item in plan.slices for task in item.samples
         }
         output = StepOutput(sampled)
         begin = time.thread_time()

@@ -22,12 +22,15 @@ import checkout
 
 LIMIT_SECONDS = 900
 MARKERS = ("interpreter", "fuzz", "sweep", "processes", "processors", "memory")
-ENGINE = "vlm_serve/engine/"
-_DRAFTS = "tests/engine/test_draft_graphs.py tests/engine/test_captured_drafts.py"
-_DECODE = "tests/engine/test_decode_graphs.py"
-_TABLES = "tests/engine/test_step_tables.py"
+STEPS = "vlm_serve/engine/steps/"
+_DRAFTS = "tests/engine/steps/test_draft_graphs.py tests/engine/steps/test_captured_drafts.py"
+_DECODE = "tests/engine/steps/test_decode_graphs.py"
+_TABLES = "tests/engine/steps/test_step_tables.py"
 _TWINS = "tests/engine/test_torch_twins.py"
-_PREFILL, _VERIFY = "tests/engine/test_prefill_graphs.py", "tests/engine/test_verify_graphs.py"
+_PREFILL, _VERIFY = (
+    "tests/engine/steps/test_prefill_graphs.py",
+    "tests/engine/steps/test_verify_graphs.py",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,82 +62,82 @@ _EVENT = (
 )
 FAULTS = {
     "event_before_copy": Fault(
-        ENGINE + "step_tables.py", _SEND + _EVENT, _EVENT + _SEND, f"{_TABLES} {_TWINS}"
+        STEPS + "step_tables.py", _SEND + _EVENT, _EVENT + _SEND, f"{_TABLES} {_TWINS}"
     ),
     "tower_rows_not_cloned": Fault(
-        ENGINE + "local_executor.py",
-        "return [each.clone() for each in rows]",
+        STEPS + "local_executor.py",
+        "return [embedding.clone() for embedding in rows]",
         "return rows",
-        "tests/engine/test_tower_graphs.py",
+        "tests/engine/steps/test_tower_graphs.py",
     ),
     "drafts_not_cloned": Fault(
-        ENGINE + "mtp_runner.py",
+        STEPS + "mtp_runner.py",
         "drafts.append(graphs.best[: len(requested)].clone())",
         "drafts.append(graphs.best[: len(requested)])",
         _DRAFTS,
     ),
     "first_draft_not_cloned": Fault(
-        ENGINE + "mtp_runner.py",
+        STEPS + "mtp_runner.py",
         "drafts = [graphs.best[: len(requested)].clone()]",
         "drafts = [graphs.best[: len(requested)]]",
         _DRAFTS,
     ),
     "adapter_table_rebound": Fault(
-        ENGINE + "adapters/table.py",
-        "        own = self.records[slot]\n",
-        "        self.records = self.records.clone()\n        own = self.records[slot]\n",
-        "tests/engine/adapters/test_graphs.py",
+        STEPS + "adapter_table.py",
+        "        records = self.records[slot]\n",
+        "        self.records = self.records.clone()\n        records = self.records[slot]\n",
+        "tests/engine/features/adapters/test_graphs.py",
     ),
     "logits_rebound": Fault(
-        ENGINE + "step_graphs.py",
+        STEPS + "step_graphs.py",
         "self._logits[: output.logits.shape[0]].copy_(output.logits)\n",
         "self._logits = output.logits\n",
         f"{_DECODE} {_PREFILL} {_VERIFY}",
     ),
     "best_rebound": Fault(
-        ENGINE + "draft_graphs.py",
+        STEPS + "draft_graphs.py",
         "self.best[:count].copy_(output.logits.argmax(-1))",
         "self.best = output.logits.argmax(-1)",
         _DRAFTS,
     ),
     "draft_hidden_rebound": Fault(
-        ENGINE + "draft_graphs.py",
+        STEPS + "draft_graphs.py",
         "self._hidden[:count].copy_(output.hidden)",
         "self._hidden = output.hidden",
         _DRAFTS,
     ),
     "never_replayed": Fault(
-        ENGINE + "step_tables.py",
+        STEPS + "step_tables.py",
         "        return graph.replay",
         "        return lambda: None",
         f"{_TABLES} {_DECODE}",
     ),
     "capture_global": Fault(
-        ENGINE + "step_tables.py",
+        STEPS + "step_tables.py",
         'CAPTURE_ERRORS = "thread_local"',
         'CAPTURE_ERRORS = "global"',
         f"{_TABLES} {_DECODE}",
     ),
     "padding_dst_stale": Fault(
-        ENGINE + "step_buffers.py",
+        STEPS + "step_buffers.py",
         "padding = 1, -1, self._limits.scratch_row, -1",
         "padding = 1, -1, 0, -1",
         f"{_DECODE} {_TWINS}",
     ),
     "prefill_pad_dst_zero": Fault(
-        ENGINE + "prefill_tables.py",
+        STEPS + "step_buffers.py",
         '("dst_rows", rows, scratch)',
         '("dst_rows", rows, 0)',
         _PREFILL,
     ),
     "entries_stale": Fault(
-        ENGINE + "step_buffers.py",
+        STEPS + "step_buffers.py",
         '"entries": Table(torch.int32, (size.drafted * size.room,), -1)',
         '"entries": Table(torch.int32, (size.drafted * size.room,))',
         f"{_VERIFY} {_TWINS}",
     ),
     "before_not_copied": Fault(
-        ENGINE + "draft_graphs.py",
+        STEPS + "draft_graphs.py",
         "        self._before[: len(before)].copy_(before)\n",
         "",
         _DRAFTS,
@@ -146,34 +149,34 @@ FAULTS = {
         "tests/kernels/test_few_rows_triton.py tests/kernels/test_triton_support.py",
     ),
     "ring_send_wrong_read": Fault(
-        ENGINE + "step_tables.py",
+        STEPS + "step_tables.py",
         "self._reads[self._next] = self._device.send(target, source)",
         "self._reads[self._next - 1] = self._device.send(target, source)",
         _TABLES,
     ),
     "sampler_reads_row_above": Fault(
-        ENGINE + "sampler.py",
+        STEPS + "sampler.py",
         "logits[_index(drawn, logits.device)]\n",
         "logits[: len(drawn)]\n",
-        "tests/engine/test_sampling_rows.py",
+        "tests/engine/steps/test_sampling_rows.py",
     ),
     "tile_row_padding": Fault(
-        ENGINE + "prefill_tables.py",
+        STEPS + "step_buffers.py",
         "zip(_TILES, (size.prompts, 0), strict=True)",
         "zip(_TILES, (0, 0), strict=True)",
         _PREFILL,
     ),
     "scratch_row_given": Fault(
-        ENGINE + "step_graphs.py",
+        STEPS + "step_graphs.py",
         "self._num_rows = max(caches.num_rows - 1, 0)",
         "self._num_rows = max(caches.num_rows - 2, 0)",
         _DECODE,
     ),
     "table_memory_smallest_first": Fault(
-        ENGINE + "step_tables.py",
+        STEPS + "step_tables.py",
         "    return [capture(size) for size in reversed(sizes)][::-1]",
         "    return [capture(size) for size in sizes]",
-        f"{_DECODE} tests/engine/test_captured_rows.py",
+        f"{_DECODE} tests/engine/steps/test_captured_rows.py",
     ),
 }
 

@@ -13,7 +13,7 @@ from simulation import Simulation
 from sweeps import quick
 
 from vlm_serve.engine.features.replays import Replays
-from vlm_serve.engine.features.table import TABLE, Row
+from vlm_serve.engine.features.table import TABLE, FeatureRow
 
 STEPS = 200
 EVENTFUL = 34
@@ -74,7 +74,7 @@ def test_adapters_keep_every_promise_too(seed: int) -> None:
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 @pytest.mark.parametrize("seed", quick(range(12), 1, pytest.mark.fuzz))
-def test_no_feature_needs_another(seed: int, row: Row) -> None:
+def test_no_feature_needs_another(seed: int, row: FeatureRow) -> None:
     options = {"speculative": row.name != "drafts", "replays": row.name != "replays"}
     simulation = Simulation(seed, left_out={row.name}, **options)
     names = {name for name, _ in simulation.features.items()}

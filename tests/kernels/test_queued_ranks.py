@@ -86,7 +86,7 @@ def test_exchanges_meet_in_the_order_in_which_they_were_queued(ranks: tuple[Rank
 
 def test_behind_a_failed_step_other_exchanges_would_meet(ranks: tuple[Rank, Rank]) -> None:
     """Nobody is told: the sums of the next step are of what does not belong together. So an engine
-    over a process group ends with a step that fails (tests/engine/ranks/test_ends.py)."""
+    over a process group ends with a step that fails (tests/engine/steps/ranks/test_ends.py)."""
     first, second = ranks
     first.queue(1)  # and fails, before its second layer
     second.queue(10, 20)

@@ -30,8 +30,8 @@ def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
         yield "quantised", str(engine.spec.quantization)
     yield from engine.arithmetic.rows()
     if options.device == "cpu":
-        made = "torch and compiled" if options.compiled_kernels else "torch"
-        yield "kernels", f"{made}, {options.threads} threads"
+        backends = "torch and compiled" if options.compiled_kernels else "torch"
+        yield "kernels", f"{backends}, {options.threads} threads"
     else:
         yield "kernels", "Triton"
         yield "decode", _decode(engine)

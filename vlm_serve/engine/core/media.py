@@ -152,13 +152,13 @@ class MediaPlanner:
                 self.counts["device"] += 1
             elif not hit:
                 self._new_keys.append(key)
-                found = self.tiers.take(key) if self.tiers is not None else None
-                if found is not None:
-                    self._recalled.append(Recalled(found.rows, slot))
-                    group.recalled_spans[span.start] = found.tier
+                embedding = self.tiers.take(key) if self.tiers is not None else None
+                if embedding is not None:
+                    self._recalled.append(Recalled(embedding.rows, slot))
+                    group.recalled_spans[span.start] = embedding.tier
                 else:
                     self._encode(sequence, span, key, slot)
-                self.counts[found.tier if found is not None else "encoded"] += 1
+                self.counts[embedding.tier if embedding is not None else "encoded"] += 1
             pins[key] = pins.get(key, 0) + 1
             first, last = max(start, span.start), min(end, span.end)
             rows.append((first, last, slot, first - span.start))
@@ -182,10 +182,10 @@ class MediaPlanner:
 
         def following() -> list[tuple[bytes, int]]:
             wanted = {
-                self._key(sequence, each): each.end - each.start
-                for each in spans_between(prompt, span.start, len(prompt))
+                self._key(sequence, later): later.end - later.start
+                for later in spans_between(prompt, span.start, len(prompt))
             }
-            return [each for each in wanted.items() if each[0] not in self.cache]
+            return [(name, size) for name, size in wanted.items() if name not in self.cache]
 
         key = self._key(sequence, span)
         return self.tiers.poll(sequence.number, key, following, sequence.patience)
@@ -247,8 +247,8 @@ class MediaPlanner:
         if self.tiers is None:
             return None
         keys = {
-            _key(prompt.keys.vision_root, each)
-            for each in spans_between(prompt, start, len(prompt))
+            _key(prompt.keys.vision_root, span)
+            for span in spans_between(prompt, start, len(prompt))
         }
         return self.tiers.locate([key for key in keys if key not in self.cache])
 

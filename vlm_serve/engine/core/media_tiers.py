@@ -61,7 +61,7 @@ class EmbeddingForm:
 
 
 @dataclass(frozen=True)
-class Found:
+class EmbeddingHit:
     """A fetched embedding and its tier."""
 
     rows: torch.Tensor
@@ -104,7 +104,7 @@ class EmbeddingTiers:
         self._generation = 0
         self._requested: dict[int, set[bytes]] = {}
         self._in_flight: set[bytes] = set()
-        self._arrived: dict[bytes, Found] = {}
+        self._arrived: dict[bytes, EmbeddingHit] = {}
 
     @property
     def busy(self) -> bool:
@@ -152,11 +152,11 @@ class EmbeddingTiers:
         engine's thread must not wait for the result."""
         return self._stack.submit(self._locate(tuple(keys)))
 
-    def take(self, key: bytes) -> Found | None:
+    def take(self, key: bytes) -> EmbeddingHit | None:
         """Remove and return a fetched embedding; None if there is none."""
-        found = self._arrived.pop(key, None)
-        self.num_bytes -= found.rows.nbytes if found is not None else 0
-        return found
+        embedding = self._arrived.pop(key, None)
+        self.num_bytes -= embedding.rows.nbytes if embedding is not None else 0
+        return embedding
 
     def release(self, sequence: int) -> None:
         """Cancel a sequence's requests; drop embeddings that no other sequence has requested."""
@@ -171,20 +171,20 @@ class EmbeddingTiers:
         for key in list(self._arrived):
             self.take(key)
 
-    def finish(self, fetch: EmbeddingFetch, found: dict[bytes, Found] | None) -> None:
+    def finish(self, fetch: EmbeddingFetch, embeddings: dict[bytes, EmbeddingHit] | None) -> None:
         """Store the result of a fetch; None means that reading raised."""
         self._num_waiting -= 1
         self._in_flight.difference_update(key for key, _ in fetch.wanted)
-        if found is None:
+        if embeddings is None:
             self._stack.counts["failed"] += 1
-        if found is None or fetch.generation != self._generation:
+        if embeddings is None or fetch.generation != self._generation:
             return
-        for key, each in found.items():
+        for key, embedding in embeddings.items():
             if any(key in requested for requested in self._requested.values()):
-                self._arrived[key] = each
-                self.num_bytes += each.rows.nbytes
+                self._arrived[key] = embedding
+                self.num_bytes += embedding.rows.nbytes
 
-    async def read(self, fetch: EmbeddingFetch) -> dict[bytes, Found]:
+    async def read(self, fetch: EmbeddingFetch) -> dict[bytes, EmbeddingHit]:
         """Read the embeddings of a fetch from the tiers; missing ones are left out."""
         loop, patience = asyncio.get_running_loop(), fetch.patience
         since = loop.time() - patience.spent
@@ -193,24 +193,26 @@ class EmbeddingTiers:
         finally:
             patience.spent = loop.time() - since
 
-    async def _look_and_read(self, fetch: EmbeddingFetch, since: float) -> dict[bytes, Found]:
+    async def _look_and_read(
+        self, fetch: EmbeddingFetch, since: float
+    ) -> dict[bytes, EmbeddingHit]:
         origin = self._stack.origin
         ids = {origin.id(Kind.EMBEDDINGS, key): tokens for key, tokens in fetch.wanted}
         places = await self._stack.locate(ids, since)
         entries = await self._stack.get(tuple(places), since) if places else {}
-        rows = {each: self._form.rows(entry, ids[each]) for each, entry in entries.items()}
-        foreign = [each for each, content in rows.items() if content is None]
+        rows = {name: self._form.rows(entry, ids[name]) for name, entry in entries.items()}
+        foreign = [name for name, content in rows.items() if content is None]
         if foreign:
             await self._stack.discard_bad(foreign)
         return {
-            each.key: Found(content, places[each])
-            for each, content in rows.items()
+            name.key: EmbeddingHit(content, places[name])
+            for name, content in rows.items()
             if content is not None
         }
 
     async def _locate(self, keys: Collection[bytes]) -> dict[bytes, str]:
         ids = [self._stack.origin.id(Kind.EMBEDDINGS, key) for key in keys]
-        return {each.key: tier for each, tier in (await self._stack.locate(ids)).items()}
+        return {name.key: tier for name, tier in (await self._stack.locate(ids)).items()}
 
     def _request(
         self, requested: set[bytes], following: Sequence[tuple[bytes, int]], patience: WaitBudget

@@ -239,7 +239,7 @@ class Planner:
         alone = len(queues.running) + len(queues.waiting) - len(queues.followers) <= 1
         least = self._config.min_step_tokens * (_SINGLE_SEQUENCE_FACTOR if alone else 1)
         decodes = self._config.max_num_batched_tokens - budget
-        start = next((each.num_computed for each in running if each.prefilling), 0)
+        start = next((sequence.num_computed for sequence in running if sequence.prefilling), 0)
         return min(budget, max(self.pace.most(start) - decodes, least))
 
     def _grant_prompts(self, running: list[Sequence], budget: int) -> int:
@@ -247,7 +247,7 @@ class Planner:
         number of tokens planned."""
         left, kept = budget, 0
         self._offer_prompts()
-        prefills = [each for each in running if each.prefilling]
+        prefills = [sequence for sequence in running if sequence.prefilling]
         held_back, self._held_back = self._held_back, False
         if self._may_be_overtaken(prefills, budget):
             if not held_back:
@@ -257,15 +257,16 @@ class Planner:
                     self._held_back = True
                     return taken
             most = max(0, min(budget // 2, budget - self._config.block_size))
-            kept = min(most, sum(each.num_tokens for each in self._find_overtaking(prefills[0])))
+            overtaking = self._find_overtaking(prefills[0])
+            kept = min(most, sum(sequence.num_tokens for sequence in overtaking))
         for sequence in running:
             left -= self._grant(sequence, left - kept)
         self._offer_prompts()
         # Prefills that are blocked leave budget unused: spend it on waiting prompts of any length.
         whole = kept > 0 and left - kept < self._config.block_size
-        prefills = [each for each in self._queues.running if each.prefilling] if whole else []
-        beside = self._find_overtaking(min(prefills, key=order)) if prefills else None
-        return budget - self._admit(left, beside)
+        blocked = [sequence for sequence in self._queues.running if whole and sequence.prefilling]
+        passing = self._find_overtaking(min(blocked, key=order)) if blocked else None
+        return budget - self._admit(left, passing)
 
     def _offer_prompts(self) -> None:
         for offer in self._hooks.plan_prompts:
@@ -275,22 +276,22 @@ class Planner:
         """Return True if the running prefills need more than this step and another sequence may
         start."""
         queues = self._queues
-        needed = sum(each.prefill_target - each.num_computed for each in prefills)
+        needed = sum(prefill.prefill_target - prefill.num_computed for prefill in prefills)
         full = len(queues.running) >= self._config.max_num_seqs
         return bool(needed) and needed > budget and not queues.suspects and not full
 
     def _find_overtaking(self, prefill: Sequence, most: int | None = None) -> list[Sequence]:
         """Return the waiting sequences that may overtake a prefill, in order. Sequences of lower
         priority and prompts longer than `most` tokens are left out."""
-        found: list[Sequence] = []
+        overtaking: list[Sequence] = []
         for sequence in self._queues.waiting:
             lower = sequence.priority > prefill.priority
-            if lower or len(found) == _MAX_OVERTAKING:
+            if lower or len(overtaking) == _MAX_OVERTAKING:
                 break
             free = sequence.overtakes and not self._queues.is_held(sequence)
             if free and (most is None or sequence.num_tokens <= most):
-                found.append(sequence)
-        return found
+                overtaking.append(sequence)
+        return overtaking
 
     def _admit(self, budget: int, short: list[Sequence] | None) -> int:
         """Admit waiting sequences; return the remaining budget.
@@ -416,7 +417,7 @@ class Planner:
         while not self._cache.grow(sequence.lease, num_tokens):
             if queues.reclaim():
                 continue
-            last = max(queues.running, key=lambda each: (each.replaying, order(each)))
+            last = max(queues.running, key=lambda other: (other.replaying, order(other)))
             assert len(queues.running) > 1, "one sequence always fits: checked when submitted"
             queues.preempt(last)
             if last is sequence:
@@ -451,7 +452,7 @@ class Planner:
         first_block = sequence.settled_blocks if lease.committed else 0
         tasks = []
         if end == sequence.num_tokens:
-            tasks = [each.sample_task() for each in (sequence, *sequence.pending_forks)]
+            tasks = [choice.sample_task() for choice in (sequence, *sequence.pending_forks)]
         return Slice(
             sequence=sequence.number,
             kind="prefill" if ends else "decode",

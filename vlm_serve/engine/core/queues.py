@@ -408,36 +408,36 @@ class UpdateSlotAllocator:
     def capacity(self, sequence: Sequence) -> int:
         """Return the number of tokens of a sequence whose updates can be stored; 0 if no slot is
         free."""
-        own = self._held.get(sequence)
-        if own is None and not self._free:
+        slots = self._held.get(sequence)
+        if slots is None and not self._free:
             return 0
-        first = self._free[-1] if own is None else own[0]
-        return self._size * (2 if self._has_neighbour(first, own or []) else 1)
+        first = self._free[-1] if slots is None else slots[0]
+        return self._size * (2 if self._has_neighbour(first, slots or []) else 1)
 
     def take(self, sequence: Sequence, tokens: int) -> int:
         """Allocate space for the updates of `tokens` tokens, at most `capacity`. Return the index
         of the first update. Pending updates keep their place."""
         if sequence not in self._held:
             self._held[sequence] = [self._free.pop()]
-        own = self._held[sequence]
+        slots = self._held[sequence]
         if tokens > self._size:
-            assert self._has_neighbour(own[0], own)
-            if len(own) == 1:
-                own.append(own[0] + 1)
-                self._free.remove(own[1])
-        elif sequence.pending <= self._size and len(own) > 1:
-            self._return_slot(own.pop())
-        return own[0] * self._size
+            assert self._has_neighbour(slots[0], slots)
+            if len(slots) == 1:
+                slots.append(slots[0] + 1)
+                self._free.remove(slots[1])
+        elif sequence.pending <= self._size and len(slots) > 1:
+            self._return_slot(slots.pop())
+        return slots[0] * self._size
 
     def release(self, sequence: Sequence) -> None:
         """Free the slots of a sequence; none of its updates is pending."""
         for slot in self._held.pop(sequence, ()):
             self._return_slot(slot)
 
-    def _has_neighbour(self, slot: int, own: list[int]) -> bool:
+    def _has_neighbour(self, slot: int, slots: list[int]) -> bool:
         """Return True if a slot at an even index can be extended by the next one: it is free or
         already the sequence's own."""
-        return slot % 2 == 0 and (len(own) > 1 or slot + 1 in self._free)
+        return slot % 2 == 0 and (len(slots) > 1 or slot + 1 in self._free)
 
     def _return_slot(self, slot: int) -> None:
-        insort(self._free, slot, key=lambda each: (each % 2 == 0, -each))
+        insort(self._free, slot, key=lambda index: (index % 2 == 0, -index))

@@ -100,7 +100,7 @@ class Scheduler:
     def take_failures(self) -> list[Event]:
         """End the requests that could not be planned."""
         failures, self._planner.failures = self._planner.failures, []
-        return [each for failure in failures for each in self._end_with_error(*failure)]
+        return [event for failure in failures for event in self._end_with_error(*failure)]
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Event]:
         """Publish the results of a successful step and append the sampled tokens."""
@@ -298,16 +298,16 @@ class Scheduler:
         group, events = sequence.group, list[Event]()
         if sequence.num_generated == 0:
             group.report = complete_report(self._cache, sequence)
-        for each in (sequence, *sequence.pending_forks):
-            if each is not sequence and sequence.experts is not None:
-                each.experts = sequence.experts.copy()
-            for sampled in output.sampled[each.number]:
-                if each.answer.finish_reason is None:
-                    events.append((group, each.accept(sampled)))
-            if each is not sequence and each.answer.finish_reason is None:
-                self._queues.fork(sequence, each, self._config.max_num_seqs)
-            elif each is not sequence:
-                self._queues.remove(each)
+        for choice in (sequence, *sequence.pending_forks):
+            if choice is not sequence and sequence.experts is not None:
+                choice.experts = sequence.experts.copy()
+            for sampled in output.sampled[choice.number]:
+                if choice.answer.finish_reason is None:
+                    events.append((group, choice.accept(sampled)))
+            if choice is not sequence and choice.answer.finish_reason is None:
+                self._queues.fork(sequence, choice, self._config.max_num_seqs)
+            elif choice is not sequence:
+                self._queues.remove(choice)
         if sequence.answer.finish_reason is not None:
             self._finish(sequence)
         return events

@@ -77,15 +77,15 @@ class AffinityMap:
         keys = prompt.keys
         size = keys.block_size
         ends = states if self._has_state else range(size, len(prompt) + 1, size)
-        found: dict[int, AffinityKey] = {}
+        noted: dict[int, AffinityKey] = {}
         places = reversed(_places(affinity, prompt))
         for key, most in zip(reversed(affinity), places, strict=True):
             index = bisect_right(ends, most)
             if index:
-                found.setdefault(ends[index - 1], key)
+                noted.setdefault(ends[index - 1], key)
         with self._lock:
             self._notes += 1
-            for end, key in found.items():
+            for end, key in noted.items():
                 self._nodes[key] = key_at(keys, end)
                 self._nodes.move_to_end(key)
             while len(self._nodes) > MAX_NOTED_KEYS:
@@ -123,12 +123,12 @@ def _places(affinity: Sequence[AffinityKey], prompt: PromptPlaces) -> list[int]:
     sizes = [end - start for start, end in zip(starts, prompt.media_ends, strict=False)]
     text = len(prompt) - sum(sizes)
     share = text / max(1, places[0].text_bytes)
-    found = []
+    guesses = []
     for place in places:
         guess = int(place.text_bytes * share) + sum(sizes[: place.media])
         guess += max(prompt.keys.block_size, guess // _SLACK)
-        found.append(min(max(guess, media_ends[place.media]), starts[place.media]))
-    return found
+        guesses.append(min(max(guess, media_ends[place.media]), starts[place.media]))
+    return guesses
 
 
 def _media_starts(prompt: PromptPlaces) -> list[int]:

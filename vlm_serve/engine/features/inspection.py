@@ -137,7 +137,7 @@ class Inspector:
     def pins(self, owner: bytes | None) -> tuple[PinInfo, ...]:
         """Describe an owner's pins, None: all of them, earliest expiry first."""
         now = self.clock()
-        pins = [each for each in self._cache.timed_pins.pins if owner in (None, each.owner)]
+        pins = [pin for pin in self._cache.timed_pins.pins if owner in (None, pin.owner)]
         return tuple(
             PinInfo(
                 key=pin.key.hex(),

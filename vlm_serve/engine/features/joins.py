@@ -105,14 +105,14 @@ class _ByBeginning:
     def __init__(self, blocks: int) -> None:
         self._last = blocks - 1
         self._keys: dict[int, bytes] = {}
-        self._found: dict[bytes, dict[int, Sequence]] = {}
+        self._by_key: dict[bytes, dict[int, Sequence]] = {}
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.number in self._keys
 
     @property
     def all(self) -> Iterable[Sequence]:
-        return (each for found in self._found.values() for each in found.values())
+        return (sequence for alike in self._by_key.values() for sequence in alike.values())
 
     def add(self, sequence: Sequence) -> bool:
         """Add a sequence; return False if it is too short."""
@@ -120,24 +120,24 @@ class _ByBeginning:
         if len(blocks) <= self._last:
             return False
         key = self._keys[sequence.number] = blocks[self._last]
-        self._found.setdefault(key, {})[sequence.number] = sequence
+        self._by_key.setdefault(key, {})[sequence.number] = sequence
         return True
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, if it is there."""
         key = self._keys.pop(sequence.number, None)
         if key is not None:
-            found = self._found[key]
-            del found[sequence.number]
-            if not found:
-                del self._found[key]
+            alike = self._by_key[key]
+            del alike[sequence.number]
+            if not alike:
+                del self._by_key[key]
 
     def like(self, sequence: Sequence) -> list[Sequence]:
         """Return the sequences with the same beginning."""
         blocks = sequence.keys.block_keys
         if len(blocks) <= self._last:
             return []
-        return list(self._found.get(blocks[self._last], {}).values())
+        return list(self._by_key.get(blocks[self._last], {}).values())
 
 
 class Joins:
@@ -222,16 +222,16 @@ class Joins:
         if not (fresh or started):
             return []
         self._new_waiting, self._new_prefills = {}, []
-        found: dict[int, tuple[Sequence, list[Sequence]]] = {}
+        candidates: dict[int, tuple[Sequence, list[Sequence]]] = {}
         for sequence in fresh.values():
             prefills = self._prefills.like(sequence)
             if prefills and self._may_join(sequence):
-                found[sequence.number] = sequence, prefills
+                candidates[sequence.number] = sequence, prefills
         for leader in started:
             for sequence in self._waiting.like(leader) if leader in self._prefills else ():
                 if sequence.number not in fresh and self._may_join(sequence):
-                    found.setdefault(sequence.number, (sequence, []))[1].append(leader)
-        return list(found.values())
+                    candidates.setdefault(sequence.number, (sequence, []))[1].append(leader)
+        return list(candidates.values())
 
     def may_follow(self, sequence: Sequence, leader: Sequence) -> bool:
         """Return True unless the sequence has joined this leader before."""
@@ -282,7 +282,7 @@ class Joins:
                 past = leader.num_computed >= join.cut
                 if past or not leader.prefilling or lead.idle >= MAX_IDLE_STEPS:
                     self._end(join)
-        for leader in [each for each in self._prefills.all if not each.prefilling]:
+        for leader in [prefill for prefill in self._prefills.all if not prefill.prefilling]:
             self._prefills.remove(leader)
 
     def take_waited(self, sequence: Sequence) -> Waited:
@@ -345,9 +345,9 @@ class Joins:
 
     @staticmethod
     def _lend_priority(lead: _Lead) -> None:
-        own = lead.leader.request.priority
+        priority = lead.leader.request.priority
         priorities = [join.follower.request.priority for join in lead.joins.values()]
-        lead.leader.priority = min([own, *priorities])
+        lead.leader.priority = min([priority, *priorities])
 
     def _expect(self, history: _History, node: Node | None) -> None:
         """Count the coming use of a node in the value of its entries, instead of the last one's."""
@@ -416,21 +416,22 @@ class Joining:
     def _join(self, sequence: Sequence, prefills: list[Sequence]) -> None:
         limit = self._admitter.prefill_end(sequence) - 1
         near = [
-            each
-            for each in prefills
-            if self.joins.may_follow(sequence, each) and self._cut(sequence, each, 0, limit)
+            prefill
+            for prefill in prefills
+            if self.joins.may_follow(sequence, prefill) and self._cut(sequence, prefill, 0, limit)
         ]
         if not near:
             return
         match = self._admitter.match(sequence)
         best: tuple[int, int] = (0, 0)
         leader: Sequence | None = None
-        for each in near:
-            if not self._fills_experts(sequence, each, match):
+        for prefill in near:
+            if not self._fills_experts(sequence, prefill, match):
                 continue
-            cut = self._cut(sequence, each, match.boundary, self._reach(sequence, each, match))
-            if cut and (cut, each.num_computed) > best:
-                best, leader = (cut, each.num_computed), each
+            reach = self._reach(sequence, prefill, match)
+            cut = self._cut(sequence, prefill, match.boundary, reach)
+            if cut and (cut, prefill.num_computed) > best:
+                best, leader = (cut, prefill.num_computed), prefill
         if leader is None or not self._promise(leader, best[0]):
             return
         self.joins.add(sequence, leader, best[0], match.boundary)

@@ -92,11 +92,11 @@ class RecentChanges:
         """
         with self._lock:
             kept, now = list(self._kept), self._clock()
-        aged = ((max(0.0, now - each.time), each) for each in kept)
+        aged = ((max(0.0, now - change.time), change) for change in kept)
         return [
-            (age, each)
-            for age, each in aged
-            if age <= SECONDS and (roots is None or each.root in roots)
+            (age, change)
+            for age, change in aged
+            if age <= SECONDS and (roots is None or change.root in roots)
         ]
 
 
@@ -206,22 +206,22 @@ class TreeMirror:
         with self._lock:
             if not self._complete_since <= sequence <= self.sequence:
                 return None
-            late: list[tuple[Change, ...]] = []
+            missed: list[tuple[Change, ...]] = []
             for number, changes in reversed(self._batches):
                 if number <= sequence:
                     break
-                late.append(changes)
-            return self.sequence, tuple([change for each in reversed(late) for change in each])
+                missed.append(changes)
+            return self.sequence, tuple([change for batch in reversed(missed) for change in batch])
 
     def publish_use(self) -> None:
         """Publish to followers the nodes with changed pins, hits or sizes, as one batch."""
         with self._lock:
             used, self._used = self._used, {}
-            found = ((node, self._entries.get(node.key)) for node in used)
+            known = ((node, self._entries.get(node.key)) for node in used)
             changes = tuple(
                 [
                     Change("pinned", node.key, entry.root, entry)
-                    for node, entry in found
+                    for node, entry in known
                     if entry is not None and entry.node is node
                 ]
             )
@@ -238,7 +238,7 @@ class TreeMirror:
             if self._followers:
                 self._used |= self._touched
             if self._pending:
-                changes = tuple([self._apply(each) for each in self._pending])
+                changes = tuple([self._apply(pending) for pending in self._pending])
                 self._add_batch(changes)
                 self._remember(changes)
         self._pending.clear()
@@ -274,7 +274,7 @@ class TreeMirror:
         return Change(kind, node.key, entry.root, entry, snapshot)
 
     def _remember(self, changes: tuple[Change, ...]) -> None:
-        nodes = [each for each in self._pending if not isinstance(each, Hit)]
+        nodes = [pending for pending in self._pending if not isinstance(pending, Hit)]
         roots = [change.root for change in changes if change.hit is None]
         self.recent.add(
             (change.hit for change in changes if change.hit is not None),

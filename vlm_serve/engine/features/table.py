@@ -50,7 +50,7 @@ class Options:
     slots: AdapterSlots | None = None
 
 
-class Row(NamedTuple):
+class FeatureRow(NamedTuple):
     """One feature.
 
     Attributes:
@@ -107,13 +107,13 @@ def _adapters(scheduler: Scheduler, options: Options) -> AdapterWaiting | None:
 
 
 TABLE = (
-    Row("joins", _joins),
-    Row("replays", _replays, concerns=lambda request: bool(request.forced)),
-    Row("endings", _endings),
-    Row("fetching", _fetching),
-    Row("drafts", _drafts),
+    FeatureRow("joins", _joins),
+    FeatureRow("replays", _replays, concerns=lambda request: bool(request.forced)),
+    FeatureRow("endings", _endings),
+    FeatureRow("fetching", _fetching),
+    FeatureRow("drafts", _drafts),
     # Whoever may start gets its adapter loaded, so nothing else may refuse it behind this.
-    Row(
+    FeatureRow(
         "adapters", _adapters, concerns=lambda request: request.adapter is not None, commutes=False
     ),
 )
@@ -129,7 +129,7 @@ class Features:
     """
 
     def __init__(
-        self, scheduler: Scheduler, options: Options, table: Iterable[Row] = TABLE
+        self, scheduler: Scheduler, options: Options, table: Iterable[FeatureRow] = TABLE
     ) -> None:
         self._by_type: dict[type[Any], object] = {}
         self._by_name: dict[str, object] = {}

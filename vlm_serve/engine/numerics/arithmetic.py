@@ -201,7 +201,7 @@ def _dynamic(config: EngineConfig, backend: Backend, *, quantised: bool) -> bool
 
 def name_of(dtype: torch.dtype) -> str:
     """Return the option value of a type."""
-    return next(name for name, each in DTYPES.items() if each == dtype)
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def _weights(config: EngineConfig, checkpoint: torch.dtype, backend: Backend) -> torch.dtype:
@@ -296,8 +296,8 @@ def _cpu_build() -> str:
     lines = takewhile(
         lambda line: "CPU capability" not in line, torch.__config__.show().split("\n")
     )
-    made = "\n".join((str(torch.version.git_version), *lines))
-    return hashlib.blake2b(made.encode(), digest_size=4).hexdigest()
+    build = "\n".join((str(torch.version.git_version), *lines))
+    return hashlib.blake2b(build.encode(), digest_size=4).hexdigest()
 
 
 def _capability(device: torch.device) -> str:

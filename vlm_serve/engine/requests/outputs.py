@@ -137,7 +137,7 @@ class Delta:
             string); may be empty. From `Pipeline.stream`, without the thought.
         reasoning: such text of the thought, from `Pipeline.stream`; the engine does not split.
         token_ids: the tokens, including an end-of-sequence token.
-        logprobs: per token, see `Sampled.logprobs`; empty if not requested.
+        logprobs: per token, see `SampledToken.logprobs`; empty if not requested.
         finish_reason: set on the last delta of the choice.
         stop_reason: the stop string or stop token id that ended the choice; None for end of
             sequence.
@@ -149,7 +149,7 @@ class Delta:
         routed_experts_gaps: (first, last + 1) positions of the tokens whose rows are unknown.
         prompt_logprobs: on the first delta, if requested: rows of the prompt's tokens from
             `prompt_logprobs_start` on, without the first token.
-        vector: see `Sampled.vector`.
+        vector: see `SampledToken.vector`.
         error: set (with finish_reason "error") when the request failed.
         time: creation time in monotonic seconds.
     """

@@ -187,7 +187,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledToken:
     """A sampled token. `logprobs` maps token ids to log-probabilities (natural log of the model's
     own distribution), including the sampled token; empty if not requested. `drawn` is the token
     drawn instead, if a forced token differs from it. Where a model pools, `vector` holds the logits
@@ -214,7 +214,7 @@ class StepOutput:
         awaited: False if a GPU may still be computing: nothing was read back from it.
     """
 
-    sampled: dict[int, tuple[Sampled, ...]]
+    sampled: dict[int, tuple[SampledToken, ...]]
     experts: dict[int, Rows] = field(default_factory=dict)
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)

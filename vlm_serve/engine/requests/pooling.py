@@ -58,7 +58,7 @@ def pooled_tokens(config: EngineConfig, path: Path) -> tuple[int, ...] | None:
         return None
     if config.task == "embed":
         return ()
-    tokenizer, found = Tokenizer(path), []
+    tokenizer, token_ids = Tokenizer(path), []
     for word in JUDGEMENTS:
         ids = tokenizer.encode(word)
         if len(ids) != 1:
@@ -66,8 +66,8 @@ def pooled_tokens(config: EngineConfig, path: Path) -> tuple[int, ...] | None:
                 f"task 'rerank' needs a token for {word!r}, which this checkpoint has not",
                 param="task",
             )
-        found += ids
-    return tuple(found)
+        token_ids += ids
+    return tuple(token_ids)
 
 
 def head_rows(config: EngineConfig) -> int | None:
@@ -96,5 +96,5 @@ def embedding_of(hidden: Vector, dimensions: int | None = None) -> Vector:
 
 def score_of(logits: Vector) -> float:
     """Return the probability of yes, from the logits of yes and no."""
-    yes, no = (float(each) for each in logits)
+    yes, no = (float(logit) for logit in logits)
     return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))

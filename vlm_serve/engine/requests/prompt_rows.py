@@ -31,8 +31,8 @@ def logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> Lo
     for first in range(0, len(token_ids), _ROWS_AT_ONCE):
         part = rows[first : first + _ROWS_AT_ONCE]
         logprobs = log_softmax(logits[first : first + len(part)])
-        own = torch.tensor(token_ids[first : first + len(part)], device=logprobs.device)
-        chosen = logprobs.gather(1, own[:, None])
+        ids = torch.tensor(token_ids[first : first + len(part)], device=logprobs.device)
+        chosen = logprobs.gather(1, ids[:, None])
         part["logprob"] = chosen[:, 0].cpu().numpy()
         part["rank"] = ((logprobs > chosen).sum(dim=-1) + 1).cpu().numpy()
         if top:
@@ -45,7 +45,7 @@ def _name_likeliest(part: LogprobRows, logprobs: torch.Tensor) -> None:
     row of k."""
     top = part["ids"].shape[1]
     values, ids = (
-        each.cpu().numpy() for each in torch.topk(logprobs, min(top + 1, logprobs.shape[1]))
+        tensor.cpu().numpy() for tensor in torch.topk(logprobs, min(top + 1, logprobs.shape[1]))
     )
     for row in np.flatnonzero(values[:, top - 1] == values[:, -1]) if values.shape[1] > top else ():
         level = float(values[row, -1])  # shared by the last token named and the first one left out

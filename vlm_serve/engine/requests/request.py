@@ -96,12 +96,12 @@ def find_bad_words(
     words: Sequence[str], encode: Callable[[str], list[int]]
 ) -> tuple[tuple[int, ...], ...]:
     """Encode each word as it is and after a space, where those tokens differ."""
-    found: list[tuple[int, ...]] = []
+    encoded: list[tuple[int, ...]] = []
     for word in words:
         plain = tuple(encode(word.lstrip()))
         spaced = tuple(encode(" " + word.lstrip()))
         if plain:
-            found.append(plain)
+            encoded.append(plain)
         if plain and spaced[-len(plain) :] != plain:
-            found.append(spaced)
-    return tuple(found)
+            encoded.append(spaced)
+    return tuple(encoded)

@@ -15,7 +15,11 @@ from vlm_serve.cache.experts import ExpertPiece
 from vlm_serve.cache.tiers.store_calls import WaitBudget
 from vlm_serve.engine.requests.answer import Answer
 from vlm_serve.engine.requests.outputs import CacheReport, Delta, PromptLogprobs, Usage
-from vlm_serve.engine.requests.plan import Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.requests.plan import (
+    SampledToken,
+    SampleTask,
+    SequenceInfo,
+)
 from vlm_serve.engine.requests.prompt_rows import PromptLog
 from vlm_serve.engine.requests.request import Language, Request
 from vlm_serve.errors import InvalidRequestError
@@ -209,7 +213,7 @@ class Sequence:
             )
         return SampleTask(self.number, position, mask, unbiased, forced=forced)
 
-    def accept(self, sampled: Sampled) -> Delta:
+    def accept(self, sampled: SampledToken) -> Delta:
         """Append a sampled token, decide whether the choice ends, and return the increment."""
         token, answer, group = sampled.token_id, self.answer, self.group
         self.token_ids.append(token)

@@ -44,11 +44,11 @@ def make_adapters(
         dtype=factors_dtype(config),
         checked=partial(_check, source, config.chat_template),
     )
-    for each in named_adapters(config):
-        with _named(each):
-            store.load(each)
+    for lora in named_adapters(config):
+        with _named(lora):
+            store.load(lora)
     if room is not None:
-        named = [each.adapter.changes.factor_bytes for each in store.all()]
+        named = [served.adapter.changes.factor_bytes for served in store.all()]
         room = max(room, config.max_loras * max(named, default=0))
     slots = AdapterSlots(config.max_loras, executor.hold_adapter, _lay_out(source), room=room)
     return store, slots
@@ -88,9 +88,9 @@ def planned_bytes(config: EngineConfig, *, compiled: bool) -> int:
             tell.
     """
     named = []
-    for each in named_adapters(config):
-        with _named(each):
-            named.append(read_adapter(each.path, factors_dtype(config)))
+    for lora in named_adapters(config):
+        with _named(lora):
+            named.append(read_adapter(lora.path, factors_dtype(config)))
     laid_out = [file.layout_bytes for file in named]
     factors = sum(file.nbytes for file in named)
     largest = sorted(laid_out, reverse=True)[: config.max_loras]

@@ -134,13 +134,13 @@ def known_faults(device: torch.device) -> list[str]:
 def _checked_adapters(model: Model, config: EngineConfig) -> tuple[AdapterChanges, ...]:
     """Return two adapters, which change all modules. Their ranks fill the tiles of u: what no
     kernel reads has no value that could be compared."""
-    draw, made = torch.Generator().manual_seed(0), dict[tuple[int, int], torch.Tensor]()
+    draw, factors = torch.Generator().manual_seed(0), dict[tuple[int, int], torch.Tensor]()
 
     def factor(rows: int, columns: int) -> torch.Tensor:
         size = rows, columns
-        if size not in made:
-            made[size] = torch.randn(size, generator=draw).to(torch.bfloat16) / columns**0.5
-        return made[size]
+        if size not in factors:
+            factors[size] = torch.randn(size, generator=draw).to(torch.bfloat16) / columns**0.5
+        return factors[size]
 
     experts = changed_experts(config)
     return tuple(uniform(model.modules, RANKS, factor, experts) for _ in range(2))
@@ -191,13 +191,13 @@ class CheckedSteps:
     def serve(self) -> None:
         """Run a prefill and a decode step."""
         pairs = list(zip(self._ids, LENGTHS, strict=True))
-        self._prefill([own[:length] for own, length in pairs])
-        self._decode([own[length] for own, length in pairs])
+        self._prefill([tokens[:length] for tokens, length in pairs])
+        self._decode([tokens[length] for tokens, length in pairs])
 
     def verify(self) -> None:
         """Verify drafts behind the decoded tokens."""
         pairs = zip(self._ids, LENGTHS, strict=True)
-        self._verify([own[length + 1 :] for own, length in pairs])
+        self._verify([tokens[length + 1 :] for tokens, length in pairs])
 
     def see(self) -> None:
         """Run the tower over two pictures as its graphs do."""
@@ -267,16 +267,16 @@ class CheckedSteps:
         verify: VerifyMeta | None = None,
     ) -> None:
         places = [
-            list(range(start, start + len(own))) for own, start in zip(ids, starts, strict=True)
+            list(range(start, start + len(row))) for row, start in zip(ids, starts, strict=True)
         ]
         slots = [
             table[at // self._size] * self._size + at % self._size
-            for own, table in zip(places, self._tables, strict=True)
-            for at in own
+            for run, table in zip(places, self._tables, strict=True)
+            for at in run
         ]
-        positions = torch.tensor([at for own in places for at in own])
+        positions = torch.tensor([at for run in places for at in run])
         batch = ForwardBatch(
-            token_ids=torch.tensor([token for own in ids for token in own]),
+            token_ids=torch.tensor([token for row in ids for token in row]),
             positions=positions.expand(3, -1),
             slots=torch.tensor(slots),
             decode=decode,

@@ -57,7 +57,7 @@ def try_steps(
     """
     if source.device.type != "cuda" or config.tensor_parallel_size > 1:
         return None
-    found = measure_step_memory(
+    memory = measure_step_memory(
         model,
         source.arithmetic.types,
         config,
@@ -66,7 +66,7 @@ def try_steps(
         with_graphs=with_graphs,
     )
     warm_up(model, source.arithmetic.types, config)
-    return replace(found, adapters=_adapter_bytes(model, config, with_graphs=with_graphs))
+    return replace(memory, adapters=_adapter_bytes(model, config, with_graphs=with_graphs))
 
 
 def planned_step_memory(
@@ -86,7 +86,7 @@ def planned_step_memory(
     known = model.vision is None or path.is_dir()
     unread = unread_model(model, types.weights, types.compute)
     try:
-        found = measure_step_memory(
+        memory = measure_step_memory(
             unread,
             types,
             config,
@@ -96,7 +96,7 @@ def planned_step_memory(
         )
     except KernelArgumentError:
         return None
-    return replace(found, adapters=_adapter_bytes(unread, config, with_graphs=with_graphs))
+    return replace(memory, adapters=_adapter_bytes(unread, config, with_graphs=with_graphs))
 
 
 def _adapter_bytes(model: Model, config: EngineConfig, *, with_graphs: bool) -> int:
@@ -327,8 +327,8 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._launches.clear()
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        known = {each.untyped_storage()._cdata for each in _tensors([args, kwargs])}
-        self._living = [each for each in self._living if not _expired(each[0])]
+        known = {tensor.untyped_storage()._cdata for tensor in _tensors([args, kwargs])}
+        self._living = [allocation for allocation in self._living if not _expired(allocation[0])]
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if tensor.device.type == "meta" and storage._cdata not in known:
@@ -351,7 +351,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
+        for part in value:
+            yield from _tensors(part)
     elif isinstance(value, dict):
         yield from _tensors(tuple(value.values()))

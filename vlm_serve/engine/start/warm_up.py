@@ -117,16 +117,16 @@ class _Steps:
         shared = {
             kind: self._rows_of(pool, count)
             for kind, pool in caches.tensors.items()
-            if any(pool is each for each in caches.of_unit("row"))
+            if any(pool is row_pool for row_pool in caches.of_unit("row"))
         }
-        own = replace(
+        shrunk = replace(
             caches,
             tensors={**caches.tensors, **shared},
             num_rows=count if self._has_state else 0,
         )
         tables = (self._blocks(_LONG),) * count
         meta = DecodeMeta(tables, (_LONG,) * count, rows, rows, (-1,) * count)
-        self._forward(count, own, decode=meta)
+        self._forward(count, shrunk, decode=meta)
 
     def _rows_of(self, pool: torch.Tensor, count: int) -> torch.Tensor:
         shape = (count, *pool.shape[1:])

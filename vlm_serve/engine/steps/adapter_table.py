@@ -43,9 +43,9 @@ class SlotSizes:
         for experts in one piece, but for those open to adapters."""
         widths = [0]
         for number, (rows, _) in enumerate(modules.sites, 1):
-            own = rows[: len(rows) // modules.stacked.get(number, 1)]
-            known = number not in modules.stacked or kind_of(own[0].module) in experts
-            widths.append(max_rank * len({each.module for each in own}) if known else 0)
+            unstacked = rows[: len(rows) // modules.stacked.get(number, 1)]
+            known = number not in modules.stacked or kind_of(unstacked[0].module) in experts
+            widths.append(max_rank * len({row.module for row in unstacked}) if known else 0)
         return cls(slots, tuple(widths))
 
     @classmethod
@@ -112,13 +112,13 @@ class FixedRows(RowChanges):
         super().__init__((), ())
         self._kept = None if kept is None else FixedRows(records, widths, kept)
         self._widths, self._slots = widths, records
-        self._own = Groups(tables["order"], tables["bounds"], tables["adapters"])
+        self._fixed = Groups(tables["order"], tables["bounds"], tables["adapters"])
 
     def kept(self, rows: torch.Tensor) -> RowChanges:
         return self if self._kept is None else self._kept
 
     def at(self, site: int, device: torch.device) -> Site:
-        return Site(self._own, self._slots[:, site], self._widths[site])
+        return Site(self._fixed, self._slots[:, site], self._widths[site])
 
     def reaches(self, site: int) -> bool:
         return self._widths[site] > 0
@@ -126,7 +126,7 @@ class FixedRows(RowChanges):
     def gated(
         self, gate: Linear, up: Linear, x: torch.Tensor, *, deterministic: bool
     ) -> torch.Tensor:
-        both = (each(x, deterministic=deterministic, changes=self) for each in (gate, up))
+        both = (linear(x, deterministic=deterministic, changes=self) for linear in (gate, up))
         return silu_times(*both)
 
 
@@ -154,7 +154,7 @@ def write_changes(
     """
     of_rows = [] if changes is None else changes.of_rows
     slots = [] if changes is None else [*changes.slots, -1]
-    adapters = [slots[each] for each in of_rows]
+    adapters = [slots[index] for index in of_rows]
     if runs is not None and adapters:
         packed, adapters = adapters, list[int]()
         for run, first in runs:
@@ -194,11 +194,11 @@ class AdapterTable:
 
     def hold(self, slot: int, changes: AdapterChanges | None) -> None:
         """Write an adapter's records between steps; None: none."""
-        own = self.records[slot]
-        staged = self._ring.take()[: own.nbytes].view(torch.int64).view(own.shape)
+        records = self.records[slot]
+        staged = self._ring.take()[: records.nbytes].view(torch.int64).view(records.shape)
         if changes is None:
             staged.zero_()
         else:
             staged.copy_(changes.records(self._device)[0])
         with launching_on(self._device):
-            self._ring.send(own.view(torch.uint8).flatten())
+            self._ring.send(records.view(torch.uint8).flatten())

@@ -180,11 +180,11 @@ class DraftGraphs:
         Raises:
             KernelArgumentError: a block outside of the pools, as from the kernels.
         """
-        found = next((each for each in self._first if each[0].accepts(batch)), None)
-        if found is None:
+        captured = next((graph for graph in self._first if graph[0].accepts(batch)), None)
+        if captured is None:
             return None
         self._before[: len(before)].copy_(before)
-        return self._replay(found, batch)
+        return self._replay(captured, batch)
 
     @torch.inference_mode()
     def run_later(self, batch: ForwardBatch) -> ForwardOutput:
@@ -196,13 +196,13 @@ class DraftGraphs:
         Raises:
             KernelArgumentError: as from `run`.
         """
-        return self._replay(next(each for each in self._later if each[0].accepts(batch)), batch)
+        return self._replay(next(graph for graph in self._later if graph[0].accepts(batch)), batch)
 
-    def _replay(self, found: tuple[DraftBuffers, Step], batch: ForwardBatch) -> ForwardOutput:
+    def _replay(self, captured: tuple[DraftBuffers, Step], batch: ForwardBatch) -> ForwardOutput:
         assert batch.prefill is not None
         place = self._caches.num_blocks, self._caches.block_size
         check_block_tables(batch.prefill, _key_slots(batch), *place)
-        buffers, step = found
+        buffers, step = captured
         buffers.fill(batch)
         step()
         count = len(batch.logit_rows)

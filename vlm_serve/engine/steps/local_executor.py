@@ -17,7 +17,7 @@ from vlm_serve.engine.core.executor import ExecutorLostError, RowsAfter, StepErr
 from vlm_serve.engine.features.drafts.measuring import measure_passes, measure_plain, measure_rows
 from vlm_serve.engine.requests.plan import (
     Encode,
-    Sampled,
+    SampledToken,
     SampleTask,
     SequenceInfo,
     Slice,
@@ -181,8 +181,8 @@ class LocalExecutor:
             self._embeddings.pop(slot, None)
         self._fold(plan)
         self._copy(plan)
-        for each in plan.recalled:
-            self._embeddings[each.slot] = each.rows.to(self._caches.device)
+        for recalled in plan.recalled:
+            self._embeddings[recalled.slot] = recalled.rows.to(self._caches.device)
         self._encode(plan.encodes)
         if not plan.slices:
             return None
@@ -240,8 +240,8 @@ class LocalExecutor:
             return
         begin, ranks = time.perf_counter(), self._model.ranks
         owners = _owners(encodes, ranks.size)
-        own = [each for each, owner in zip(encodes, owners, strict=True) if owner == ranks.rank]
-        embeddings = iter(self._embedded(own))
+        local = [span for span, owner in zip(encodes, owners, strict=True) if owner == ranks.rank]
+        embeddings = iter(self._embedded(local))
         for encode, owner in zip(encodes, owners, strict=True):
             mine = _detached(next(embeddings)) if owner == ranks.rank else None
             like = self._model.embedding_like(encode.grid, encode.merge_size)
@@ -250,13 +250,13 @@ class LocalExecutor:
 
     def _embedded(self, encodes: Sequence[Encode]) -> list[torch.Tensor]:
         """Return the embeddings of spans, each with its adapter's tower."""
-        found: dict[int, torch.Tensor] = {}
+        embedded: dict[int, torch.Tensor] = {}
         for slot in dict.fromkeys(encode.adapter for encode in encodes):
-            own = [each for each in encodes if each.adapter == slot]
-            pixels = torch.cat([encode.pixels for encode in own])
-            rows = self._tower(pixels, own, self._adapters.get(slot))
-            found.update(zip((each.slot for each in own), rows, strict=True))
-        return [found[encode.slot] for encode in encodes]
+            spans = [encode for encode in encodes if encode.adapter == slot]
+            pixels = torch.cat([encode.pixels for encode in spans])
+            rows = self._tower(pixels, spans, self._adapters.get(slot))
+            embedded.update(zip((encode.slot for encode in spans), rows, strict=True))
+        return [embedded[encode.slot] for encode in encodes]
 
     def _tower(
         self, pixels: torch.Tensor, spans: Sequence[Encode], changes: AdapterChanges | None
@@ -267,7 +267,7 @@ class LocalExecutor:
             rows = self._tower_graphs.run(pixels, grids, changes)
             if rows is not None:
                 # The next run overwrites them.
-                return [each.clone() for each in rows]
+                return [embedding.clone() for embedding in rows]
         return self._model.encode_media(
             pixels,
             grids,
@@ -307,11 +307,11 @@ class LocalExecutor:
 
 def _vectors(
     logits: torch.Tensor, tasks: Sequence[SampleTask], rows: Sequence[int]
-) -> dict[int, tuple[Sampled, ...]]:
+) -> dict[int, tuple[SampledToken, ...]]:
     """Return the row of each task as its vector."""
     host = logits.float().cpu().numpy()
     return {
-        task.sequence: (Sampled(0, {}, vector=host[row].copy()),)
+        task.sequence: (SampledToken(0, {}, vector=host[row].copy()),)
         for task, row in zip(tasks, rows, strict=True)
     }
 

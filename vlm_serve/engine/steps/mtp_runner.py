@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlm_serve.engine.requests.plan import Sampled, Slice
+from vlm_serve.engine.requests.plan import SampledToken, Slice
 from vlm_serve.engine.steps.batching import Known, KnownSequence
 from vlm_serve.engine.steps.draft_graphs import DraftGraphs
 from vlm_serve.kernels.metadata import PrefillMeta
@@ -53,7 +53,7 @@ def make_draft_batch(inputs: Sequence[MtpInput], block_size: int) -> ForwardBatc
         for position in range(one.start + one.unwritten, one.start + count):
             block, place = divmod(position, block_size)
             slots.append(one.known.table[block] * block_size + place)
-        media += [(first + position - one.start, each) for position, each in one.media]
+        media += [(first + position - one.start, vectors) for position, vectors in one.media]
         if one.wanted:
             rows.append(offsets[-1] - 1)
     none = (-1,) * len(inputs)
@@ -97,8 +97,8 @@ class MtpRunner:
         self._graphs = graphs
         self._caches = caches
         self._block_size = block_size
-        own = caches.of_layer(len(model.spec.layers))
-        pools = [own[kind] for kind in ("kv", "kv_scales") if kind in own]
+        by_kind = caches.of_layer(len(model.spec.layers))
+        pools = [by_kind[kind] for kind in ("kv", "kv_scales") if kind in by_kind]
         self._own_pools = [
             pool.view(torch.uint8) if pool.element_size() == 1 else pool for pool in pools
         ]
@@ -109,7 +109,7 @@ class MtpRunner:
         known: Known,
         embeddings: Mapping[int, torch.Tensor],
         hidden: torch.Tensor,
-        sampled: Mapping[int, tuple[Sampled, ...]],
+        sampled: Mapping[int, tuple[SampledToken, ...]],
     ) -> dict[int, tuple[int, ...]]:
         """Draft behind the sampled tokens; return the drafts by sequence number.
 
@@ -125,12 +125,12 @@ class MtpRunner:
         kept = list[tuple[int, int]]()
         first = 0
         for item in packed:
-            own = sampled.get(item.sequence, ())
-            count = len(own) if item.kind == "verify" else item.end - item.start
+            tokens = sampled.get(item.sequence, ())
+            count = len(tokens) if item.kind == "verify" else item.end - item.start
             kept.append((item.dst_row, first + count - 1))
             kept += [(row, first + end - 1 - item.start) for end, row in item.snapshots]
             known[item.sequence].mtp_cleared_until = 0
-            one = _mtp_input(item, known[item.sequence], count, own, embeddings)
+            one = _mtp_input(item, known[item.sequence], count, tokens, embeddings)
             if one.tokens:
                 if item.start:
                     before.append(pool[item.src_row : item.src_row + 1])
@@ -147,14 +147,14 @@ class MtpRunner:
         """Skip a step. Its keys and values in the layer are set to zero, so that later tokens
         attend to nothing there instead of another sequence's data."""
         for item in packed:
-            each = known[item.sequence]
-            if item.end <= each.mtp_cleared_until:
+            sequence = known[item.sequence]
+            if item.end <= sequence.mtp_cleared_until:
                 continue
-            for block in range(item.start // self._block_size, len(each.table)):
+            for block in range(item.start // self._block_size, len(sequence.table)):
                 row = max(0, item.start - block * self._block_size)
                 for pool in self._own_pools:
-                    pool[each.table[block], :, row:] = 0
-            each.mtp_cleared_until = len(each.table) * self._block_size
+                    pool[sequence.table[block], :, row:] = 0
+            sequence.mtp_cleared_until = len(sequence.table) * self._block_size
 
     def forward(self, batch: ForwardBatch, before: torch.Tensor) -> ForwardOutput:
         """Run a pass of the layer, see `Model.draft`, from a graph if one fits. The batch's tensors
@@ -205,7 +205,7 @@ def _mtp_input(
     item: Slice,
     known: KnownSequence,
     count: int,
-    sampled: Sequence[Sampled],
+    sampled: Sequence[SampledToken],
     embeddings: Mapping[int, torch.Tensor],
 ) -> MtpInput:
     """Build the input from the first `count` tokens of a slice, plus the sampled token if drafts

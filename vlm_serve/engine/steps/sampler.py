@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vlm_serve.engine.requests.plan import Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.requests.plan import SampledToken, SampleTask, SequenceInfo
 from vlm_serve.engine.requests.row_sums import log_softmax, running_sum, whole_sums
 from vlm_serve.sampling_params import SamplingParams
 
@@ -36,7 +36,7 @@ def sample(
     samplers: Mapping[int, SequenceSampler],
     rows: Sequence[int],
     best: Sequence[int] | None = None,
-) -> dict[int, tuple[Sampled, ...]]:
+) -> dict[int, tuple[SampledToken, ...]]:
     """Sample a token per task; skip those behind a draft that was not sampled.
 
     Args:
@@ -49,7 +49,7 @@ def sample(
     Returns:
         Tokens of each sequence.
     """
-    sampled: dict[int, tuple[Sampled, ...]] = {}
+    sampled: dict[int, tuple[SampledToken, ...]] = {}
     ended: set[int] = set()
     ready = _together(logits, tasks, samplers, rows) if at_once(logits) else {}
     for place, (task, row) in enumerate(zip(tasks, rows, strict=True)):
@@ -58,7 +58,7 @@ def sample(
         sampler = samplers[task.sequence]
         if sampler.is_plain and task.mask is None and not task.unbiased:
             best = _best(logits) if best is None else best
-            one = Sampled(best[row], {})
+            one = SampledToken(best[row], {})
         else:
             one = ready.get(place) or sampler.choose(logits[row], task)
         if task.forced is not None and task.forced != one.token_id:
@@ -81,12 +81,12 @@ def _together(
     tasks: Sequence[SampleTask],
     samplers: Mapping[int, SequenceSampler],
     rows: Sequence[int],
-) -> dict[int, Sampled]:
+) -> dict[int, SampledToken]:
     """Sample the tasks that need no other's token, by their places in the list.
 
     Those are all but the ones behind a draft in a sequence with penalties.
     """
-    places, asked, begun = list[int](), list[Row](), set[int]()
+    places, asked, begun = list[int](), list[SamplingRow](), set[int]()
     for place, (task, row) in enumerate(zip(tasks, rows, strict=True)):
         sampler, first = samplers[task.sequence], task.sequence not in begun
         begun.add(task.sequence)
@@ -97,7 +97,7 @@ def _together(
     if not asked:
         return {}
     chosen = choose_rows(asked)
-    return {place: Sampled(*one) for place, one in zip(places, chosen, strict=True)}
+    return {place: SampledToken(*one) for place, one in zip(places, chosen, strict=True)}
 
 
 def _best(logits: torch.Tensor) -> list[int]:
@@ -152,7 +152,7 @@ class SequenceSampler:
         if self._tables is not None:
             self._note(self._tables, {*gone, *token_ids})
 
-    def choose(self, raw: torch.Tensor, task: SampleTask) -> Sampled:
+    def choose(self, raw: torch.Tensor, task: SampleTask) -> SampledToken:
         """Sample one token from the model's logits, float32 `[vocab]`; the logits stay
         unchanged."""
         logits = self._changed(raw) if self._changes and not task.unbiased else raw
@@ -162,17 +162,17 @@ class SequenceSampler:
             logits = logits.where(torch.from_numpy(allowed).to(raw.device), float("-inf"))
         greedy = self._params.temperature == 0
         token = _best(logits[None])[0] if greedy else self._draw(logits, task.position)
-        return Sampled(token, _top_logprobs(raw, token, self._params.logprobs))
+        return SampledToken(token, _top_logprobs(raw, token, self._params.logprobs))
 
-    def row(self, raw: torch.Tensor, task: SampleTask) -> Row:
+    def row(self, raw: torch.Tensor, task: SampleTask) -> SamplingRow:
         """Return what `choose` would sample, for `choose_rows`."""
         changed = self._changed(raw) if self._changes and not task.unbiased else raw
         draw = uniform(self._seed, task.position)
-        return Row(raw, changed, task.mask, self._params, draw)
+        return SamplingRow(raw, changed, task.mask, self._params, draw)
 
-    def forced(self, raw: torch.Tensor, token: int, drawn: int) -> Sampled:
+    def forced(self, raw: torch.Tensor, token: int, drawn: int) -> SampledToken:
         """Return the forced token, with the token that was drawn instead."""
-        return Sampled(token, _top_logprobs(raw, token, self._params.logprobs), drawn)
+        return SampledToken(token, _top_logprobs(raw, token, self._params.logprobs), drawn)
 
     def _changed(self, raw: torch.Tensor) -> torch.Tensor:
         """Apply biases and penalties to a row. Penalties follow OpenAI's API (presence, frequency:
@@ -252,7 +252,7 @@ def _top_logprobs(raw: torch.Tensor, token: int, count: int | None) -> dict[int,
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SamplingRow:
     """What is sampled of a row.
 
     Attributes:
@@ -270,7 +270,7 @@ class Row:
     uniform: float
 
 
-def choose_rows(rows: Sequence[Row]) -> list[tuple[int, dict[int, float]]]:
+def choose_rows(rows: Sequence[SamplingRow]) -> list[tuple[int, dict[int, float]]]:
     """Return the token of each row and its requested log-probabilities."""
     logits = _masked(torch.stack([row.changed for row in rows]), [row.mask for row in rows])
     tokens = torch.argmax(logits, dim=-1)
@@ -278,9 +278,9 @@ def choose_rows(rows: Sequence[Row]) -> list[tuple[int, dict[int, float]]]:
     if drawn:
         chosen = [rows[place] for place in drawn]
         params = [row.params for row in chosen]
-        own = logits if len(drawn) == len(rows) else logits[_index(drawn, logits.device)]
-        found = draw_rows(own, params, [row.uniform for row in chosen])
-        tokens[_index(drawn, logits.device)] = found
+        drawn_logits = logits if len(drawn) == len(rows) else logits[_index(drawn, logits.device)]
+        drawn_tokens = draw_rows(drawn_logits, params, [row.uniform for row in chosen])
+        tokens[_index(drawn, logits.device)] = drawn_tokens
     asked = [place for place, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
         return [(token, {}) for token in tokens.tolist()]
@@ -305,17 +305,17 @@ def draw_rows(
         int64 `[R]`.
     """
     vocab = logits.shape[1]
-    kept = [each.top_k if each.top_k and 0 < each.top_k < vocab else vocab for each in params]
+    kept = [row.top_k if row.top_k and 0 < row.top_k < vocab else vocab for row in params]
     table = [
         (
-            each.temperature or 1.0,
+            row.temperature or 1.0,
             count,
             # A token stays while the mass before it is below top_p, so the first one always stays.
-            max(each.top_p, LEAST_MASS) if each.top_p is not None and each.top_p < 1.0 else 2.0,
-            each.min_p,
+            max(row.top_p, LEAST_MASS) if row.top_p is not None and row.top_p < 1.0 else 2.0,
+            row.min_p,
             draw,
         )
-        for each, count, draw in zip(params, kept, uniforms, strict=True)
+        for row, count, draw in zip(params, kept, uniforms, strict=True)
     ]
     numbers = torch.tensor(table, dtype=torch.float64).to(logits.device)
     temperature, count, top_p, min_p, draws = numbers.unsqueeze(2).unbind(1)
@@ -362,9 +362,9 @@ def _reports(
     """Return log-probabilities of each row's token and of its most likely ones."""
     most = min(max(counts), logprobs.shape[1])
     values, ids = torch.topk(logprobs, most, dim=1)
-    own = logprobs.gather(1, tokens[:, None])
+    token_logprobs = logprobs.gather(1, tokens[:, None])
     all_ids = torch.cat((tokens[:, None], ids), 1).tolist()
-    all_values = torch.cat((own, values), 1).tolist()
+    all_values = torch.cat((token_logprobs, values), 1).tolist()
     reports = []
     for count, row_ids, row_values in zip(counts, all_ids, all_values, strict=True):
         report: dict[int, float] = {}

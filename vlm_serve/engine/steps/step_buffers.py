@@ -169,10 +169,10 @@ def token_tables(size: int) -> dict[str, Table]:
 def write_tokens(staged: Mapping[str, torch.Tensor], batch: ForwardBatch, runs: Runs) -> None:
     """Write a batch's tokens."""
     for run, first in runs:
-        own = slice(first, first + run.stop - run.start)
-        staged["token_ids"][own] = batch.token_ids[run]
-        staged["positions"][:, own] = batch.positions[:, run]
-        staged["slots"][own] = batch.slots[run]
+        target = slice(first, first + run.stop - run.start)
+        staged["token_ids"][target] = batch.token_ids[run]
+        staged["positions"][:, target] = batch.positions[:, run]
+        staged["slots"][target] = batch.slots[run]
 
 
 def place_tables(size: StepSize, limits: SequenceLimits, least: int = 1) -> dict[str, Table]:
@@ -196,8 +196,8 @@ def write_places(
     ends = []
     for start, (run, first) in zip(starts, runs_of(offsets, size.room), strict=True):
         ends.append(start + run.stop - run.start)
-        own = slice(first, first + run.stop - run.start)
-        staged["kv_lens"][own] = torch.arange(start + 1, ends[-1] + 1)
+        target = slice(first, first + run.stop - run.start)
+        staged["kv_lens"][target] = torch.arange(start + 1, ends[-1] + 1)
     _write_blocks(staged["block_tables"], blocks, ends, limits, 0)
 
 
@@ -318,13 +318,13 @@ class StepBuffers:
         )
         decodes = 0 if decode is None else len(decode)
         runs = [(slice(0, decodes), 0)]
-        beside = verify or prefill
+        packed = verify or prefill
         if verify is not None:
             runs += runs_of(verify.cu_seqlens, size.room, decodes, size.decodes)
         if prefill is not None:
             runs += runs_of((0, prefill.num_tokens), size.tokens, decodes, size.decodes)
         if size.decodes:
-            self._write_decode(staged["decode"], decode, beside.block_tables[0][0] if beside else 0)
+            self._write_decode(staged["decode"], decode, packed.block_tables[0][0] if packed else 0)
         if size.drafted:
             self._write_verify(staged["verify"], verify)
         if self._prefill is not None:
@@ -350,8 +350,8 @@ class StepBuffers:
         count = self._size.decodes
         return {
             **{
-                name: Table(torch.int32, (count,), each)
-                for name, each in zip(_PER_SEQUENCE, padding, strict=True)
+                name: Table(torch.int32, (count,), fill)
+                for name, fill in zip(_PER_SEQUENCE, padding, strict=True)
             },
             "block_tables": Table(torch.int32, (count, self._limits.max_blocks)),
         }

@@ -179,7 +179,7 @@ class StepGraphs:
         if batch.media or batch.capture_experts or batch.deterministic != self._deterministic:
             return None
         steps = self._steps if batch.changes is None else self._changed
-        return next((each for each in steps if each[0].accepts(batch)), None)
+        return next((captured for captured in steps if captured[0].accepts(batch)), None)
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> ForwardOutput | None:
@@ -192,8 +192,8 @@ class StepGraphs:
         Raises:
             KernelArgumentError: a row, update or block outside of the pools, as from the kernels.
         """
-        found = self._find(batch)
-        return None if found is None else self._replay(*found, batch)
+        captured = self._find(batch)
+        return None if captured is None else self._replay(*captured, batch)
 
     def _replay(self, buffers: StepBuffers, step: Step, batch: ForwardBatch) -> ForwardOutput:
         """Check the rows and blocks of a batch, run its captured step, and return the results."""

@@ -107,19 +107,19 @@ def verify_sizes(max_num_seqs: int, drafts: int) -> tuple[StepSize, ...]:
         drafts: maximum number per sequence, unless few run; see `max_drafts`.
     """
     few = max(1, max_num_seqs // 4)
-    found = set[StepSize]()
+    sizes = set[StepSize]()
     for room, most in (
         (drafts + 1, max_num_seqs),
         (max_drafts(drafts, 1, max_num_seqs) + 1, few),
     ):
-        beside = {0, min(FEW_DECODES, most - 1), most - 1}
-        found |= {
+        decode_counts = {0, min(FEW_DECODES, most - 1), most - 1}
+        sizes |= {
             StepSize(decodes, count, room)
             for count in _powers_up_to(most)
-            for decodes in beside
+            for decodes in decode_counts
             if count == 1 or count * room <= LARGEST_ROWS
         }
-    return tuple(sorted(found, key=lambda size: (size.rows, size.decodes, size.room)))
+    return tuple(sorted(sizes, key=lambda size: (size.rows, size.decodes, size.room)))
 
 
 def prefill_sizes(max_num_seqs: int, most_tokens: int) -> tuple[StepSize, ...]:
@@ -138,13 +138,13 @@ def pass_sizes(max_num_seqs: int, drafts: int) -> tuple[StepSize, ...]:
     A pass reads one token behind a draft, two behind a decode token, and two more than were drafted
     behind drafts: the verified tokens, and those that were sampled before and behind them.
     """
-    found = {
+    sizes = {
         StepSize(0, count, room)
         for count in _powers_up_to(max_num_seqs)
         for room in (1, 2, drafts + 2)
         if count * room <= LARGEST_ROWS or room == 1
     }
-    return tuple(sorted(found, key=lambda size: (size.rows, size.drafted, size.room)))
+    return tuple(sorted(sizes, key=lambda size: (size.rows, size.drafted, size.room)))
 
 
 def _powers_up_to(most: int) -> tuple[int, ...]:
@@ -185,9 +185,9 @@ class CapturedRows:
             sequences=decode_sizes(most)[-1].decodes,
             prompt=prefill.tokens,
             prompt_logits=prefill.logits,
-            drafts=max((each.drafted for each in sizes), default=0),
-            draft_rows=max((each.rows for each in sizes), default=0),
-            draft_tables=max((each.decodes + each.drafted for each in sizes), default=0),
+            drafts=max((size.drafted for size in sizes), default=0),
+            draft_rows=max((size.rows for size in sizes), default=0),
+            draft_tables=max((size.decodes + size.drafted for size in sizes), default=0),
             passes=most if "mtp" in config.speculative else 0,
         )
 

@@ -211,7 +211,7 @@ class StepTables:
 
 def size_of(parts: Mapping[str, Tables]) -> int:
     """Return the bytes of a step's tables."""
-    return sum(_num_bytes(each) for part in parts.values() for each in part.values())
+    return sum(_num_bytes(table) for part in parts.values() for table in part.values())
 
 
 def _num_bytes(table: Table) -> int:

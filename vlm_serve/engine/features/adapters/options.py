@@ -43,17 +43,17 @@ def named_adapters(config: EngineConfig) -> list[LoRA]:
     Raises:
         ConfigError: one is not of the form name=path, or a name comes twice.
     """
-    found: dict[str, LoRA] = {}
-    for each in config.lora_modules:
-        name, equals, path = each.partition("=")
+    adapters: dict[str, LoRA] = {}
+    for setting in config.lora_modules:
+        name, equals, path = setting.partition("=")
         if not equals or not path or not NAME.fullmatch(name):
             raise ConfigError(
-                f"lora_modules must be of the form name=path, got {each!r}", param="lora_modules"
+                f"lora_modules must be of the form name=path, got {setting!r}", param="lora_modules"
             )
-        if name in found:
+        if name in adapters:
             raise ConfigError(f"lora_modules names {name!r} twice", param="lora_modules")
-        found[name] = LoRA(name, path)
-    return list(found.values())
+        adapters[name] = LoRA(name, path)
+    return list(adapters.values())
 
 
 def factors_dtype(config: EngineConfig) -> torch.dtype | None:
@@ -86,8 +86,8 @@ def slot_bytes(config: EngineConfig, most: int = 0, modules: Modules | None = No
     from vlm_serve.models.adapters import place, read_adapter
 
     dtype, experts, sizes = factors_dtype(config), changed_experts(config), list[int]()
-    for each in named_adapters(config):
-        file = read_adapter(each.path, dtype)
+    for lora in named_adapters(config):
+        file = read_adapter(lora.path, dtype)
         placed = None if modules is None else place(file, modules, experts).changes
         sizes.append(file.nbytes if placed is None else placed.factor_bytes)
     if config.reserve_loras:

@@ -72,7 +72,7 @@ class AdapterSlots:
     @property
     def resident(self) -> list[str]:
         """Digests of the adapters with a slot."""
-        return [each.digest for each in self._held if each is not None]
+        return [adapter.digest for adapter in self._held if adapter is not None]
 
     def begin_pass(self) -> None:
         """Start a pass over the waiting sequences.
@@ -121,7 +121,7 @@ class AdapterSlots:
             return False
         slot = self._find(adapter)
         if slot is None:
-            slot = self._place(adapter, {each.adapter_slot for each in users})
+            slot = self._place(adapter, {user.adapter_slot for user in users})
             if slot is not None:
                 self._asking[slot] = sequence.number
         if slot is None:
@@ -143,20 +143,20 @@ class AdapterSlots:
     def _place(self, adapter: Adapter, used: set[int]) -> int | None:
         """Give an adapter the least recently used slot; None if all are in use, or if the others
         leave too little room."""
-        free = [each for each in range(len(self._held)) if each not in used | set(self._coming)]
-        free.sort(key=lambda each: (self._held[each] is not None, self._last_use[each]))
+        free = [slot for slot in range(len(self._held)) if slot not in used | set(self._coming)]
+        free.sort(key=lambda slot: (self._held[slot] is not None, self._last_use[slot]))
         if not free:
             return None
         slot, *others = free
-        leaving = [slot, *(each for each in others if self._held[each] is not None)]
+        leaving = [slot, *(other for other in others if self._held[other] is not None)]
         count = next(
             (count for count in range(1, len(leaving) + 1) if self._fits(adapter, leaving[:count])),
             None,
         )
         if count is None:
             return None
-        for each in leaving[:count]:
-            self._empty(each)
+        for freed in leaving[:count]:
+            self._empty(freed)
         self._held[slot] = adapter
         self.num_loads += 1
         if self._pool is None:
@@ -168,9 +168,9 @@ class AdapterSlots:
     def _fits(self, adapter: Adapter, leaving: list[int]) -> bool:
         """Tell whether there is room for an adapter without those of some slots."""
         others = [
-            each.changes.factor_bytes
-            for slot, each in enumerate(self._held)
-            if each is not None and slot not in leaving
+            held.changes.factor_bytes
+            for slot, held in enumerate(self._held)
+            if held is not None and slot not in leaving
         ]
         if self._room is None or not others:
             return True

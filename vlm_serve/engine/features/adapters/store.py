@@ -155,7 +155,7 @@ class AdapterStore:
 
     def all(self) -> list[ServedAdapter]:
         """Return the served adapters, in the order of loading."""
-        return [each for each in list(self._by_name.values()) if not each.leaving]
+        return [served for served in list(self._by_name.values()) if not served.leaving]
 
     def identity_of(self, lora: LoRA | str | None) -> AdapterIdentity:
         """Return the identity of an adapter by its name; a `LoRA` is loaded if it is new.
@@ -171,7 +171,7 @@ class AdapterStore:
         if isinstance(lora, LoRA) and (served is None or served.source != str(lora.path)):
             served = self.load(lora)
         if served is None:
-            names = ", ".join(each.name for each in self.all()) or "none"
+            names = ", ".join(other.name for other in self.all()) or "none"
             raise ModelNotFoundError(
                 f"no adapter {lora!r} is loaded: lora_modules gives them names, and has {names}",
                 param="lora",
@@ -184,9 +184,9 @@ class AdapterStore:
 
     def with_digest(self, digest: str) -> Adapter | None:
         """Return a loaded adapter by its content."""
-        for each in list(self._by_name.values()):
-            if each.adapter.digest == digest:
-                return each.adapter
+        for served in list(self._by_name.values()):
+            if served.adapter.digest == digest:
+                return served.adapter
         return None
 
     def begin_use(self, digest: str) -> ServedAdapter:
@@ -196,10 +196,10 @@ class AdapterStore:
             ModelNotFoundError: the adapter has been unloaded.
         """
         with self._changed:
-            for each in self._by_name.values():
-                if each.adapter.digest == digest and not each.leaving:
-                    each.users += 1
-                    return each
+            for served in self._by_name.values():
+                if served.adapter.digest == digest and not served.leaving:
+                    served.users += 1
+                    return served
         raise ModelNotFoundError("the request's adapter has been unloaded", param="model")
 
     def end_use(self, served: ServedAdapter) -> None:
@@ -211,18 +211,18 @@ class AdapterStore:
     @property
     def num_bytes(self) -> int:
         """Bytes of all factors in host memory."""
-        return sum(each.nbytes for each in self._distinct())
+        return sum(adapter.nbytes for adapter in self._distinct())
 
     def _distinct(self) -> list[Adapter]:
         """Return the loaded adapters, each once however many names it has."""
-        return list({each.adapter.digest: each.adapter for each in self.all()}.values())
+        return list({served.adapter.digest: served.adapter for served in self.all()}.values())
 
     def described(self, slots: int, *, compiled: bool) -> str:
         """Return their number and sizes for the table of the start; `slots`: of those laid out."""
         count, size = len(self.all()), format_size(self.num_bytes)
         text = f"{count} of {size} in host memory on top"
         if compiled:
-            laid_out = sorted((each.layout_bytes for each in self._distinct()), reverse=True)
+            laid_out = sorted((adapter.layout_bytes for adapter in self._distinct()), reverse=True)
             text += f"; up to {slots} laid out, {format_size(sum(laid_out[:slots]))} on top"
         return text
 
@@ -251,4 +251,4 @@ class AdapterCounts:
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Return the sums by name."""
-        return {name: dict(each) for name, each in list(self._by_name.items())}
+        return {name: dict(counts) for name, counts in list(self._by_name.items())}

@@ -28,14 +28,14 @@ class MtpDrafter:
     of tokens that they follow."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._drafts: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def take(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
         """Store drafts that follow all tokens of the sequence."""
-        self._made[sequence.number] = (sequence.num_tokens, drafts)
+        self._drafts[sequence.number] = (sequence.num_tokens, drafts)
 
     def propose(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
-        num_tokens, drafts = self._made.get(sequence.number, (0, ()))
+        num_tokens, drafts = self._drafts.get(sequence.number, (0, ()))
         return drafts[:limit] if num_tokens == sequence.num_tokens else ()
 
     def evidence(self, sequence: Sequence) -> int:
@@ -43,4 +43,4 @@ class MtpDrafter:
         return 0
 
     def forget(self, sequence: Sequence) -> None:
-        self._made.pop(sequence.number, None)
+        self._drafts.pop(sequence.number, None)

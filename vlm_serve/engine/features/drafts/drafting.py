@@ -67,7 +67,7 @@ class PayoffProbe:
     def _cost(self) -> float:
         """Return the mean cost per token of the latest steps."""
         most = _OUTLIER * sorted(seconds for seconds, _ in self._lately)[len(self._lately) // 2]
-        seconds = sum(min(each, most) for each, _ in self._lately)
+        seconds = sum(min(seconds, most) for seconds, _ in self._lately)
         return seconds / sum(tokens for _, tokens in self._lately)
 
 

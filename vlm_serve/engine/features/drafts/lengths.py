@@ -42,7 +42,7 @@ class Acceptance:
             evidence: evidence for the first draft.
         """
         levels = range(evidence, evidence + drafted)
-        return list(accumulate((self.rates[min(each, MAX_EVIDENCE)] for each in levels), mul))
+        return list(accumulate((self.rates[min(level, MAX_EVIDENCE)] for level in levels), mul))
 
     def expected_accepted(self, drafted: int, evidence: int = 0) -> float:
         """Return the expected number of accepted drafts."""
@@ -67,15 +67,15 @@ class AcceptanceTracker:
     tenant; a new tenant starts with a guess."""
 
     def __init__(self) -> None:
-        self._own: dict[int, dict[int, Acceptance]] = {}
+        self._by_sequence: dict[int, dict[int, Acceptance]] = {}
         self._common: OrderedDict[tuple[bytes, int], Acceptance] = OrderedDict()
 
     def of(self, sequence: Sequence, drafter: int) -> Acceptance:
-        own = self._own.setdefault(sequence.number, {})
-        if drafter not in own:
+        by_drafter = self._by_sequence.setdefault(sequence.number, {})
+        if drafter not in by_drafter:
             common = self._common.get((sequence.keys.root, drafter), Acceptance())
-            own[drafter] = Acceptance(common.rates.copy())
-        return own[drafter]
+            by_drafter[drafter] = Acceptance(common.rates.copy())
+        return by_drafter[drafter]
 
     def learn(
         self, sequence: Sequence, drafter: int, evidence: int, drafted: int, accepted: int
@@ -92,7 +92,7 @@ class AcceptanceTracker:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the data of a finished sequence."""
-        self._own.pop(sequence.number, None)
+        self._by_sequence.pop(sequence.number, None)
 
 
 class CostCurve:
@@ -172,14 +172,14 @@ def depths(
             number of sequences.
     """
     count, best, chosen = len(acceptances), 0.0, 0
-    each = pass_costs.seconds(count) if pass_costs is not None and count else 0.0
+    pass_seconds = pass_costs.seconds(count) if pass_costs is not None and count else 0.0
     for depth in range(max(limits, default=0) + 1):
         tokens = count + sum(
             acceptance.expected_accepted(min(depth, limit))
             for acceptance, limit in zip(acceptances, limits, strict=True)
         )
         rows = count + sum(min(depth, limit) for limit in limits)
-        seconds = costs.seconds(rows, count) + depth * each
+        seconds = costs.seconds(rows, count) + depth * pass_seconds
         if tokens / seconds >= best:
             best, chosen = tokens / seconds, depth
     if chosen:

@@ -158,18 +158,18 @@ def _step(
 def _pass(draft: Draft, caches: CacheTensors, before: torch.Tensor) -> Callable[[], ForwardOutput]:
     """Return a run over the second token of each sequence, with one key."""
     count = len(before)
-    own = tuple(range(count))
+    indices = tuple(range(count))
     batch = ForwardBatch(
         token_ids=torch.zeros(count, dtype=torch.int64),
         positions=torch.zeros(3, count, dtype=torch.int64),
-        slots=torch.tensor([block * caches.block_size + 1 for block in own]),
+        slots=torch.tensor([block * caches.block_size + 1 for block in indices]),
         prefill=PrefillMeta(
-            cu_seqlens=(*own, count),
+            cu_seqlens=(*indices, count),
             starts=(0,) * count,
-            block_tables=tuple((block,) for block in own),
+            block_tables=tuple((block,) for block in indices),
             src_rows=(-1,) * count,
             dst_rows=(-1,) * count,
-            chunk_ends=tuple((place + 1,) for place in own),
+            chunk_ends=tuple((place + 1,) for place in indices),
         ),
         logit_rows=torch.arange(count),
     )
@@ -178,14 +178,14 @@ def _pass(draft: Draft, caches: CacheTensors, before: torch.Tensor) -> Callable[
 
 def _decodes(count: int, caches: CacheTensors) -> ForwardBatch:
     """Build a batch with the first token of each sequence, in a block of its own."""
-    own = tuple(range(count))
-    rows = own if caches.num_rows else (-1,) * count
+    indices = tuple(range(count))
+    rows = indices if caches.num_rows else (-1,) * count
     return ForwardBatch(
         token_ids=torch.zeros(count, dtype=torch.int64),
         positions=torch.zeros(3, count, dtype=torch.int64),
-        slots=torch.tensor([block * caches.block_size for block in own]),
+        slots=torch.tensor([block * caches.block_size for block in indices]),
         decode=DecodeMeta(
-            tuple((block,) for block in own), (1,) * count, rows, rows, (-1,) * count
+            tuple((block,) for block in indices), (1,) * count, rows, rows, (-1,) * count
         ),
         logit_rows=torch.arange(count),
     )
@@ -204,16 +204,16 @@ def _batch(rows: int, caches: CacheTensors, most_tokens: int) -> ForwardBatch:
         tables.append(table)
         slots += [table[at // size] * size + at % size for at in range(length)]
         offsets.append(offsets[-1] + length)
-    own = tuple(range(len(lengths))) if caches.num_rows else (-1,) * len(lengths)
+    state_rows = tuple(range(len(lengths))) if caches.num_rows else (-1,) * len(lengths)
     verify = VerifyMeta(
         cu_seqlens=tuple(offsets),
         starts=(0,) * len(lengths),
         block_tables=tuple(tables),
-        rows=own,
-        updates=tuple(index * most_tokens if caches.num_rows else -1 for index in own),
+        rows=state_rows,
+        updates=tuple(index * most_tokens if caches.num_rows else -1 for index in state_rows),
         folded=(0,) * len(lengths),
     )
-    decode = DecodeMeta(tuple(tables), (1,), own, own, (-1,)) if rows == 1 else None
+    decode = DecodeMeta(tuple(tables), (1,), state_rows, state_rows, (-1,)) if rows == 1 else None
     return ForwardBatch(
         token_ids=torch.zeros(rows, dtype=torch.int64),
         positions=torch.tensor([at for length in lengths for at in range(length)]).expand(3, -1),

@@ -59,7 +59,7 @@ class TextMatch(NamedTuple):
     length: int
 
 
-class Text:
+class IndexedText:
     """Growing text with an index of the occurrences of every ORDER tokens.
 
     Attributes:
@@ -73,15 +73,15 @@ class Text:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        own = self.tokens
+        known = self.tokens
         for token in tokens:
             earlier = 0
-            if len(own) >= ORDER:
-                last = key(own, len(own))
+            if len(known) >= ORDER:
+                last = key(known, len(known))
                 earlier = self._places.get(last, 0)
-                self._places[last] = len(own)
+                self._places[last] = len(known)
             self._earlier.append(earlier)
-            own.append(token)
+            known.append(token)
 
     def find(self, tokens: Tokens[int]) -> TextMatch | None:
         """Find the longest earlier occurrence of the last tokens, at least ORDER of them. Only the
@@ -98,15 +98,15 @@ class Text:
 
     def first(self, count: int) -> TextMatch | None:
         """Find the first occurrence of the last `count` tokens before themselves."""
-        own, begin = self.tokens, len(self.tokens) - count
-        last = own[begin:]
+        tokens, begin = self.tokens, len(self.tokens) - count
+        last = tokens[begin:]
         at = -1
         try:
-            while at < 0 or own[at : at + count] != last:
-                at = own.index(last[0], at + 1, begin)
+            while at < 0 or tokens[at : at + count] != last:
+                at = tokens.index(last[0], at + 1, begin)
         except ValueError:
             return None
-        return TextMatch(own, at + count, count)
+        return TextMatch(tokens, at + count, count)
 
 
 class Answers:
@@ -139,7 +139,7 @@ class Answers:
                 del self._places[place]
 
     def find(self, tokens: Tokens[int]) -> TextMatch | None:
-        """Find the longest occurrence in all texts, as `Text.find` does."""
+        """Find the longest occurrence in all texts, as `IndexedText.find` does."""
         if len(tokens) < ORDER:
             return None
         place, best = self._places.get(key(tokens, len(tokens)), -1), None
@@ -182,11 +182,11 @@ def nearest(text: Tokens[int], at: int, token: int, *, lost: bool) -> int:
 def repeated(tokens: Tokens[int], at: int, limit: int) -> tuple[int, ...]:
     """Return up to `limit` tokens from `at` on. Where the text ends, it continues by repeating
     them."""
-    found = list(islice(tokens, at, at + limit))
+    continuation = list(islice(tokens, at, at + limit))
     period = len(tokens) - at
-    while 0 < period <= len(found) < limit:
-        found.append(found[len(found) - period])
-    return tuple(found)
+    while 0 < period <= len(continuation) < limit:
+        continuation.append(continuation[len(continuation) - period])
+    return tuple(continuation)
 
 
 class _Follower:
@@ -194,9 +194,9 @@ class _Follower:
 
     def __init__(self, sequence: Sequence, answers: Answers | None) -> None:
         self._seen = max(0, len(sequence.prompt) - MAX_PROMPT_TOKENS)
-        self._own = Text()
+        self._history = IndexedText()
         self._answers = answers
-        self._prediction = Text(sequence.request.prediction)
+        self._prediction = IndexedText(sequence.request.prediction)
         self._text: Tokens[int] = self._prediction.tokens
         self._position = 0
         # Number of equal tokens so far. A prediction is trusted from the start.
@@ -214,13 +214,13 @@ class _Follower:
         for position, token in enumerate(new, self._seen):
             if position >= self._start:
                 self._follow(token)
-        self._own.extend(new)
+        self._history.extend(new)
         self._seen = len(tokens)
         if self._length < ORDER or self._position >= len(self._text):
             self._look_up()
         if self._missed > MAX_MISSED or not self._position < len(self._text):
             return ()
-        if self._text is self._own.tokens:
+        if self._text is self._history.tokens:
             return repeated(self._text, self._position, limit)
         return tuple(self._text[self._position : self._position + limit])
 
@@ -242,12 +242,12 @@ class _Follower:
         The first tokens of an answer match their first occurrence in the prompt: copies start where
         a text starts. A text with a single mismatch is not left for a short match elsewhere.
         """
-        own, generated = self._own.tokens, self._seen - self._start
-        best = longer(self._prediction.find(own), self._own.find(own))
+        history, generated = self._history.tokens, self._seen - self._start
+        best = longer(self._prediction.find(history), self._history.find(history))
         if self._answers is not None:
-            best = longer(best, self._answers.find(own))
+            best = longer(best, self._answers.find(history))
         if best is None and 0 < generated < ORDER:
-            best = self._own.first(generated)
+            best = self._history.first(generated)
         follows = self._missed <= 1 and self._position < len(self._text)
         if best is not None and (best.length > ORDER or not follows):
             # Count equal tokens of the answer only: equal prompts say little about answers.

@@ -26,7 +26,12 @@ from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
 from vlm_serve.engine.core.hooks import Loop
-from vlm_serve.engine.core.media_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers, Found
+from vlm_serve.engine.core.media_tiers import (
+    EmbeddingFetch,
+    EmbeddingForm,
+    EmbeddingHit,
+    EmbeddingTiers,
+)
 from vlm_serve.engine.features.tiers.shared_store import SharedAddress
 from vlm_serve.errors import ConfigError, EngineClosedError
 from vlm_serve.options.config import EngineConfig
@@ -226,9 +231,9 @@ class TierLoading:
             self._post(command)
 
     async def _load_embeddings(self, embeddings: EmbeddingTiers, fetch: EmbeddingFetch) -> None:
-        found: dict[bytes, Found] | None = None
+        fetched: dict[bytes, EmbeddingHit] | None = None
         try:
-            found = await embeddings.read(fetch)
+            fetched = await embeddings.read(fetch)
         except Exception:
             _log.exception("embeddings could not be read from a lower cache tier")
-        self._post_if_open(lambda: embeddings.finish(fetch, found))
+        self._post_if_open(lambda: embeddings.finish(fetch, fetched))

@@ -42,45 +42,45 @@ class RanksTransfer:
         limit: timeout of a reply, in seconds.
     """
 
-    def __init__(self, own: Transfer, processes: RankProcesses, limit: float) -> None:
-        self._own, self._limit = own, limit
+    def __init__(self, local: Transfer, processes: RankProcesses, limit: float) -> None:
+        self._local, self._limit = local, limit
         self._processes = processes
         self._size = 1 + sum(1 for _ in processes)
 
     def read_kv(self, block: int, num_tokens: int) -> bytes:
         others = self._read("read_kv", block, num_tokens)
-        return b"".join([self._own.read_kv(block, num_tokens), *others])
+        return b"".join([self._local.read_kv(block, num_tokens), *others])
 
     def read_state(self, row: int) -> bytes:
-        return b"".join([self._own.read_state(row), *self._read("read_state", row)])
+        return b"".join([self._local.read_state(row), *self._read("read_state", row)])
 
     def layout(self, kind: Kind, num_tokens: int) -> str:
-        return f"{self._size} ranks: {self._own.layout(kind, num_tokens)}"
+        return f"{self._size} ranks: {self._local.layout(kind, num_tokens)}"
 
     def num_bytes(self, kind: Kind, num_tokens: int) -> int | None:
-        own = self._own.num_bytes(kind, num_tokens)
-        return None if own is None else own * self._size
+        share = self._local.num_bytes(kind, num_tokens)
+        return None if share is None else share * self._size
 
     def stage(self, entry: Entry) -> Staged | None:
         if entry.layout != self.layout(entry.id.kind, entry.num_tokens):
             return None
-        own, payload = self._own.layout(entry.id.kind, entry.num_tokens), entry.payload
+        layout, payload = self._local.layout(entry.id.kind, entry.num_tokens), entry.payload
         share, rest = divmod(len(payload), self._size)
         if rest:
             return None
         first, *others = (
-            replace(entry, layout=own, payload=payload[rank * share : (rank + 1) * share])
+            replace(entry, layout=layout, payload=payload[rank * share : (rank + 1) * share])
             for rank in range(self._size)
         )
-        staged = self._own.stage(first)
+        staged = self._local.stage(first)
         return None if staged is None else (staged, others)
 
     def write_kv(self, block: int, staged: Staged) -> None:
-        self._own.write_kv(block, staged[0])
+        self._local.write_kv(block, staged[0])
         self._write("write_kv", block, staged[1])
 
     def write_state(self, row: int, staged: Staged) -> None:
-        self._own.write_state(row, staged[0])
+        self._local.write_state(row, staged[0])
         self._write("write_state", row, staged[1])
 
     def _write(self, name: str, place: int, entries: list[Entry]) -> None:
@@ -163,14 +163,14 @@ class ShardedExecutor(LocalExecutor):
         between ranks, so it is always "unknown"."""
         run = super().run
 
-        def own() -> StepOutput:
+        def local_part() -> StepOutput:
             try:
                 return run(plan)
             except StepError as error:
                 raise error.cause from None
 
         try:
-            return self._run_on_all_ranks(own, "run", plan)
+            return self._run_on_all_ranks(local_part, "run", plan)
         except ExecutorLostError:
             raise
         except Exception as error:
@@ -202,11 +202,11 @@ class ShardedExecutor(LocalExecutor):
             self._processes.ask("unload")
         self._model.ranks.close()
 
-    def _run_on_all_ranks(self, own: Callable[[], _T], name: str, *arguments: object) -> _T:
+    def _run_on_all_ranks(self, local_part: Callable[[], _T], name: str, *arguments: object) -> _T:
         """Run this rank's part of a step while the others run theirs. Raise ExecutorLostError if
         it fails and the ranks cannot begin another one."""
         try:
-            return self._run_together(own, name, *arguments)
+            return self._run_together(local_part, name, *arguments)
         except ExecutorLostError:
             raise
         except Exception as error:
@@ -216,14 +216,14 @@ class ShardedExecutor(LocalExecutor):
                 f"a step failed, and ranks without shared memory cannot begin again: {error}"
             ) from error
 
-    def _run_together(self, own: Callable[[], _T], name: str, *arguments: object) -> _T:
+    def _run_together(self, local_part: Callable[[], _T], name: str, *arguments: object) -> _T:
         ranks, number = self._model.ranks, next(self._numbers)
         try:
             self._processes.send(name, number, *arguments)
             ranks.begin(number)
             result, problem = None, None
             try:
-                result = own()
+                result = local_part()
             except RanksApartError as error:
                 problem = error
             except BaseException:

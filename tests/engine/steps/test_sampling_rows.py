@@ -10,7 +10,7 @@ import pytest
 import torch
 from recorded_ops import RecordedOps
 
-from vlm_serve.engine.requests.plan import Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.requests.plan import SampledToken, SampleTask, SequenceInfo
 from vlm_serve.engine.steps import sampler as sampling
 from vlm_serve.engine.steps.sampler import SequenceSampler, draw_rows, sample
 from vlm_serve.sampling_params import SamplingParams
@@ -67,7 +67,7 @@ def samplers(params: list[SamplingParams]) -> dict[int, SequenceSampler]:
 
 def sampled(
     logits: torch.Tensor, tasks: list[SampleTask], params: list[SamplingParams]
-) -> dict[int, tuple[Sampled, ...]]:
+) -> dict[int, tuple[SampledToken, ...]]:
     return sample(logits, tasks, samplers(params), range(len(tasks)))
 
 

@@ -29,7 +29,7 @@ from vlm_serve.pipeline.pipeline import Output, Pipeline
 LENGTH = 210
 CACHED = 208
 """The deepest block boundary before the last token."""
-CHILD = Path(__file__).parents[1] / "shared_store_child.py"
+CHILD = Path(__file__).parents[3] / "shared_store_child.py"
 open_pipeline = partial(opened, cache_memory="8MiB")
 SPECS = {
     "dense": CheckpointSpec(),

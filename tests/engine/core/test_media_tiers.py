@@ -314,7 +314,7 @@ def test_a_tier_that_fails_or_is_slow_changes_no_answer(
 
 @pytest.mark.usefixtures("compiler")
 def test_the_demo_too(tmp_path: Path) -> None:
-    folder = Path(__file__).resolve().parents[2] / "examples" / "media"
+    folder = Path(__file__).resolve().parents[3] / "examples" / "media"
     parts: list[dict[str, Any]] = [
         {"type": "image", "image": str(folder / "star.png")},
         {"type": "video", "video": str(folder / "change.mp4")},

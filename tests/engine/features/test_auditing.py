@@ -20,7 +20,7 @@ from symbolic import make_prompt
 
 from vlm_serve.engine.features.audits import MAX_PENDING, Auditor, judge
 from vlm_serve.engine.requests.outputs import Delta
-from vlm_serve.engine.requests.plan import Sampled
+from vlm_serve.engine.requests.plan import SampledToken
 from vlm_serve.engine.requests.request import Language, Request
 from vlm_serve.engine.requests.sequence import SequenceGroup
 from vlm_serve.options.config import EngineConfig
@@ -145,7 +145,7 @@ def ended_hit(number: int) -> SequenceGroup:
         request, itertools.count(number), Language(Letters(), frozenset(), 50, 64)
     )
     group.cached_tokens = 4
-    group.sequences[0].accept(Sampled(9, {}))
+    group.sequences[0].accept(SampledToken(9, {}))
     assert group.finished
     return group
 

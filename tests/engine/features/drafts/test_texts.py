@@ -15,8 +15,8 @@ from vlm_serve.engine.features.drafts.suffix import (
     MAX_TRIED,
     ORDER,
     Answers,
+    IndexedText,
     SuffixDrafter,
-    Text,
     nearest,
     repeated,
 )
@@ -48,7 +48,7 @@ def sequence(
 
 
 def test_a_text_goes_on_behind_its_last_occurrence() -> None:
-    text = Text([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3])
+    text = IndexedText([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3])
     assert text.find([9, 1, 2, 3]) == (text.tokens, 7, 3)
     assert text.find([2, 3, 4]) == (text.tokens, 4, 3)
     assert text.find([4, 5, 6]) is None and text.find([1, 2]) is None

@@ -7,7 +7,7 @@ import pickle
 from scheduling import World
 from symbolic import END_OF_TURN
 
-from vlm_serve.engine.requests.plan import Sampled, StepOutput
+from vlm_serve.engine.requests.plan import SampledToken, StepOutput
 
 
 def test_a_decode_step_is_as_small_after_a_long_answer_as_at_its_start() -> None:
@@ -28,7 +28,7 @@ def test_a_choice_ends_at_the_first_of_several_tokens_that_ends_it() -> None:
     world = World(num_blocks=10)
     group = world.submit(5, length=20, max_tokens=30, ignore_eos=False)
     plan = world.plan()
-    tokens = tuple(Sampled(token, {}) for token in (7, END_OF_TURN, 9))
+    tokens = tuple(SampledToken(token, {}) for token in (7, END_OF_TURN, 9))
     events = world.scheduler.commit(plan, StepOutput({plan.slices[0].sequence: tokens}))
     assert [delta.token_ids for _, delta in events] == [(7,), (END_OF_TURN,)]
     assert group.finished and group.sequences[0].generated == (7, END_OF_TURN)

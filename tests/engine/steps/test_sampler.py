@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vlm_serve.engine.requests.plan import Sampled, SampleTask, SequenceInfo
+from vlm_serve.engine.requests.plan import SampledToken, SampleTask, SequenceInfo
 from vlm_serve.engine.steps.sampler import SequenceSampler, sample, uniform
 from vlm_serve.sampling_params import SamplingParams
 
@@ -30,7 +30,7 @@ def _sample(
     prompt: tuple[int, ...] = (),
     allowed: tuple[int, ...] | None = None,
     seeds: Iterable[int] = itertools.repeat(0),
-) -> list[Sampled]:
+) -> list[SampledToken]:
     """A token for each row, from sequences alike but for their seeds."""
     mask = None if allowed is None else bytes([sum(1 << token for token in allowed)])
     samplers: dict[int, SequenceSampler] = {}
@@ -154,7 +154,7 @@ def test_logprobs_are_those_of_the_model_with_the_sampled_token_included() -> No
 
 def _verify(
     logits: torch.Tensor, params: SamplingParams, drafts: tuple[int, ...]
-) -> tuple[Sampled, ...]:
+) -> tuple[SampledToken, ...]:
     info = SequenceInfo(0, (), torch.zeros(3, 0), 0, params, 5)
     tasks = [SampleTask(0, at, draft=draft) for at, draft in enumerate((*drafts, None))]
     return sample(logits, tasks, {0: SequenceSampler(info)}, range(len(tasks)))[0]
@@ -181,7 +181,7 @@ def test_every_position_has_its_own_draw() -> None:
     assert [one.token_id for one in _verify(logits, NEUTRAL, drafts)] == alone[:4]
 
 
-def _drawn_one_by_one(logits: torch.Tensor) -> list[Sampled]:
+def _drawn_one_by_one(logits: torch.Tensor) -> list[SampledToken]:
     info = SequenceInfo(0, (), torch.zeros(3, 0), 0, NEUTRAL, 5)
     sampler = SequenceSampler(info)
     return [sampler.choose(row, SampleTask(0, at)) for at, row in enumerate(logits)]

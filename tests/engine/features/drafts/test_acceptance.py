@@ -72,4 +72,4 @@ def test_only_so_many_tenants_are_remembered() -> None:
     for number in range(3000):
         tracker.learn(sequence(number, number.to_bytes(2, "big")), 0, WEAK, 2, 0)
         tracker.forget(sequence(number))
-    assert len(tracker._common) == 1024 and not tracker._own
+    assert len(tracker._common) == 1024 and not tracker._by_sequence

@@ -20,7 +20,7 @@ from vlm_serve.engine.start.warm_up import warm_up
 from vlm_serve.models import load_model, read_spec
 from vlm_serve.options.config import EngineConfig
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CASES = [
     ("dense", "{}", []),
     ("moe", "{}", []),

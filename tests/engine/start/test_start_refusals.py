@@ -28,7 +28,7 @@ from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.prepare import Preprocessor
 
 MEMORY = MemoryPlan(1 << 40, 64, 4096, 0, 1 << 28, 0, 0)
-DEMO = Path(__file__).parents[2] / "vlm_serve" / "demo" / "dense"
+DEMO = Path(__file__).parents[3] / "vlm_serve" / "demo" / "dense"
 
 
 @pytest.mark.parametrize("length", [32769, 100_000])
