@@ -1,7 +1,7 @@
 """Hooks of the core step: the moments at which features are called.
 
 The core plans, runs and commits. It imports no feature; a feature has methods of these names, and
-`Hooks` calls those of all features in the order of the table (`features.py`). One that is off is
+`Hooks` calls those of all features in the order of the table (`features/table.py`). One that is off is
 not in the table, so nothing of it is called.
 
 *Notices* (`on_...`) tell what has happened. *Vetoes* (`may_...`) say whether something may happen

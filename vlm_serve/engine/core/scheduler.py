@@ -23,7 +23,7 @@ Event = tuple[SequenceGroup, Delta]
 
 
 class Scheduler:
-    """Scheduler of one engine; used by the engine's thread only. It knows no feature: `features.py`
+    """Scheduler of one engine; used by the engine's thread only. It knows no feature: `features/table.py`
     hangs them on its hooks.
 
     Args:
@@ -45,7 +45,7 @@ class Scheduler:
         self._config = config
         self.hooks = Hooks()
         update_slots = UpdateSlots.of(config.max_num_seqs, config.speculative_tokens)
-        self.queues = self._queues = SequenceQueues(
+        self.queues = SequenceQueues(
             cache,
             media,
             self.hooks,
@@ -54,18 +54,18 @@ class Scheduler:
         self.admitter = Admitter(
             cache, self.hooks, config.state_interval, complete_experts=config.complete_experts
         )
-        self._planner = Planner(self._queues, self.admitter, config)
+        self._planner = Planner(self.queues, self.admitter, config)
         self.pace = self._planner.pace
-        self.running, self.waiting = self._queues.running, self._queues.waiting
+        self.running, self.waiting = self.queues.running, self.queues.waiting
 
     @property
     def num_preemptions(self) -> int:
-        return self._queues.num_preemptions
+        return self.queues.num_preemptions
 
     @property
     def has_idle_callers(self) -> bool:
         """Return True if a caller's request waits for anything but a running prefill."""
-        followers = self._queues.followers
+        followers = self.queues.followers
         return any(
             not sequence.request.cold and sequence.number not in followers
             for sequence in self.waiting
@@ -79,11 +79,11 @@ class Scheduler:
         """Queue a request."""
         for notice in self.hooks.on_added:
             notice(group)
-        self._queues.add(group)
+        self.queues.add(group)
 
     def take_removed(self) -> list[int]:
         """Return the numbers of the sequences that executors need no longer."""
-        return self._queues.take_removed()
+        return self.queues.take_removed()
 
     def plan(self) -> StepPlan | None:
         """Plan the next step; return None if nothing can run. Call `take_failures` afterwards."""
@@ -104,9 +104,9 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Event]:
         """Publish the results of a successful step and append the sampled tokens."""
-        self._queues.forget_row_copies()
+        self.queues.forget_row_copies()
         self._media.commit_step()
-        rows = [(self._queues[item.sequence], item) for item in plan.slices]
+        rows = [(self.queues[item.sequence], item) for item in plan.slices]
         self._commit_last_tokens(rows, output)
         events, committed = list[Event](), list[CommittedRow]()
         for sequence, item in rows:
@@ -125,7 +125,7 @@ class Scheduler:
         """Commit the last tokens of answers that had ended before, and have them published before
         further answers end."""
         for sequence, item in rows:
-            if item.sequence in self._queues.kept:
+            if item.sequence in self.queues.kept:
                 self._commit_tokens(sequence, item, item.end, output)
         for notice in self.hooks.on_computed:
             notice()
@@ -196,7 +196,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence) -> None:
         """Remove a sequence whose answer has ended, unless a feature keeps what it holds."""
         if all(may(sequence) for may in self.hooks.may_leave):
-            self._queues.remove(sequence)
+            self.queues.remove(sequence)
 
     def _end_grammars_over_limits(self) -> list[Event]:
         """End requests whose grammar is over a limit: they would delay all others."""
@@ -218,39 +218,39 @@ class Scheduler:
         itself: if the row's content is known, the sequence continues from it.
         """
         self._media.abandon_step()
-        ending = self._queues.kept.keys() & {item.sequence for item in plan.slices}
+        ending = self.queues.kept.keys() & {item.sequence for item in plan.slices}
         for notice in self.hooks.on_failed:
             notice(plan)
         folded_rows = {row for row, _, _ in plan.folds}
-        self._queues.drop_suspended(folded_rows)
+        self.queues.drop_suspended(folded_rows)
         # Drafts may have been rejected, so only the sampled token is certain.
         items = {item.sequence: item for item in plan.slices if item.sequence not in ending}
         ends = {
             number: item.start + 1 if item.kind == "verify" else item.end
             for number, item in items.items()
         }
-        first = self._queues[next(iter(ends))] if len(ends) == 1 else None
+        first = self.queues[next(iter(ends))] if len(ends) == 1 else None
         invalid_rows = folded_rows | {destination for _, destination in plan.row_copies}
         if first is not None and first.suspect_until:
             # What is in these rows is unknown: nobody may leave them as snapshots.
             for sequence in list(self.running):
                 assert sequence.lease is not None
                 if sequence is first or sequence.lease.row in invalid_rows:
-                    self._queues.restart(sequence)
-            self._queues.forget_row_copies()
+                    self.queues.restart(sequence)
+            self.queues.forget_row_copies()
             return self._end_with_error(first, failure.cause)
         for sequence in list(self.running):
             assert sequence.lease is not None
             if sequence.number in ends:
                 sequence.suspect_until = max(ends[sequence.number], sequence.suspect_until)
-                if sequence not in self._queues.suspects:
-                    self._queues.suspects.append(sequence)
+                if sequence not in self.queues.suspects:
+                    self.queues.suspects.append(sequence)
                 if self._keeps_row(items[sequence.number], failure.rows):
                     continue
             elif sequence.lease.row not in invalid_rows:
                 continue
-            self._queues.restart(sequence)
-        self._queues.forget_row_copies()
+            self.queues.restart(sequence)
+        self.queues.forget_row_copies()
         return []
 
     def _keeps_row(self, item: Slice, rows: RowsAfter) -> bool:
@@ -258,7 +258,7 @@ class Scheduler:
         a valid row."""
         if item.kind != "verify" or rows == "unknown" or (item.pending and rows == "mixed"):
             return False
-        sequence = self._queues[item.sequence]
+        sequence = self.queues[item.sequence]
         assert sequence.lease is not None
         if rows != "whole":
             sequence.pending = 0
@@ -277,7 +277,7 @@ class Scheduler:
             if failure is None:
                 self._finish(sequence)
             else:
-                self._queues.remove(sequence)
+                self.queues.remove(sequence)
             ending = Delta(
                 index=sequence.index,
                 finish_reason=reason,
@@ -305,9 +305,9 @@ class Scheduler:
                 if choice.answer.finish_reason is None:
                     events.append((group, choice.accept(sampled)))
             if choice is not sequence and choice.answer.finish_reason is None:
-                self._queues.fork(sequence, choice, self._config.max_num_seqs)
+                self.queues.fork(sequence, choice, self._config.max_num_seqs)
             elif choice is not sequence:
-                self._queues.remove(choice)
+                self.queues.remove(choice)
         if sequence.answer.finish_reason is not None:
             self._finish(sequence)
         return events
@@ -315,7 +315,7 @@ class Scheduler:
     def _clear_suspect(self, sequence: Sequence) -> None:
         if sequence.suspect_until and sequence.num_computed >= sequence.suspect_until:
             sequence.suspect_until = 0
-            self._queues.suspects.remove(sequence)
+            self.queues.suspects.remove(sequence)
 
     def _end_with_error(self, culprit: Sequence, error: Exception) -> list[Event]:
         if isinstance(error, VlmServeError):
