@@ -97,7 +97,7 @@ class Traffic:
 
 def watch_exactness(pipe: Pipeline) -> dict[int, bool]:
     """Sequence number -> everything it read was made by prefill; filled as sequences end."""
-    queues = pipe.engine._scheduler._queues
+    queues = pipe.engine._scheduler.queues
     remove, exact = queues.remove, dict[int, bool]()
 
     def watching(sequence: Sequence) -> None:

@@ -180,7 +180,7 @@ def in_company(
 
 def _evict(engine: Engine) -> None:
     """Move what no request holds to the lower tiers, whatever else would have been evicted."""
-    engine.call(engine._scheduler._queues.cache._evictor.evict_everything)
+    engine.call(engine._scheduler.queues.cache._evictor.evict_everything)
 
 
 class Disturbed:
@@ -214,7 +214,7 @@ class Disturbed:
             yield
 
     def plan(self) -> StepPlan | None:
-        queues = self._scheduler._queues
+        queues = self._scheduler.queues
         running = [each for each in queues.running if each.lease and each.lease.committed]
         if running and self._rng.random() < self._preempts:
             sequence = self._rng.choice(running)
@@ -228,7 +228,7 @@ class Disturbed:
 
     def run(self, plan: StepPlan) -> StepOutput:
         output = self._run(plan)
-        if self._scheduler._queues.suspects or self._rng.random() >= self._strikes:
+        if self._scheduler.queues.suspects or self._rng.random() >= self._strikes:
             return output
         self.counts["struck"] += 1
         rows = [item.dst_row for item in plan.slices if item.dst_row >= 0]

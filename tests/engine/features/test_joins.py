@@ -270,7 +270,7 @@ def test_who_has_the_pixels_does_not_wait_for_who_has_not() -> None:
     world = Askers(budget=200)
     world.send(about(picture(ready=False), 20), max_tokens=1)
     plan = world.plan()
-    assert tokens(plan) == [40] and world.scheduler._queues.media.loading, "it waits for pixels"
+    assert tokens(plan) == [40] and world.scheduler.queues.media.loading, "it waits for pixels"
     follower = world.send(about(picture(ready=True), 21), max_tokens=1)
     world.plan()
     assert [join.cut for join in world.joins.all] == [40]

@@ -1,8 +1,8 @@
 """Hooks of the core step: the moments at which features are called.
 
 The core plans, runs and commits. It imports no feature; a feature has methods of these names, and
-`Hooks` calls those of all features in the order of the table (`features/table.py`). One that is off is
-not in the table, so nothing of it is called.
+`Hooks` calls those of all features in the order of the table (`features/table.py`). One that is off
+is not in the table, so nothing of it is called.
 
 *Notices* (`on_...`) tell what has happened. *Vetoes* (`may_...`) say whether something may happen
 now. *Offers* (`plan_...`) add to the step that is being planned, in the order of these phases:

@@ -23,8 +23,8 @@ Event = tuple[SequenceGroup, Delta]
 
 
 class Scheduler:
-    """Scheduler of one engine; used by the engine's thread only. It knows no feature: `features/table.py`
-    hangs them on its hooks.
+    """Scheduler of one engine; used by the engine's thread only. It knows no feature: the table in
+    `features/table.py` hangs them on its hooks.
 
     Args:
         cache: blocks, state rows, snapshots and the trie.

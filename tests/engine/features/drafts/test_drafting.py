@@ -98,7 +98,7 @@ def test_drafts_take_only_blocks_that_are_free() -> None:
         had = {each: len(each.lease.blocks) for each in one.scheduler.running if each.lease}
         free, plan = one.cache.free_block_count, one.plan()
         for item in plan.slices:
-            before = had.get(one.scheduler._queues[item.sequence], 0)
+            before = had.get(one.scheduler.queues[item.sequence], 0)
             if item.kind == "verify" and not free:
                 blocks = item.first_block + len(item.blocks)
                 assert blocks == max(before, -(-(item.start + 1) // BLOCK))
@@ -126,7 +126,7 @@ def test_a_preempted_row_is_folded_before_it_is_anyone_elses(fails: bool) -> Non
     one.run(one.plan())
     one.run(one.plan())
     (sequence,) = group.sequences
-    queues = one.scheduler._queues
+    queues = one.scheduler.queues
     queues.preempt(sequence)
     assert sequence.suspended is not None and sequence.pending == 0 and len(queues.folds) == 1
     plan = one.plan()
@@ -149,10 +149,10 @@ def test_an_evicted_row_is_not_folded() -> None:
     one.run(one.plan())
     one.run(one.plan())
     (sequence,) = group.sequences
-    one.scheduler._queues.preempt(sequence)
+    one.scheduler.queues.preempt(sequence)
     assert sequence.suspended is not None
     one.cache.drop(sequence.suspended)
-    assert not one.scheduler._queues.folds
+    assert not one.scheduler.queues.folds
 
 
 def test_a_suspect_runs_without_drafts() -> None:
