@@ -65,7 +65,7 @@ def test_the_attention_of_the_towers_graphs_is_checked(
     inner = module.segment_attention
     monkeypatch.setattr(module, "segment_attention", lambda *args: 1.1 * inner(*args))
     for op in Op.with_triton():
-        monkeypatch.setattr(op, "_found", None)
+        monkeypatch.setattr(op, "_loaded", None)
     with pytest.raises(EngineError, match="segment_attention differs from torch"):
         check(tmp_path / "wrong", spec)
 
@@ -104,7 +104,7 @@ def test_a_wrong_change_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(low_rank_triton, "reduced", wrong)
     for op in Op.with_triton():
-        monkeypatch.setattr(op, "_found", None)
+        monkeypatch.setattr(op, "_loaded", None)
     config = replace(CONFIG, speculative="off", reserve_loras=True)
     with pytest.raises(EngineError, match="reduced differs from torch"):
         check(tmp_path, SPECS["dense"], config)
@@ -143,7 +143,7 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch, op: Op[..., Any], change: Any) 
     inner: Any = op.load_triton()
     path, _, name = str(op.triton).partition(":")
     monkeypatch.setattr(f"{path}.{name}", lambda *a, **k: change(inner(*a, **k), a))
-    monkeypatch.setattr(op, "_found", None)
+    monkeypatch.setattr(op, "_loaded", None)
 
 
 def test_the_digest_is_that_of_the_bits(
