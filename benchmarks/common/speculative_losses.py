@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any, ParamSpec, TypeVar
 
+from vlm_serve.engine.core.slicing import max_drafts
 from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.features.drafts.drafting import Drafting, max_drafts
+from vlm_serve.engine.features.drafts.drafting import Drafting
 from vlm_serve.engine.features.drafts.lengths import CostCurve
 from vlm_serve.engine.requests.plan import StepOutput, StepPlan
 from vlm_serve.engine.steps import local_executor

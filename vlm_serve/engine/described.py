@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from vlm_serve.engine.engine import Engine
-from vlm_serve.engine.features.drafts.drafting import max_drafts
+from vlm_serve.engine.core.slicing import max_drafts
 from vlm_serve.engine.features.drafts.suffix import ANSWER_BYTES
 from vlm_serve.engine.start.draft_start import why_off
+from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.engine.steps.memory import LOGPROB_CACHE_BYTES
 from vlm_serve.engine.steps.ranks.start import slot_bytes
 from vlm_serve.engine.steps.step_sizes import CapturedRows
@@ -18,23 +18,23 @@ from vlm_serve.models.weight_sizes import prompt_price
 from vlm_serve.options.declared import format_size
 
 
-def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
+def engine_rows(parts: EngineParts) -> Iterator[tuple[str, str]]:
     """Yield names and texts: context, arithmetic, memory, drafts and limits."""
-    options, memory = engine.config, engine.memory
-    yield "context", f"{engine.max_model_len} tokens"
+    options, memory = parts.config, parts.memory
+    yield "context", f"{parts.language.max_length} tokens"
     yield "device", options.device
     if options.tensor_parallel_size > 1:
-        yield "ranks", _ranks(engine)
-    yield "weights", str(engine.weights)
-    if engine.spec.quantization is not None:
-        yield "quantised", str(engine.spec.quantization)
-    yield from engine.arithmetic.rows()
+        yield "ranks", _ranks(parts)
+    yield "weights", str(parts.weights)
+    if parts.spec.quantization is not None:
+        yield "quantised", str(parts.spec.quantization)
+    yield from parts.arithmetic.rows()
     if options.device == "cpu":
         backends = "torch and compiled" if options.compiled_kernels else "torch"
         yield "kernels", f"{backends}, {options.threads} threads"
     else:
         yield "kernels", "Triton"
-        yield "decode", _decode(engine)
+        yield "decode", _decode(parts)
     yield "cache memory", format_size(memory.cache_memory)
     yield (
         "  KV blocks",
@@ -47,13 +47,13 @@ def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
         f"({options.state_dtype})",
     )
     yield "live states", f"{memory.num_live_rows}, {format_size(memory.live_state_bytes)} on top"
-    if engine.step_memory is not None:
-        yield "steps", f"{format_size(engine.step_memory.total)} on top: {engine.step_memory}"
+    if parts.steps is not None:
+        yield "steps", f"{format_size(parts.steps.total)} on top: {parts.steps}"
     yield "logprobs", f"of prompts, up to {format_size(LOGPROB_CACHE_BYTES)} on top"
-    if engine.adapters.all():
+    if parts.adapters.all():
         compiled = bool(options.compiled_kernels)
-        yield "adapters", engine.adapters.described(options.max_loras, compiled=compiled)
-    yield "drafts", _drafts(engine)
+        yield "adapters", parts.adapters.described(options.max_loras, compiled=compiled)
+    yield "drafts", _drafts(parts)
     yield "sequences", str(options.max_num_seqs)
     yield "step", f"at most {options.max_num_batched_tokens} tokens"
     if options.enable_prefix_caching:
@@ -62,19 +62,19 @@ def engine_rows(engine: Engine) -> Iterator[tuple[str, str]]:
         yield "granularity", "prefix caching is off"
 
 
-def _ranks(engine: Engine) -> str:
+def _ranks(parts: EngineParts) -> str:
     """Describe the ranks and their exchange buffers."""
-    options = engine.config
+    options = parts.config
     text = f"{options.tensor_parallel_size}, each with what follows"
     if not options.compiled_kernels:
         return text
-    exchange = 2 * slot_bytes(engine.spec, options)
+    exchange = 2 * slot_bytes(parts.spec, options)
     return f"{text}; up to {format_size(exchange)} more for what it tells the others"
 
 
-def _drafts(engine: Engine) -> str:
+def _drafts(parts: EngineParts) -> str:
     """Describe speculative decoding."""
-    options, memory = engine.config, engine.memory
+    options, memory = parts.config, parts.memory
     if options.speculative == "off":
         device, ranks = torch.device(options.device), options.tensor_parallel_size
         why = why_off(device, ranks, compiled=bool(options.compiled_kernels))
@@ -91,13 +91,13 @@ def _drafts(engine: Engine) -> str:
         text += f", up to {format_size(ANSWER_BYTES)} for earlier answers"
     text += " on top"
     if "mtp" in options.speculative:
-        text += f"; prompts cost {prompt_price(engine.spec):.1%} more"
+        text += f"; prompts cost {prompt_price(parts.spec):.1%} more"
     return text
 
 
-def _decode(engine: Engine) -> str:
+def _decode(parts: EngineParts) -> str:
     """Describe the CUDA graphs of steps and pictures."""
-    options, memory = engine.config, engine.memory
+    options, memory = parts.config, parts.memory
     if not options.cuda_graphs:
         return "without CUDA graphs"
     most = CapturedRows.of(options)
@@ -105,7 +105,7 @@ def _decode(engine: Engine) -> str:
     if most.drafts:
         text += f" ({most.drafts} with drafts)"
     text += f" and {most.prompt} prompt tokens"
-    if patches := patch_sizes(engine.spec, options):
+    if patches := patch_sizes(parts.spec, options):
         text += f", pictures of up to {patches[-1]} patches"
     if memory.snapshot_bytes:
         text += f", a scratch state of {format_size(memory.snapshot_bytes)} on top"

@@ -62,11 +62,13 @@ class Engine:
     Callbacks run on the engine's thread and must not block.
 
     Attributes:
+        parts: its components.
         mirror: the cache's tree, for readers on other threads.
         pins: pins of prefixes.
     """
 
     def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
         self.config = parts.config
         self.spec = parts.spec
         self.arithmetic = parts.arithmetic

@@ -145,7 +145,7 @@ def startup_rows(
 ) -> Iterable[tuple[str, str]]:
     """Yield the rows of the table printed at startup."""
     yield "model", ", ".join(names)
-    yield from engine_rows(engine)
+    yield from engine_rows(engine.parts)
     yield "requests", f"at most {format_size(total(config, engine.max_model_len))} on top"
     parser = config.tool_call_parser
     form = form_of(parser, engine.preprocessor.template_traits.tool_form)

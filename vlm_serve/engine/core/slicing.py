@@ -1,4 +1,4 @@
-"""Ends of prefill slices and GDN chunks: arithmetic on cut points.
+"""Sizes of slices: ends of prefill slices and GDN chunks at cut points, and drafts at most.
 
 docs/architecture.md#cut-points-and-matching
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+
+MAX_DRAFTS_WHEN_FEW = 32
+"""Maximum number of drafts per sequence and step while few sequences run."""
 
 
 def slice_end(cuts: Sequence[int], start: int, target: int, budget: int) -> int:
@@ -41,3 +44,16 @@ def chunk_ends(
         return (*inside, end)
     first = (start // chunk_size + 1) * chunk_size
     return (*sorted({*inside, *range(first, end, chunk_size)}), end)
+
+
+def max_drafts(most: int, running: int, sequences: int) -> int:
+    """Return the maximum number of drafts per sequence and step.
+
+    If only one sequence runs, or at most a quarter of the allowed `sequences`, each may also use
+    the update slot of another one.
+
+    Args:
+        most: limit while more sequences run.
+    """
+    few = sequences > 1 and running <= max(1, sequences // 4)
+    return max(most, min(2 * most + 1, MAX_DRAFTS_WHEN_FEW)) if few else most

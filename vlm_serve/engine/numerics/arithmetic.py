@@ -334,3 +334,8 @@ def with_checked_kernels(arithmetic: Arithmetic, digest: str) -> Arithmetic:
     mean equal bits.
     """
     return replace(arithmetic, numerics=f"{arithmetic.numerics}, kernels {digest}")
+
+
+def factors_dtype(config: EngineConfig) -> torch.dtype | None:
+    """Return the dtype of adapters' factors in memory; None: as their files have them."""
+    return DTYPES.get(config.lora_dtype)

@@ -6,14 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from vlm_serve.engine.features.adapters.options import (
-    LoRA,
-    changed_experts,
-    factors_dtype,
-    named_adapters,
-)
+from vlm_serve.engine.features.adapters.options import LoRA, changed_experts, named_adapters
 from vlm_serve.engine.features.adapters.slots import AdapterSlots
 from vlm_serve.engine.features.adapters.store import AdapterStore
+from vlm_serve.engine.numerics.arithmetic import factors_dtype
 from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.engine.steps.ranks.start import ModelSource
 from vlm_serve.errors import CheckpointError, ModelNotFoundError

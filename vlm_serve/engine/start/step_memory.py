@@ -18,8 +18,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlm_serve.engine.features.adapters.options import serves_adapters, slot_bytes
-from vlm_serve.engine.numerics.arithmetic import Types
+from vlm_serve.engine.features.adapters.options import (
+    changed_experts,
+    named_adapters,
+    serves_adapters,
+)
+from vlm_serve.engine.numerics.arithmetic import Types, factors_dtype
 from vlm_serve.engine.start.warm_up import warm_up
 from vlm_serve.engine.steps.adapter_table import SlotSizes, idle_adapter, most_bytes
 from vlm_serve.engine.steps.memory import StepMemory
@@ -33,6 +37,7 @@ from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.metadata import PrefillMeta
 from vlm_serve.kernels.triton_support import Launch, Target, record_launches
 from vlm_serve.models import Model, ModelSpec
+from vlm_serve.models.adapters import Modules, place, read_adapter
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.model import unread_model
@@ -101,7 +106,7 @@ def planned_step_memory(
 
 def _adapter_bytes(model: Model, config: EngineConfig, *, with_graphs: bool) -> int:
     """Return the bytes of adapters' slots, and of their table for captured steps."""
-    size = slot_bytes(config, most_bytes(model.modules, config), model.modules)
+    size = adapter_slot_bytes(config, most_bytes(model.modules, config), model.modules)
     if with_graphs and serves_adapters(config):
         size += SlotSizes.of_config(model.modules, config).nbytes
     return size
@@ -355,3 +360,26 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
     elif isinstance(value, dict):
         yield from _tensors(tuple(value.values()))
+
+
+def adapter_slot_bytes(config: EngineConfig, most: int = 0, modules: Modules | None = None) -> int:
+    """Return the bytes of all slots on a GPU, each as large as the largest named adapter: later
+    ones may take any slot.
+
+    Args:
+        config: options.
+        most: bytes of the largest adapter to be loaded later, see `most_bytes`.
+        modules: of the model. Experts in one piece take the memory of the largest rank. None: count
+            the files.
+
+    Raises:
+        ConfigError, CheckpointError, ModelNotFoundError: as far as the files tell.
+    """
+    dtype, experts, sizes = factors_dtype(config), changed_experts(config), list[int]()
+    for lora in named_adapters(config):
+        file = read_adapter(lora.path, dtype)
+        placed = None if modules is None else place(file, modules, experts).changes
+        sizes.append(file.nbytes if placed is None else placed.factor_bytes)
+    if config.reserve_loras:
+        sizes.append(most)
+    return config.max_loras * max(sizes, default=0)

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vlm_serve.engine.features.adapters.options import (
-    changed_experts,
-    factors_dtype,
-    serves_adapters,
-)
+from vlm_serve.engine.features.adapters.options import changed_experts, serves_adapters
+from vlm_serve.engine.numerics.arithmetic import factors_dtype
 from vlm_serve.engine.steps.step_tables import GraphDevice, HostRing, Table
 from vlm_serve.kernels.dispatch import launching_on
 from vlm_serve.kernels.elementwise import silu_times

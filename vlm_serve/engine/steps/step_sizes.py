@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlm_serve.engine.features.drafts.drafting import max_drafts
+from vlm_serve.engine.core.slicing import max_drafts
 from vlm_serve.kernels.checks import MAX_CHUNK
 from vlm_serve.options.config import EngineConfig
 

@@ -25,8 +25,8 @@ from peft_folders import (
 from safetensors.torch import load_file
 from triton_case import engines_on_triton
 
-from vlm_serve.engine.features.adapters.options import slot_bytes
 from vlm_serve.engine.start import adapter_start as start
+from vlm_serve.engine.start.step_memory import adapter_slot_bytes
 from vlm_serve.engine.steps.memory import StepMemory
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
@@ -122,13 +122,13 @@ def test_memory_of_the_slots_is_reserved(tmp_path: Path) -> None:
     named = tuple(f"a{rank}={tmp_path / f'a{rank}'}" for rank in (2, 8))
 
     def reserved(**options: Any) -> int:
-        return slot_bytes(replace(CONFIG, lora_modules=named, **options))
+        return adapter_slot_bytes(replace(CONFIG, lora_modules=named, **options))
 
     one = reserved(max_loras=1)
     assert one == sum(each.nbytes for each in load_file(tmp_path / "a8" / NAME).values())
     assert reserved(max_loras=3) == 3 * one
     assert StepMemory(5, 3, 1, one).total == 6 + one
-    assert slot_bytes(CONFIG) == 0
+    assert adapter_slot_bytes(CONFIG) == 0
 
 
 @pytest.mark.interpreter
@@ -148,4 +148,4 @@ def test_routed_experts_are_changed(tmp_path: Path, as_on_gpu: list[AdapterChang
         assert changed.token_ids == oracle.greedy(model, inputs, 3)
     assert changed.token_ids != plain.token_ids and len(as_on_gpu) == 1
     factors = sum(each.nbytes for each in tensors.values())
-    assert slot_bytes(config) == config.max_loras * factors
+    assert adapter_slot_bytes(config) == config.max_loras * factors

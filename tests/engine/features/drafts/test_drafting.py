@@ -8,7 +8,7 @@ import pytest
 from scheduling import BLOCK, Seer, World
 
 from vlm_serve.engine.core.executor import RowsAfter, StepError
-from vlm_serve.engine.features.drafts.drafting import max_drafts
+from vlm_serve.engine.core.slicing import max_drafts
 from vlm_serve.engine.requests.plan import StepPlan
 
 MOST = 5

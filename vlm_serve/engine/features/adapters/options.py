@@ -11,9 +11,7 @@ from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 
 if TYPE_CHECKING:
-    import torch
-
-    from vlm_serve.models.adapters import Modules
+    pass
 
 NAME = re.compile(r"[\w.:/+-]{1,128}", re.ASCII)
 
@@ -56,43 +54,9 @@ def named_adapters(config: EngineConfig) -> list[LoRA]:
     return list(adapters.values())
 
 
-def factors_dtype(config: EngineConfig) -> torch.dtype | None:
-    """Return the dtype of adapters' factors in memory; None: as their files have them."""
-    from vlm_serve.engine.numerics.arithmetic import (
-        DTYPES,  # the gateway names adapters without torch
-    )
-
-    return DTYPES.get(config.lora_dtype)
-
-
 def serves_adapters(config: EngineConfig) -> bool:
     """Tell whether an engine captures and compiles steps with adapters."""
     return bool(config.lora_modules) or config.reserve_loras
-
-
-def slot_bytes(config: EngineConfig, most: int = 0, modules: Modules | None = None) -> int:
-    """Return the bytes of all slots on a GPU, each as large as the largest named adapter: later
-    ones may take any slot.
-
-    Args:
-        config: options.
-        most: bytes of the largest adapter to be loaded later, see `most_bytes`.
-        modules: of the model. Experts in one piece take the memory of the largest rank. None: count
-            the files.
-
-    Raises:
-        ConfigError, CheckpointError, ModelNotFoundError: as far as the files tell.
-    """
-    from vlm_serve.models.adapters import place, read_adapter
-
-    dtype, experts, sizes = factors_dtype(config), changed_experts(config), list[int]()
-    for lora in named_adapters(config):
-        file = read_adapter(lora.path, dtype)
-        placed = None if modules is None else place(file, modules, experts).changes
-        sizes.append(file.nbytes if placed is None else placed.factor_bytes)
-    if config.reserve_loras:
-        sizes.append(most)
-    return config.max_loras * max(sizes, default=0)
 
 
 def changed_experts(config: EngineConfig) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from vlm_serve.engine.core.hooks import CommittedRow
 from vlm_serve.engine.core.queues import SequenceQueues
+from vlm_serve.engine.core.slicing import max_drafts
 from vlm_serve.engine.features.drafts.base import Drafter, MtpDrafter
 from vlm_serve.engine.features.drafts.lengths import (
     AcceptanceTracker,
@@ -25,8 +26,6 @@ PROBED_STEPS = 16
 _MIN_PERIOD, _MAX_PERIOD = 256, 8192
 _OUTLIER = 4.0
 """Cap on a step's duration, as a multiple of the median: the machine was busy otherwise."""
-MAX_DRAFTS_WHEN_FEW = 32
-"""Maximum number of drafts per sequence and step while few sequences run."""
 
 
 class PayoffProbe:
@@ -69,19 +68,6 @@ class PayoffProbe:
         most = _OUTLIER * sorted(seconds for seconds, _ in self._lately)[len(self._lately) // 2]
         seconds = sum(min(seconds, most) for seconds, _ in self._lately)
         return seconds / sum(tokens for _, tokens in self._lately)
-
-
-def max_drafts(most: int, running: int, sequences: int) -> int:
-    """Return the maximum number of drafts per sequence and step.
-
-    If only one sequence runs, or at most a quarter of the allowed `sequences`, each may also use
-    the update slot of another one.
-
-    Args:
-        most: limit while more sequences run.
-    """
-    few = sequences > 1 and running <= max(1, sequences // 4)
-    return max(most, min(2 * most + 1, MAX_DRAFTS_WHEN_FEW)) if few else most
 
 
 class DraftCounts:
