@@ -71,7 +71,7 @@ def test_imports_go_through_the_package() -> None:
 
 
 ABOVE_THE_CORE = ("features", "steps", "start", "engine", "described")
-"""What the core step imports nothing of: a feature reaches it through its hooks alone."""
+"""Rooms that the core step imports nothing of: a feature reaches it through its hooks alone."""
 
 
 @pytest.mark.parametrize(

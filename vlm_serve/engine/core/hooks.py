@@ -21,12 +21,12 @@ from vlm_serve.engine.requests.request import Request
 from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 
 Holding = Literal["memory", "adapters"]
-"""What a reclaim is to free: anything, or slots of adapters alone."""
+"""Holdings that a reclaim frees: anything, or slots of adapters alone."""
 
 
 class Loop(Protocol):
-    """What features may ask of the engine's loop. `post` is thread-safe; everything else belongs to
-    the loop's own thread."""
+    """Part of the engine's loop that features may use. `post` is thread-safe; everything else
+    belongs to the loop's own thread."""
 
     @property
     def num_running(self) -> int:
@@ -62,7 +62,7 @@ class CommittedRow(NamedTuple):
 
 @dataclass(slots=True)
 class Admission:
-    """What the report of an admitted request says; features add what they know.
+    """Report of an admitted request in the making; features add what they know.
 
     Attributes:
         sequence: the sequence; it has its lease.
@@ -171,7 +171,8 @@ class Hooks:
             concerns: tells whether it has to do with a request. Of the others it is told nothing,
                 and while there is no such request its methods for whole steps are not called.
         """
-        gate = _Gate(self) if concerns is not None else None
+        busy = getattr(feature, "is_busy", lambda: False)
+        gate = _Gate(self, busy) if concerns is not None else None
         for name in self.__slots__:
             method = getattr(feature, name, None)
             if method is None:
@@ -201,18 +202,21 @@ _OF_STEPS = ("on_learned", "on_computed", "on_committed", "plan_open", "plan_dra
 
 
 class _Gate:
-    """Has the methods of a feature for whole steps called while a request concerns it.
+    """Has the methods of a feature for whole steps called while a request concerns it, or while it
+    waits for another thread on behalf of one that has ended: only a step takes in what comes.
 
     Args:
         hooks: where they are called.
+        busy: tells whether the feature waits.
 
     Attributes:
         methods: name of the hook, and method.
     """
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: Hooks, busy: Callable[[], bool]) -> None:
         self.methods: list[tuple[str, Callable[..., Any]]] = []
         self._hooks = hooks
+        self._busy = busy
         self._numbers: set[int] = set()
         self._open = False
 
@@ -230,7 +234,7 @@ class _Gate:
         self._numbers.discard(sequence.number)
 
     def _close_if_over(self, room: int) -> int:
-        if not self._numbers:
+        if not (self._numbers or self._busy()):
             self._open = False
             self._hooks.plan_open.remove(self._close_if_over)
             for name, method in self.methods:

@@ -184,9 +184,9 @@ class EngineLoop:
                     now = time.perf_counter()
                     self.step_times.record(now - self._step_began, self._executor.model_seconds)
                     self._step_began = now
-                self._forget_removed()
                 for notice in self._hooks.on_idle:
                     notice()
+                self._forget_removed()
                 self._publish()
         except ExecutorLostError as error:
             _log.critical("the engine ends: %s", error)

@@ -1,1 +1,1 @@
-"""What hangs on the hooks of the core step: a folder or file per feature, named in `table.py`."""
+"""Features on the hooks of the core step: a folder or file each, named in `table.py`."""

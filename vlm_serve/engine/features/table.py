@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Options:
-    """What features need beside the scheduler.
+    """Limits and parts that features need beside the scheduler.
 
     Attributes:
         config: limits.

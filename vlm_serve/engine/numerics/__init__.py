@@ -1,1 +1,1 @@
-"""Which arithmetic an engine computes with, under which name, and how far its bits reach."""
+"""Arithmetic of an engine: what it computes with, its name, and how far its bits reach."""

@@ -133,7 +133,8 @@ def _num_bytes(
 
 
 class TierLoading:
-    """Runs the tier requests of waiting sequences.
+    """Runs the tier requests of waiting sequences. Without tiers it only flushes the device's
+    cache, and hangs on no hook.
 
     Args:
         cache: prefix cache on the device.
@@ -156,21 +157,20 @@ class TierLoading:
 
     def is_busy(self) -> bool:
         """Return True while something is being loaded."""
-        if self._tiers is None:
-            return False
+        assert self._tiers is not None, "without tiers nothing calls this"
         return self._tiers.fetcher.busy or (self._embeddings is not None and self._embeddings.busy)
 
     def on_planned(self) -> None:
         """Submit the fetches that were requested since the last call."""
-        if self._tiers is not None:
-            fetcher = self._tiers.fetcher
-            starting, fetcher.starting = fetcher.starting, []
-            for fetch in starting:
-                self._tiers.stack.submit(self._load(fetcher, fetch))
-            if self._embeddings is not None:
-                fetches, self._embeddings.starting = self._embeddings.starting, []
-                for wanted in fetches:
-                    self._tiers.stack.submit(self._load_embeddings(self._embeddings, wanted))
+        assert self._tiers is not None, "without tiers nothing calls this"
+        fetcher = self._tiers.fetcher
+        starting, fetcher.starting = fetcher.starting, []
+        for fetch in starting:
+            self._tiers.stack.submit(self._load(fetcher, fetch))
+        if self._embeddings is not None:
+            fetches, self._embeddings.starting = self._embeddings.starting, []
+            for wanted in fetches:
+                self._tiers.stack.submit(self._load_embeddings(self._embeddings, wanted))
 
     def flush(self) -> Future[None] | None:
         """Drop everything that no running request holds, in every tier. Entries are invisible at
