@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vlm_serve.engine.numerics.arithmetic import Backend, decide
+from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.engine.steps.memory import MemoryPlan, StepMemory
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.weight_sizes import WeightBytes
@@ -39,18 +40,28 @@ def rows(
 ) -> dict[str, str]:
     config = EngineConfig(block_size=64, max_num_seqs=12, **options)
     backend = Backend(torch.device(config.device), problem="no compiler")
-    engine: Any = SimpleNamespace(
+    preprocessor: Any = SimpleNamespace(template_traits=TemplateTraits(tool_form="hermes"))
+    spec: Any = SimpleNamespace(quantization=scheme, vision=vision)
+    language: Any = SimpleNamespace(max_length=640)
+    adapters: Any = SimpleNamespace(all=list)
+    unread: Any = None
+    parts = EngineParts(
         config=config,
-        memory=MEMORY,
-        step_memory=steps,
-        max_model_len=640,
+        spec=spec,
         arithmetic=decide(config, torch.bfloat16, backend),
         weights=WeightBytes(projections=7 << 30, table=1 << 30, others=1 << 30, mapped=True),
-        preprocessor=SimpleNamespace(template_traits=TemplateTraits(tool_form="hermes")),
-        spec=SimpleNamespace(quantization=scheme, vision=vision),
-        adapters=SimpleNamespace(all=list),
+        memory=MEMORY,
+        preprocessor=preprocessor,
+        language=language,
+        scheduler=unread,
+        features=unread,
+        adapters=adapters,
+        executor=unread,
+        cache=unread,
+        media=unread,
+        steps=steps,
     )
-    return dict(startup_rows(engine, server or ServerConfig(), ("name",), "http://there"))
+    return dict(startup_rows(parts, server or ServerConfig(), ("name",), "http://there"))
 
 
 def test_what_steps_take_is_said_where_it_was_measured() -> None:

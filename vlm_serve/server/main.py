@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from vlm_serve.engine.described import engine_rows
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size
@@ -84,7 +85,7 @@ def serve(
     for sentence in absent_folders(engine_config, config):
         _log.warning("%s", sentence)
     try:
-        rows = list(startup_rows(engine, config, names, url_of(bound, tls=tls)))
+        rows = list(startup_rows(engine.parts, config, names, url_of(bound, tls=tls)))
         announce = partial(print_notice, format_table(rows))
         server = make_server(engine, config, names, announce, _leave_at_once, mounts)
         server.service.grammars.warm_up()
@@ -141,16 +142,16 @@ def _leave_at_once() -> None:
 
 
 def startup_rows(
-    engine: Engine, config: ServerConfig, names: tuple[str, ...], url: str
+    parts: EngineParts, config: ServerConfig, names: tuple[str, ...], url: str
 ) -> Iterable[tuple[str, str]]:
     """Yield the rows of the table printed at startup."""
     yield "model", ", ".join(names)
-    yield from engine_rows(engine.parts)
-    yield "requests", f"at most {format_size(total(config, engine.max_model_len))} on top"
+    yield from engine_rows(parts)
+    yield "requests", f"at most {format_size(total(config, parts.language.max_length))} on top"
     parser = config.tool_call_parser
-    form = form_of(parser, engine.preprocessor.template_traits.tool_form)
+    form = form_of(parser, parts.preprocessor.template_traits.tool_form)
     yield "tool calls", parser if parser == "none" else form
-    yield "reasoning", reasoning_form(config.reasoning_parser, engine.preprocessor.template_traits)
+    yield "reasoning", reasoning_form(config.reasoning_parser, parts.preprocessor.template_traits)
     if config.response_store is not None:
         assert isinstance(config.response_store, int)
         kept = f"{format_size(config.response_store)} per API key"
