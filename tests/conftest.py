@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from selection import Selection
 from surviving_workers import pytest_xdist_make_scheduler
 from timekeeper import Timekeeper
@@ -39,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-costs", action="store_true", help="write into costs.json what tests cost"
     )
+
+
+# Tests run beside each other and on machines of any speed: no example is held to a time.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 class _Failures:
