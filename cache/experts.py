@@ -59,12 +59,13 @@ def cached_rows(lease: Lease, block_size: int) -> tuple[ExpertPiece, ...]:
 
 
 def record(ledger: Ledger, lease: Lease, keys: PromptKeys, end: int, rows: Rows) -> None:
-    """Store the rows of tokens `[lease.length, end)` with the nodes that have none yet.
+    """Store the rows of tokens `[lease.length, end)` with the nodes that have none yet. There may
+    be rows of further tokens.
 
     Call it after the nodes up to `end` are published and before the lease's length advances.
     """
     block_size, start = ledger.config.block_size, lease.length
-    assert len(rows) == end - start, "one row per computed token"
+    assert len(rows) >= end - start, "one row per computed token"
     position = start
     while position < end:
         block_end = position // block_size * block_size + block_size

@@ -380,9 +380,10 @@ class PrefixCache:
         were generated. The first commit releases the restore pins. Committing the same length again
         changes nothing. With `CacheConfig.exact_only`, a decode step's commit publishes nothing.
 
-        `experts` are the routed expert rows `[n, layers, top_k]` of the n tokens computed since the
-        last commit. Nodes without rows get them, whoever created the nodes. `logprobs` are all
-        prompt log-probabilities that the request knows, for passed nodes with fewer of them.
+        `experts` are the routed expert rows `[n, layers, top_k]` of the tokens computed since the
+        last commit, and perhaps of further ones. Nodes without rows get them, whoever created the
+        nodes. `logprobs` are all prompt log-probabilities that the request knows, for passed nodes
+        with fewer of them.
         """
         assert lease.state is LeaseState.OPEN
         assert lease.length <= length <= len(keys), "a commit goes forward, within its tokens"

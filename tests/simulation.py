@@ -230,7 +230,9 @@ class Simulation:
         rng = self.rng
         number = next(self._numbers)
         with_experts = rng.random() < self._expert_share
+        with_experts = with_experts and "experts" not in self._left_out
         with_logprobs = self._reports.random() < self._logprob_share
+        with_logprobs = with_logprobs and "log-probabilities" not in self._left_out
         params = SamplingParams(
             max_tokens=rng.randint(1, max(1, min(12, self.max_model_len - len(prompt)))),
             temperature=0.0,
@@ -378,8 +380,8 @@ class Simulation:
                 self.counts["most hits"] += not request.cold
                 assert not (request.cold and group.cached_tokens)
                 self.counts["expert gaps"] += client.expert_gaps
-                log = group.prompt_log
-                self.counts["rows reused"] += log.num_reused if log is not None else 0
+                report = group.report
+                self.counts["rows reused"] += report.logprobs_reused if report is not None else 0
                 self.counts["expert answers"] += request.params.return_routed_experts
                 if delta.finish_reason == "error" and not client.poisonous:
                     # Struck once in company and once alone: bad luck, but only by injection.

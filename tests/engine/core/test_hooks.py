@@ -22,6 +22,15 @@ class _Feature:
         self.rooms.append(room)
         return 0
 
+    def may_prefill(self, sequence: Any, budget: int) -> int:
+        return budget // 2
+
+    def report_last(self, sequence: Any, delta: Any) -> Any:
+        return [*delta, sequence.number]
+
+    def may_follow(self, sequence: Any, leader: Any, match: Any) -> bool:
+        return False
+
 
 def _group(number: int, *, marked: bool) -> Any:
     request = SimpleNamespace(marked=marked)
@@ -54,3 +63,15 @@ def test_steps_are_offered_while_a_request_concerns_a_feature_or_it_waits() -> N
     feature.busy = False
     _plan(hooks, 5)
     assert not hooks.plan_open
+
+
+def test_a_request_that_does_not_concern_a_feature_passes_unchanged() -> None:
+    hooks = Hooks()
+    hooks.add(_Feature(), concerns=lambda request: request.marked)  # type: ignore[attr-defined]
+    (other,), (marked,) = (_group(number, marked=bool(number)).sequences for number in (0, 1))
+    (prefill,), (report,), (follow,) = hooks.may_prefill, hooks.report_last, hooks.may_follow
+    delta: Any = []
+    assert (prefill(other, 9), prefill(marked, 9)) == (9, 4)
+    assert (report(other, delta), report(marked, delta)) == ([], [1])
+    match: Any = None
+    assert follow(other, marked, match) and not follow(marked, other, match)

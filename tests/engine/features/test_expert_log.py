@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from vlm_serve.cache.experts import ExpertPiece
-from vlm_serve.engine.requests.sequence import ExpertLog, Rows
+from vlm_serve.cache.experts import ExpertPiece, Rows
+from vlm_serve.engine.features.routed_experts import ExpertLog
 
 LAYERS, TOP_K = 3, 2
 

@@ -13,8 +13,9 @@ from make_checkpoint import make_checkpoint
 from parity_cases import photograph, random_ids, user
 from together import together
 
+from vlm_serve.engine.features.prompt_logprobs import PromptLog
 from vlm_serve.engine.requests.outputs import PromptLogprobs
-from vlm_serve.engine.requests.prompt_rows import PromptLog, logprob_rows
+from vlm_serve.engine.steps.prompt_rows import logprob_rows
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline

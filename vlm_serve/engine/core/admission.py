@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from vlm_serve.cache.placement import plan_snapshots
 from vlm_serve.cache.prefix_cache import Match, PrefixCache
-from vlm_serve.engine.core.hooks import Admission, Hooks
+from vlm_serve.engine.core.hooks import Admission, Hooks, Needs
 from vlm_serve.engine.core.slicing import slice_end
 from vlm_serve.engine.requests.outputs import CacheReport
 from vlm_serve.engine.requests.reports import boundary_key, prompt_segments, tokens_by_tier
@@ -20,22 +20,12 @@ class Admitter:
         cache: prefix cache with blocks and rows.
         hooks: features that may have a sequence wait for a deeper match, and that add to reports.
         state_interval: tokens between regular snapshots of a long prompt.
-        complete_experts: if True, requests for routed experts do not reuse tokens without recorded
-            experts.
     """
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        hooks: Hooks,
-        state_interval: int,
-        *,
-        complete_experts: bool = False,
-    ) -> None:
+    def __init__(self, cache: PrefixCache, hooks: Hooks, state_interval: int) -> None:
         self._cache = cache
         self._hooks = hooks
         self._state_interval = state_interval
-        self._complete_experts = complete_experts
         self._refused: tuple[object, ...] = ()
 
     def admit(self, sequence: Sequence, budget: int, *, alone: bool, whole: bool = False) -> bool:
@@ -82,11 +72,6 @@ class Admitter:
             return True
         return False
 
-    def needs_experts(self, sequence: Sequence) -> bool:
-        """Return True if a sequence reuses no tokens without recorded experts."""
-        complete = self._complete_experts or sequence.request.complete_experts
-        return complete and sequence.experts is not None
-
     def prefill_end(self, sequence: Sequence) -> int:
         """Return the number of a waiting sequence's tokens that prefill computes. These are all of
         them, or its prompt alone: decoding then computes its answer again."""
@@ -95,14 +80,21 @@ class Admitter:
 
     def match(self, sequence: Sequence) -> Match:
         """Return what the cache has of a waiting sequence."""
-        target = self.prefill_end(sequence)
+        target, needs = self.prefill_end(sequence), self._needs(sequence)
         return self._cache.match(
             sequence.keys,
             limit=target - 1,
             length=target,
-            complete_experts=self.needs_experts(sequence),
-            logprobs=sequence.group.wanted_rows,
+            complete_experts=needs.complete_experts,
+            logprobs=needs.logprobs,
         )
+
+    def _needs(self, sequence: Sequence) -> Needs:
+        """Return what features need of a sequence's prompt."""
+        needs = Needs()
+        for ask in self._hooks.on_matching:
+            ask(sequence, needs)
+        return needs
 
     def may_use(self, sequence: Sequence, match: Match, least: int = 0) -> bool:
         """Return False if a sequence must wait for a match that becomes deeper than this one.
@@ -123,11 +115,6 @@ class Admitter:
             self._cache.close(lease)
             return False
         sequence.lease = lease
-        if sequence.experts is not None:
-            sequence.experts.replay(self._cache.cached_experts(lease))
-        log = sequence.group.prompt_log
-        if log is not None and match is not None:
-            log.replay(match.logprobs)
         sequence.num_cached = sequence.num_computed = start
         sequence.prefill_target = target
         sequence.snapshot_positions = dict(
@@ -137,14 +124,14 @@ class Admitter:
                 junction=self._cache.junction(match, sequence.keys) if match is not None else 0,
                 interval=self._state_interval,
                 min_gain=self._cache.config.min_snapshot_gain * self._cache.config.block_size,
-                first_row=log.first if log is not None else None,
+                first_row=self._needs(sequence).first_row,
                 learned=self._cache.places.table(sequence.keys.root),
             )
         )
         return True
 
     def _record_admission(self, sequence: Sequence, match: Match, used: int | None = None) -> None:
-        group, experts = sequence.group, sequence.experts
+        group, length = sequence.group, len(sequence.prompt)
         boundary = match.boundary if used is None else used
         replay = group.report is not None
         assert sequence.lease is not None
@@ -156,7 +143,7 @@ class Admitter:
         self._cache.record(
             sequence.lease,
             match,
-            len(sequence.prompt),
+            length,
             used=boundary,
             replay=replay,
             joined_tokens=joined_tokens,
@@ -168,10 +155,9 @@ class Admitter:
             sequence.lease,
             match,
             sequence.keys,
-            len(sequence.prompt),
+            length,
             sequence.snapshot_positions,
         )
-        log, length = group.prompt_log, len(sequence.prompt)
         segments = prompt_segments(boundary, length, admission.fetched)
         group.cached_tokens = boundary
         group.report = CacheReport(
@@ -181,8 +167,8 @@ class Admitter:
             boundary=boundary,
             tiers=tokens_by_tier(segments),
             reason=match.reason,
-            experts_missing=0 if experts is None else experts.num_unknown(boundary),
-            logprobs_reused=0 if log is None else log.num_reused,
+            experts_missing=admission.experts_missing,
+            logprobs_reused=admission.logprobs_reused,
             joined_tokens=joined_tokens,
             joined_ms=joined_ms,
             answer_tokens=match.answered if boundary else 0,

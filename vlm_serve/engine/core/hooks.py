@@ -11,11 +11,16 @@ open, decode, prompts, drafts, trail, (the core folds), close. *Reclaims* give m
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from vlm_serve.cache.experts import Rows as ExpertRows
+from vlm_serve.cache.logprobs import RowPiece, WantedRows
 from vlm_serve.cache.matching import Match
+from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.requests.request import Request
 from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
@@ -46,6 +51,40 @@ class Loop(Protocol):
         """End a request. Ignore unknown ids."""
 
 
+class StepRow(NamedTuple):
+    """One slice of a step, and its sequence, which may have ended."""
+
+    sequence: Sequence
+    item: Slice
+
+
+@dataclass(slots=True)
+class Needs:
+    """Records that a request needs of its prompt beside KV and state. Features ask for them.
+
+    Attributes:
+        complete_experts: no token may be reused without recorded experts.
+        logprobs: rows that are missing; the first one has to be reused or computed.
+        first_row: first token whose log-probability is reported; None if none is.
+    """
+
+    complete_experts: bool = False
+    logprobs: WantedRows | None = None
+    first_row: int | None = None
+
+
+@dataclass(slots=True)
+class TokenRecords:
+    """Records that the cache keeps with a slice's tokens, see `PrefixCache.commit`."""
+
+    experts: ExpertRows | None = None
+    logprobs: RowPiece | None = None
+
+
+StepRecords = defaultdict[int, TokenRecords]
+"""Records of a step by sequence number."""
+
+
 class CommittedRow(NamedTuple):
     """One slice of a committed step.
 
@@ -71,6 +110,8 @@ class Admission:
         reason: why the match is not deeper, see `cache.matching`.
         fetched: (start, end, tier) of tokens that came from lower tiers.
         joined_tokens, joined_ms: what waiting for another prefill has gained and taken.
+        experts_missing: number of reused tokens without recorded experts.
+        logprobs_reused: number of rows of log-probabilities from the cache.
     """
 
     sequence: Sequence
@@ -80,6 +121,17 @@ class Admission:
     fetched: tuple[tuple[int, int, str], ...] = ()
     joined_tokens: int = 0
     joined_ms: float = 0.0
+    experts_missing: int = 0
+    logprobs_reused: int = 0
+
+    @property
+    def request(self) -> Request:
+        return self.sequence.request
+
+    @property
+    def uses_match(self) -> bool:
+        """Return False if the sequence starts without its match: that held memory it needs."""
+        return self.boundary == self.match.boundary
 
 
 @dataclass(slots=True)
@@ -92,22 +144,30 @@ class Hooks:
     Attributes:
         on_added: a request has been queued.
         on_waiting: a sequence begins to wait for its admission, at first or again.
+        on_matching: a sequence is about to be matched, or has to start without a match: ask for
+            what it needs.
         on_admitted: a sequence has got a lease, and none of its tokens is planned yet.
         on_matched: the same, with what its request's report will say.
         on_fetched: what a waiting sequence can start from may have grown.
         on_stopping: a running sequence is about to lose its lease and to wait again.
         on_ended: an answer has ended. What its sequence holds may be kept for a while.
         on_learned: a step has succeeded and took so many seconds.
+        on_output: a step has been computed, and nothing of it is committed yet: add what the cache
+            is to keep with the tokens.
         on_computed: the tokens of ended answers have been committed, and no others yet.
         on_committed: a step has been committed.
+        on_forked: a choice is about to get its first token; so far it has its parent's.
         on_failed: a step has failed, and nothing has been rolled back yet.
         may_start: may a waiting sequence be admitted now? One that raises ends its request.
         may_use: may a sequence start from this match, or is a deeper one than `least` coming?
+        may_follow: may a sequence wait for what another one's prefill leaves, given its own match?
+        may_prefill: how many of so many tokens may the next slice of a prompt have?
         may_leave: may a sequence whose answer has ended give up what it holds?
         plan_open: takes tokens of the step before all others do, at most as many as are given.
             Return their number.
         plan_decode: extends the decode token of a sequence whose next tokens are known, by at most
             as many tokens as are given.
+        plan_prefill: adds to a slice of a prompt that has been planned.
         plan_prompts: looks at the sequences that wait or run; called whenever some may have begun
             to, before prompts are planned and in between.
         plan_drafts: adds drafts, at most as many tokens as are given.
@@ -120,6 +180,7 @@ class Hooks:
         on_planned: a step has been planned, or could not be: begin what was asked for meanwhile.
         is_busy: will another thread have the loop plan again?
         on_answering: the first token of a request has been sampled.
+        report_first, report_last: add to a choice's first and last delta.
         on_finished: all choices of a request have ended.
         on_published: the cache has changed, or may have; called before clients learn of it.
         on_idle: a step or command is over and the next has not begun.
@@ -130,22 +191,30 @@ class Hooks:
 
     on_added: list[Callable[[SequenceGroup], None]] = field(default_factory=list)
     on_waiting: list[Callable[[Sequence], None]] = field(default_factory=list)
+    on_matching: list[Callable[[Sequence, Needs], None]] = field(default_factory=list)
     on_admitted: list[Callable[[Sequence], None]] = field(default_factory=list)
     on_matched: list[Callable[[Admission], None]] = field(default_factory=list)
     on_fetched: list[Callable[[Sequence], None]] = field(default_factory=list)
     on_stopping: list[Callable[[Sequence], None]] = field(default_factory=list)
     on_ended: list[Callable[[Sequence], None]] = field(default_factory=list)
     on_learned: list[Callable[[StepPlan, StepOutput, float], None]] = field(default_factory=list)
+    on_output: list[Callable[[Rows[StepRow], StepOutput, StepRecords], None]] = field(
+        default_factory=list
+    )
     on_computed: list[Callable[[], None]] = field(default_factory=list)
     on_committed: list[Callable[[list[CommittedRow], StepOutput], None]] = field(
         default_factory=list
     )
+    on_forked: list[Callable[[Sequence, Sequence], None]] = field(default_factory=list)
     on_failed: list[Callable[[StepPlan], None]] = field(default_factory=list)
     may_start: list[Callable[[Sequence], bool]] = field(default_factory=list)
     may_use: list[Callable[[Sequence, Match, int], bool]] = field(default_factory=list)
+    may_follow: list[Callable[[Sequence, Sequence, Match], bool]] = field(default_factory=list)
+    may_prefill: list[Callable[[Sequence, int], int]] = field(default_factory=list)
     may_leave: list[Callable[[Sequence], bool]] = field(default_factory=list)
     plan_open: list[Callable[[int], int]] = field(default_factory=list)
     plan_decode: list[Callable[[Sequence, Slice, int], Slice]] = field(default_factory=list)
+    plan_prefill: list[Callable[[Sequence, Slice], Slice]] = field(default_factory=list)
     plan_prompts: list[Callable[[], None]] = field(default_factory=list)
     plan_drafts: list[Callable[[int], None]] = field(default_factory=list)
     plan_trail: list[Callable[[], None]] = field(default_factory=list)
@@ -156,6 +225,8 @@ class Hooks:
     on_planned: list[Callable[[], None]] = field(default_factory=list)
     is_busy: list[Callable[[], bool]] = field(default_factory=list)
     on_answering: list[Callable[[SequenceGroup], None]] = field(default_factory=list)
+    report_first: list[Callable[[Sequence, Delta], Delta]] = field(default_factory=list)
+    report_last: list[Callable[[Sequence, Delta], Delta]] = field(default_factory=list)
     on_finished: list[Callable[[SequenceGroup], None]] = field(default_factory=list)
     on_published: list[Callable[[], None]] = field(default_factory=list)
     on_idle: list[Callable[[], None]] = field(default_factory=list)
@@ -184,20 +255,50 @@ class Hooks:
             else:
                 getattr(self, name).append(method)
         if gate is not None and concerns is not None and gate.methods:
-            self.on_added.append(_only(concerns, gate.enter, None))
-            self.on_ended.append(_only(concerns, gate.leave, None))
+            self.on_added.append(_only(concerns, gate.enter, _nothing))
+            self.on_ended.append(_only(concerns, gate.leave, _nothing))
 
 
-_OF_ONE = {
-    "on_added": None,
-    "on_admitted": None,
-    "on_answering": None,
-    "on_ended": None,
-    "may_start": True,
+def _nothing(*arguments: object) -> None:
+    """Return None, for a notice."""
+
+
+def _yes(*arguments: object) -> bool:
+    """Return True, for a veto."""
+    return True
+
+
+def _unchanged(subject: object, value: object) -> object:
+    """Return the value that a feature could have changed."""
+    return value
+
+
+_OF_ONE: dict[str, Callable[..., Any]] = {
+    "on_added": _nothing,
+    "on_matching": _nothing,
+    "on_admitted": _nothing,
+    "on_matched": _nothing,
+    "on_forked": _nothing,
+    "on_answering": _nothing,
+    "on_ended": _nothing,
+    "may_start": _yes,
+    "may_follow": _yes,
+    "may_prefill": _unchanged,
+    "plan_prefill": _unchanged,
+    "report_first": _unchanged,
+    "report_last": _unchanged,
 }
-"""Hooks about a single request or sequence, with what they return for one that does not concern."""
+"""Hooks about a single request or sequence, with what is called for one that does not concern."""
 
-_OF_STEPS = ("on_learned", "on_computed", "on_committed", "plan_open", "plan_drafts", "plan_trail")
+_OF_STEPS = (
+    "on_learned",
+    "on_output",
+    "on_computed",
+    "on_committed",
+    "plan_open",
+    "plan_drafts",
+    "plan_trail",
+)
 """Hooks about a whole step that a feature needs only while some request concerns it."""
 
 
@@ -243,6 +344,12 @@ class _Gate:
 
 
 def _only(
-    concerns: Callable[[Request], bool], method: Callable[[Any], Any], otherwise: bool | None
-) -> Callable[[Any], Any]:
-    return lambda subject: method(subject) if concerns(subject.request) else otherwise
+    concerns: Callable[[Request], bool], method: Callable[..., Any], otherwise: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that calls `method` for a subject whose request concerns."""
+
+    def call(subject: Any, *arguments: Any) -> Any:
+        chosen = method if concerns(subject.request) else otherwise
+        return chosen(subject, *arguments)
+
+    return call

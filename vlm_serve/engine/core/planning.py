@@ -177,7 +177,6 @@ class Planner:
         self._cache = queues.cache
         self._media = queues.media
         self._config = config
-        self._reports_left = 0
         self._held_back = False
         self.pace = Pace(config.step_seconds, config.min_step_tokens)
         self.failures: list[tuple[Sequence, Exception]] = []
@@ -198,7 +197,6 @@ class Planner:
         kept = len(queues.running) + self._config.block_size
         for offer in hooks.plan_open[:]:
             budget -= offer(budget - kept)
-        self._reports_left = self._config.reported_tokens
         self._media.begin_step(budget)
         candidates = sorted(queues.suspects[:1] or queues.running, key=order)
         decoding: list[Sequence] = []
@@ -388,24 +386,20 @@ class Planner:
             return 0
         config, cuts = self._config, sequence.keys.cuts
         start = sequence.num_computed
-        log = sequence.group.prompt_log if sequence.group.wanted_rows is not None else None
-        if log is not None:
-            budget = min(budget, log.next - 1 - start + self._reports_left)
+        for limit in self._hooks.may_prefill:
+            budget = limit(sequence, budget)
         end = slice_end(cuts, start, sequence.prefill_target, budget)
         end = self._media.clip(sequence, start, end)
         if end <= start or not self._ensure_blocks(sequence, end):
             return 0
         ends = chunk_ends(cuts, start, end, config.block_size, config.chunk_size)
         wanted = [p for p in sequence.snapshot_positions if start < p <= end]
-        reported = log.to_report(start, end) if log is not None else (0, 0)
-        self._reports_left -= max(0, reported[1] - reported[0])
         embeddings = self._media.acquire(sequence, start, end)
         snapshots = self._reserve(sequence, wanted)
-        self._queues.planned.append(
-            self._slice(
-                sequence, start, end, snapshots, ends=ends, embeddings=embeddings, reported=reported
-            )
-        )
+        item = self._slice(sequence, start, end, snapshots, ends=ends, embeddings=embeddings)
+        for extend in self._hooks.plan_prefill:
+            item = extend(sequence, item)
+        self._queues.planned.append(item)
         return end - start
 
     def _ensure_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -445,7 +439,6 @@ class Planner:
         *,
         ends: tuple[int, ...] = (),
         embeddings: tuple[tuple[int, int, int, int], ...] = (),
-        reported: tuple[int, int] = (0, 0),
     ) -> Slice:
         lease, known = sequence.lease, len(sequence.prompt)
         assert lease is not None
@@ -468,7 +461,5 @@ class Planner:
             snapshots=snapshots,
             embeddings=embeddings,
             samples=tuple(tasks),
-            reported_start=reported[0],
-            reported_end=reported[1],
             adapter=sequence.adapter_slot,
         )

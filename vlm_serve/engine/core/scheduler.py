@@ -9,17 +9,19 @@ from __future__ import annotations
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.core.admission import Admitter
 from vlm_serve.engine.core.executor import RowsAfter, StepError
-from vlm_serve.engine.core.hooks import CommittedRow, Hooks
+from vlm_serve.engine.core.hooks import CommittedRow, Hooks, StepRecords, StepRow, TokenRecords
 from vlm_serve.engine.core.media import MediaPlanner
 from vlm_serve.engine.core.planning import Planner, SchedulerConfig
 from vlm_serve.engine.core.queues import SequenceQueues, UpdateSlots
 from vlm_serve.engine.requests.outputs import Delta, FinishReason
-from vlm_serve.engine.requests.plan import Slice, StepOutput, StepPlan
+from vlm_serve.engine.requests.plan import SampledToken, Slice, StepOutput, StepPlan
 from vlm_serve.engine.requests.reports import complete_report
 from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 from vlm_serve.errors import EngineError, InvalidRequestError, OverloadedError, VlmServeError
 
 Event = tuple[SequenceGroup, Delta]
+
+_NO_RECORDS = TokenRecords()
 
 
 class Scheduler:
@@ -51,9 +53,8 @@ class Scheduler:
             self.hooks,
             update_slots=update_slots if cache.config.has_state else None,
         )
-        self.admitter = Admitter(
-            cache, self.hooks, config.state_interval, complete_experts=config.complete_experts
-        )
+        self.admitter = Admitter(cache, self.hooks, config.state_interval)
+        self._records = StepRecords(TokenRecords)
         self._planner = Planner(self.queues, self.admitter, config)
         self.pace = self._planner.pace
         self.running, self.waiting = self.queues.running, self.queues.waiting
@@ -106,8 +107,11 @@ class Scheduler:
         """Publish the results of a successful step and append the sampled tokens."""
         self.queues.forget_row_copies()
         self._media.commit_step()
-        rows = [(self.queues[item.sequence], item) for item in plan.slices]
-        self._commit_last_tokens(rows, output)
+        rows = [StepRow(self.queues[item.sequence], item) for item in plan.slices]
+        self._records = StepRecords(TokenRecords)
+        for notice in self.hooks.on_output[:]:
+            notice(rows, output, self._records)
+        self._commit_last_tokens(rows)
         events, committed = list[Event](), list[CommittedRow]()
         for sequence, item in rows:
             if sequence.answer.finish_reason is not None:
@@ -117,16 +121,16 @@ class Scheduler:
             else:
                 accepted = self._commit_slice(sequence, item, output, events)
             committed.append(CommittedRow(sequence, item, accepted))
-        for notice in self.hooks.on_committed[:]:
-            notice(committed, output)
+        for tell in self.hooks.on_committed[:]:
+            tell(committed, output)
         return events + self._end_grammars_over_limits()
 
-    def _commit_last_tokens(self, rows: list[tuple[Sequence, Slice]], output: StepOutput) -> None:
+    def _commit_last_tokens(self, rows: list[StepRow]) -> None:
         """Commit the last tokens of answers that had ended before, and have them published before
         further answers end."""
         for sequence, item in rows:
             if item.sequence in self.queues.kept:
-                self._commit_tokens(sequence, item, item.end, output)
+                self._commit_tokens(sequence, item, item.end)
         for notice in self.hooks.on_computed:
             notice()
 
@@ -134,7 +138,7 @@ class Scheduler:
         self, sequence: Sequence, item: Slice, output: StepOutput, events: list[Event]
     ) -> int:
         """Commit a slice of prompt or one token; return how many of its tokens were sampled."""
-        self._commit_tokens(sequence, item, item.end, output)
+        self._commit_tokens(sequence, item, item.end)
         self._media.release_until(sequence, item.end)
         self._clear_suspect(sequence)
         if item.samples:
@@ -144,28 +148,21 @@ class Scheduler:
         sequence.check_lengths()
         return int(bool(item.samples))
 
-    def _commit_tokens(self, sequence: Sequence, item: Slice, end: int, output: StepOutput) -> None:
+    def _commit_tokens(self, sequence: Sequence, item: Slice, end: int) -> None:
         """Mark the tokens of a slice before position `end` as computed and publish them."""
         assert sequence.lease is not None
         sequence.num_computed = end
         sequence.settled_blocks = item.start // self._config.block_size
-        rows, log = output.experts.get(item.sequence), sequence.group.prompt_log
-        if rows is not None:
-            rows = rows[: end - item.start]
-        reports = output.prompt_logprobs.get(item.sequence)
-        if log is not None and reports is not None:
-            log.put(item.reported_start + 1, reports)
+        records = self._records.get(item.sequence, _NO_RECORDS)
         self._cache.commit(
             sequence.lease,
             sequence.keys,
             end,
             exact_until=sequence.prefill_target,
             answer_start=len(sequence.prompt),
-            experts=rows,
-            logprobs=log.known if log is not None else None,
+            experts=records.experts,
+            logprobs=records.logprobs,
         )
-        if sequence.experts is not None and rows is not None:
-            sequence.experts.put(item.start, rows)
 
     def _commit_drafts(
         self, sequence: Sequence, item: Slice, output: StepOutput, events: list[Event]
@@ -177,15 +174,12 @@ class Scheduler:
         sampled, drafted = output.sampled[sequence.number], len(item.samples) - 1
         group, taken = sequence.group, 0
         group.drafted_tokens += 0 if forced else drafted
-        rows = output.experts.get(item.sequence)
-        if sequence.experts is not None and rows is not None:
-            sequence.experts.put(item.start, rows[: len(sampled)])
         for taken, token in enumerate(sampled, 1):
             group.accepted_tokens += not forced and taken < len(sampled)
-            events.append((group, sequence.accept(token)))
+            events.append(self._append(sequence, token))
             if sequence.answer.finish_reason is not None:
                 break
-        self._commit_tokens(sequence, item, item.start + taken, output)
+        self._commit_tokens(sequence, item, item.start + taken)
         self._cache.shrink(sequence.lease, sequence.num_computed)
         sequence.pending = taken if item.updates >= 0 else 0
         sequence.check_lengths()
@@ -299,11 +293,12 @@ class Scheduler:
         if sequence.num_generated == 0:
             group.report = complete_report(self._cache, sequence)
         for choice in (sequence, *sequence.pending_forks):
-            if choice is not sequence and sequence.experts is not None:
-                choice.experts = sequence.experts.copy()
+            if choice is not sequence:
+                for notice in self.hooks.on_forked:
+                    notice(sequence, choice)
             for sampled in output.sampled[choice.number]:
                 if choice.answer.finish_reason is None:
-                    events.append((group, choice.accept(sampled)))
+                    events.append(self._append(choice, sampled))
             if choice is not sequence and choice.answer.finish_reason is None:
                 self.queues.fork(sequence, choice, self._config.max_num_seqs)
             elif choice is not sequence:
@@ -311,6 +306,17 @@ class Scheduler:
         if sequence.answer.finish_reason is not None:
             self._finish(sequence)
         return events
+
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> Event:
+        """Append a sampled token to an answer, and return its increment."""
+        delta = sequence.accept(sampled)
+        if sequence.num_generated == 1:
+            for report in self.hooks.report_first:
+                delta = report(sequence, delta)
+        if delta.finish_reason is not None:
+            for report in self.hooks.report_last:
+                delta = report(sequence, delta)
+        return sequence.group, delta
 
     def _clear_suspect(self, sequence: Sequence) -> None:
         if sequence.suspect_until and sequence.num_computed >= sequence.suspect_until:

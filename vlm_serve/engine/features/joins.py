@@ -384,6 +384,7 @@ class Joining:
         self.on_fetched = self.joins.release
         self._queues = queues
         self._admitter = admitter
+        self._may_follow = queues.hooks.may_follow
         self._gain = config.min_snapshot_gain * config.block_size
         self._least_gain = config.block_size
 
@@ -426,7 +427,7 @@ class Joining:
         best: tuple[int, int] = (0, 0)
         leader: Sequence | None = None
         for prefill in near:
-            if not self._fills_experts(sequence, prefill, match):
+            if not all(may(sequence, prefill, match) for may in self._may_follow):
                 continue
             reach = self._reach(sequence, prefill, match)
             cut = self._cut(sequence, prefill, match.boundary, reach)
@@ -460,13 +461,6 @@ class Joining:
         if media.stall(sequence, match.boundary) <= stall:
             return match.limit
         return min(match.limit, stall)
-
-    def _fills_experts(self, sequence: Sequence, leader: Sequence, match: Match) -> bool:
-        """Return True if the leader leaves the routed experts that a sequence has to have: it
-        records them, and what it did not compute has them."""
-        if not self._admitter.needs_experts(sequence):
-            return True
-        return leader.experts is not None and leader.num_cached <= match.boundary
 
     def _promise(self, leader: Sequence, cut: int) -> bool:
         """Add a meeting cut to the planned slice that passes it. Return False if no row is free for

@@ -1,60 +1,23 @@
-"""Log-probabilities of a prompt's tokens: computed from logits, and collected for a request.
+"""Log-probabilities of prompts, collected for the requests that ask for them.
 
 The rows of a request may come from its own steps or from the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+from dataclasses import replace
 
 import numpy as np
-import torch
 
 from vlm_serve.cache.logprobs import RowPiece, WantedRows, row_type
 from vlm_serve.cache.records import LogprobRows
-from vlm_serve.engine.requests.outputs import PromptLogprobs
-from vlm_serve.engine.requests.row_sums import log_softmax
-
-_ROWS_AT_ONCE = 32
-"""Number of rows whose softmax is in memory at the same time."""
-
-
-def logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], top: int) -> LogprobRows:
-    """Compute the rows of tokens, see `row_type`; each row depends on its own logits only.
-
-    Args:
-        logits: float32 `[R, vocab]`, each given everything before the token of its row.
-        token_ids: the R tokens.
-        top: number of most likely tokens per row.
-    """
-    rows = np.empty(len(token_ids), row_type(top))
-    for first in range(0, len(token_ids), _ROWS_AT_ONCE):
-        part = rows[first : first + _ROWS_AT_ONCE]
-        logprobs = log_softmax(logits[first : first + len(part)])
-        ids = torch.tensor(token_ids[first : first + len(part)], device=logprobs.device)
-        chosen = logprobs.gather(1, ids[:, None])
-        part["logprob"] = chosen[:, 0].cpu().numpy()
-        part["rank"] = ((logprobs > chosen).sum(dim=-1) + 1).cpu().numpy()
-        if top:
-            _name_likeliest(part, logprobs)
-    return rows
-
-
-def _name_likeliest(part: LogprobRows, logprobs: torch.Tensor) -> None:
-    """Fill in the most likely tokens; ties go to lower ids. So the first k of a longer row equal a
-    row of k."""
-    top = part["ids"].shape[1]
-    values, ids = (
-        tensor.cpu().numpy() for tensor in torch.topk(logprobs, min(top + 1, logprobs.shape[1]))
-    )
-    for row in np.flatnonzero(values[:, top - 1] == values[:, -1]) if values.shape[1] > top else ():
-        level = float(values[row, -1])  # shared by the last token named and the first one left out
-        equals = torch.nonzero(logprobs[row] == level)[:, 0].cpu().numpy()
-        better = int((values[row] > level).sum())
-        ids[row, better:top] = equals[: top - better]
-    order = np.lexsort((ids[:, :top], -values[:, :top]))
-    part["ids"] = np.take_along_axis(ids[:, :top], order, axis=1)
-    part["logprobs"] = np.take_along_axis(values[:, :top], order, axis=1)
+from vlm_serve.engine.core.hooks import Admission, Needs, StepRecords, StepRow
+from vlm_serve.engine.requests.outputs import Delta, PromptLogprobs
+from vlm_serve.engine.requests.plan import Slice, StepOutput
+from vlm_serve.engine.requests.request import Request
+from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 
 
 class PromptLog:
@@ -109,7 +72,7 @@ class PromptLog:
             self.put(piece.start, piece.rows)
         self.num_reused += self.next - before
 
-    def report(self, token_ids: Sequence[int]) -> tuple[PromptLogprobs, ...]:
+    def report(self, token_ids: Tokens[int]) -> tuple[PromptLogprobs, ...]:
         """Return all rows in the form for callers.
 
         Args:
@@ -128,3 +91,82 @@ class PromptLog:
                 for token, logprob, rank, ids, logprobs in columns
             )
         return self._report
+
+
+class LogprobReports:
+    """Reports the log-probabilities of prompts, and has the cache keep their rows.
+
+    A step computes the rows of a limited number of tokens: each takes a row of logits.
+
+    Args:
+        most: maximum number of tokens that a step reports.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+        self._logs: dict[SequenceGroup, PromptLog] = {}
+
+    @staticmethod
+    def concerns(request: Request) -> bool:
+        return request.params.prompt_logprobs is not None
+
+    def on_added(self, group: SequenceGroup) -> None:
+        params = group.request.params
+        assert params.prompt_logprobs is not None
+        self._logs[group] = PromptLog(
+            params.prompt_logprobs_start, len(group.request.prompt), params.prompt_logprobs
+        )
+
+    def on_matching(self, sequence: Sequence, needs: Needs) -> None:
+        """Have a match end before the first row that is missing."""
+        log = self._logs[sequence.group]
+        needs.logprobs, needs.first_row = log.wanted, log.first
+
+    def on_matched(self, admission: Admission) -> None:
+        """Take over what the match has."""
+        log = self._logs[admission.sequence.group]
+        if admission.uses_match:
+            log.replay(admission.match.logprobs)
+        admission.logprobs_reused = log.num_reused
+
+    def plan_open(self, room: int) -> int:
+        """Begin a step."""
+        self._left = self._most
+        return 0
+
+    def may_prefill(self, sequence: Sequence, budget: int) -> int:
+        """Limit a slice of a prompt to as many reports as the step has left."""
+        log = self._logs[sequence.group]
+        if log.wanted is None:
+            return budget
+        return min(budget, log.next - 1 - sequence.num_computed + self._left)
+
+    def plan_prefill(self, sequence: Sequence, item: Slice) -> Slice:
+        """Have a slice of a prompt report the tokens that precede missing rows."""
+        log = self._logs[sequence.group]
+        if log.wanted is None:
+            return item
+        start, end = log.to_report(item.start, item.end)
+        self._left -= max(0, end - start)
+        return replace(item, reported_start=start, reported_end=end)
+
+    def on_output(self, rows: Tokens[StepRow], output: StepOutput, records: StepRecords) -> None:
+        """Store the rows of a step, and give the cache all that are known."""
+        for sequence, item in rows:
+            log = self._logs.get(sequence.group)
+            if log is None:
+                continue
+            reported = output.prompt_logprobs.get(item.sequence)
+            if reported is not None:
+                log.put(item.reported_start + 1, reported)
+            records[item.sequence].logprobs = log.known
+
+    def report_first(self, sequence: Sequence, delta: Delta) -> Delta:
+        """Add the rows to a choice's first delta."""
+        report = self._logs[sequence.group].report(sequence.prompt.token_ids)
+        return replace(delta, prompt_logprobs=report)
+
+    def on_ended(self, sequence: Sequence) -> None:
+        """Forget the rows with the last choice."""
+        if sequence.group.finished:
+            self._logs.pop(sequence.group, None)

@@ -20,7 +20,9 @@ from vlm_serve.engine.features.drafts.drafting import Drafting
 from vlm_serve.engine.features.drafts.lengths import CostCurve
 from vlm_serve.engine.features.endings.endings import Endings
 from vlm_serve.engine.features.joins import Joining
+from vlm_serve.engine.features.prompt_logprobs import LogprobReports
 from vlm_serve.engine.features.replays import Replays
+from vlm_serve.engine.features.routed_experts import ExpertReports
 from vlm_serve.engine.features.tiers.fetching import Fetching
 from vlm_serve.engine.requests.request import Request
 
@@ -102,6 +104,14 @@ def _fetching(scheduler: Scheduler, options: Options) -> Fetching | None:
     return None if options.fetcher is None else Fetching(options.fetcher, scheduler.hooks)
 
 
+def _experts(scheduler: Scheduler, options: Options) -> ExpertReports:
+    return ExpertReports(scheduler.queues.cache, complete=options.config.complete_experts)
+
+
+def _logprobs(scheduler: Scheduler, options: Options) -> LogprobReports:
+    return LogprobReports(options.config.reported_tokens)
+
+
 def _adapters(scheduler: Scheduler, options: Options) -> AdapterWaiting | None:
     return None if options.slots is None else AdapterWaiting(scheduler.queues, options.slots)
 
@@ -112,6 +122,8 @@ TABLE = (
     FeatureRow("endings", _endings),
     FeatureRow("fetching", _fetching),
     FeatureRow("drafts", _drafts),
+    FeatureRow("experts", _experts, concerns=ExpertReports.concerns),
+    FeatureRow("log-probabilities", _logprobs, concerns=LogprobReports.concerns),
     # Whoever may start gets its adapter loaded, so nothing else may refuse it behind this.
     FeatureRow(
         "adapters", _adapters, concerns=lambda request: request.adapter is not None, commutes=False

@@ -24,10 +24,10 @@ from vlm_serve.engine.requests.plan import (
     StepOutput,
     StepPlan,
 )
-from vlm_serve.engine.requests.prompt_rows import logprob_rows
 from vlm_serve.engine.steps.batching import KnownSequence, make_batch
 from vlm_serve.engine.steps.draft_graphs import DraftGraphs
 from vlm_serve.engine.steps.mtp_runner import MtpRunner
+from vlm_serve.engine.steps.prompt_rows import logprob_rows
 from vlm_serve.engine.steps.sampler import sample
 from vlm_serve.engine.steps.step_graphs import StepGraphs
 from vlm_serve.engine.steps.tier_transfer import TensorTransfer
