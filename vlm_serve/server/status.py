@@ -120,7 +120,8 @@ def problem(service: Service) -> str | None:
 
 
 async def health(service: Service, _: Request) -> Response:
-    """GET /health: 200 while the engine makes progress or is idle, else 503."""
+    """GET /health: 200 while the engine makes progress or is idle, else 503. For SageMaker also
+    GET and POST /ping."""
     trouble = problem(service)
     if trouble is not None:
         return JSONResponse({"status": "unhealthy", "reason": trouble}, status_code=503)
@@ -168,11 +169,6 @@ class ResetRequest(RequestModel):
 
     reset_running_requests: bool | None = None
     reset_external: bool | None = None
-
-
-async def ping(service: Service, request: Request) -> Response:
-    """GET and POST /ping: as /health, for SageMaker."""
-    return await health(service, request)
 
 
 async def model_info(service: Service, _: Request) -> Response:
