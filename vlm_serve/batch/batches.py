@@ -17,18 +17,12 @@ from vlm_serve.batch.record import Batch, Ending, Problem
 from vlm_serve.batch.run import BatchRun, InvalidInputError, Surroundings
 from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
 from vlm_serve.server.http.auth import Owner
-from vlm_serve.server.http.errors import DrainingError
+from vlm_serve.server.http.errors import DrainingError, NotFoundError
 
 _log = logging.getLogger(__name__)
 
 MAX_BATCHES = 500
 """Most batches of an owner that are remembered."""
-
-
-class BatchNotKnownError(InvalidRequestError):
-    """The owner has no such batch: HTTP 404."""
-
-    status = 404
 
 
 class TooManyBatchesError(VlmServeError):
@@ -80,12 +74,12 @@ class Batches:
         """Return a batch of an owner.
 
         Raises:
-            BatchNotKnownError: the owner has none of that id.
+            NotFoundError: the owner has none of that id.
         """
         account = self._accounts.get(owner)
         batch = account and account.batches.get(batch_id)
         if not batch:
-            raise BatchNotKnownError(
+            raise NotFoundError(
                 f"there is no batch {batch_id[:128]!r}", param="batch_id", code="batch_not_found"
             )
         return batch

@@ -18,12 +18,11 @@ from starlette.types import ASGIApp
 
 from vlm_serve.batch.asgi import HttpReply, TokenUsage, usage_of
 from vlm_serve.batch.file_store import Draft, FileStore, StoredFile, in_thread, settled
-from vlm_serve.batch.journal import Row
+from vlm_serve.batch.journal import Row, encode_row
 from vlm_serve.batch.lines import (
     Line,
     RawLine,
     answer_row,
-    encode_row,
     error_row,
     line_of,
     parsing_bytes,

@@ -27,13 +27,14 @@ from vlm_serve.deploy.replica_pool import (
     no_replica,
 )
 from vlm_serve.deploy.request_keys import keys_of
-from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
+from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.failover.attempt import TOKENS, Attempt, Delivery
 from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.errors import (
     DrainingError,
+    NotFoundError,
     envelope,
     error_for,
     is_anthropic,
@@ -46,12 +47,6 @@ from vlm_serve.server.http.streaming import cancelled, disconnected
 
 ONE_REPLICA = ("/v1/cache/tree", "/v1/cache/events", "/v1/cache/nodes/", "/v1/cache/affinity")
 """Routes about a single replica: the one in `?replica=`, by default the first."""
-
-
-class UnknownReplicaError(InvalidRequestError):
-    """The request names an unknown replica: HTTP 404."""
-
-    status = 404
 
 
 class Gateway:
@@ -209,7 +204,7 @@ class Gateway:
         """Return the query without `replica`, and the named replica.
 
         If none is named: the first for a route about a single replica, else None. Raises
-        UnknownReplicaError.
+        NotFoundError.
         """
         if not scope["path"].startswith("/v1/cache/"):
             return scope["query_string"], None
@@ -222,7 +217,7 @@ class Gateway:
         if not named:
             return scope["query_string"], names[0] if single else None
         if named[-1] not in names:
-            raise UnknownReplicaError(
+            raise NotFoundError(
                 f"no replica is called {named[-1][:64]!r}; there are: " + ", ".join(names),
                 param="replica",
             )

@@ -78,7 +78,7 @@ from vlm_serve.server.http.errors import (
     on_http_exception,
 )
 from vlm_serve.server.http.request_memory import Intake
-from vlm_serve.server.routes import DescribedApp, Responses, add_route
+from vlm_serve.server.routes import ERRORS, DescribedApp, Responses, add_route, errors_of
 from vlm_serve.server.service import Service
 from vlm_serve.server.status import ModelCard, ModelList
 from vlm_serve.system.version import __version__
@@ -87,10 +87,7 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 Row = tuple[str, str, Handler, Responses, dict[str, Any]]
 """A route: method and path, handler, responses, and further settings of `add_route`."""
 
-ERRORS, MESSAGES_ERRORS = (
-    Responses({"4XX": {"model": body}, "5XX": {"model": body}})
-    for body in (ErrorBody, MessagesErrorBody)
-)
+MESSAGES_ERRORS = errors_of(MessagesErrorBody)
 EVENT_STREAM: dict[str, Any] = {
     "text/event-stream": {
         "schema": {  # one event
