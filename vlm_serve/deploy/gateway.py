@@ -155,7 +155,9 @@ class Gateway:
 
         A request moves whenever its replica shuts down in order, but survives only one death.
         """
-        progress = AnswerProgress(first_attempt(scope, self.config.request_timeout))
+        limit = self.config.request_timeout
+        deadline = None if limit is None else time.time() + limit
+        progress = AnswerProgress(Attempt.first(request_id_of(scope), deadline))
         try:
             while True:
                 try:
@@ -301,9 +303,3 @@ class AnswerProgress:
 def for_client(message: Message) -> Message:
     """Return the message without its internal keys."""
     return {name: value for name, value in message.items() if not name.startswith(INTERNAL)}
-
-
-def first_attempt(scope: Scope, request_timeout: float | None) -> Attempt:
-    """Fix everything random or dated before any replica has the request."""
-    deadline = None if request_timeout is None else time.time() + request_timeout
-    return Attempt.first(request_id_of(scope), deadline)

@@ -63,7 +63,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     assert isinstance(server, ServerConfig) and isinstance(engine, EngineConfig)
     check(deploy, server, engine)
     read_tenant_keys(server.tenant_keys)
-    setup = ReplicaSetup(model, engine, server, server.served_model_name or (model,), _now())
+    setup = ReplicaSetup(
+        model, engine, server, server.served_model_name or (model,), int(time.time())
+    )
     gateways: Any = serve.deployment(
         serve.ingress()(Ingress),
         name="front",  # as KubeRay users know it
@@ -91,7 +93,3 @@ class Ingress:
         tenants = read_tenant_keys(self._config.tenant_keys)
         app = for_browsers(guarded(self._gateway, self._config, tenants), self._config)
         return below_root(app, self._config.root_path)
-
-
-def _now() -> int:
-    return int(time.time())
