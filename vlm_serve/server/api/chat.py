@@ -18,14 +18,9 @@ from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import Piece
-from vlm_serve.server.api.shared.answer import (
-    AnswerStream,
-    Event,
-    Incoming,
-    ResponseSpec,
-    answer_prompt,
-)
+from vlm_serve.server.api.shared.answer import Event, Incoming, ResponseSpec, answer_prompt
 from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
+from vlm_serve.server.api.shared.chunks import ChunkStream
 from vlm_serve.server.api.shared.conversation import ConversationTask, conversation_task
 from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
@@ -34,10 +29,7 @@ from vlm_serve.server.api.shared.fields import (
     PromptLogprobsBody,
     TokenLogprob,
     UsageBody,
-    cache_report_body,
-    cache_report_fields,
     routed_experts_fields,
-    usage_body,
 )
 from vlm_serve.server.api.shared.logprobs import chat_logprobs, prompt_logprobs_body
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
@@ -254,8 +246,8 @@ class ChatChoiceState:
         )
 
 
-class ChatStream(AnswerStream):
-    """The chunks of all choices, then the usage if requested."""
+class ChatStream(ChunkStream):
+    """The chunks of a chat's choices."""
 
     def __init__(
         self,
@@ -264,6 +256,7 @@ class ChatStream(AnswerStream):
         tokenizer: Tokenizer,
         generation: Generation,
     ) -> None:
+        super().__init__(body, body.stream_options, [generation])
         self._body = body
         self._chat = chat
         self._tokenizer = tokenizer
@@ -288,55 +281,32 @@ class ChatStream(AnswerStream):
     def _id(self) -> str:
         return f"chatcmpl-{self._chat.task.request_id}"
 
-    def push(self, prompt: int, delta: Delta) -> list[Event]:
-        parts = self._choices[delta.index].push(delta)
-        chunks = []
-        for part in parts:
-            chunk, self._extra = self._chunk([part]) | self._extra, {}
-            if self._body.stream_option("include_usage"):
-                continuous = self._body.stream_option("continuous_usage_stats")
-                chunk["usage"] = self._usage() if continuous else None
-            chunks.append(chunk)
-        ended = not self._generation.unfinished
-        if chunks and ended and not self._body.stream_option("include_usage"):
-            chunks[-1] |= self._final_fields()
-        return chunks
+    def parts(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
+        return self._choices[delta.index].push(delta)
 
-    def end(self) -> list[Event]:
-        if not self._body.stream_option("include_usage"):
-            return []
-        return [self._chunk([]) | {"usage": self._usage()} | self._final_fields()]
-
-    def result(self) -> ChatCompletion:
-        body, generation = self._body, self._generation
-        prompt = generation.prompt
-        return ChatCompletion(
-            id=self._id,
-            created=self._chat.created,
-            model=self._chat.model,
-            choices=[choice.result() for choice in self._choices],
-            usage=usage_body(generation.usage, prompt),
-            cache_report=cache_report_body(generation.cache_report) if body.cache_report else None,
-            prompt_token_ids=list(prompt.token_ids) if body.return_token_ids else None,
-            prompt_logprobs=prompt_logprobs_body(
-                self._tokenizer, prompt.token_ids, generation.prompt_logprobs
-            ),
-        )
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> Event:
+    def chunk(self, choices: list[dict[str, Any]]) -> Event:
+        extra, self._extra = self._extra, {}
         return {
             "id": self._id,
             "object": "chat.completion.chunk",
             "created": self._chat.created,
             "model": self._chat.model,
             "choices": choices,
+            **extra,
         }
 
-    def _usage(self) -> dict[str, Any]:
-        return usage_body(self._generation.usage, self._generation.prompt).model_dump()
-
-    def _final_fields(self) -> dict[str, Any]:
-        report = self._generation.cache_report
-        if not self._body.cache_report or report is None:
-            return {}
-        return {"cache_report": cache_report_fields(report)}
+    def result(self) -> ChatCompletion:
+        generation = self._generation
+        token_ids = generation.prompt.token_ids
+        return ChatCompletion(
+            id=self._id,
+            created=self._chat.created,
+            model=self._chat.model,
+            choices=[choice.result() for choice in self._choices],
+            usage=self.usage(),
+            cache_report=self.report(),
+            prompt_token_ids=list(token_ids) if self._body.return_token_ids else None,
+            prompt_logprobs=prompt_logprobs_body(
+                self._tokenizer, token_ids, generation.prompt_logprobs
+            ),
+        )

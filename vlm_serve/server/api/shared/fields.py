@@ -132,9 +132,6 @@ class GenerationRequest(AnswerRequest):
         constrained = given is not None and given.get("type") != "text"
         return "response_format" if constrained else "structured_outputs"
 
-    def stream_option(self, name: str) -> bool:
-        return self.stream_options is not None and bool(getattr(self.stream_options, name))
-
 
 # A field that OpenAI's API lacks or sends only where it applies. It is omitted when null.
 Optional = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
