@@ -27,15 +27,11 @@ def add_eval_commands(
     commands: Any, run: Callable[[argparse.Namespace], int], model: Adder
 ) -> None:
     """Add `eval` with its benchmarks; `model` adds the arguments for the model."""
-    parser = commands.add_parser(
-        "eval",
-        help="compare answers with and without prefix caching",
-        allow_abbrev=False,
-    )
+    parser = commands.add_parser("eval", help="compare answers with and without prefix caching")
     benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
 
     longbench = benchmarks.add_parser(
-        "longbench", help="LongBench v2: questions about long documents", allow_abbrev=False
+        "longbench", help="LongBench v2: questions about long documents"
     )
     longbench.add_argument(
         "--part",
@@ -53,18 +49,14 @@ def add_eval_commands(
     data_help = "a JSON or JSON lines file in LongBench v2's form; hub fetches the published one"
     _finish(longbench, "longbench", run, model, ("FILE|hub", data_help), temperature=0.1)
 
-    video = benchmarks.add_parser(
-        "video", help="questions about videos, several of each", allow_abbrev=False
-    )
+    video = benchmarks.add_parser("video", help="questions about videos, several of each")
     data = ("FILE", ".csv or .jsonl with video, question, answer and, if wanted, choices")
     _finish(video, "video", run, model, data, temperature=0.7)
     _add_lmms(benchmarks, run, model)
 
 
 def _add_lmms(benchmarks: Any, run: Callable[[argparse.Namespace], int], model: Adder) -> None:
-    lmms = benchmarks.add_parser(
-        "lmms", help="tasks of lmms-eval, which is installed separately", allow_abbrev=False
-    )
+    lmms = benchmarks.add_parser("lmms", help="tasks of lmms-eval, which is installed separately")
     lmms.set_defaults(run=run, benchmark="lmms")
     lmms.add_argument("--tasks", required=True, metavar="A,B", help="as for lmms-eval")
     lmms.add_argument(

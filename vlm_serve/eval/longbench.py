@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from vlm_serve.eval.flags import DECODING, DEFAULT_PARTS
+from vlm_serve.eval.flags import DEFAULT_PARTS
 from vlm_serve.eval.longbench_data import LongBenchItem
 from vlm_serve.eval.replies import (
+    AnswerOptions,
     BenchmarkPart,
     Case,
     Reply,
-    sampling_of,
     tokens_of,
     turn_answer_of,
 )
@@ -38,27 +38,16 @@ _NOTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class LongBenchOptions:
-    """Options of the questions.
+class LongBenchOptions(AnswerOptions):
+    """Options of the questions; scoring needs no decoding.
 
     Attributes:
         parts: some of `choices.PARTS`.
-        decoding: some of DECODING; scoring needs none.
-        max_tokens: most tokens of an answer.
         reasoning_tokens: most tokens of the reasoning in the first of two turns.
-        temperature, seed: of seeded answers.
     """
 
     parts: tuple[str, ...] = DEFAULT_PARTS
-    decoding: tuple[str, ...] = DECODING
-    max_tokens: int = 128
     reasoning_tokens: int = 1024
-    temperature: float = 0.1
-    seed: int = 0
-
-    def params(self, decoding: str) -> SamplingParams:
-        """Return the sampling options. Raises FieldError for a number out of bounds."""
-        return sampling_of(decoding, self.max_tokens, self.temperature, self.seed)
 
 
 def longbench_parts(
