@@ -26,9 +26,8 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import from_mapping, options_of
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import guarded, read_tenant_keys
-from vlm_serve.server.http.browsers import for_browsers
-from vlm_serve.server.http.root_path import below_root
+from vlm_serve.server.http.auth import read_tenant_keys
+from vlm_serve.server.http.serving import public
 
 CONFIGS = (DeployConfig, ServerConfig, EngineConfig)
 PROXY_HOST = "0.0.0.0"
@@ -90,6 +89,4 @@ class Ingress:
         self._gateway = Gateway(pool, setup.server, setup.names[0], max_open_requests(setup), names)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        tenants = read_tenant_keys(self._config.tenant_keys)
-        app = for_browsers(guarded(self._gateway, self._config, tenants), self._config)
-        return below_root(app, self._config.root_path)
+        return public(self._gateway, self._config)

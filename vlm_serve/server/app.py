@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import chain
 from typing import Any
@@ -99,14 +99,9 @@ EVENT_STREAM: dict[str, Any] = {
 }
 
 
-def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> ASGIApp:
-    """Return the ASGI application of one server; it closes the service at shutdown.
-
-    Args:
-        service: what answers.
-        tenants: {API key: cache salt of its requests}, besides the configured keys.
-    """
-    return guarded(create_routes(service), service.config, tenants)
+def create_app(service: Service) -> ASGIApp:
+    """Return the ASGI application of one server; it closes the service at shutdown."""
+    return guarded(create_routes(service), service.config)
 
 
 def create_routes(service: Service) -> ASGIApp:
