@@ -6,6 +6,7 @@ The bodies are OpenAI's; docs/http-api.md lists the additions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import Request
@@ -60,10 +61,7 @@ def _spec(
     incoming: Incoming, body: ChatCompletionRequest, conversation: Conversation
 ) -> ResponseSpec:
     chat, headers = chat_task(incoming, body, conversation)
-
-    def stream_of(generations: Sequence[Generation]) -> ChatStream:
-        return ChatStream(body, chat, incoming.service.tokenizer, generations[0])
-
+    stream_of = partial(ChatStream, body, chat, incoming.service.tokenizer)
     return ResponseSpec([chat.task], stream_of, bool(body.stream), headers)
 
 
@@ -254,9 +252,10 @@ class ChatStream(ChunkStream):
         body: ChatCompletionRequest,
         chat: ConversationTask,
         tokenizer: Tokenizer,
-        generation: Generation,
+        generations: Sequence[Generation],
     ) -> None:
-        super().__init__(body, body.stream_options, [generation])
+        super().__init__(body, body.stream_options, generations)
+        (generation,) = generations
         self._body = body
         self._chat = chat
         self._tokenizer = tokenizer

@@ -217,10 +217,9 @@ class CompletionStream(ChunkStream):
         self,
         body: CompletionRequest,
         tokenizer: Tokenizer,
-        generations: Sequence[Generation],
-        *,
         model: str,
         created: int,
+        generations: Sequence[Generation],
     ) -> None:
         super().__init__(body, body.stream_options, generations)
         self._body = body
@@ -274,16 +273,7 @@ def _spec(incoming: Incoming, body: CompletionRequest, conversation: Conversatio
     scope = incoming.key_scope(body)
     model = service.state.resolve_model(body.model)
     names = {"messages": "prompt", "structured_outputs": body.form_field}
-
-    def stream_of(generations: Sequence[Generation]) -> CompletionStream:
-        return CompletionStream(
-            body,
-            service.tokenizer,
-            generations,
-            model=model,
-            created=incoming.created,
-        )
-
+    stream_of = partial(CompletionStream, body, service.tokenizer, model, incoming.created)
     kept = params.kept_prompt_tokens(service.engine.max_model_len)
     prompts: Iterable[tuple[int, str | list[int]]] = enumerate(checked_prompts(conversation))
     tasks = [

@@ -141,12 +141,12 @@ class GenerateStream(ChunkStream):
         self,
         body: GenerateRequest,
         tokenizer: Tokenizer,
-        generation: Generation,
-        *,
         model: str,
         created: int,
+        generations: Sequence[Generation],
     ) -> None:
-        super().__init__(body, body.stream_options, [generation])
+        super().__init__(body, body.stream_options, generations)
+        (generation,) = generations
         self._tokenizer = tokenizer
         self._generation = generation
         self._model, self._created = model, created
@@ -236,12 +236,7 @@ def _spec(incoming: Incoming, body: GenerateRequest, _: Conversation) -> Respons
     headers, service = ignored_header(_ignored(body)), incoming.service
     scope = incoming.key_scope(body)
     model = service.state.resolve_model(body.model)
-
-    def stream_of(generations: Sequence[Generation]) -> GenerateStream:
-        return GenerateStream(
-            body, service.tokenizer, generations[0], model=model, created=incoming.created
-        )
-
+    stream_of = partial(GenerateStream, body, service.tokenizer, model, incoming.created)
     params = body.params()
     kept = params.kept_prompt_tokens(service.engine.max_model_len)
     task = incoming.task(

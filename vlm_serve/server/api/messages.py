@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import Request
@@ -188,8 +189,9 @@ class MessageStream(BlockStream):
     """The events of one message."""
 
     def __init__(
-        self, body: MessagesRequest, chat: ConversationTask, generation: Generation
+        self, body: MessagesRequest, chat: ConversationTask, generations: Sequence[Generation]
     ) -> None:
+        (generation,) = generations
         super().__init__(chat.parser(generation), chat.task.attempt)
         self._request = body
         self._chat = chat
@@ -318,8 +320,5 @@ async def create_message(service: Service, request: Request) -> Response:
 def _spec(incoming: Incoming, body: MessagesRequest, conversation: Conversation) -> ResponseSpec:
     headers, parsed = _parsed(incoming.service, body, conversation)
     chat = conversation_task(incoming, body, parsed)
-
-    def stream_of(generations: Sequence[Generation]) -> MessageStream:
-        return MessageStream(body, chat, generations[0])
-
+    stream_of = partial(MessageStream, body, chat)
     return ResponseSpec([chat.task], stream_of, bool(body.stream), headers, named=True)

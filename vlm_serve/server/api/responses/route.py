@@ -112,10 +112,7 @@ def _spec(incoming: Incoming, body: ResponsesRequest, conversation: Conversation
     parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
     ignored += parsed.conversation.ignored
     chat = conversation_task(incoming, body, parsed)
-
-    def stream_of(generations: Sequence[Generation]) -> ResponseStream:
-        return ResponseStream(body, chat, service.tokenizer, generations[0], turn)
-
+    stream_of = partial(ResponseStream, body, chat, service.tokenizer, turn)
     return ResponseSpec(
         [chat.task], stream_of, bool(body.stream), ignored_header(ignored), named=True
     )
@@ -223,9 +220,10 @@ class ResponseStream(BlockStream):
         body: ResponsesRequest,
         chat: ConversationTask,
         tokenizer: Tokenizer,
-        generation: Generation,
         turn: NewTurn,
+        generations: Sequence[Generation],
     ) -> None:
+        (generation,) = generations
         super().__init__(chat.parser(generation), chat.task.attempt)
         self._custom_tools = body.custom_tools
         self._chat = chat
