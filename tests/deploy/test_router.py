@@ -116,9 +116,7 @@ def test_the_router_hears_of_requests_from_begin_to_end(
     monkeypatch.setattr(shared, "SHARED_STATE", shared.SharedState(replicas=("a", "b")))
     adapter._router = Noting()
     (replica,) = replicas("a")
-    adapter.on_request_routed(
-        request("gateway", 7, keys=(b"k",), tokens=5), replica.replica_id, None
-    )
+    adapter.on_request_routed(request("gateway", 7, keys=(b"k",)), replica.replica_id, None)
     assert shared.SHARED_STATE.routed == {7: "a"}
     adapter.on_request_completed(replica.replica_id, "one")
     adapter.on_request_completed(replica.replica_id, "one")
@@ -133,8 +131,8 @@ def test_the_router_hears_of_requests_from_begin_to_end(
         and not shared.SHARED_STATE.usage
         and not shared.SHARED_STATE.routed
     )
-    ended = ("ended", "a", (b"k",), 5, usage)
-    assert heard == [("sent", "a", (b"k",), 5), ended, ("removed", "a")]
+    ended = ("ended", "a", (b"k",), 0, usage)
+    assert heard == [("sent", "a", (b"k",), 0), ended, ("removed", "a")]
 
 
 def test_an_end_of_which_the_gateway_knows_nothing_is_told_at_once(
@@ -159,12 +157,12 @@ def test_requests_of_whose_ends_nobody_tells_count_as_ended(
     monkeypatch.setattr(adapter._router, "ended", lambda *said: heard.append(said))
     (replica,) = replicas("a")
     for number in range(5):
-        asked = request("gateway", number, name=f"request {number}", keys=(b"k",), tokens=number)
+        asked = request("gateway", number, name=f"request {number}", keys=(bytes([number]),))
         adapter.on_request_routed(asked, replica.replica_id, None)
         shared.SHARED_STATE.finish(number, None)
     assert len(adapter._sent) == 3
     assert ranked(adapter, replicas("a"), request())
-    assert heard == [("a", (b"k",), tokens, None) for tokens in (0, 1)]
+    assert heard == [("a", (bytes([number]),), 0, None) for number in (0, 1)]
     assert not adapter._completed
 
 

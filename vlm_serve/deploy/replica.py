@@ -94,7 +94,6 @@ class EngineReplica:
         body: bytes,
         *,
         keys: Sequence[bytes] = (),
-        tokens: int = 0,
         attempt: Any = None,
         replica: str | None = None,
         avoid: Sequence[str] = (),

@@ -22,6 +22,8 @@ from vlm_serve.routing.router import Router
 from vlm_serve.routing.view import ReplicaView
 
 _log = logging.getLogger(__name__)
+UNKNOWN_TOKENS = 0
+"""A prompt's length: gateways do not count it."""
 MAX_OPEN = 65_536
 """Most requests that Serve has not reported as ended; beyond that the oldest count as ended."""
 
@@ -63,7 +65,7 @@ class AffinityRouter(RequestRouter):
             return [[by_name[wanted]]] if wanted in by_name else []
         self._settle()
         views = [self._view(name, replica.routing_stats) for name, replica in by_name.items()]
-        names = self._router.choose(arguments.get("keys", ()), arguments.get("tokens", 0), views)
+        names = self._router.choose(arguments.get("keys", ()), UNKNOWN_TOKENS, views)
         avoided = set(arguments.get("avoid", ()))
         names.sort(key=lambda name: name in avoided)  # stable
         return [[by_name[name]] for name in names]
@@ -95,7 +97,7 @@ class AffinityRouter(RequestRouter):
         arguments, name = _arguments(pending_request), replica_id.unique_id
         number = pending_request.args[1]
         shared.SHARED_STATE.routed[number] = name
-        request = name, arguments.get("keys", ()), arguments.get("tokens", 0)
+        request = name, arguments.get("keys", ()), UNKNOWN_TOKENS
         self._sent[pending_request.metadata.internal_request_id] = number, request
         self._router.sent(*request)
         while len(self._sent) > MAX_OPEN:
