@@ -61,8 +61,6 @@ class Batches:
         self.app: ASGIApp | None = None
         self._around = around
         self._accounts: dict[Owner, _Account] = {}
-        self._checking = asyncio.Lock()
-        self._slots = asyncio.Semaphore(around.width)
         self._stopped = False
 
     @property
@@ -208,7 +206,7 @@ class Batches:
 
     async def _run(self, batch: Batch) -> None:
         assert self.app is not None
-        run = BatchRun(batch, self._around, self.app, self._checking, self._slots)
+        run = BatchRun(batch, self._around, self.app)
         batch.work = asyncio.ensure_future(run.work())
         await asyncio.wait({batch.work})
         ending: Ending = "completed"

@@ -51,6 +51,8 @@ class Surroundings:
         has_room: tells whether a further request may begin now.
         width: most requests of all batches at a time.
         max_line: most bytes of a line.
+        checking: one batch at a time reads its whole file.
+        slots: of the requests of all batches, `width` of them.
     """
 
     store: FileStore
@@ -59,6 +61,8 @@ class Surroundings:
     has_room: Callable[[], bool]
     width: int
     max_line: int
+    checking: asyncio.Lock
+    slots: asyncio.Semaphore
 
 
 class BatchRun:
@@ -68,23 +72,12 @@ class BatchRun:
         batch: its state.
         around: the server.
         app: the server's routes without authentication.
-        checking: one batch at a time reads its whole file.
-        slots: of the requests of all batches.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        around: Surroundings,
-        app: ASGIApp,
-        checking: asyncio.Lock,
-        slots: asyncio.Semaphore,
-    ) -> None:
+    def __init__(self, batch: Batch, around: Surroundings, app: ASGIApp) -> None:
         self._batch = batch
         self._around = around
         self._app = app
-        self._checking = checking
-        self._slots = slots
         self._share = Share(around.memory)
         self._drafts: list[Draft] = []
         self._unanswered: dict[int, RequestPlace] = {}
@@ -99,7 +92,7 @@ class BatchRun:
         batch, around = self._batch, self._around
         for _ in range(2):
             self._drafts.append(around.store.draft(batch.owner))
-        async with self._checking:
+        async with around.checking:
             plan = await read_plan(
                 batch.input, batch.endpoint, around.max_line, self._share, around.run
             )
@@ -121,7 +114,7 @@ class BatchRun:
         headers = [(b"x-request-id", name.encode())]
         share = Share(around.memory)
         try:
-            async with self._slots:
+            async with around.slots:
                 while not around.has_room():
                     await asyncio.sleep(RETRY_SECONDS)
                 await share.grow(place.memory)

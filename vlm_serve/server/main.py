@@ -22,7 +22,7 @@ from vlm_serve.server.app import create_routes
 from vlm_serve.server.bounds import total
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import read_tenant_keys
-from vlm_serve.server.http.browsers import is_loopback
+from vlm_serve.server.http.browsers import is_unguarded
 from vlm_serve.server.http.connections import Connections
 from vlm_serve.server.http.serving import (
     DrainingServer,
@@ -93,9 +93,7 @@ def serve(
 
 def is_open_to_all(config: ServerConfig) -> bool:
     """Return True if the page, and so the cache, is open to anybody with access to the address."""
-    has_keys = bool(config.api_key) or config.tenant_keys is not None
-    local = config.uds is not None or is_loopback(config.host)
-    return config.page and not has_keys and not local
+    return config.page and is_unguarded(config)
 
 
 def absent_folders(engine_config: EngineConfig, config: ServerConfig) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import Request
 
 from vlm_serve.batch.batches import Batches
@@ -56,13 +58,16 @@ class ServedBatches:
 
 def _surroundings(service: Service, size: int) -> Surroundings:
     admission, config = service.admission, service.config
+    width = max(1, int(BATCH_SHARE * service.engine.config.max_num_seqs))
     return Surroundings(
         FileStore(size),
         admission.memory,
         service.workers.parse,
         lambda: admission.open_tokens < BATCH_SHARE * config.max_queued_tokens,
-        max(1, int(BATCH_SHARE * service.engine.config.max_num_seqs)),
+        width,
         config.max_body_bytes,
+        asyncio.Lock(),
+        asyncio.Semaphore(width),
     )
 
 
