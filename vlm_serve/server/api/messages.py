@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from pydantic_core import from_json
 from starlette.responses import Response
 
@@ -30,6 +30,7 @@ from vlm_serve.server.api.shared.fields import (
     MAX_TOOLS,
     AnswerRequest,
     CacheReportBody,
+    ExactModel,
     Items,
     Optional,
     RequestModel,
@@ -79,9 +80,7 @@ class MessagesTool(RequestModel):
     input_schema: Table[Any] | None = None
 
 
-class OutputConfig(RequestModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class OutputConfig(ExactModel):
     effort: Effort | None = None
     format: Table[Any] | None = None
 

@@ -79,6 +79,12 @@ class RequestModel(BaseModel):
         return value
 
 
+class ExactModel(RequestModel):
+    """A part of a request body whose unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 class StreamOptions(RequestModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
