@@ -368,7 +368,8 @@ async def _answer(
         body, scope = validate(value, model), request.scope
         if body.stream:
             raise InvalidRequestError("stream is not possible here", param="stream")
-        works, make = parsed(body, value, service.state.key_scope(scope, body))
+        key_scope = service.state.key_scope(scope, body.model, body.cache_salt)
+        works, make = parsed(body, value, key_scope)
         request_id = body.request_id or request_id_of(scope)
         name = service.state.resolve_model(body.model)
         tasks = [

@@ -221,7 +221,7 @@ def preparation_of(
         InvalidRequestError: the prompt is invalid. The returned function may raise it, too.
     """
     service.state.resolve_model(body.model)
-    scope = service.state.key_scope(request.scope, body)
+    scope = service.state.key_scope(request.scope, body.model, body.cache_salt)
     body.check_alternatives(body.prompt)
     if body.prompt is None:
         return partial(prepare, service, conversation, scope), ignored_header(conversation.ignored)

@@ -352,26 +352,19 @@ def with_tools(
         "at_least_one": True,
         "stop_after_first": not choice.parallel,
     }
-    if choice.mode == "auto":
-        calls = _auto(form, calls, tags, choice, form_field)
-    return _structural(calls)
-
-
-def _auto(
-    form: StructuredOutputs | None,
-    calls: dict[str, Any],
-    tags: list[dict[str, Any]],
-    choice: ToolChoice,
-    form_field: str,
-) -> dict[str, Any]:
-    if form is None:  # Text with calls in it; if only one call is allowed, it ends the answer.
-        return {
+    if choice.mode == "auto" and form is not None:
+        calls = {"type": "or", "elements": [_element(form, form_field), calls]}
+    elif choice.mode == "auto":  # Text with calls; if only one is allowed, it ends the answer.
+        calls = {
             "type": "triggered_tags",
             "triggers": ["<tool_call>"],
             "tags": tags,
             "stop_after_first": not choice.parallel,
         }
-    return {"type": "or", "elements": [_element(form, form_field), calls]}
+    try:
+        return StructuredOutputs(structural_tag={"type": "structural_tag", "format": calls})
+    except FieldError as error:
+        raise error.under("tools") from None
 
 
 def _element(form: StructuredOutputs, field: str) -> dict[str, Any]:
@@ -429,10 +422,3 @@ def _tag(name: str, schema: Any, tool_form: ToolForm) -> dict[str, Any]:
         "content": arguments | {"style": "qwen_xml"},
         "end": "\n</function>\n</tool_call>",
     }
-
-
-def _structural(content: dict[str, Any]) -> StructuredOutputs:
-    try:
-        return StructuredOutputs(structural_tag={"type": "structural_tag", "format": content})
-    except FieldError as error:
-        raise error.under("tools") from None
