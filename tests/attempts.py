@@ -17,6 +17,7 @@ from vlm_serve.server.app import create_app
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.failover.attempt import ATTEMPT, Attempt, Delivery
 from vlm_serve.server.failover.resuming import Resuming
+from vlm_serve.server.http.errors import error_for
 from vlm_serve.server.service import Service
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -47,7 +48,7 @@ class Replica:
         config = ServerConfig(idle_check=False, **options)
         self.engine = engine
         self.service = Service(engine, config, ("test-model",))
-        self.app: ASGIApp = Resuming(create_app(self.service))
+        self.app: ASGIApp = Resuming(create_app(self.service), error_for)
 
     async def answer(
         self,

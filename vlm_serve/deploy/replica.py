@@ -63,6 +63,7 @@ class EngineReplica:
         from vlm_serve.engine.engine import Engine
         from vlm_serve.server.app import create_routes
         from vlm_serve.server.failover.resuming import Resuming
+        from vlm_serve.server.http.errors import error_for
         from vlm_serve.server.http.serving import SWITCH_SECONDS
         from vlm_serve.server.main import freeze_startup_objects
         from vlm_serve.server.service import Service
@@ -82,7 +83,7 @@ class EngineReplica:
         self._service: Service = Service(engine, setup.server, setup.names, mounts=(BatchRoutes,))
         self._service.state.created = setup.created
         self._service.grammars.warm_up()
-        self._app: ASGIApp = Resuming(create_routes(self._service))
+        self._app: ASGIApp = Resuming(create_routes(self._service), error_for)
         freeze_startup_objects()
 
     async def answer(

@@ -61,7 +61,13 @@ from vlm_serve.server.api.responses.stored import (
     list_input_items,
 )
 from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
-from vlm_serve.server.api.shared.fields import CacheReportBody, ErrorBody, RequestModel
+from vlm_serve.server.api.shared.fields import (
+    ERRORS,
+    CacheReportBody,
+    ErrorBody,
+    RequestModel,
+    errors_of,
+)
 from vlm_serve.server.api.shared.listing import Page
 from vlm_serve.server.api.tokenization import (
     Detokenized,
@@ -78,7 +84,7 @@ from vlm_serve.server.http.errors import (
     on_http_exception,
 )
 from vlm_serve.server.http.request_memory import Intake
-from vlm_serve.server.routes import ERRORS, DescribedApp, Responses, add_route, errors_of
+from vlm_serve.server.routes import DescribedApp, Responses, add_route
 from vlm_serve.server.service import Service
 from vlm_serve.server.status import ModelCard, ModelList
 from vlm_serve.system.version import __version__

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp
 
-from vlm_serve.server.api.shared.fields import ErrorBody
 from vlm_serve.server.http.errors import error_for, public_error
 from vlm_serve.server.http.request_id import request_id_of
 from vlm_serve.server.http.streaming import ClientGoneError
@@ -26,13 +25,6 @@ from vlm_serve.server.http.streaming import ClientGoneError
 T = TypeVar("T")
 Responses = dict[int | str, dict[str, Any]]
 
-
-def errors_of(body: type[BaseModel]) -> Responses:
-    """Return the description of a route's error responses."""
-    return {"4XX": {"model": body}, "5XX": {"model": body}}
-
-
-ERRORS = errors_of(ErrorBody)
 CLIENT_CLOSED_REQUEST = 499
 
 _REFERENCE = "#/components/schemas/{model}"

@@ -31,8 +31,9 @@ from vlm_serve.batch.api.files import (
     list_files,
 )
 from vlm_serve.batch.api.served import ServedBatches
+from vlm_serve.server.api.shared.fields import ERRORS
 from vlm_serve.server.api.shared.listing import Page
-from vlm_serve.server.routes import ERRORS, DescribedApp, add_route
+from vlm_serve.server.routes import DescribedApp, add_route
 
 Handler = Callable[[ServedBatches, Request], Awaitable[Response]]
 

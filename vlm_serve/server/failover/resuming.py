@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlm_serve.errors import OverloadedError
+from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.server.failover.attempt import FAILURE, Attempt, attempt_of
-from vlm_serve.server.http.errors import error_for
 
 _log = logging.getLogger(__name__)
 
@@ -23,10 +24,14 @@ class Resuming:
 
     Args:
         app: the application behind it.
+        error_response: makes the response of an error in the form of the request's route.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(
+        self, app: ASGIApp, error_response: Callable[[Scope, VlmServeError], Response]
+    ) -> None:
         self._app = app
+        self._error_response = error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         attempt = attempt_of(scope)
@@ -39,7 +44,7 @@ class Resuming:
                 "two replicas ended while they answered this request: it is not tried again",
                 code="resumed_twice",
             )
-            await error_for(scope, refusal)(scope, receive, send)
+            await self._error_response(scope, refusal)(scope, receive, send)
         else:
             passed = _SkipDelivered(attempt, send) if attempt.resumed else send
             await self._app(scope, receive, passed)

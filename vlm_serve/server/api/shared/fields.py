@@ -242,6 +242,14 @@ class ErrorBody(BaseModel):
     error: ErrorDetails
 
 
+def errors_of(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return the description of a route's error responses."""
+    return {"4XX": {"model": body}, "5XX": {"model": body}}
+
+
+ERRORS = errors_of(ErrorBody)
+
+
 def usage_body(usage: Usage, *prompts: Prompt) -> UsageBody:
     """Return token counts; placeholder tokens of media are counted by modality."""
     spans = [span for prompt in prompts for span in prompt.spans]
