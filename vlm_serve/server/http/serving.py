@@ -31,7 +31,7 @@ from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.auth import guarded, read_tenant_keys
 from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.connections import Connections
-from vlm_serve.server.http.root_path import below_root
+from vlm_serve.server.http.root_path import BelowRoot
 from vlm_serve.system.log_output import start_logging
 
 SWITCH_SECONDS = 0.0005
@@ -184,7 +184,8 @@ def public(app: ASGIApp, config: ServerConfig) -> ASGIApp:
         ConfigError: the file of tenants' keys is bad.
     """
     app = guarded(app, config, read_tenant_keys(config.tenant_keys))
-    return below_root(for_browsers(app, config), config.root_path)
+    app = for_browsers(app, config)
+    return BelowRoot(app, config.root_path) if config.root_path else app
 
 
 def begin_process(config: ServerConfig) -> None:
