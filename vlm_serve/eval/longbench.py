@@ -124,9 +124,7 @@ def _score(pipe: Pipeline, *, item: LongBenchItem) -> Reply:
     outputs = [pipe.generate([*text, *ending], params) for ending in endings]
     pairs = zip(outputs, endings, strict=True)
     scores = tuple(_log_probabilities(output, ending) for output, ending in pairs)
-    sums = [sum(probabilities) for probabilities in scores]
-    chosen = "ABCD"[sums.index(max(sums))]
-    return _judged(item, chosen, outputs, scores)
+    return _reply(item, outputs, scores)
 
 
 def _log_probabilities(output: Output, ending: Sequence[int]) -> tuple[float, ...]:
@@ -135,16 +133,12 @@ def _log_probabilities(output: Output, ending: Sequence[int]) -> tuple[float, ..
     return tuple(row.logprobs[token] for row, token in rows)
 
 
-def _reply(item: LongBenchItem, outputs: Sequence[Output]) -> Reply:
-    return _judged(item, chosen_letter(outputs[-1].text), outputs, ())
-
-
-def _judged(
-    item: LongBenchItem,
-    chosen: str,
-    outputs: Sequence[Output],
-    scores: tuple[tuple[float, ...], ...],
+def _reply(
+    item: LongBenchItem, outputs: Sequence[Output], scores: tuple[tuple[float, ...], ...] = ()
 ) -> Reply:
+    """Judge the last answer, or else the choice with the best score."""
+    sums = [sum(probabilities) for probabilities in scores]
+    chosen = "ABCD"[sums.index(max(sums))] if sums else chosen_letter(outputs[-1].text)
     return Reply(
         item.id,
         () if scores else tuple(map(turn_answer_of, outputs)),
