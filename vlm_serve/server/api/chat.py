@@ -109,32 +109,21 @@ class ChatCompletion(BaseModel):
 
 
 class ChatChoiceState:
-    """Gathers the deltas of one choice.
-
-    Args:
-        index: index of the choice.
-        parser: splits its text.
-        tokenizer: decodes tokens for logprobs.
-        top_logprobs: alternatives per token; None: no logprobs.
-        keep_token_ids: token ids were requested.
-        attempt: source of ids; None: they are random.
-    """
+    """Gathers the deltas of one choice."""
 
     def __init__(
         self,
-        *,
-        index: int,
+        body: ChatCompletionRequest,
         parser: OutputParser,
         tokenizer: Tokenizer,
-        top_logprobs: int | None,
-        keep_token_ids: bool,
+        index: int,
         attempt: Attempt | None = None,
     ) -> None:
         self._index = index
         self._parser = parser
         self._tokenizer = tokenizer
-        self._top_logprobs = top_logprobs
-        self._keep_token_ids = keep_token_ids
+        self._top_logprobs = body.top_logprobs or 0 if body.logprobs else None
+        self._keep_token_ids = bool(body.return_token_ids)
         self._attempt = attempt
         self._started = False
         self._content: list[str] = []
@@ -261,14 +250,7 @@ class ChatStream(ChunkStream):
         self._tokenizer = tokenizer
         self._generation = generation
         self._choices = [
-            ChatChoiceState(
-                index=index,
-                parser=chat.parser(generation),
-                tokenizer=tokenizer,
-                top_logprobs=body.top_logprobs or 0 if body.logprobs else None,
-                keep_token_ids=bool(body.return_token_ids),
-                attempt=chat.task.attempt,
-            )
+            ChatChoiceState(body, chat.parser(generation), tokenizer, index, chat.task.attempt)
             for index in range(chat.task.params.n)
         ]
         # Fields of the first chunk.
