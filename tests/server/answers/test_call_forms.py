@@ -209,7 +209,8 @@ def test_the_template_of_minicpm5_is_recognized() -> None:
 def test_a_choice_with_an_unfinished_call_asks_nobody_to_run_it(end: str, reason: str) -> None:
     text = written("qwen3_xml", "write_file", {"path": "a.py", "content": LONG})
     text = text[: text.index("\n</parameter>\n</function>")] + end
-    body, parser = ChatCompletionRequest(messages=[]), OutputParser(tools=TOOLS)
+    body = ChatCompletionRequest.model_validate({"messages": []})
+    parser = OutputParser(tools=TOOLS)
     choice = ChatChoiceState(body, parser, None, 0)  # type: ignore[arg-type]
     choice.push(Delta(0, text=text))
     choice.push(Delta(0, finish_reason="stop"))
