@@ -30,7 +30,7 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.auth import guarded, read_tenant_keys
 from vlm_serve.server.http.browsers import for_browsers
-from vlm_serve.server.http.connections import Connections
+from vlm_serve.server.http.connections import Connection, Connections, Handshake
 from vlm_serve.server.http.root_path import BelowRoot
 from vlm_serve.system.log_output import start_logging
 
@@ -117,7 +117,7 @@ class DrainingServer(uvicorn.Server, Generic[S]):
         **options: Any,
     ) -> asyncio.Server:
         """Create the loop's server for connections that count from their acceptance on."""
-        return await create_server(partial(self.connections.handshake, make, ssl), **options)
+        return await create_server(partial(Handshake, self.connections, make, ssl), **options)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.end_streams()
@@ -225,7 +225,7 @@ def uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
     tls = tls_context(connections.config)
     return uvicorn.Config(
         app,
-        http=connections.protocol,  # type: ignore[arg-type]
+        http=partial(Connection, connections),  # type: ignore[arg-type]
         loop="asyncio",
         backlog=BACKLOG,
         log_config=None,
