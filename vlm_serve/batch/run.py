@@ -93,13 +93,13 @@ class BatchRun:
         for _ in range(2):
             self._drafts.append(around.store.draft(batch.owner))
         async with around.checking:
-            plan = await read_plan(
+            places, queue = await read_plan(
                 batch.input, batch.endpoint, around.max_line, self._share, around.run
             )
-        self._unanswered = dict(enumerate(plan.places))
-        batch.total = len(plan.places)
+        self._unanswered = dict(enumerate(places))
+        batch.total = len(places)
         batch.enter("in_progress")
-        await answer_all(plan.queue, around.width, self._answer, lambda index, _: None)
+        await answer_all(queue, around.width, self._answer, lambda index, _: None)
 
     async def _write(self, index: int, row: bytes, usage: TokenUsage, *, failed: bool) -> None:
         """Write a row and count its request."""
@@ -216,18 +216,10 @@ class RequestPlace(NamedTuple):
     custom_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class InputPlan:
-    """The requests of a valid input, and their order."""
-
-    places: list[RequestPlace]
-    queue: ReuseQueue
-
-
 async def read_plan(
     file: StoredFile, endpoint: str, max_line: int, share: Share, run: RunBlocking
-) -> InputPlan:
-    """Check all lines of a file and order them.
+) -> tuple[list[RequestPlace], ReuseQueue]:
+    """Check all lines of a file and return their requests and the order of these.
 
     Args:
         endpoint: the only route that lines may name.
@@ -319,8 +311,8 @@ class _Checking:
         texts = sum(map(sys.getsizeof, (key.salt, key.text, *key.media)))
         self.num_bytes += LINE_BYTES + sys.getsizeof(line.custom_id) + texts
 
-    def plan(self) -> InputPlan:
-        """Return the plan.
+    def plan(self) -> tuple[list[RequestPlace], ReuseQueue]:
+        """Return the requests and their order.
 
         Raises:
             InvalidInputError: see `read_plan`.
@@ -329,4 +321,4 @@ class _Checking:
             raise InvalidInputError(self._problems)
         if not self._places:
             raise InvalidInputError([Problem("empty_file", "the file has no requests")])
-        return InputPlan(self._places, ReuseQueue(self._keys))
+        return self._places, ReuseQueue(self._keys)

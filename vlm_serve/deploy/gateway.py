@@ -35,10 +35,9 @@ from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.errors import (
     DrainingError,
     NotFoundError,
-    envelope,
+    envelope_for,
     error_for,
     is_anthropic,
-    messages_envelope,
     public_error,
 )
 from vlm_serve.server.http.request_id import request_id_of
@@ -293,11 +292,8 @@ class AnswerProgress:
         """Return the event that ends a broken stream; None if the answer is not a stream."""
         if not self._streams:
             return None
-        if is_anthropic(scope):
-            body, head = messages_envelope(error, request_id_of(scope)), "event: error\n"
-        else:
-            body, head = envelope(error), ""
-        return f"{head}data: {json.dumps(body)}\n\n".encode()
+        head = "event: error\n" if is_anthropic(scope) else ""
+        return f"{head}data: {json.dumps(envelope_for(scope, error))}\n\n".encode()
 
 
 def for_client(message: Message) -> Message:

@@ -96,42 +96,33 @@ class MessagesPrompt(AnswerRequest):
     chat_template_kwargs: Table[Any] | None = None
     output_config: OutputConfig | None = None
 
-    @property
-    def effort(self) -> str | None:
-        return None if self.output_config is None else self.output_config.effort
-
     def parsed(self, conversation: Conversation, traits: TemplateTraits) -> ParsedRequest:
         """Parse the request.
 
         Raises:
             InvalidRequestError: a field is invalid; the error names it.
         """
-        thinking = None
+        output, thinking = self.output_config or OutputConfig(), None
         if self.thinking is not None:
             thinking = self.thinking.get("type") != "disabled"
         conversation.default_kwargs(enable_thinking=thinking)
         conversation = set_variables(
             conversation,
             traits,
-            effort=self.effort,
+            effort=output.effort,
             effort_name="output_config.effort",
             switched=False,
         )
         with renamed_params(_NAMES):
             budget = (self.thinking or {}).get("budget_tokens")
             params = sampling_of(
-                "messages", self, structured_outputs=self._form(), thinking_token_budget=budget
+                "messages",
+                self,
+                structured_outputs=_form_of(output.format),
+                thinking_token_budget=budget,
             )
         choice = self._tool_choice(list(conversation.functions))
         return ParsedRequest(conversation, params, choice, "output_config", _NAMES, clamped=True)
-
-    def _form(self) -> StructuredOutputs | None:
-        form = self.output_config.format if self.output_config is not None else None
-        if form is None:
-            return None
-        if form.get("type") != "json_schema":
-            raise FieldError("output_config.format.type", "must be json_schema")
-        return json_schema_form(form, "output_config.format")
 
     def _tool_choice(self, names: list[str]) -> ToolChoice:
         choice = self.tool_choice or {}
@@ -144,6 +135,14 @@ class MessagesPrompt(AnswerRequest):
         if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
             raise unsupported("tool_choice.type", kind)
         return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
+
+
+def _form_of(form: dict[str, Any] | None) -> StructuredOutputs | None:
+    if form is None:
+        return None
+    if form.get("type") != "json_schema":
+        raise FieldError("output_config.format.type", "must be json_schema")
+    return json_schema_form(form, "output_config.format")
 
 
 @with_sampling("messages")
