@@ -39,7 +39,7 @@ class RunningServer:
         """The files of a server that keeps some."""
         (routes,) = self.service.mounted
         assert isinstance(routes, BatchRoutes)
-        return routes.served.store
+        return routes.store
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.client.post(path, json=body, **options)

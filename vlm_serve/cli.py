@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vlm_serve.commands.completion import add_completion, complete_if_asked, script
 from vlm_serve.commands.config_file import ALL_OPTIONS, DEMO_MODEL, read_config_file
@@ -22,6 +22,8 @@ from vlm_serve.options.flags import Parser, add_options, positive
 from vlm_serve.server.config import SPLITTING, ServerConfig
 from vlm_serve.system.process_limits import check_process_limits, memory_sentence
 from vlm_serve.system.version import __version__
+
+T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,47 +61,36 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="vlm-serve",
         description="Serves hybrid vision-language models and reuses what it has computed.",
+        allow_abbrev=True,
     )
     parser.add_argument("--version", action="version", version=f"vlm-serve {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
+    serve = commands.add_parser("serve", help="serve a model over HTTP")
     serve.set_defaults(run=run_serve)
     _add_model(serve)
-    add_options(serve, options_of(ServerConfig))
-    add_options(serve, options_of(EngineConfig))
+    _add_configs(serve, ServerConfig, EngineConfig)
 
-    deploy = commands.add_parser(
-        "deploy",
-        help="serve a model with several engines, on Ray Serve",
-        allow_abbrev=False,
-    )
+    deploy = commands.add_parser("deploy", help="serve a model with several engines, on Ray Serve")
     deploy.set_defaults(run=run_deploy)
     _add_model(deploy)
-    add_options(deploy, options_of(DeployConfig))
-    add_options(deploy, options_of(ServerConfig))
-    add_options(deploy, options_of(EngineConfig))
+    _add_configs(deploy, DeployConfig, ServerConfig, EngineConfig)
 
-    plan = commands.add_parser(
-        "plan", help="show what fits into the cache memory, from a config", allow_abbrev=False
-    )
+    plan = commands.add_parser("plan", help="show what fits into the cache memory, from a config")
     plan.set_defaults(run=run_plan)
     _add_model(plan, also="; or a config.json")
     plan.add_argument("--json", action="store_true", help="print JSON and nothing else")
     # The server's options have no effect, but a `serve` command line stays valid for `plan`.
-    add_options(plan, options_of(ServerConfig))
-    add_options(plan, options_of(EngineConfig))
+    _add_configs(plan, ServerConfig, EngineConfig)
 
     models = commands.add_parser(
-        "models", help="list the models that can be served, and what each gets", allow_abbrev=False
+        "models", help="list the models that can be served, and what each gets"
     )
     models.set_defaults(run=run_models)
     models.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
     doctor = commands.add_parser(
-        "doctor",
-        help="say what this machine has, and what would compute here and why",
-        allow_abbrev=False,
+        "doctor", help="say what this machine has, and what would compute here and why"
     )
     doctor.set_defaults(run=run_doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON and nothing else")
@@ -107,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_batch_commands(commands)
     add_eval_commands(commands, run_eval, _add_model)
 
-    chat = commands.add_parser("chat", help="answer one question and exit", allow_abbrev=False)
+    chat = commands.add_parser("chat", help="answer one question and exit")
     chat.set_defaults(run=run_chat, take_late=_take_late_question)
     _add_model(chat)
     chat.add_argument("question", help="what to ask")
@@ -129,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="print the thought too, to standard error (default: if both outputs are terminals)",
     )
     add_options(chat, SPLITTING)
-    add_options(chat, options_of(EngineConfig))
+    _add_configs(chat, EngineConfig)
 
     add_completion(commands).set_defaults(run=run_completion)
     add_examples(parser)
@@ -152,7 +143,7 @@ def _take_late_question(options: argparse.Namespace, unknown: list[str]) -> list
 def add_batch_commands(commands: Any) -> None:
     """Add run-batch and video-qa: they answer files of requests without a server."""
     batch = commands.add_parser(
-        "run-batch", help="answer a file of requests in OpenAI's batch form", allow_abbrev=False
+        "run-batch", help="answer a file of requests in OpenAI's batch form"
     )
     batch.set_defaults(run=run_batch)
     _add_files(batch, "JSON lines {custom_id, method, url, body}", "JSON lines, one per request")
@@ -163,9 +154,7 @@ def add_batch_commands(commands: Any) -> None:
     )
     _add_batch_options(batch)
 
-    video = commands.add_parser(
-        "video-qa", help="answer questions about many videos", allow_abbrev=False
-    )
+    video = commands.add_parser("video-qa", help="answer questions about many videos")
     video.set_defaults(run=run_video_qa)
     _add_files(
         video, "folder of videos, or .csv or .jsonl with video and question", ".jsonl or .csv"
@@ -206,8 +195,7 @@ def _add_batch_options(parser: argparse.ArgumentParser) -> None:
         help="requests that are open at a time (default: twice max_num_seqs)",
     )
     _add_config_file(parser)
-    add_options(parser, options_of(ServerConfig))
-    add_options(parser, options_of(EngineConfig))
+    _add_configs(parser, ServerConfig, EngineConfig)
 
 
 def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
@@ -221,6 +209,11 @@ def _add_model(parser: argparse.ArgumentParser, also: str = "") -> None:
     )
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as a flag")
     _add_config_file(parser)
+
+
+def _add_configs(parser: argparse.ArgumentParser, *configs: type[Any]) -> None:
+    for config in configs:
+        add_options(parser, options_of(config))
 
 
 def _add_config_file(parser: argparse.ArgumentParser) -> None:
@@ -244,17 +237,21 @@ def collect(
     return values | {name: value for name, value in flags.items() if name in names}
 
 
-def _engine_config(options: argparse.Namespace, file: Mapping[str, Any]) -> EngineConfig:
+def _config_of(kind: type[T], options: argparse.Namespace, file: Mapping[str, Any]) -> T:
+    """Make a config of its options."""
+    return kind(**collect(options_of(kind), vars(options), os.environ, file))
+
+
+def _file_and_engine(options: argparse.Namespace) -> tuple[dict[str, Any], EngineConfig]:
+    """Return what the config file says, and the engine's options."""
+    file = read_config_file(options.config)
     check_environment(ALL_OPTIONS, os.environ)
-    return EngineConfig(**collect(options_of(EngineConfig), vars(options), os.environ, file))
+    return file, _config_of(EngineConfig, options, file)
 
 
 def _model_and_configs(options: argparse.Namespace) -> tuple[str, EngineConfig, ServerConfig]:
-    file = read_config_file(options.config)
-    engine_config = _engine_config(options, file)
-    server_config = ServerConfig(
-        **collect(options_of(ServerConfig), vars(options), os.environ, file)
-    )
+    file, engine_config = _file_and_engine(options)
+    server_config = _config_of(ServerConfig, options, file)
     if server_config.allow_runtime_lora:
         engine_config = replace(engine_config, reserve_loras=True)
     return _model(options, file), engine_config, server_config
@@ -279,8 +276,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
 def run_deploy(options: argparse.Namespace) -> int:
     configured = _model_and_configs(options)
-    file = read_config_file(options.config)
-    deployment = DeployConfig(**collect(options_of(DeployConfig), vars(options), os.environ, file))
+    deployment = _config_of(DeployConfig, options, read_config_file(options.config))
     from vlm_serve.deploy.main import deploy
 
     return deploy(*configured, deployment)
@@ -314,8 +310,7 @@ def run_video_qa(options: argparse.Namespace) -> int:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    file = read_config_file(options.config)
-    engine_config = _engine_config(options, file)
+    file, engine_config = _file_and_engine(options)
     from vlm_serve.eval.command import evaluate
 
     splitting = collect(SPLITTING, vars(options), os.environ, file)
@@ -350,8 +345,7 @@ def run_completion(options: argparse.Namespace) -> int:
 
 
 def run_chat(options: argparse.Namespace) -> int:
-    file = read_config_file(options.config)
-    engine_config = _engine_config(options, file)
+    file, engine_config = _file_and_engine(options)
     splitting = collect(SPLITTING, vars(options), os.environ, file)
     from vlm_serve.commands.chat import chat
 

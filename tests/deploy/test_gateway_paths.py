@@ -24,12 +24,9 @@ from vlm_serve.deploy.replica_pool import ReplicaCall, ReplicaPool
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.app import create_routes, routed
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.body import receiver
-from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.connections import Connections
-from vlm_serve.server.http.root_path import below_root
-from vlm_serve.server.http.serving import DrainingServer, listen, url_of, uvicorn_config
+from vlm_serve.server.http.serving import DrainingServer, listen, public, url_of, uvicorn_config
 from vlm_serve.server.service import Service
 
 
@@ -59,7 +56,7 @@ class PoolOfOne:
 def serving(gateway: Gateway, config: ServerConfig) -> Iterator[str]:
     """Serves a gateway as `deploy` does; yields its URL."""
     bound, connections = listen(config), Connections(config)
-    app = below_root(for_browsers(guarded(gateway, config), config), config.root_path)
+    app = public(gateway, config)
     server = DrainingServer(uvicorn_config(app, connections), gateway, connections)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()

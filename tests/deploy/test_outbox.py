@@ -8,7 +8,7 @@ import pytest
 from starlette.types import Message
 
 from vlm_serve.deploy import channel as channel_module
-from vlm_serve.deploy.channel import BEGUN, Outbox, Outboxes
+from vlm_serve.deploy.channel import BEGUN, Channels, Outbox
 from vlm_serve.server.failover.attempt import TOKENS
 
 
@@ -50,14 +50,14 @@ def test_a_closed_outbox_wakes_its_reader_and_accepts_nothing() -> None:
 def test_the_outbox_of_a_gateway_that_is_gone_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    outboxes = Outboxes()
-    old = outboxes["old"]
+    channels = Channels("127.0.0.1")
+    old = channels.outbox("old")
     old.put(1, BEGUN)
-    assert outboxes["old"] is old
+    assert channels.outbox("old") is old
     monkeypatch.setattr(channel_module, "UNREAD_SECONDS", 0.0)
-    outboxes["new"]
+    channels.outbox("new")
     monkeypatch.undo()
-    assert outboxes["old"] is not old
+    assert channels.outbox("old") is not old
 
 
 def body(text: bytes, tokens: list[int]) -> Message:

@@ -14,20 +14,23 @@ from ray.serve.request_router import RequestRouter
 
 from vlm_serve.deploy import router
 from vlm_serve.deploy import shared_state as shared
-from vlm_serve.deploy.ranker import ReplicaRanker
 from vlm_serve.deploy.router import AffinityRouter
-from vlm_serve.routing.view import RequestUsage
+from vlm_serve.routing.router import Router
+from vlm_serve.routing.view import ReplicaView, RequestUsage
 
 
-class InTurn(ReplicaRanker):
+class InTurn(Router):
     """One replica after the other."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._turn = itertools.count()
+        self._next = itertools.count()
 
-    def choose(self, keys: Sequence[bytes], tokens: int, names: Sequence[str]) -> list[str]:
-        first = next(self._turn) % len(names)
+    def choose(
+        self, keys: Sequence[bytes], tokens: int, replicas: Sequence[ReplicaView]
+    ) -> list[str]:
+        names = [replica.id for replica in replicas]
+        first = next(self._next) % len(names)
         return [*names[first:], *names[:first]]
 
 
@@ -36,7 +39,7 @@ def adapter() -> AffinityRouter:
     """Without what Serve's constructor connects to."""
     made = AffinityRouter.__new__(AffinityRouter)
     made.initialize_state()
-    made._ranker = InTurn()
+    made._router = InTurn()
     return made
 
 
@@ -90,12 +93,12 @@ def test_it_never_raises(adapter: AffinityRouter, pending: Any) -> None:
         def choose(self, *_: Any) -> list[str]:
             raise ValueError("injected")
 
-    adapter._ranker = Failing()
+    adapter._router = Failing()
     asked = request() if pending else None
     assert ranked(adapter, replicas("a", "b"), asked) == [["a", "b"]]
 
 
-def test_the_ranker_hears_of_requests_from_begin_to_end(
+def test_the_router_hears_of_requests_from_begin_to_end(
     adapter: AffinityRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[tuple[Any, ...]] = []
@@ -111,11 +114,9 @@ def test_the_ranker_hears_of_requests_from_begin_to_end(
             heard.append(("removed", name))
 
     monkeypatch.setattr(shared, "SHARED_STATE", shared.SharedState(replicas=("a", "b")))
-    adapter._ranker = Noting()
+    adapter._router = Noting()
     (replica,) = replicas("a")
-    adapter.on_request_routed(
-        request("gateway", 7, keys=(b"k",), tokens=5), replica.replica_id, None
-    )
+    adapter.on_request_routed(request("gateway", 7, keys=(b"k",)), replica.replica_id, None)
     assert shared.SHARED_STATE.routed == {7: "a"}
     adapter.on_request_completed(replica.replica_id, "one")
     adapter.on_request_completed(replica.replica_id, "one")
@@ -130,8 +131,8 @@ def test_the_ranker_hears_of_requests_from_begin_to_end(
         and not shared.SHARED_STATE.usage
         and not shared.SHARED_STATE.routed
     )
-    ended = ("ended", "a", (b"k",), 5, usage)
-    assert heard == [("sent", "a", (b"k",), 5), ended, ("removed", "a")]
+    ended = ("ended", "a", (b"k",), 0, usage)
+    assert heard == [("sent", "a", (b"k",), 0), ended, ("removed", "a")]
 
 
 def test_an_end_of_which_the_gateway_knows_nothing_is_told_at_once(
@@ -139,7 +140,7 @@ def test_an_end_of_which_the_gateway_knows_nothing_is_told_at_once(
 ) -> None:
     monkeypatch.setattr(shared, "SHARED_STATE", shared.SharedState(replicas=("a",)))
     heard: list[Any] = []
-    monkeypatch.setattr(adapter._ranker, "ended", lambda *said: heard.append(said))
+    monkeypatch.setattr(adapter._router, "ended", lambda *said: heard.append(said))
     (replica,) = replicas("a")
     adapter.on_request_routed(request("gateway", 7, keys=(b"k",)), replica.replica_id, None)
     shared.SHARED_STATE.finish(7, None)
@@ -153,15 +154,15 @@ def test_requests_of_whose_ends_nobody_tells_count_as_ended(
     monkeypatch.setattr(shared, "SHARED_STATE", shared.SharedState(replicas=("a",)))
     monkeypatch.setattr(router, "MAX_OPEN", 3)
     heard: list[Any] = []
-    monkeypatch.setattr(adapter._ranker, "ended", lambda *said: heard.append(said))
+    monkeypatch.setattr(adapter._router, "ended", lambda *said: heard.append(said))
     (replica,) = replicas("a")
     for number in range(5):
-        asked = request("gateway", number, name=f"request {number}", keys=(b"k",), tokens=number)
+        asked = request("gateway", number, name=f"request {number}", keys=(bytes([number]),))
         adapter.on_request_routed(asked, replica.replica_id, None)
         shared.SHARED_STATE.finish(number, None)
     assert len(adapter._sent) == 3
     assert ranked(adapter, replicas("a"), request())
-    assert heard == [("a", (b"k",), tokens, None) for tokens in (0, 1)]
+    assert heard == [("a", (bytes([number]),), 0, None) for number in (0, 1)]
     assert not adapter._completed
 
 

@@ -73,7 +73,7 @@ def run(fault: str, part: str, output: Path, *, with_caching: bool = False) -> i
         pipe.asked = 0 if caching is with_caching else 2
         return pipe
 
-    options = LongBenchOptions((part,), ("greedy",), max_tokens=4)
+    options = LongBenchOptions(("greedy",), max_tokens=4, parts=(part,))
     parts: list[BenchmarkPart] = list(longbench_parts(read_items(SAMPLE, 3), options))
     subject = Subject("LongBench v2", "demo", SAMPLE, {"note": "<made> for & tests"})
     return report_on(subject, run_sides(open_side, parts), output)

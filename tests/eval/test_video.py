@@ -12,7 +12,8 @@ import pytest
 from vlm_serve import EngineConfig, Pipeline
 from vlm_serve.cli import main
 from vlm_serve.eval.command import run_part
-from vlm_serve.eval.video import VideoBenchmarkOptions, VideoItem, judged, read_videos, video_parts
+from vlm_serve.eval.replies import AnswerOptions
+from vlm_serve.eval.video import VideoItem, judged, read_videos, video_parts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLIP = EXAMPLES / "media" / "change.mp4"
@@ -47,7 +48,7 @@ def test_questions_of_a_video_are_asked_beside_each_other(tmp_path: Path) -> Non
         VideoItem("four", CLIP, START, "b", ("blue", "red")),
         VideoItem("five", CLIP, START, "B", ("blue", "red")),
     ]
-    (part,) = video_parts(items, VideoBenchmarkOptions(decoding=("greedy",), max_tokens=12))
+    (part,) = video_parts(items, AnswerOptions(decoding=("greedy",), max_tokens=12))
     with Pipeline("demo", EngineConfig(cache_memory="64MiB")) as pipe:
         one_by_one = {reply.item: reply for reply in run_part(pipe, part).replies}
         together = {reply.item: reply for reply in run_part(pipe, part, concurrency=2).replies}
@@ -61,7 +62,7 @@ def test_questions_of_a_video_are_asked_beside_each_other(tmp_path: Path) -> Non
 
 def test_an_answer_is_judged_without_its_thought() -> None:
     items = [VideoItem("one", CLIP, START, "Red")]
-    (part,) = video_parts(items, VideoBenchmarkOptions(decoding=("greedy",), max_tokens=60))
+    (part,) = video_parts(items, AnswerOptions(decoding=("greedy",), max_tokens=60))
     given: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
     with Pipeline("demo", EngineConfig(cache_memory="64MiB", threads=1, **given)) as pipe:
         (reply,) = run_part(pipe, part).replies

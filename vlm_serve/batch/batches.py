@@ -17,18 +17,12 @@ from vlm_serve.batch.record import Batch, Ending, Problem
 from vlm_serve.batch.run import BatchRun, InvalidInputError, Surroundings
 from vlm_serve.errors import EngineClosedError, InvalidRequestError, VlmServeError
 from vlm_serve.server.http.auth import Owner
-from vlm_serve.server.http.errors import DrainingError
+from vlm_serve.server.http.errors import DrainingError, NotFoundError
 
 _log = logging.getLogger(__name__)
 
 MAX_BATCHES = 500
 """Most batches of an owner that are remembered."""
-
-
-class BatchNotKnownError(InvalidRequestError):
-    """The owner has no such batch: HTTP 404."""
-
-    status = 404
 
 
 class TooManyBatchesError(VlmServeError):
@@ -67,8 +61,6 @@ class Batches:
         self.app: ASGIApp | None = None
         self._around = around
         self._accounts: dict[Owner, _Account] = {}
-        self._checking = asyncio.Lock()
-        self._slots = asyncio.Semaphore(around.width)
         self._stopped = False
 
     @property
@@ -80,12 +72,12 @@ class Batches:
         """Return a batch of an owner.
 
         Raises:
-            BatchNotKnownError: the owner has none of that id.
+            NotFoundError: the owner has none of that id.
         """
         account = self._accounts.get(owner)
         batch = account and account.batches.get(batch_id)
         if not batch:
-            raise BatchNotKnownError(
+            raise NotFoundError(
                 f"there is no batch {batch_id[:128]!r}", param="batch_id", code="batch_not_found"
             )
         return batch
@@ -214,7 +206,7 @@ class Batches:
 
     async def _run(self, batch: Batch) -> None:
         assert self.app is not None
-        run = BatchRun(batch, self._around, self.app, self._checking, self._slots)
+        run = BatchRun(batch, self._around, self.app)
         batch.work = asyncio.ensure_future(run.work())
         await asyncio.wait({batch.work})
         ending: Ending = "completed"

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from vlm_serve.errors import ConfigError, InvalidRequestError, VlmServeError
 from vlm_serve.options.declared import format_size
 from vlm_serve.server.http.auth import Owner
+from vlm_serve.server.http.errors import NotFoundError
 from vlm_serve.system.private_files import TemporaryFolder
 
 MAX_FILES = 10_000
@@ -29,12 +30,6 @@ class StoreFullError(InvalidRequestError):
     """A file does not fit into what is left of its key's share: HTTP 413."""
 
     status = 413
-
-
-class FileNotKnownError(InvalidRequestError):
-    """The owner has no such file: HTTP 404."""
-
-    status = 404
 
 
 class StorageError(VlmServeError):
@@ -116,12 +111,12 @@ class FileStore:
             param: the request's field with the id.
 
         Raises:
-            FileNotKnownError: the owner has none of that id.
+            NotFoundError: the owner has none of that id.
         """
         account = self._accounts.get(owner)
         file = account and account.files.get(file_id)
         if not file:
-            raise FileNotKnownError(
+            raise NotFoundError(
                 f"there is no file {file_id[:128]!r}", param=param, code="file_not_found"
             )
         return file

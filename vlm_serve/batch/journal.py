@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class Journal:
 
     def append(self, row: Row) -> None:
         """Append one job's line and flush it to the operating system."""
-        line = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        line = encode_row(row)
         self._places[row["id"]] = self._file.tell()
         self._file.write(line)
         self._file.flush()
@@ -90,9 +90,23 @@ class Journal:
         self._file.close()
 
 
-def partial_of(output: Path) -> Path:
-    """Return the path of the partial file, for outputs written at the end."""
-    return output.with_name(output.name + ".partial")
+def encode_row(row: Row) -> bytes:
+    """Return a row as a line."""
+    return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def partial_of(output: Path, rows_of: Callable[[Path], Iterable[Row]]) -> Path:
+    """Return the path of the partial file, for an output that is written at the end.
+
+    It is restored from the output if it is missing.
+
+    Args:
+        rows_of: reads the output of an earlier run.
+    """
+    path = output.with_name(output.name + ".partial")
+    if output.exists() and not path.exists():
+        replace_file(path, map(encode_row, rows_of(output)))
+    return path
 
 
 def replace_file(path: Path, chunks: Iterator[bytes]) -> None:

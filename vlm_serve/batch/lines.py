@@ -165,8 +165,3 @@ def error_row(
     """Build the row of a request without a reply."""
     error = {"code": code, "message": message, "param": param}
     return {"id": name, "custom_id": custom_id, "response": None, "error": error}
-
-
-def encode_row(row: Row) -> bytes:
-    """Return a row as a line."""
-    return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"

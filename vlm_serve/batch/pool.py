@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 from vlm_serve.batch.asgi import HttpReply, error_code, post
 from vlm_serve.batch.order import ReuseQueue
 from vlm_serve.errors import EngineClosedError
+from vlm_serve.server.http.streaming import cancelled
 
 RETRY_SECONDS = 0.2
 _STOPPED = ("engine_stopped", "shutting_down", "aborted")
@@ -48,11 +49,8 @@ async def answer_all(
     finally:
         for task in running:
             task.cancel()
-        if running:
-            await asyncio.wait(running)
-            for task in running:
-                if not task.cancelled():
-                    task.exception()  # retrieved, so that asyncio does not report it
+        for task in running:
+            await cancelled(task)
 
 
 async def post_patiently(

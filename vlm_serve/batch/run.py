@@ -18,12 +18,11 @@ from starlette.types import ASGIApp
 
 from vlm_serve.batch.asgi import HttpReply, TokenUsage, usage_of
 from vlm_serve.batch.file_store import Draft, FileStore, StoredFile, in_thread, settled
-from vlm_serve.batch.journal import Row
+from vlm_serve.batch.journal import Row, encode_row
 from vlm_serve.batch.lines import (
     Line,
     RawLine,
     answer_row,
-    encode_row,
     error_row,
     line_of,
     parsing_bytes,
@@ -52,6 +51,8 @@ class Surroundings:
         has_room: tells whether a further request may begin now.
         width: most requests of all batches at a time.
         max_line: most bytes of a line.
+        checking: one batch at a time reads its whole file.
+        slots: of the requests of all batches, `width` of them.
     """
 
     store: FileStore
@@ -60,6 +61,8 @@ class Surroundings:
     has_room: Callable[[], bool]
     width: int
     max_line: int
+    checking: asyncio.Lock
+    slots: asyncio.Semaphore
 
 
 class BatchRun:
@@ -69,23 +72,12 @@ class BatchRun:
         batch: its state.
         around: the server.
         app: the server's routes without authentication.
-        checking: one batch at a time reads its whole file.
-        slots: of the requests of all batches.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        around: Surroundings,
-        app: ASGIApp,
-        checking: asyncio.Lock,
-        slots: asyncio.Semaphore,
-    ) -> None:
+    def __init__(self, batch: Batch, around: Surroundings, app: ASGIApp) -> None:
         self._batch = batch
         self._around = around
         self._app = app
-        self._checking = checking
-        self._slots = slots
         self._share = Share(around.memory)
         self._drafts: list[Draft] = []
         self._unanswered: dict[int, RequestPlace] = {}
@@ -100,14 +92,14 @@ class BatchRun:
         batch, around = self._batch, self._around
         for _ in range(2):
             self._drafts.append(around.store.draft(batch.owner))
-        async with self._checking:
-            plan = await read_plan(
+        async with around.checking:
+            places, queue = await read_plan(
                 batch.input, batch.endpoint, around.max_line, self._share, around.run
             )
-        self._unanswered = dict(enumerate(plan.places))
-        batch.total = len(plan.places)
+        self._unanswered = dict(enumerate(places))
+        batch.total = len(places)
         batch.enter("in_progress")
-        await answer_all(plan.queue, around.width, self._answer, lambda index, _: None)
+        await answer_all(queue, around.width, self._answer, lambda index, _: None)
 
     async def _write(self, index: int, row: bytes, usage: TokenUsage, *, failed: bool) -> None:
         """Write a row and count its request."""
@@ -122,7 +114,7 @@ class BatchRun:
         headers = [(b"x-request-id", name.encode())]
         share = Share(around.memory)
         try:
-            async with self._slots:
+            async with around.slots:
                 while not around.has_room():
                     await asyncio.sleep(RETRY_SECONDS)
                 await share.grow(place.memory)
@@ -224,18 +216,10 @@ class RequestPlace(NamedTuple):
     custom_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class InputPlan:
-    """The requests of a valid input, and their order."""
-
-    places: list[RequestPlace]
-    queue: ReuseQueue
-
-
 async def read_plan(
     file: StoredFile, endpoint: str, max_line: int, share: Share, run: RunBlocking
-) -> InputPlan:
-    """Check all lines of a file and order them.
+) -> tuple[list[RequestPlace], ReuseQueue]:
+    """Check all lines of a file and return their requests and the order of these.
 
     Args:
         endpoint: the only route that lines may name.
@@ -327,8 +311,8 @@ class _Checking:
         texts = sum(map(sys.getsizeof, (key.salt, key.text, *key.media)))
         self.num_bytes += LINE_BYTES + sys.getsizeof(line.custom_id) + texts
 
-    def plan(self) -> InputPlan:
-        """Return the plan.
+    def plan(self) -> tuple[list[RequestPlace], ReuseQueue]:
+        """Return the requests and their order.
 
         Raises:
             InvalidInputError: see `read_plan`.
@@ -337,4 +321,4 @@ class _Checking:
             raise InvalidInputError(self._problems)
         if not self._places:
             raise InvalidInputError([Problem("empty_file", "the file has no requests")])
-        return InputPlan(self._places, ReuseQueue(self._keys))
+        return self._places, ReuseQueue(self._keys)

@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from vlm_serve.batch.asgi import HttpReply, usage_of
-from vlm_serve.batch.journal import Journal, Row, partial_of, replace_file
+from vlm_serve.batch.journal import Journal, Row, encode_row, partial_of, replace_file
 from vlm_serve.batch.lines import (
     Line,
     answer_row,
-    encode_row,
     error_row,
     line_of,
     raw_lines,
@@ -88,7 +87,7 @@ def run(
     if source.exists() and output.exists() and source.samefile(output):
         raise ConfigError("input and output are the same file", param="output")
     lines = read_lines(source, server_config.max_body_bytes)
-    with Journal(_seeded(output) if in_order else output) as journal:
+    with Journal(partial_of(output, _earlier_rows) if in_order else output) as journal:
         foreign = len(journal.done - {line.id for line in lines})
         if foreign:
             raise ConfigError(
@@ -133,7 +132,7 @@ def run(
         finally:
             progress.close()
         if in_order:
-            replace_file(output, _encoded(journal, [line.id for line in lines]))
+            replace_file(output, map(encode_row, journal.rows([line.id for line in lines])))
             journal.path.unlink()
     print(f"{len(lines)} lines in {output}", file=sys.stderr)
     named = [_name(line) + ": " + failures[line.id] for line in lines if line.id in failures]
@@ -156,15 +155,6 @@ def _name(line: Line) -> str:
     return f"line {line.number}{named}"
 
 
-def _seeded(output: Path) -> Path:
-    """Return the partial file of an output, restored from the output if it is missing."""
-    path = partial_of(output)
-    if output.exists() and not path.exists():
-        with Journal(output) as earlier:
-            replace_file(path, _encoded(earlier, None))
-    return path
-
-
-def _encoded(journal: Journal, ids: list[str] | None) -> Iterator[bytes]:
-    for row in journal.rows(ids):
-        yield encode_row(row)
+def _earlier_rows(output: Path) -> Iterator[Row]:
+    with Journal(output) as earlier:
+        yield from earlier.rows()

@@ -160,7 +160,7 @@ def run(
         if row["error"] is not None:
             failures[row["id"]] = f"{row['video']}, {row['question']!r}: {row['error']}"
 
-    with Journal(_seeded(output) if output.suffix == ".csv" else output) as journal:
+    with Journal(partial_of(output, _from_csv) if output.suffix == ".csv" else output) as journal:
         for row in journal.rows():
             if row["id"] not in wanted:
                 raise ConfigError(
@@ -212,15 +212,8 @@ def _with_root(config: EngineConfig, questions: Iterable[VideoQuestion]) -> Engi
     return replace(config, allowed_local_media_path=os.path.commonpath(files))
 
 
-def _seeded(output: Path) -> Path:
-    """Return the partial file of a CSV output, restored from the output if it is missing."""
-    path = partial_of(output)
-    if output.exists() and not path.exists():
-        replace_file(path, _from_csv(output))
-    return path
-
-
-def _from_csv(path: Path) -> Iterator[bytes]:
+def _from_csv(path: Path) -> Iterator[Row]:
+    """Read the output of an earlier run."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             for entry in csv.DictReader(file):
@@ -230,7 +223,7 @@ def _from_csv(path: Path) -> Iterator[bytes]:
                 row["hit_rate"] = float(entry["hit_rate"])
                 if row["error"] is None:
                     row["answer"] = entry["answer"]
-                yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
+                yield row
     except (KeyError, TypeError, ValueError, csv.Error):
         raise ConfigError(
             f"{path} is not the output of an earlier run; give another output file or remove it",

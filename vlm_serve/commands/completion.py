@@ -19,7 +19,7 @@ _CHOICES = re.compile(r"\{(.+)\}")
 def add_completion(commands: Any) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "completion", help="print a script that completes commands and flags", allow_abbrev=False
+        "completion", help="print a script that completes commands and flags"
     )
     parser.add_argument("shell", choices=SHELLS, help="where the script runs")
     return parser

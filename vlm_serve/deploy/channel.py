@@ -45,20 +45,29 @@ class Address:
 
 
 class Channels:
-    """The replica's end of all channels. For one event loop.
+    """The replica's end of all channels, with an outbox for each gateway. For one event loop.
 
     Args:
-        outboxes: the messages to send.
         host: address to listen on.
     """
 
-    def __init__(self, outboxes: Outboxes, host: str) -> None:
-        self._outboxes = outboxes
+    def __init__(self, host: str) -> None:
         self._host = host
+        self._outboxes: dict[str, Outbox] = {}
         self._listening: asyncio.Task[int] | None = None
         self._server: asyncio.Server | None = None
         self._gateways: dict[bytes, tuple[str, Address]] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}
+
+    def outbox(self, gateway: str) -> Outbox:
+        """Return the messages to send to a gateway."""
+        if gateway not in self._outboxes:
+            oldest = time.monotonic() - UNREAD_SECONDS
+            kept = {
+                name: outbox for name, outbox in self._outboxes.items() if outbox.read >= oldest
+            }
+            self._outboxes = kept | {gateway: Outbox()}
+        return self._outboxes[gateway]
 
     async def address(self, gateway: str) -> Address:
         """Return an address for one connection of a gateway."""
@@ -75,7 +84,8 @@ class Channels:
 
     async def close(self) -> None:
         """Close all channels: gateways send unanswered requests to other replicas."""
-        self._outboxes.close()
+        for outbox in self._outboxes.values():
+            outbox.close()
         if self._server is not None:
             self._server.close()
         if self._sending:
@@ -106,7 +116,7 @@ class Channels:
             writer.close()
 
     async def _send(self, gateway: str, writer: asyncio.StreamWriter) -> None:
-        outbox = self._outboxes[gateway]
+        outbox = self.outbox(gateway)
         with contextlib.suppress(ConnectionError):
             while not outbox.closed:
                 batch = await outbox.take(HEARTBEAT_SECONDS)
@@ -196,27 +206,6 @@ class Outbox:
         return [
             (number, merged) for number, messages in queued.items() for merged in _merge(messages)
         ]
-
-
-class Outboxes:
-    """The outboxes of all gateways, by name."""
-
-    def __init__(self) -> None:
-        self._all: dict[str, Outbox] = {}
-
-    def __getitem__(self, gateway: str) -> Outbox:
-        if gateway not in self._all:
-            now = time.monotonic()
-            old = [name for name, outbox in self._all.items() if now - outbox.read > UNREAD_SECONDS]
-            for name in old:
-                del self._all[name]
-            self._all[gateway] = Outbox()
-        return self._all[gateway]
-
-    def close(self) -> None:
-        """Close all outboxes: gateways send unanswered requests to other replicas."""
-        for outbox in self._all.values():
-            outbox.close()
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> bool:

@@ -6,14 +6,12 @@ from vlm_serve.deploy.options import DeployConfig
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.browsers import is_loopback
+from vlm_serve.server.http.browsers import is_unguarded
 
 
 def check(deploy: DeployConfig, server: ServerConfig, engine: EngineConfig) -> None:
     """Raise ConfigError if options are incompatible."""
-    has_keys = bool(server.api_key) or server.tenant_keys is not None
-    local = server.uds is not None or is_loopback(server.host)
-    if not has_keys and not local and not deploy.without_keys:
+    if is_unguarded(server) and not deploy.without_keys:
         raise ConfigError(
             f"host {server.host} is not loopback and no API key is set: set api_key or "
             "tenant_keys, or pass --without-keys",

@@ -27,17 +27,17 @@ from vlm_serve.deploy.replica_pool import (
     no_replica,
 )
 from vlm_serve.deploy.request_keys import keys_of
-from vlm_serve.errors import InvalidRequestError, OverloadedError, VlmServeError
+from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.failover.attempt import TOKENS, Attempt, Delivery
 from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.errors import (
     DrainingError,
-    envelope,
+    NotFoundError,
+    envelope_for,
     error_for,
     is_anthropic,
-    messages_envelope,
     public_error,
 )
 from vlm_serve.server.http.request_id import request_id_of
@@ -46,12 +46,6 @@ from vlm_serve.server.http.streaming import cancelled, disconnected
 
 ONE_REPLICA = ("/v1/cache/tree", "/v1/cache/events", "/v1/cache/nodes/", "/v1/cache/affinity")
 """Routes about a single replica: the one in `?replica=`, by default the first."""
-
-
-class UnknownReplicaError(InvalidRequestError):
-    """The request names an unknown replica: HTTP 404."""
-
-    status = 404
 
 
 class Gateway:
@@ -160,7 +154,9 @@ class Gateway:
 
         A request moves whenever its replica shuts down in order, but survives only one death.
         """
-        progress = AnswerProgress(first_attempt(scope, self.config.request_timeout))
+        limit = self.config.request_timeout
+        deadline = None if limit is None else time.time() + limit
+        progress = AnswerProgress(Attempt.first(request_id_of(scope), deadline))
         try:
             while True:
                 try:
@@ -209,7 +205,7 @@ class Gateway:
         """Return the query without `replica`, and the named replica.
 
         If none is named: the first for a route about a single replica, else None. Raises
-        UnknownReplicaError.
+        NotFoundError.
         """
         if not scope["path"].startswith("/v1/cache/"):
             return scope["query_string"], None
@@ -222,7 +218,7 @@ class Gateway:
         if not named:
             return scope["query_string"], names[0] if single else None
         if named[-1] not in names:
-            raise UnknownReplicaError(
+            raise NotFoundError(
                 f"no replica is called {named[-1][:64]!r}; there are: " + ", ".join(names),
                 param="replica",
             )
@@ -296,19 +292,10 @@ class AnswerProgress:
         """Return the event that ends a broken stream; None if the answer is not a stream."""
         if not self._streams:
             return None
-        if is_anthropic(scope):
-            body, head = messages_envelope(error, request_id_of(scope)), "event: error\n"
-        else:
-            body, head = envelope(error), ""
-        return f"{head}data: {json.dumps(body)}\n\n".encode()
+        head = "event: error\n" if is_anthropic(scope) else ""
+        return f"{head}data: {json.dumps(envelope_for(scope, error))}\n\n".encode()
 
 
 def for_client(message: Message) -> Message:
     """Return the message without its internal keys."""
     return {name: value for name, value in message.items() if not name.startswith(INTERNAL)}
-
-
-def first_attempt(scope: Scope, request_timeout: float | None) -> Attempt:
-    """Fix everything random or dated before any replica has the request."""
-    deadline = None if request_timeout is None else time.time() + request_timeout
-    return Attempt.first(request_id_of(scope), deadline)

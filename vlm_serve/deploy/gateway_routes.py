@@ -99,7 +99,7 @@ async def metrics(gateway: GatewayState, request: Request) -> Response:
 
 
 async def stats(gateway: GatewayState, request: Request) -> Response:
-    """Serve GET /v1/cache/stats: a list with one entry per replica."""
+    """Serve GET /v1/cache/stats or /v1/cache/pins: a list with one entry or page per replica."""
     replies = await ask_all(gateway, request)
     refusal = _refusal(replies)
     if refusal is not None:
@@ -118,11 +118,6 @@ async def flush(gateway: GatewayState, request: Request) -> Response:
     if len(replies) < len(gateway.pool.names):
         raise OverloadedError("not all replicas have answered", code="replica_lost")
     return next(iter(replies.values()))
-
-
-async def pins(gateway: GatewayState, request: Request) -> Response:
-    """Serve GET /v1/cache/pins: a list with one page per replica."""
-    return await stats(gateway, request)
 
 
 async def lift_pins(gateway: GatewayState, request: Request) -> Response:
@@ -183,7 +178,7 @@ ROUTES: Mapping[tuple[str, str], Callable[[GatewayState, Request], Awaitable[Res
     ("GET", "/load"): load,
     ("GET", "/metrics"): metrics,
     ("GET", "/v1/cache/stats"): stats,
-    ("GET", PINS): pins,
+    ("GET", PINS): stats,
     ("DELETE", PINS): lift_pins,
     ("POST", "/v1/cache/flush"): flush,
     ("POST", "/reset_prefix_cache"): flush,

@@ -26,9 +26,8 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import from_mapping, options_of
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import guarded, read_tenant_keys
-from vlm_serve.server.http.browsers import for_browsers
-from vlm_serve.server.http.root_path import below_root
+from vlm_serve.server.http.auth import read_tenant_keys
+from vlm_serve.server.http.serving import public
 
 CONFIGS = (DeployConfig, ServerConfig, EngineConfig)
 PROXY_HOST = "0.0.0.0"
@@ -63,7 +62,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     assert isinstance(server, ServerConfig) and isinstance(engine, EngineConfig)
     check(deploy, server, engine)
     read_tenant_keys(server.tenant_keys)
-    setup = ReplicaSetup(model, engine, server, server.served_model_name or (model,), _now())
+    setup = ReplicaSetup(
+        model, engine, server, server.served_model_name or (model,), int(time.time())
+    )
     gateways: Any = serve.deployment(
         serve.ingress()(Ingress),
         name="front",  # as KubeRay users know it
@@ -88,10 +89,4 @@ class Ingress:
         self._gateway = Gateway(pool, setup.server, setup.names[0], max_open_requests(setup), names)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        tenants = read_tenant_keys(self._config.tenant_keys)
-        app = for_browsers(guarded(self._gateway, self._config, tenants), self._config)
-        return below_root(app, self._config.root_path)
-
-
-def _now() -> int:
-    return int(time.time())
+        return public(self._gateway, self._config)

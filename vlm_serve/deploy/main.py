@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -27,23 +26,20 @@ from vlm_serve.engine.features.adapters.options import named_adapters
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import guarded, read_tenant_keys
-from vlm_serve.server.http.browsers import for_browsers
+from vlm_serve.server.http.auth import read_tenant_keys
 from vlm_serve.server.http.connections import Connections
-from vlm_serve.server.http.root_path import below_root
 from vlm_serve.server.http.serving import (
-    SWITCH_SECONDS,
     DrainingServer,
+    begin_process,
     close_listener,
     format_table,
-    ignore_user_signals,
     listen,
     print_notice,
+    public,
     tls_context,
     url_of,
     uvicorn_config,
 )
-from vlm_serve.system.log_output import start_logging
 
 _log = logging.getLogger(__name__)
 
@@ -57,10 +53,7 @@ def deploy(
 
     Raises ConfigError or EngineError if it cannot start.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)  # Serve's router and affinity keys run on threads
-    start_logging(config.log_level)
-    ignore_user_signals()
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    begin_process(config)
     check(options, config, engine_config)
     read_tenant_keys(config.tenant_keys)  # fails early, as a taken port does
     if find_spec("ray") is None:
@@ -124,7 +117,6 @@ def _run(
         names = frozenset(adapter.name for adapter in named_adapters(setup.engine))
         gateway = Gateway(pool, config, setup.names[0], max_open_requests(setup), names)
         connections = Connections(config)
-        app = guarded(gateway, config, read_tenant_keys(config.tenant_keys))
         rows = list(
             startup_rows(
                 setup.names, options, config, url_of(bound, tls=config.ssl_certfile is not None)
@@ -132,7 +124,7 @@ def _run(
         )
         rows.append(("started in", f"{time.monotonic() - begun:.0f} s"))
         server = DrainingServer(
-            uvicorn_config(below_root(for_browsers(app, config), config.root_path), connections),
+            uvicorn_config(public(gateway, config), connections),
             gateway,
             connections,
             lambda: print_notice(format_table(rows)),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message
 
-from vlm_serve.deploy.channel import BEGUN, Address, Channels, Outboxes
+from vlm_serve.deploy.channel import BEGUN, Address, Channels
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.body import receiver
@@ -76,9 +76,7 @@ class EngineReplica:
         logging.basicConfig(level=setup.server.log_level.upper(), format=FORMAT)
         sys.setswitchinterval(SWITCH_SECONDS)
         self.name = replica_name()
-        self._outboxes = Outboxes()
-        host = LOOPBACK if setup.loopback else node_address()
-        self._channels = Channels(self._outboxes, host)
+        self._channels = Channels(LOOPBACK if setup.loopback else node_address())
         engine = Engine.from_checkpoint(setup.model, setup.engine)
         self._service: Service = Service(engine, setup.server, setup.names, mounts=(BatchRoutes,))
         self._service.state.created = setup.created
@@ -94,7 +92,6 @@ class EngineReplica:
         body: bytes,
         *,
         keys: Sequence[bytes] = (),
-        tokens: int = 0,
         attempt: Any = None,
         replica: str | None = None,
         avoid: Sequence[str] = (),
@@ -115,7 +112,7 @@ class EngineReplica:
         """
         if replica is not None and replica != self.name:
             return False
-        outbox = self._outboxes[gateway]
+        outbox = self._channels.outbox(gateway)
         outbox.put(number, BEGUN)
         if keys:
             scope["vlm_serve.affinity"] = tuple(keys)

@@ -60,7 +60,6 @@ class ReplicaCall:
     scope: dict[str, Any]
     body: bytes
     keys: Sequence[bytes] = ()
-    tokens: int = 0
     attempt: Any = None
     replica: str | None = None
     avoid: Sequence[str] = ()
@@ -166,7 +165,6 @@ class ReplicaPool:
             call.scope,
             call.body,
             keys=tuple(call.keys),
-            tokens=call.tokens,
             attempt=call.attempt,
             replica=call.replica,
             avoid=tuple({*call.avoid, *self.unreachable}),

@@ -7,7 +7,7 @@ a process exchange facts through the shared state.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ray.serve.request_router import (
@@ -18,9 +18,12 @@ from ray.serve.request_router import (
 )
 
 import vlm_serve.deploy.shared_state as shared
-from vlm_serve.deploy.ranker import ReplicaRanker
+from vlm_serve.routing.router import Router
+from vlm_serve.routing.view import ReplicaView
 
 _log = logging.getLogger(__name__)
+UNKNOWN_TOKENS = 0
+"""A prompt's length: gateways do not count it."""
 MAX_OPEN = 65_536
 """Most requests that Serve has not reported as ended; beyond that the oldest count as ended."""
 
@@ -33,7 +36,8 @@ class AffinityRouter(RequestRouter):
     """
 
     def initialize_state(self, **_: Any) -> None:
-        self._ranker = ReplicaRanker()
+        self._router = Router()
+        self._versions: dict[str, int] = {}
         self._sent: dict[str, tuple[int, tuple[str, Sequence[bytes], int]]] = {}
         self._completed: dict[int, tuple[str, Sequence[bytes], int]] = {}
 
@@ -60,13 +64,19 @@ class AffinityRouter(RequestRouter):
         if wanted is not None:
             return [[by_name[wanted]]] if wanted in by_name else []
         self._settle()
-        for name, replica in by_name.items():
-            self._ranker.update(name, replica.routing_stats)
-        keys, tokens = arguments.get("keys", ()), arguments.get("tokens", 0)
-        names = self._ranker.choose(keys, tokens, list(by_name))
+        views = [self._view(name, replica.routing_stats) for name, replica in by_name.items()]
+        names = self._router.choose(arguments.get("keys", ()), UNKNOWN_TOKENS, views)
         avoided = set(arguments.get("avoid", ()))
         names.sort(key=lambda name: name in avoided)  # stable
         return [[by_name[name]] for name in names]
+
+    def _view(self, name: str, stats: Mapping[str, Any]) -> ReplicaView:
+        """Return a replica with its load, after taking over its digest if that is new."""
+        digest = stats.get("digest")
+        if digest is not None and self._versions.get(name) != digest.version:
+            self._versions[name] = digest.version
+            self._router.digest(name, digest)
+        return ReplicaView(name, float(stats.get("load", 0.0)))
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -87,9 +97,9 @@ class AffinityRouter(RequestRouter):
         arguments, name = _arguments(pending_request), replica_id.unique_id
         number = pending_request.args[1]
         shared.SHARED_STATE.routed[number] = name
-        request = name, arguments.get("keys", ()), arguments.get("tokens", 0)
+        request = name, arguments.get("keys", ()), UNKNOWN_TOKENS
         self._sent[pending_request.metadata.internal_request_id] = number, request
-        self._ranker.sent(*request)
+        self._router.sent(*request)
         while len(self._sent) > MAX_OPEN:
             self._completed.update([self._sent.pop(next(iter(self._sent)))])
 
@@ -99,7 +109,7 @@ class AffinityRouter(RequestRouter):
         self._settle()
 
     def _settle(self) -> None:
-        """Report ended requests to the ranker.
+        """Report ended requests to our router.
 
         The usage is in the last message, and a call may end before its gateway has read it. So a
         completed request waits until the gateway is done with it.
@@ -107,7 +117,7 @@ class AffinityRouter(RequestRouter):
         state = shared.SHARED_STATE
         for number in [completed for completed in self._completed if completed not in state.routed]:
             request = self._completed.pop(number)
-            self._ranker.ended(*request, state.usage.pop(number, None))
+            self._router.ended(*request, state.usage.pop(number, None))
 
     def _set_running(self, names: Iterable[str]) -> set[str]:
         """Set the running replicas; return those gone since."""
@@ -115,7 +125,8 @@ class AffinityRouter(RequestRouter):
         shared.SHARED_STATE.replicas = tuple(sorted(names))
         gone = set(before) - set(shared.SHARED_STATE.replicas)
         for name in gone:
-            self._ranker.removed(name)
+            self._versions.pop(name, None)
+            self._router.removed(name)
         return gone
 
 

@@ -21,9 +21,16 @@ from vlm_serve.eval.comparing import Comparison, compare
 from vlm_serve.eval.flags import DECODING, DEFAULT_PARTS, THROUGH
 from vlm_serve.eval.longbench import LongBenchOptions, longbench_parts
 from vlm_serve.eval.longbench_data import find_data, read_items
-from vlm_serve.eval.replies import AnswerRun, BenchmarkPart, Case, Reply, TokenCounts
+from vlm_serve.eval.replies import (
+    AnswerOptions,
+    AnswerRun,
+    BenchmarkPart,
+    Case,
+    Reply,
+    TokenCounts,
+)
 from vlm_serve.eval.report import Subject, check_output, make_report, status_of, write_report
-from vlm_serve.eval.video import VideoBenchmarkOptions, read_videos, video_parts
+from vlm_serve.eval.video import read_videos, video_parts
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size, options_of
 from vlm_serve.pipeline.pipeline import Pipeline
@@ -102,24 +109,19 @@ def _lmms(
 def _longbench(options: argparse.Namespace) -> tuple[str, Path, list[BenchmarkPart]]:
     data = find_data(options.data)
     items = read_items(data, options.limit)
-    how = LongBenchOptions(
-        tuple(dict.fromkeys(options.part or DEFAULT_PARTS)),
-        _decoding(options),
-        options.max_tokens,
-        options.reasoning_tokens,
-        options.temperature,
-        options.seed,
-    )
+    parts = tuple(dict.fromkeys(options.part or DEFAULT_PARTS))
+    how = LongBenchOptions(*_answers(options), parts, options.reasoning_tokens)
     return "LongBench v2", data, list(longbench_parts(items, how))
 
 
 def _video(options: argparse.Namespace) -> tuple[str, Path, list[BenchmarkPart]]:
     data = Path(options.data)
     items = read_videos(data, options.limit)
-    how = VideoBenchmarkOptions(
-        _decoding(options), options.max_tokens, options.temperature, options.seed
-    )
-    return "Video QA", data, list(video_parts(items, how))
+    return "Video QA", data, list(video_parts(items, AnswerOptions(*_answers(options))))
+
+
+def _answers(options: argparse.Namespace) -> tuple[tuple[str, ...], int, float, int]:
+    return _decoding(options), options.max_tokens, options.temperature, options.seed
 
 
 def _decoding(options: argparse.Namespace) -> tuple[str, ...]:

@@ -14,12 +14,12 @@ class Difference:
 
     Attributes:
         item: name of the item.
-        aspect: such as "text", "finish reason" or "score of B".
+        what: such as "text", "finish reason" or "score of B".
         cached, uncached: value of each side.
     """
 
     item: str
-    aspect: str
+    what: str
     cached: str
     uncached: str
 

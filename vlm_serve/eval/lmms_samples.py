@@ -29,9 +29,7 @@ def read_samples(folder: Path) -> list[Reply]:
     for path in sorted(folder.rglob("*_samples_*.jsonl")):
         name = _NAME.fullmatch(path.name)
         task = name[1] if name else path.stem
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            if line.strip():
-                samples.append((task, json.loads(line)))
+        samples += [(task, sample) for sample in _json_lines(path)]
     if not samples:
         raise EvaluationError("lmms-eval has written no answers")
     samples.sort(key=lambda entry: (entry[0], entry[1]["doc_id"]))
@@ -40,12 +38,13 @@ def read_samples(folder: Path) -> list[Reply]:
 
 def with_log(replies: list[Reply], log: Path) -> list[Reply]:
     """Add finish reasons and tokens from the pipeline's log to the replies."""
-    noted = {}
-    for line in log.read_text(encoding="utf-8").split("\n"):
-        if line.strip():
-            fields = json.loads(line)
-            noted[fields["item"]] = fields
+    noted = {note["item"]: note for note in _json_lines(log)}
     return [_with_note(reply, noted[reply.item]) for reply in replies]
+
+
+def _json_lines(path: Path) -> list[Any]:
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line.strip()]
 
 
 def _with_note(reply: Reply, note: Mapping[str, Any]) -> Reply:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from vlm_serve.eval.flags import DECODING, DEFAULT_PARTS
+from vlm_serve.eval.flags import DEFAULT_PARTS
 from vlm_serve.eval.longbench_data import LongBenchItem
 from vlm_serve.eval.replies import (
+    AnswerOptions,
     BenchmarkPart,
     Case,
     Reply,
-    sampling_of,
     tokens_of,
     turn_answer_of,
 )
@@ -38,27 +38,16 @@ _NOTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class LongBenchOptions:
-    """Options of the questions.
+class LongBenchOptions(AnswerOptions):
+    """Options of the questions; scoring needs no decoding.
 
     Attributes:
         parts: some of `choices.PARTS`.
-        decoding: some of DECODING; scoring needs none.
-        max_tokens: most tokens of an answer.
         reasoning_tokens: most tokens of the reasoning in the first of two turns.
-        temperature, seed: of seeded answers.
     """
 
     parts: tuple[str, ...] = DEFAULT_PARTS
-    decoding: tuple[str, ...] = DECODING
-    max_tokens: int = 128
     reasoning_tokens: int = 1024
-    temperature: float = 0.1
-    seed: int = 0
-
-    def params(self, decoding: str) -> SamplingParams:
-        """Return the sampling options. Raises FieldError for a number out of bounds."""
-        return sampling_of(decoding, self.max_tokens, self.temperature, self.seed)
 
 
 def longbench_parts(
@@ -135,9 +124,7 @@ def _score(pipe: Pipeline, *, item: LongBenchItem) -> Reply:
     outputs = [pipe.generate([*text, *ending], params) for ending in endings]
     pairs = zip(outputs, endings, strict=True)
     scores = tuple(_log_probabilities(output, ending) for output, ending in pairs)
-    sums = [sum(probabilities) for probabilities in scores]
-    chosen = "ABCD"[sums.index(max(sums))]
-    return _judged(item, chosen, outputs, scores)
+    return _reply(item, outputs, scores)
 
 
 def _log_probabilities(output: Output, ending: Sequence[int]) -> tuple[float, ...]:
@@ -146,16 +133,12 @@ def _log_probabilities(output: Output, ending: Sequence[int]) -> tuple[float, ..
     return tuple(row.logprobs[token] for row, token in rows)
 
 
-def _reply(item: LongBenchItem, outputs: Sequence[Output]) -> Reply:
-    return _judged(item, chosen_letter(outputs[-1].text), outputs, ())
-
-
-def _judged(
-    item: LongBenchItem,
-    chosen: str,
-    outputs: Sequence[Output],
-    scores: tuple[tuple[float, ...], ...],
+def _reply(
+    item: LongBenchItem, outputs: Sequence[Output], scores: tuple[tuple[float, ...], ...] = ()
 ) -> Reply:
+    """Judge the last answer, or else the choice with the best score."""
+    sums = [sum(probabilities) for probabilities in scores]
+    chosen = "ABCD"[sums.index(max(sums))] if sums else chosen_letter(outputs[-1].text)
     return Reply(
         item.id,
         () if scores else tuple(map(turn_answer_of, outputs)),

@@ -5,73 +5,44 @@ Bar charts are inline SVG, and the page's style gives their colours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
+
 _SIDES = ("with caching", "without")
-_STYLE = Path(__file__).with_name("page.css")
+_FOLDER = Path(__file__).parent
 _LONGEST = 300
 
 
 def page(report: Mapping[str, Any]) -> str:
     """Return the HTML document of a report from `make_report`."""
-    parts = report["parts"]
-    heading = f"{report['title']}: {report['model']}"
-    bad = " bad" if report["different"] or report["failed"] else ""
-    body = [
-        f"<h1>{escape(heading)}</h1>",
-        '<p class="soft">With and without prefix caching, answer by answer</p>',
-        f'<p class="verdict{bad}">{escape(report["verdict"])}</p>',
-        _facts(report),
-        "<h2>Parts</h2>",
-        _overview(parts),
-        "".join(map(draw, _charts(parts))),
-        "<h2>What this means</h2>",
-        _listed(report["meaning"]),
-        *map(_part, parts),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(heading)}</title><style>{_STYLE.read_text(encoding='utf-8')}</style></head>\n"
-        f"<body>{''.join(body)}</body></html>\n"
-    )
-
-
-def _facts(report: Mapping[str, Any]) -> str:
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"cut": _cut, "draw": draw, "said": _said, "shown": shown}
+    template = environment.from_string(_FOLDER.joinpath("page.html").read_text(encoding="utf-8"))
     facts = {"model": report["model"]}
     if report["data"] is not None:
         facts |= {"questions": report["data"]["file"], "SHA-256": report["data"]["sha256"]}
-    facts |= report["machine"] | report["settings"]
-    rows = (
-        f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items()
+    return template.render(
+        report,
+        heading=f"{report['title']}: {report['model']}",
+        style=_FOLDER.joinpath("page.css").read_text(encoding="utf-8"),
+        facts=facts | report["machine"] | report["settings"],
+        charts=_charts(report["parts"]),
     )
-    return f"<dl>{''.join(rows)}</dl>"
 
 
-def _overview(parts: Sequence[Mapping[str, Any]]) -> str:
-    head = (
-        *("part", "answers", "equal", "differ", "failed", "hit rate", "prompt tokens"),
-        *("computed, with caching", "computed, without", "seconds, with caching"),
-        *("seconds, without", "right"),
-    )
-    rows = []
-    for part in parts:
-        cached, uncached = part["with_caching"], part["without_caching"]
-        rows.append(
-            (
-                *(part["name"], part["items"], part["equal"]),
-                *(_alarm(part["different"]), _alarm(part["failed"])),
-                *(shown(cached["hit_rate"], "%"), shown(uncached["prompt_tokens"], "")),
-                *(shown(side["computed_tokens"], "") for side in (cached, uncached)),
-                *(shown(side["seconds"], "") for side in (cached, uncached)),
-                _share(part["accuracy"].get("all")),
-            )
-        )
-    return _table(head, rows)
+def _said(answer: Mapping[str, Any]) -> str:
+    """Return the texts of an answer, or else its scores or its error."""
+    scores = (f"{chr(ord('A') + n)} {score:.3f}" for n, score in enumerate(answer["scores"]))
+    return " ⏎ ".join(answer["answers"]) or "  ".join(scores) or answer["error"] or ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " …"
 
 
 def _charts(parts: Sequence[Mapping[str, Any]]) -> Iterable[Bars]:
@@ -89,95 +60,6 @@ def _charts(parts: Sequence[Mapping[str, Any]]) -> Iterable[Bars]:
     if right:
         shares = {name: [count["right"] / count["of"]] for name, count in right.items()}
         yield Bars("Right answers", ("right",), shares, "%")
-
-
-def _part(part: Mapping[str, Any]) -> str:
-    blocks = [f"<h2>{escape(part['name'])}</h2><p>{escape(part['note'])}</p>"]
-    groups = {name: count for name, count in part["accuracy"].items() if name != "all"}
-    if groups:
-        shares = ", ".join(f"{name} {_share(count)}" for name, count in groups.items())
-        blocks.append(f"<p>Right answers by group: {escape(shares)}.</p>")
-    if part["differences"]:
-        blocks.append('<h3 class="bad">What differs</h3>')
-        blocks.append(_table(("item", "what", *_SIDES), _differences(part), words=True))
-    if part["failures"]:
-        blocks.append('<h3 class="bad">What failed</h3>')
-        blocks.append(_table(("item", "side", "why"), _failures(part), words=True))
-    head = ("item", "answer", "taken as", "expected", "", "hit rate", "same on both")
-    blocks.append(f"<details><summary>All {part['items']} answers</summary>")
-    blocks.append(_table(head, _answers(part), words=True) + "</details>")
-    return "".join(blocks)
-
-
-def _differences(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    for difference in part["differences"]:
-        yield (
-            difference["item"],
-            difference["what"],
-            _cut(difference["cached"]),
-            _cut(difference["uncached"]),
-        )
-
-
-def _failures(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    for failure in part["failures"]:
-        yield failure["item"], failure["side"], failure["error"]
-
-
-def _answers(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    for answer in part["answers"]:
-        text = " ⏎ ".join(answer["answers"]) or _scores(answer["scores"]) or answer["error"] or ""
-        yield (
-            answer["item"],
-            _cut(text),
-            _cut(answer["chosen"]),
-            answer["expected"] or "",
-            {True: "right", False: "wrong", None: ""}[answer["right"]],
-            shown(answer["hit_rate"], "%"),
-            "yes" if answer["same"] else "no",
-        )
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], *, words: bool = False) -> str:
-    style = ' class="words"' if words else ""
-    first = "".join(f"<th{style}>{escape(name)}</th>" for name in head)
-    others = "".join(
-        "<tr>" + "".join(f"<td{style}>{_cell(value)}</td>" for value in row) + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="wide"><table><thead><tr>{first}</tr></thead>'
-        f"<tbody>{others}</tbody></table></div>"
-    )
-
-
-class _Markup(str):
-    """A cell of HTML, not to be escaped."""
-
-
-def _cell(value: Any) -> str:
-    return value if isinstance(value, _Markup) else escape(str(value))
-
-
-def _alarm(count: int) -> _Markup:
-    """Format a number that should be 0."""
-    return _Markup(f'<span class="{"bad" if count else "good"}">{count}</span>')
-
-
-def _share(count: Mapping[str, int] | None) -> str:
-    return f"{count['right']} of {count['of']}" if count else ""
-
-
-def _scores(scores: Sequence[float]) -> str:
-    return "  ".join(f"{chr(ord('A') + n)} {score:.3f}" for n, score in enumerate(scores))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + " …"
-
-
-def _listed(texts: Iterable[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
 
 
 _WIDTH, _LABELS, _VALUES = 720, 200, 96
@@ -238,7 +120,7 @@ def draw(bars: Bars) -> str:
     )
 
 
-def shown(value: float, unit: str) -> str:
+def shown(value: float, unit: str = "") -> str:
     """Format a value: 12 345, 0.52 s, 74.7 %."""
     if unit == "%":
         return f"{100 * value:.1f} %"

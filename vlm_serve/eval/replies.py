@@ -5,8 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from vlm_serve.eval.flags import DECODING
 from vlm_serve.pipeline.pipeline import Output, Pipeline
 from vlm_serve.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """Options of a benchmark's answers.
+
+    Attributes:
+        decoding: some of DECODING.
+        max_tokens: most tokens of an answer.
+        temperature, seed: of seeded answers.
+    """
+
+    decoding: tuple[str, ...] = DECODING
+    max_tokens: int = 128
+    temperature: float = 0.7
+    seed: int = 0
+
+    def params(self, decoding: str) -> SamplingParams:
+        """Return the sampling options for one decoding. Raises FieldError for a bad number."""
+        if decoding == "greedy":
+            return SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +142,3 @@ def tokens_of(outputs: Iterable[Output]) -> TokenCounts:
         TokenCounts(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         for usage in usages
     )
-
-
-def sampling_of(decoding: str, max_tokens: int, temperature: float, seed: int) -> SamplingParams:
-    """Return the sampling options for one of DECODING. Raises FieldError for a bad number."""
-    if decoding == "greedy":
-        return SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)

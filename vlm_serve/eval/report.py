@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -124,15 +124,7 @@ def _part(comparison: Comparison) -> dict[str, Any]:
         },
         "with_caching": _side(comparison.cached),
         "without_caching": _side(comparison.uncached),
-        "differences": [
-            {
-                "item": pair.item,
-                "what": pair.aspect,
-                "cached": pair.cached,
-                "uncached": pair.uncached,
-            }
-            for pair in comparison.differences
-        ],
+        "differences": [asdict(difference) for difference in comparison.differences],
         "failures": [
             {"side": side, "item": item, "error": error} for side, item, error in comparison.failed
         ],

@@ -14,12 +14,11 @@ from typing import Any
 
 from vlm_serve.batch.video_questions import SUFFIXES, read_rows
 from vlm_serve.errors import ConfigError
-from vlm_serve.eval.flags import DECODING
 from vlm_serve.eval.replies import (
+    AnswerOptions,
     BenchmarkPart,
     Case,
     Reply,
-    sampling_of,
     tokens_of,
     turn_answer_of,
 )
@@ -33,19 +32,7 @@ _NOTE = (
 _LETTER = re.compile(r"\W*([A-Z])(?:\W|$)")
 
 
-@dataclass(frozen=True, slots=True)
-class VideoBenchmarkOptions:
-    """Options of the questions, as in `LongBenchOptions`."""
-
-    decoding: tuple[str, ...] = DECODING
-    max_tokens: int = 128
-    temperature: float = 0.7
-    seed: int = 0
-
-
-def video_parts(
-    items: Sequence[VideoItem], options: VideoBenchmarkOptions
-) -> Iterator[BenchmarkPart]:
+def video_parts(items: Sequence[VideoItem], options: AnswerOptions) -> Iterator[BenchmarkPart]:
     """Yield the parts of the benchmark; questions about one video form a group.
 
     Raises FieldError for a number out of bounds.
@@ -54,7 +41,7 @@ def video_parts(
     for item in items:
         videos.setdefault(item.video, []).append(item)
     for decoding in options.decoding:
-        params = sampling_of(decoding, options.max_tokens, options.temperature, options.seed)
+        params = options.params(decoding)
         groups = [
             [Case(item.id, partial(_ask, item=item, params=params)) for item in group]
             for group in videos.values()

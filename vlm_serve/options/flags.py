@@ -17,6 +17,9 @@ class Parser(argparse.ArgumentParser):
     which takes the ones it knows and returns the others.
     """
 
+    def __init__(self, *, allow_abbrev: bool = False, **settings: Any) -> None:
+        super().__init__(allow_abbrev=allow_abbrev, **settings)
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
         if unknown and hasattr(options, "take_late"):

@@ -280,11 +280,6 @@ class RendezvousHash:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 
-    def first(self, key: bytes, ids: Iterable[str], count: int) -> list[str]:
-        """Return the `count` replicas with the highest weight for a key, highest first."""
-        weights = self.weights(key, ids)
-        return heapq.nlargest(count, weights, key=weights.__getitem__)
-
     def weights(self, key: bytes, ids: Iterable[str]) -> dict[str, int]:
         """Return the weights of replicas for a key."""
         base, numbers, weights = _number(key), self._numbers, dict[str, int]()
@@ -378,10 +373,6 @@ class Loads:
     def works(self, now: float) -> tuple[dict[str, float], float]:
         """Return recent tokens by replica, read-only, and their scale factor."""
         return self._work, self._growth(now)
-
-    def work(self, replica: str, now: float) -> float:
-        """Return the tokens assigned to a replica recently, with decay."""
-        return self._work.get(replica, 0.0) / self._growth(now)
 
     def _growth(self, now: float) -> float:
         age = (now - self._since) / self._memory_seconds

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -60,7 +61,13 @@ from vlm_serve.server.api.responses.stored import (
     list_input_items,
 )
 from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
-from vlm_serve.server.api.shared.fields import CacheReportBody, ErrorBody, RequestModel
+from vlm_serve.server.api.shared.fields import (
+    ERRORS,
+    CacheReportBody,
+    ErrorBody,
+    RequestModel,
+    errors_of,
+)
 from vlm_serve.server.api.shared.listing import Page
 from vlm_serve.server.api.tokenization import (
     Detokenized,
@@ -83,8 +90,10 @@ from vlm_serve.server.status import ModelCard, ModelList
 from vlm_serve.system.version import __version__
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
+Row = tuple[str, str, Handler, Responses, dict[str, Any]]
+"""A route: method and path, handler, responses, and further settings of `add_route`."""
 
-ERRORS: Responses = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
+MESSAGES_ERRORS = errors_of(MessagesErrorBody)
 EVENT_STREAM: dict[str, Any] = {
     "text/event-stream": {
         "schema": {  # one event
@@ -96,14 +105,9 @@ EVENT_STREAM: dict[str, Any] = {
 }
 
 
-def create_app(service: Service, tenants: Mapping[str, str] | None = None) -> ASGIApp:
-    """Return the ASGI application of one server; it closes the service at shutdown.
-
-    Args:
-        service: what answers.
-        tenants: {API key: cache salt of its requests}, besides the configured keys.
-    """
-    return guarded(create_routes(service), service.config, tenants)
+def create_app(service: Service) -> ASGIApp:
+    """Return the ASGI application of one server; it closes the service at shutdown."""
+    return guarded(create_routes(service), service.config)
 
 
 def create_routes(service: Service) -> ASGIApp:
@@ -145,11 +149,9 @@ def routed(service: Service, **settings: Any) -> DescribedApp:
         **settings,
     )
     app.add_exception_handler(HTTPException, on_http_exception)
-    _add_posts(app, service)
-    _add_cache(app, service)
-    _add_gets(app, service)
-    _add_for_operators(app, service)
-    _add_stored_responses(app, service)
+    tables = (_posts(app), _cache(), _about(), _for_operators(), _stored_responses())
+    for method, path, handler, responses, settings in chain.from_iterable(tables):
+        add_route(app, service, path, handler, responses, method=method, **settings)
     for mounted in service.mounted:
         mounted.add_to(app)
     return app
@@ -169,8 +171,8 @@ def _head_as_get(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-def _add_posts(app: DescribedApp, service: Service) -> None:
-    """Add routes with a JSON body. They read it themselves; FastAPI only describes it."""
+def _posts(app: DescribedApp) -> Iterator[Row]:
+    """Yield routes with a JSON body. They read it themselves; FastAPI only describes it."""
     posts: list[tuple[str, Handler, type[RequestModel], type[Any]]] = [
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest, ChatCompletion),
         ("/v1/chat/completions/render", render_chat, ChatCompletionRequest, Rendered),
@@ -195,90 +197,47 @@ def _add_posts(app: DescribedApp, service: Service) -> None:
         whole = (InputTokens, CountedTokens, Rendered, Embeddings, Reranked, Scores)
         can_stream = "stream" in body.model_fields and answer not in whole
         streams = {"content": EVENT_STREAM} if can_stream else {}
-        error: type[Any] = MessagesErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
-        errors: Responses = {"4XX": {"model": error}, "5XX": {"model": error}}
-        add_route(
-            app,
-            service,
-            path,
-            handler,
-            {200: {"model": answer, **streams}, **errors},
-            method="POST",
-            described=app.body_of(body),
-            operation_id=handler.__name__,
-        )
+        errors = MESSAGES_ERRORS if path.startswith(MESSAGES_PATH) else ERRORS
+        settings = {"described": app.body_of(body), "operation_id": handler.__name__}
+        yield "POST", path, handler, {200: {"model": answer, **streams}, **errors}, settings
 
 
-def _add_stored_responses(app: DescribedApp, service: Service) -> None:
-    """Add routes for stored responses."""
-    routes: list[tuple[str, str, Handler, type[Any]]] = [
-        ("GET", "", get_response, ResponseBody),
-        ("DELETE", "", delete_response, Deleted),
-        ("GET", "/input_items", list_input_items, Page[dict[str, Any]]),
-    ]
-    for method, path, handler, answer in routes:
-        add_route(
-            app,
-            service,
-            "/v1/responses/{response_id}" + path,
-            handler,
-            {200: {"model": answer}, "4XX": {"model": ErrorBody}},
-            method=method,
-            operation_id=handler.__name__,
-        )
-
-
-def _add_cache(app: DescribedApp, service: Service) -> None:
-    """Add routes for reading the cache."""
+def _cache() -> Iterator[Row]:
+    """Yield routes for reading the cache, and for its pins."""
     lifted: dict[str, Any] = {"model": cache_pins.PinsLifted}
+    stream: dict[str, Any] = {"content": EVENT_STREAM, "description": "Server-sent events"}
     routes: list[tuple[str, str, Handler, dict[str, Any]]] = [
         ("GET", "stats", cache.stats, {"model": dict[str, Any]}),
         ("GET", "affinity", cache.affinity, {"model": cache.Affinity}),
         ("GET", "tree", cache.tree, {"model": cache.CacheTree}),
         ("GET", "nodes/{key}", cache.node, {"model": cache.CacheNodeDetails}),
-        (
-            "GET",
-            "events",
-            cache_events,
-            {"content": EVENT_STREAM, "description": "Server-sent events"},
-        ),
+        ("GET", "events", cache_events, stream),
         ("GET", "pins", cache_pins.list_pins, {"model": cache_pins.PinList}),
         ("DELETE", "pins", cache_pins.lift_pins, lifted),
         ("DELETE", "pins/{key}", cache_pins.lift_pin, lifted),
     ]
     for method, path, handler, answer in routes:
-        add_route(
-            app,
-            service,
-            f"/v1/cache/{path}",
-            handler,
-            {200: answer, **ERRORS},
-            method=method,
-            name="cache_" + path.split("/")[0] if method == "GET" else handler.__name__,
-        )
+        name = "cache_" + path.split("/")[0] if method == "GET" else handler.__name__
+        yield method, f"/v1/cache/{path}", handler, {200: answer, **ERRORS}, {"name": name}
 
 
-def _add_gets(app: DescribedApp, service: Service) -> None:
-    """Add routes about the server. A model's name may contain slashes."""
+def _about() -> Iterator[Row]:
+    """Yield routes about the server. A model's name may contain slashes."""
     card: Responses = {200: {"model": ModelCard}, 404: {"model": ErrorBody}}
-    gets: list[tuple[str, Handler, Responses, dict[str, Any]]] = [
-        (MODELS_PATH, status.list_models, {200: {"model": ModelList}}, {}),
-        (MODELS_PATH + "/{name:path}", status.get_model, card, {}),
-        ("/health", status.health, {}, {}),
-        ("/ready", status.ready, {}, {}),
-        ("/load", status.load, {}, {}),
-        ("/version", status.show_version, {}, {}),
-        ("/metrics", status.metrics, {}, {"response_class": PlainTextResponse}),
-    ]
-    for path, handler, responses, settings in gets:
-        add_route(app, service, path, handler, responses, **settings)
+    yield "GET", MODELS_PATH, status.list_models, {200: {"model": ModelList}}, {}
+    yield "GET", MODELS_PATH + "/{name:path}", status.get_model, card, {}
+    yield "GET", "/health", status.health, {}, {}
+    yield "GET", "/ready", status.ready, {}, {}
+    yield "GET", "/load", status.load, {}, {}
+    yield "GET", "/version", status.show_version, {}, {}
+    yield "GET", "/metrics", status.metrics, {}, {"response_class": PlainTextResponse}
 
 
-def _add_for_operators(app: DescribedApp, service: Service) -> None:
-    """Add routes that vLLM and SGLang have."""
+def _for_operators() -> Iterator[Row]:
+    """Yield routes that vLLM and SGLang have."""
     routes: list[tuple[str, str, Handler]] = [
-        ("GET", "/ping", status.ping),
-        ("POST", "/ping", status.ping),
+        ("GET", "/ping", status.health),
+        ("POST", "/ping", status.health),
         ("GET", "/get_model_info", status.model_info),
         ("GET", "/model_info", status.model_info),
         ("GET", "/server_info", status.server_info),
@@ -287,5 +246,17 @@ def _add_for_operators(app: DescribedApp, service: Service) -> None:
         ("POST", "/flush_cache", status.reset_prefix_cache),
     ]
     for method, path, handler in routes:
-        name = f"{method.lower()}_{path[1:]}"
-        add_route(app, service, path, handler, ERRORS, method=method, name=name)
+        yield method, path, handler, ERRORS, {"name": f"{method.lower()}_{path[1:]}"}
+
+
+def _stored_responses() -> Iterator[Row]:
+    """Yield routes for stored responses."""
+    routes: list[tuple[str, str, Handler, type[Any]]] = [
+        ("GET", "", get_response, ResponseBody),
+        ("DELETE", "", delete_response, Deleted),
+        ("GET", "/input_items", list_input_items, Page[dict[str, Any]]),
+    ]
+    for method, path, handler, answer in routes:
+        responses: Responses = {200: {"model": answer}, "4XX": {"model": ErrorBody}}
+        settings = {"operation_id": handler.__name__}
+        yield method, "/v1/responses/{response_id}" + path, handler, responses, settings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -19,27 +18,25 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size
 from vlm_serve.server.answers.pieces import form_of, reasoning_form
-from vlm_serve.server.app import create_app
+from vlm_serve.server.app import create_routes
 from vlm_serve.server.bounds import total
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import read_tenant_keys
-from vlm_serve.server.http.browsers import for_browsers, is_loopback
+from vlm_serve.server.http.browsers import is_unguarded
 from vlm_serve.server.http.connections import Connections
-from vlm_serve.server.http.root_path import below_root
 from vlm_serve.server.http.serving import (
-    SWITCH_SECONDS,
     DrainingServer,
+    begin_process,
     close_listener,
     format_table,
-    ignore_user_signals,
     listen,
     print_notice,
+    public,
     tls_context,
     url_of,
     uvicorn_config,
 )
 from vlm_serve.server.service import Mount, Service
-from vlm_serve.system.log_output import start_logging
 
 if TYPE_CHECKING:
     from vlm_serve.server.tracing import RequestTracer
@@ -65,11 +62,7 @@ def serve(
     Raises:
         ConfigError, CheckpointError: the server cannot start; nothing listens.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)
-    start_logging(config.log_level)
-    ignore_user_signals()
-    # asyncio would warn of every chunk for a client that has disconnected.
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    begin_process(config)
     read_tenant_keys(config.tenant_keys)  # fail before the model is loaded
     tls = tls_context(config) is not None
     bound = listen(config)  # fail before the model is loaded
@@ -100,9 +93,7 @@ def serve(
 
 def is_open_to_all(config: ServerConfig) -> bool:
     """Return True if the page, and so the cache, is open to anybody with access to the address."""
-    has_keys = bool(config.api_key) or config.tenant_keys is not None
-    local = config.uds is not None or is_loopback(config.host)
-    return config.page and not has_keys and not local
+    return config.page and is_unguarded(config)
 
 
 def absent_folders(engine_config: EngineConfig, config: ServerConfig) -> list[str]:
@@ -200,8 +191,7 @@ def make_server(
     if config.otlp_traces_endpoint is not None:
         service.state.tracer = _tracer(config.otlp_traces_endpoint, model_names[0])
     connections = Connections(config)
-    app = for_browsers(create_app(service, read_tenant_keys(config.tenant_keys)), config)
-    settings = uvicorn_config(below_root(app, config.root_path), connections)
+    settings = uvicorn_config(public(create_routes(service), config), connections)
     return DrainingServer(settings, service, connections, on_listening, on_second_signal)
 
 

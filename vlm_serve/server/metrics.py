@@ -30,7 +30,6 @@ from vlm_serve.server.http.request_memory import RequestMemory
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
-    from vlm_serve.engine.requests.outputs import CacheReport, Usage
 
 # A single process keeps its values in memory. PROMETHEUS_MULTIPROC_DIR, which the environment may
 # set for servers of several processes, would put them into files of a folder that may be missing.
@@ -39,6 +38,29 @@ values.ValueClass = values.MutexValue
 PREFIX = "vlm_serve:"
 PLAIN_PREFIX = "vlm_serve_"
 SHARED_EVENTS = ("hits", "misses", "bad", "incomplete", "written", "skipped", "refused")
+COUNTERS = {
+    "drafts": (
+        ("spec_decode_num_drafts", "Slices of drafts that were verified", "drafts"),
+        ("spec_decode_num_draft_tokens", "Drafted tokens", "draft_tokens"),
+        ("spec_decode_num_accepted_tokens", "Drafted tokens that held", "accepted_tokens"),
+    ),
+    "replays": (
+        ("replayed_requests", "Answers that began on another replica", "requests"),
+        ("replayed_tokens", "Of those, tokens that came again", "tokens"),
+        ("replay_disagreements", "Of those, where another token was drawn", "disagreements"),
+    ),
+    "audit": (
+        ("cache_audit_audits", "Hits that were run again cold and compared", "audits"),
+        ("cache_audit_mismatches", "Audits that found another answer", "mismatches"),
+        (
+            "cache_audit_near_ties",
+            "Audits that found another answer of about the same likelihood",
+            "near_ties",
+        ),
+        ("cache_audit_dropped", "Audits given up before they had a result", "dropped"),
+    ),
+}
+"""Part of the engine's statistics -> name, help and key of each of its counters."""
 ADAPTER_COUNTS = {
     "requests": "Ended requests with an adapter",
     "prompt_tokens": "Their prompt tokens, cached ones included",
@@ -49,6 +71,9 @@ ADAPTER_COUNTS = {
 }
 EVICTED_KINDS = ("kv", "tail", "snapshot", "suspended", "timed_pin")
 
+Values = float | Mapping[str, float]
+FamilyType = type[CounterMetricFamily] | type[GaugeMetricFamily]
+
 _SECONDS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0,
@@ -57,7 +82,6 @@ _TOKEN_SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2,
     0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0,
 )  # fmt: skip
-
 
 _access = logging.getLogger("vlm_serve.access")
 
@@ -197,49 +221,46 @@ class EngineStats(Collector):
         yield self._step_times(stats["step_times"])
         if stats["drafts"] is not None:
             yield from self._drafts(stats["drafts"])
-        yield from self._adapters(stats["adapters"])
-        yield from self._replays(stats["replays"])
-        yield from self._joins(stats["num_joined"], cache)
-        evictions = dict.fromkeys(EVICTED_KINDS, 0) | cache["evictions"]
-        yield self._counters("state_snapshots_saved", "Snapshots published", cache["saves"])
-        yield self._counters("state_snapshots_skipped", "Snapshots without a row", cache["skips"])
-        yield self._counters("cache_evictions", "What was evicted", evictions)
-        used = usage["blocks"] - usage["free_blocks"] - usage["cached_blocks"]
-        total = usage["blocks"]
-        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 is all", used, total)
-        filled = usage["blocks"] - usage["free_blocks"]
-        yield self._gauge("kv_cache_fill_perc", "KV blocks that hold anything", filled, total)
-        yield self._gauges("state_rows", "State rows by what they hold", usage["rows"], "state")
-        yield self._gauges("held_bytes", "Memory by what keeps it", stats["held_bytes"], "kind")
-        text = "Spans of media by where their embeddings came from"
-        sources = dict.fromkeys(("device", "encoded"), 0) | stats["embeddings"]
-        yield self._counters("vision_embeddings", text, sources, "source")
-        text = "Media by what was known of them, or had to be done"
-        sources = dict.fromkeys(("index", "frames", "decoded", "unconfirmed"), 0) | stats["uploads"]
-        yield self._counters("media_uploads", text, sources, "source")
-        text = "Frames of video files: shown, of these known before, and decoded for the others"
-        yield self._counters("video_frames", text, stats["video_frames"], "kind")
-        yield from self._tiers_up(stats["tiers"])
-        yield from self._shared_store(stats["tiers"])
-        yield from self._audits(stats["audit"])
-
-    def _joins(self, waiting: int, cache: Mapping[str, Any]) -> Iterator[Metric]:
+        for key, text in ADAPTER_COUNTS.items() if stats["adapters"] else ():
+            used = {name: counts[key] for name, counts in stats["adapters"].items()}
+            yield self._counter(f"lora_{key}", text, used, "adapter")
+        yield from self._counters("replays")
         text = "Sequences that wait until another one has computed their prefix"
-        yield self._gauge("num_requests_joined", text, waiting, 1)
+        yield self._gauge("num_requests_joined", text, float(stats["num_joined"]))
         for name, text, count in (
             ("joined_requests", "Requests that waited for a prefix", cache["joined_requests"]),
             ("joined_tokens", "Prompt tokens that they waited for", cache["joined_tokens"]),
             ("joined_seconds", "Time that they waited for them", cache["joined_ms"] / 1000),
         ):
             yield self._counter(f"prefix_cache_{name}", text, count)
+        evictions = dict.fromkeys(EVICTED_KINDS, 0) | cache["evictions"]
+        yield self._counter("state_snapshots_saved", "Snapshots published", cache["saves"])
+        yield self._counter("state_snapshots_skipped", "Snapshots without a row", cache["skips"])
+        yield self._counter("cache_evictions", "What was evicted", evictions)
+        filled = usage["blocks"] - usage["free_blocks"]
+        in_use = _ratio(filled - usage["cached_blocks"], usage["blocks"])
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 1 is all", in_use)
+        text = "KV blocks that hold anything"
+        yield self._gauge("kv_cache_fill_perc", text, _ratio(filled, usage["blocks"]))
+        yield self._gauge("state_rows", "State rows by what they hold", usage["rows"], "state")
+        yield self._gauge("held_bytes", "Memory by what keeps it", stats["held_bytes"], "kind")
+        text = "Spans of media by where their embeddings came from"
+        sources = dict.fromkeys(("device", "encoded"), 0) | stats["embeddings"]
+        yield self._counter("vision_embeddings", text, sources, "source")
+        text = "Media by what was known of them, or had to be done"
+        sources = dict.fromkeys(("index", "frames", "decoded", "unconfirmed"), 0) | stats["uploads"]
+        yield self._counter("media_uploads", text, sources, "source")
+        text = "Frames of video files: shown, of these known before, and decoded for the others"
+        yield self._counter("video_frames", text, stats["video_frames"])
+        yield from self._tiers(stats["tiers"])
+        yield from self._counters("audit")
 
-    def _tiers_up(self, tiers: Mapping[str, Any]) -> Iterator[Metric]:
+    def _tiers(self, tiers: Mapping[str, Any]) -> Iterator[Metric]:
+        """Yield which lower tiers are up, and what the shared store has done, if there are any."""
         text = "Lower cache tiers: 1 is used, 0 does not answer and is tried again"
         up = {name.removesuffix("_up"): tiers[name] for name in tiers if name.endswith("_up")}
         if up:
-            yield self._gauges("cache_tier_up", text, up, "tier")
-
-    def _shared_store(self, tiers: Mapping[str, Any]) -> Iterator[Metric]:
+            yield self._gauge("cache_tier_up", text, up, "tier")
         if "shared_hits" not in tiers:
             return
         entries = {name: tiers[f"shared_{name}"] for name in SHARED_EVENTS}
@@ -247,47 +268,20 @@ class EngineStats(Collector):
             "failed": tiers["counts"].get("failed_shared", 0),
             "unshared": tiers["counts"].get("unshared", 0),
         }
-        yield self._counters("shared_store_events", "What the shared store has seen", entries)
+        yield self._counter("shared_store_events", "What the shared store has seen", entries)
         sizes = {"read": tiers["shared_read_bytes"], "written": tiers["shared_written_bytes"]}
-        yield self._counters("shared_store_bytes", "Payload moved", sizes)
+        yield self._counter("shared_store_bytes", "Payload moved", sizes)
 
     def _drafts(self, drafts: Mapping[str, Any]) -> Iterator[Metric]:
-        for name, text, key in (
-            ("num_drafts", "Slices of drafts that were verified", "drafts"),
-            ("num_draft_tokens", "Drafted tokens", "draft_tokens"),
-            ("num_accepted_tokens", "Drafted tokens that held", "accepted_tokens"),
-        ):
-            yield self._counter(f"spec_decode_{name}", text, drafts[key])
+        yield from self._counters("drafts")
         name = "spec_decode_num_accepted_tokens_per_pos"
         text = "Drafted tokens that held, by their place in the slice"
         places = {str(place): held for place, held in enumerate(drafts["accepted_per_position"])}
-        yield self._counters(name, text, places, "position")
+        yield self._counter(name, text, places, "position")
         tokens = drafts["drafts"] + drafts["accepted_tokens"]
         text = "Tokens that a verified slice gave, on average"
-        yield self._gauge("spec_decode_mean_accepted_length", text, tokens, drafts["drafts"])
-
-    def _adapters(self, adapters: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
-        for key, text in ADAPTER_COUNTS.items():
-            used = {name: counts[key] for name, counts in adapters.items()}
-            if used:
-                yield self._counters(f"lora_{key}", text, used, "adapter")
-
-    def _replays(self, replays: Mapping[str, int]) -> Iterator[Metric]:
-        for name, text, key in (
-            ("replayed_requests", "Answers that began on another replica", "requests"),
-            ("replayed_tokens", "Of those, tokens that came again", "tokens"),
-            ("replay_disagreements", "Of those, where another token was drawn", "disagreements"),
-        ):
-            yield self._counter(name, text, replays[key])
-
-    def _audits(self, audit: Mapping[str, int]) -> Iterator[Metric]:
-        for name, text in (
-            ("audits", "Hits that were run again cold and compared"),
-            ("mismatches", "Audits that found another answer"),
-            ("near_ties", "Audits that found another answer of about the same likelihood"),
-            ("dropped", "Audits given up before they had a result"),
-        ):
-            yield self._counter(f"cache_audit_{name}", text, audit[name])
+        length = _ratio(tokens, drafts["drafts"])
+        yield self._gauge("spec_decode_mean_accepted_length", text, length)
 
     def _step_times(self, times: Mapping[str, Any]) -> Metric:
         family = HistogramMetricFamily(
@@ -302,34 +296,31 @@ class EngineStats(Collector):
         family.add_metric([self._model_name], buckets, times["host_seconds"])
         return family
 
-    def _counter(self, name: str, text: str, count: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model_name], count)
+    def _counters(self, part: str) -> Iterator[Metric]:
+        """Yield the counters of one part of the statistics."""
+        for name, text, key in COUNTERS[part]:
+            yield self._counter(name, text, self._stats[part][key])
+
+    def _counter(self, name: str, text: str, counts: Values, label: str = "kind") -> Metric:
+        return self._filled(CounterMetricFamily, name, text, counts, label)
+
+    def _gauge(self, name: str, text: str, values: Values, label: str = "") -> Metric:
+        return self._filled(GaugeMetricFamily, name, text, values, label)
+
+    def _filled(self, kind: FamilyType, name: str, text: str, values: Values, label: str) -> Metric:
+        """Return a family with one value, or with one for each value of `label`."""
+        if not isinstance(values, Mapping):
+            family = kind(PREFIX + name, text, labels=["model_name"])
+            family.add_metric([self._model_name], values)
+            return family
+        family = kind(PREFIX + name, text, labels=["model_name", label])
+        for entry, value in values.items():
+            family.add_metric([self._model_name, entry], value)
         return family
 
-    def _counters(
-        self, name: str, text: str, counts: Mapping[str, int], label: str = "kind"
-    ) -> Metric:
-        """Return a family of counters, one for each value of `label`."""
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
-        return self._filled(family, counts)
 
-    def _gauge(self, name: str, text: str, part: int, whole: int) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model_name], part / whole if whole else 0.0)
-        return family
-
-    def _gauges(self, name: str, text: str, values: Mapping[str, int], label: str) -> Metric:
-        """Return a family of gauges, one for each value of `label`."""
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name", label])
-        return self._filled(family, values)
-
-    def _filled(
-        self, family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, int]
-    ) -> Metric:
-        for label, value in values.items():
-            family.add_metric([self._model_name, label], value)
-        return family
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
 
 
 @dataclass(frozen=True, slots=True)

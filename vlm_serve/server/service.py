@@ -139,6 +139,12 @@ class Service:
         with stop.timed("finish"):
             return await self.workers.prepare(partial(preprocessor.finish, rendering, media))
 
+    async def flush(self) -> None:
+        """Evict everything that no running request holds, and delete stored responses."""
+        await asyncio.to_thread(self.engine.flush)
+        if self.state.responses is not None:
+            self.state.responses.clear()
+
     def _stop_mounted(self) -> None:
         for routes in self.mounted:
             routes.stop()
@@ -149,11 +155,8 @@ class Service:
 
     def start(self) -> None:
         """Begin the background work, on the running loop."""
-        self.count_fetched()
         self.cache_feed.start()
-
-    def count_fetched(self) -> None:
-        """Count fetched media from now on against the budget of open requests."""
+        # Fetched media count against the budget of open requests.
         seconds = self.engine.config.media_fetch_timeout
         loop = asyncio.get_running_loop()
         fetched = FetchedMemory(self.admission.memory, loop, seconds)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
@@ -21,27 +21,7 @@ from vlm_serve.server.response_store import ResponseStore
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
     from vlm_serve.engine.features.adapters.store import AdapterStore
-
-
-class KeyedBody(Protocol):
-    """The fields of a body that name a model and a cache."""
-
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def cache_salt(self) -> str | None: ...
-
-
-class Tracer(Protocol):
-    """Exporter of a trace span for every request."""
-
-    def record(self, finished: FinishedRequest) -> None:
-        """Make the span of a finished request."""
-        ...
-
-    def close(self) -> None:
-        """Send the remaining spans."""
-        ...
+    from vlm_serve.server.tracing import RequestTracer
 
 
 class ServerState:
@@ -78,7 +58,7 @@ class ServerState:
         self.created = int(time.time())
         self.responses = None if size is None else ResponseStore(size, config.response_store_ttl)
         self.metrics = Metrics(model_names[0], engine, memory)
-        self.tracer: Tracer | None = None
+        self.tracer: RequestTracer | None = None
         self.first_token_seconds, self.inter_token_seconds = LatencyWindow(), LatencyWindow()
         self.num_generated_tokens = 0
         self.busy_since = time.monotonic()
@@ -99,17 +79,20 @@ class ServerState:
             raise self.unknown_model(name)
         return name
 
-    def key_scope(self, scope: Scope, body: KeyedBody) -> KeyScope:
+    def key_scope(self, scope: Scope, model: str | None, cache_salt: str | None) -> KeyScope:
         """Return whose prompt a request has: its tenant's, and its adapter's.
 
+        Args:
+            model, cache_salt: the body's.
+
         Raises:
-            ModelNotFoundError: the server has no model of the body's name.
+            ModelNotFoundError: the server has no model of that name.
             InvalidRequestError: as `salt_of`.
         """
-        name = self.resolve_model(body.model)
+        name = self.resolve_model(model)
         served = None if name in self.model_names else self._adapters.find(name)
         adapter = NO_ADAPTER if served is None else served.identity
-        return KeyScope(salt_of(scope, body.cache_salt), adapter)
+        return KeyScope(salt_of(scope, cache_salt), adapter)
 
     def affinity_name(self, name: object) -> str:
         """Return the name that affinity keys have for a request's `model`: an adapter's, or else

@@ -5,7 +5,6 @@ Some of them operators and routers know from vLLM and SGLang.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,12 +13,12 @@ from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from vlm_serve.errors import FieldError, InvalidRequestError
 from vlm_serve.options.declared import options_of
-from vlm_serve.server.api.shared.fields import RequestModel
+from vlm_serve.server.api.shared.fields import ExactModel
 from vlm_serve.server.api.shared.listing import ends_of
 from vlm_serve.server.api.shared.request_body import read_json
 from vlm_serve.server.http.auth import refuse_tenants
@@ -49,24 +48,17 @@ class ModelList(BaseModel):
 
 def model_cards(service: Service) -> list[ModelCard]:
     """Return a card for each name of the model, and for each adapter."""
+    state, length = service.state, service.engine.max_model_len
+    first = state.model_names[0]
     cards = [
-        ModelCard(
-            id=name,
-            created=service.state.created,
-            root=service.state.model_names[0],
-            max_model_len=service.engine.max_model_len,
-        )
-        for name in service.state.model_names
+        ModelCard(id=name, created=state.created, root=first, max_model_len=length)
+        for name in state.model_names
     ]
     for adapter in service.engine.adapters.all():
-        card = ModelCard(
-            id=adapter.name,
-            created=adapter.loaded_at,
-            root=adapter.name,
-            parent=service.state.model_names[0],
-            max_model_len=service.engine.max_model_len,
+        name, created = adapter.name, adapter.loaded_at
+        cards.append(
+            ModelCard(id=name, created=created, root=name, parent=first, max_model_len=length)
         )
-        cards.append(card)
     return cards
 
 
@@ -120,7 +112,8 @@ def problem(service: Service) -> str | None:
 
 
 async def health(service: Service, _: Request) -> Response:
-    """GET /health: 200 while the engine makes progress or is idle, else 503."""
+    """GET /health: 200 while the engine makes progress or is idle, else 503. For SageMaker also
+    GET and POST /ping."""
     trouble = problem(service)
     if trouble is not None:
         return JSONResponse({"status": "unhealthy", "reason": trouble}, status_code=503)
@@ -161,18 +154,11 @@ async def metrics(service: Service, _: Request) -> Response:
 _FLAGS = ("reset_running_requests", "reset_external")
 
 
-class ResetRequest(RequestModel):
+class ResetRequest(ExactModel):
     """The optional body of a reset."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     reset_running_requests: bool | None = None
     reset_external: bool | None = None
-
-
-async def ping(service: Service, request: Request) -> Response:
-    """GET and POST /ping: as /health, for SageMaker."""
-    return await health(service, request)
 
 
 async def model_info(service: Service, _: Request) -> Response:
@@ -238,9 +224,7 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
     if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
         body = await read_json(service, request, ResetRequest)
         _check_reset(body.model_dump(exclude_none=True))
-    await asyncio.to_thread(service.engine.flush)
-    if service.state.responses is not None:
-        service.state.responses.clear()
+    await service.flush()
     return JSONResponse({"success": True, "message": "the cache is empty"})
 
 

@@ -16,6 +16,7 @@ from vlm_serve.preprocess.text.template import ChatTemplate
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import ToolForm
 from vlm_serve.server.api.chat import ChatChoiceState
+from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
 
 TOOLS: dict[str, Any] = {
     "write_file": {
@@ -208,13 +209,9 @@ def test_the_template_of_minicpm5_is_recognized() -> None:
 def test_a_choice_with_an_unfinished_call_asks_nobody_to_run_it(end: str, reason: str) -> None:
     text = written("qwen3_xml", "write_file", {"path": "a.py", "content": LONG})
     text = text[: text.index("\n</parameter>\n</function>")] + end
-    choice = ChatChoiceState(
-        index=0,
-        parser=OutputParser(tools=TOOLS),
-        tokenizer=None,  # type: ignore[arg-type]
-        top_logprobs=None,
-        keep_token_ids=False,
-    )
+    body = ChatCompletionRequest.model_validate({"messages": []})
+    parser = OutputParser(tools=TOOLS)
+    choice = ChatChoiceState(body, parser, None, 0)  # type: ignore[arg-type]
     choice.push(Delta(0, text=text))
     choice.push(Delta(0, finish_reason="stop"))
     assert choice.result().finish_reason == reason

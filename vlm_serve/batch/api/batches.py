@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -207,22 +208,10 @@ def batch_body(batch: Batch, model: str) -> BatchBody:
     """
     times: dict[str, Any] = {
         f"{status}_at": batch.times.get(status)
-        for status in (
-            "in_progress",
-            "finalizing",
-            "completed",
-            "failed",
-            "expired",
-            "cancelling",
-            "cancelled",
-        )
+        for status in get_args(Status)
+        if status != "validating"
     }
-    problems = [
-        BatchProblem(
-            code=problem.code, line=problem.line, message=problem.message, param=problem.param
-        )
-        for problem in batch.problems
-    ]
+    problems = [BatchProblem(**asdict(problem)) for problem in batch.problems]
     usage = batch.usage
     return BatchBody(
         id=batch.id,

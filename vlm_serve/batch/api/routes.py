@@ -31,28 +31,17 @@ from vlm_serve.batch.api.files import (
     list_files,
 )
 from vlm_serve.batch.api.served import ServedBatches
-from vlm_serve.server.api.shared.fields import ErrorBody
+from vlm_serve.server.api.shared.fields import ERRORS
 from vlm_serve.server.api.shared.listing import Page
 from vlm_serve.server.routes import DescribedApp, add_route
-from vlm_serve.server.service import Service
 
 Handler = Callable[[ServedBatches, Request], Awaitable[Response]]
 
 
-class BatchRoutes:
-    """See `vlm_serve.server.routes.MountedRoutes`.
-
-    Args:
-        service: the server.
-
-    Raises:
-        ConfigError: see `ServedBatches`.
-    """
+class BatchRoutes(ServedBatches):
+    """The files and batches with their routes; see `vlm_serve.server.routes.MountedRoutes`."""
 
     streamed: tuple[str, ...] = (FILES_PATH,)
-
-    def __init__(self, service: Service) -> None:
-        self.served = ServedBatches(service)
 
     def add_to(self, app: DescribedApp) -> None:
         """Add the routes. Without a store they answer that there is none."""
@@ -72,10 +61,10 @@ class BatchRoutes:
         for method, path, handler, answer, settings in routes:
             add_route(
                 app,
-                self.served,
+                self,
                 path,
                 handler,
-                {200: answer, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+                {200: answer, **ERRORS},
                 method=method,
                 described=settings,
                 operation_id=handler.__name__,
@@ -83,15 +72,15 @@ class BatchRoutes:
 
     def start(self, app: ASGIApp) -> None:
         """Take the application that answers the requests of batches."""
-        if self.served.kept is not None:
-            self.served.kept.app = app
+        if self.kept is not None:
+            self.kept.app = app
 
     def stop(self) -> None:
         """End all batches."""
-        if self.served.kept is not None:
-            self.served.kept.stop()
+        if self.kept is not None:
+            self.kept.stop()
 
     async def close(self) -> None:
         """End all batches and delete all files."""
-        if self.served.kept is not None:
-            await self.served.kept.close()
+        if self.kept is not None:
+            await self.kept.close()

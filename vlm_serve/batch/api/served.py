@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import Request
 
 from vlm_serve.batch.batches import Batches
 from vlm_serve.batch.file_store import FileStore
 from vlm_serve.batch.run import Surroundings
-from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.http.auth import Owner, owner_of
+from vlm_serve.server.http.errors import NotFoundError
 from vlm_serve.server.service import Service
 
 BATCH_SHARE = 0.75
 """Largest part of the places and prompt tokens of a step's sequences that batches may take."""
-
-
-class NoBatchStoreError(InvalidRequestError):
-    """The server keeps no files: HTTP 404."""
-
-    status = 404
 
 
 class ServedBatches:
@@ -45,10 +41,10 @@ class ServedBatches:
         """The files and batches.
 
         Raises:
-            NoBatchStoreError: the server has none.
+            NotFoundError: the server has none.
         """
         if self.kept is None:
-            raise NoBatchStoreError(
+            raise NotFoundError(
                 "files and batches need a server that runs with --batch-store",
                 code="no_batch_store",
             )
@@ -62,13 +58,16 @@ class ServedBatches:
 
 def _surroundings(service: Service, size: int) -> Surroundings:
     admission, config = service.admission, service.config
+    width = max(1, int(BATCH_SHARE * service.engine.config.max_num_seqs))
     return Surroundings(
         FileStore(size),
         admission.memory,
         service.workers.parse,
         lambda: admission.open_tokens < BATCH_SHARE * config.max_queued_tokens,
-        max(1, int(BATCH_SHARE * service.engine.config.max_num_seqs)),
+        width,
         config.max_body_bytes,
+        asyncio.Lock(),
+        asyncio.Semaphore(width),
     )
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from vlm_serve.engine.features.adapters.options import LoRA
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
-from vlm_serve.server.api.shared.fields import RequestModel
+from vlm_serve.server.api.shared.fields import ExactModel
 from vlm_serve.server.api.shared.request_body import read_json
 from vlm_serve.server.http.auth import refuse_tenants
 from vlm_serve.server.http.browsers import refuse_foreign_scripts
@@ -23,21 +23,16 @@ if TYPE_CHECKING:
 _MAX_PATH = 4096
 
 
-class LoadAdapter(RequestModel):
-    """The body of a request to load an adapter."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    lora_name: str = Field(min_length=1, max_length=128)
-    lora_path: str = Field(min_length=1, max_length=_MAX_PATH)
-
-
-class UnloadAdapter(RequestModel):
+class UnloadAdapter(ExactModel):
     """The body of a request to unload an adapter."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     lora_name: str = Field(min_length=1, max_length=128)
+
+
+class LoadAdapter(UnloadAdapter):
+    """The body of a request to load an adapter."""
+
+    lora_path: str = Field(min_length=1, max_length=_MAX_PATH)
 
 
 class AdapterChanged(BaseModel):

@@ -6,6 +6,7 @@ The bodies are OpenAI's; docs/http-api.md lists the additions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import Request
@@ -18,14 +19,9 @@ from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.answers.generation import Generation
 from vlm_serve.server.answers.output_parser import OutputParser
 from vlm_serve.server.answers.pieces import Piece
-from vlm_serve.server.api.shared.answer import (
-    AnswerStream,
-    Event,
-    Incoming,
-    ResponseSpec,
-    answer_prompt,
-)
+from vlm_serve.server.api.shared.answer import Event, Incoming, ResponseSpec, answer_prompt
 from vlm_serve.server.api.shared.chat_request import ChatCompletionRequest
+from vlm_serve.server.api.shared.chunks import ChunkStream
 from vlm_serve.server.api.shared.conversation import ConversationTask, conversation_task
 from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
@@ -34,10 +30,7 @@ from vlm_serve.server.api.shared.fields import (
     PromptLogprobsBody,
     TokenLogprob,
     UsageBody,
-    cache_report_body,
-    cache_report_fields,
     routed_experts_fields,
-    usage_body,
 )
 from vlm_serve.server.api.shared.logprobs import chat_logprobs, prompt_logprobs_body
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
@@ -68,10 +61,7 @@ def _spec(
     incoming: Incoming, body: ChatCompletionRequest, conversation: Conversation
 ) -> ResponseSpec:
     chat, headers = chat_task(incoming, body, conversation)
-
-    def stream_of(generations: Sequence[Generation]) -> ChatStream:
-        return ChatStream(body, chat, incoming.service.tokenizer, generations[0])
-
+    stream_of = partial(ChatStream, body, chat, incoming.service.tokenizer)
     return ResponseSpec([chat.task], stream_of, bool(body.stream), headers)
 
 
@@ -119,32 +109,21 @@ class ChatCompletion(BaseModel):
 
 
 class ChatChoiceState:
-    """Gathers the deltas of one choice.
-
-    Args:
-        index: index of the choice.
-        parser: splits its text.
-        tokenizer: decodes tokens for logprobs.
-        top_logprobs: alternatives per token; None: no logprobs.
-        keep_token_ids: token ids were requested.
-        attempt: source of ids; None: they are random.
-    """
+    """Gathers the deltas of one choice."""
 
     def __init__(
         self,
-        *,
-        index: int,
+        body: ChatCompletionRequest,
         parser: OutputParser,
         tokenizer: Tokenizer,
-        top_logprobs: int | None,
-        keep_token_ids: bool,
+        index: int,
         attempt: Attempt | None = None,
     ) -> None:
         self._index = index
         self._parser = parser
         self._tokenizer = tokenizer
-        self._top_logprobs = top_logprobs
-        self._keep_token_ids = keep_token_ids
+        self._top_logprobs = body.top_logprobs or 0 if body.logprobs else None
+        self._keep_token_ids = bool(body.return_token_ids)
         self._attempt = attempt
         self._started = False
         self._content: list[str] = []
@@ -254,29 +233,24 @@ class ChatChoiceState:
         )
 
 
-class ChatStream(AnswerStream):
-    """The chunks of all choices, then the usage if requested."""
+class ChatStream(ChunkStream):
+    """The chunks of a chat's choices."""
 
     def __init__(
         self,
         body: ChatCompletionRequest,
         chat: ConversationTask,
         tokenizer: Tokenizer,
-        generation: Generation,
+        generations: Sequence[Generation],
     ) -> None:
+        super().__init__(body, body.stream_options, generations)
+        (generation,) = generations
         self._body = body
         self._chat = chat
         self._tokenizer = tokenizer
         self._generation = generation
         self._choices = [
-            ChatChoiceState(
-                index=index,
-                parser=chat.parser(generation),
-                tokenizer=tokenizer,
-                top_logprobs=body.top_logprobs or 0 if body.logprobs else None,
-                keep_token_ids=bool(body.return_token_ids),
-                attempt=chat.task.attempt,
-            )
+            ChatChoiceState(body, chat.parser(generation), tokenizer, index, chat.task.attempt)
             for index in range(chat.task.params.n)
         ]
         # Fields of the first chunk.
@@ -288,55 +262,32 @@ class ChatStream(AnswerStream):
     def _id(self) -> str:
         return f"chatcmpl-{self._chat.task.request_id}"
 
-    def push(self, prompt: int, delta: Delta) -> list[Event]:
-        parts = self._choices[delta.index].push(delta)
-        chunks = []
-        for part in parts:
-            chunk, self._extra = self._chunk([part]) | self._extra, {}
-            if self._body.stream_option("include_usage"):
-                continuous = self._body.stream_option("continuous_usage_stats")
-                chunk["usage"] = self._usage() if continuous else None
-            chunks.append(chunk)
-        ended = not self._generation.unfinished
-        if chunks and ended and not self._body.stream_option("include_usage"):
-            chunks[-1] |= self._final_fields()
-        return chunks
+    def parts(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
+        return self._choices[delta.index].push(delta)
 
-    def end(self) -> list[Event]:
-        if not self._body.stream_option("include_usage"):
-            return []
-        return [self._chunk([]) | {"usage": self._usage()} | self._final_fields()]
-
-    def result(self) -> ChatCompletion:
-        body, generation = self._body, self._generation
-        prompt = generation.prompt
-        return ChatCompletion(
-            id=self._id,
-            created=self._chat.created,
-            model=self._chat.model,
-            choices=[choice.result() for choice in self._choices],
-            usage=usage_body(generation.usage, prompt),
-            cache_report=cache_report_body(generation.cache_report) if body.cache_report else None,
-            prompt_token_ids=list(prompt.token_ids) if body.return_token_ids else None,
-            prompt_logprobs=prompt_logprobs_body(
-                self._tokenizer, prompt.token_ids, generation.prompt_logprobs
-            ),
-        )
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> Event:
+    def chunk(self, choices: list[dict[str, Any]]) -> Event:
+        extra, self._extra = self._extra, {}
         return {
             "id": self._id,
             "object": "chat.completion.chunk",
             "created": self._chat.created,
             "model": self._chat.model,
             "choices": choices,
+            **extra,
         }
 
-    def _usage(self) -> dict[str, Any]:
-        return usage_body(self._generation.usage, self._generation.prompt).model_dump()
-
-    def _final_fields(self) -> dict[str, Any]:
-        report = self._generation.cache_report
-        if not self._body.cache_report or report is None:
-            return {}
-        return {"cache_report": cache_report_fields(report)}
+    def result(self) -> ChatCompletion:
+        generation = self._generation
+        token_ids = generation.prompt.token_ids
+        return ChatCompletion(
+            id=self._id,
+            created=self._chat.created,
+            model=self._chat.model,
+            choices=[choice.result() for choice in self._choices],
+            usage=self.usage(),
+            cache_report=self.report(),
+            prompt_token_ids=list(token_ids) if self._body.return_token_ids else None,
+            prompt_logprobs=prompt_logprobs_body(
+                self._tokenizer, token_ids, generation.prompt_logprobs
+            ),
+        )

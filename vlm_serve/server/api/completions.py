@@ -14,20 +14,15 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from vlm_serve.engine.requests.outputs import Delta, PromptLogprobs
+from vlm_serve.engine.requests.outputs import Delta, PromptLogprobs, Usage
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.shared.answer import (
-    AnswerStream,
-    Event,
-    Incoming,
-    ResponseSpec,
-    answer_prompt,
-)
+from vlm_serve.server.api.shared.answer import Event, Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.shared.chunks import ChunkStream
 from vlm_serve.server.api.shared.conversation import prepare_tokens
 from vlm_serve.server.api.shared.fields import (
     CacheReportBody,
@@ -39,12 +34,8 @@ from vlm_serve.server.api.shared.fields import (
     Tokens,
     UsageBody,
     Whole,
-    add_usage,
-    cache_report_body,
-    cache_report_fields,
     check_stream,
     routed_experts_fields,
-    usage_body,
 )
 from vlm_serve.server.api.shared.logprobs import completion_logprobs, prompt_logprobs_body
 from vlm_serve.server.api.shared.request_body import affinity_of
@@ -219,20 +210,19 @@ def _without_answer(delta: Delta) -> Delta:
     )
 
 
-class CompletionStream(AnswerStream):
+class CompletionStream(ChunkStream):
     """The chunks of all choices. Choice `p * n + i` is the i-th of prompt p."""
 
     def __init__(
         self,
         body: CompletionRequest,
         tokenizer: Tokenizer,
-        generations: Sequence[Generation],
-        *,
         model: str,
         created: int,
+        generations: Sequence[Generation],
     ) -> None:
+        super().__init__(body, body.stream_options, generations)
         self._body = body
-        self._generations = generations
         self._id = f"cmpl-{generations[0].task.request_id}"
         self._model, self._created = model, created
         self._choices = [
@@ -243,39 +233,12 @@ class CompletionStream(AnswerStream):
             for number, generation in enumerate(generations)
             for count in [generation.task.params.n]
         ]
-        # Choices whose last delta has not been pushed; the generations may be ahead.
-        self._unfinished = sum(map(len, self._choices))
 
-    def push(self, prompt: int, delta: Delta) -> list[Event]:
-        body = self._body
+    def parts(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
         part = self._choices[prompt][delta.index].push(delta)
-        self._unfinished -= delta.finish_reason is not None
-        if part is None:
-            return []
-        chunk = self._chunk([part.model_dump()])
-        if body.stream_option("include_usage"):
-            continuous = body.stream_option("continuous_usage_stats")
-            chunk["usage"] = self._usage().model_dump() if continuous else None
-        elif not self._unfinished:
-            chunk |= self._final_fields()
-        return [chunk]
+        return [] if part is None else [part.model_dump()]
 
-    def end(self) -> list[Event]:
-        if not self._body.stream_option("include_usage"):
-            return []
-        return [self._chunk([]) | {"usage": self._usage().model_dump()} | self._final_fields()]
-
-    def result(self) -> Completion:
-        return Completion(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[choice.result() for choices in self._choices for choice in choices],
-            usage=self._usage(),
-            cache_report=self._report() if self._body.cache_report else None,
-        )
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> Event:
+    def chunk(self, choices: list[dict[str, Any]]) -> Event:
         return {
             "id": self._id,
             "object": "text_completion",
@@ -284,27 +247,19 @@ class CompletionStream(AnswerStream):
             "choices": choices,
         }
 
-    def _usage(self) -> UsageBody:
-        total = add_usage([generation.usage for generation in self._generations])
-        if self._body.only_echo:
-            total = dataclasses.replace(total, completion_tokens=0)
-        return usage_body(total, *(generation.prompt for generation in self._generations))
+    def total(self) -> Usage:
+        total = super().total()
+        return dataclasses.replace(total, completion_tokens=0) if self._body.only_echo else total
 
-    def _report(self) -> CacheReportBody | list[CacheReportBody] | None:
-        """Return the prompt's cache report, or a list of reports for several prompts."""
-        bodies = [cache_report_body(generation.cache_report) for generation in self._generations]
-        reports = [body for body in bodies if body is not None]
-        return reports[0] if len(bodies) == 1 and reports else reports or None
-
-    def _final_fields(self) -> dict[str, Any]:
-        if not self._body.cache_report:
-            return {}
-        reports = [
-            cache_report_fields(generation.cache_report)
-            for generation in self._generations
-            if generation.cache_report
-        ]
-        return {"cache_report": reports[0] if len(self._generations) == 1 else reports}
+    def result(self) -> Completion:
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[choice.result() for choices in self._choices for choice in choices],
+            usage=self.usage(),
+            cache_report=self.report(),
+        )
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -318,16 +273,7 @@ def _spec(incoming: Incoming, body: CompletionRequest, conversation: Conversatio
     scope = incoming.key_scope(body)
     model = service.state.resolve_model(body.model)
     names = {"messages": "prompt", "structured_outputs": body.form_field}
-
-    def stream_of(generations: Sequence[Generation]) -> CompletionStream:
-        return CompletionStream(
-            body,
-            service.tokenizer,
-            generations,
-            model=model,
-            created=incoming.created,
-        )
-
+    stream_of = partial(CompletionStream, body, service.tokenizer, model, incoming.created)
     kept = params.kept_prompt_tokens(service.engine.max_model_len)
     prompts: Iterable[tuple[int, str | list[int]]] = enumerate(checked_prompts(conversation))
     tasks = [

@@ -15,13 +15,8 @@ from vlm_serve.preprocess.reading.conversation import Conversation
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.generation import Generation
-from vlm_serve.server.api.shared.answer import (
-    AnswerStream,
-    Event,
-    Incoming,
-    ResponseSpec,
-    answer_prompt,
-)
+from vlm_serve.server.api.shared.answer import Event, Incoming, ResponseSpec, answer_prompt
+from vlm_serve.server.api.shared.chunks import ChunkStream
 from vlm_serve.server.api.shared.conversation import prepare_tokens
 from vlm_serve.server.api.shared.fields import (
     AnswerRequest,
@@ -34,10 +29,8 @@ from vlm_serve.server.api.shared.fields import (
     Tokens,
     UsageBody,
     Whole,
-    cache_report_body,
     check_stream,
     routed_experts_fields,
-    usage_body,
 )
 from vlm_serve.server.api.shared.logprobs import LOWEST, prompt_logprobs_body, ranked
 from vlm_serve.server.api.shared.request_body import affinity_of
@@ -141,19 +134,19 @@ class Generated(BaseModel):
     cache_report: Optional[CacheReportBody] = None
 
 
-class GenerateStream(AnswerStream):
+class GenerateStream(ChunkStream):
     """The chunks of all choices. Tokens are named by their ids; no text is sent."""
 
     def __init__(
         self,
         body: GenerateRequest,
         tokenizer: Tokenizer,
-        generation: Generation,
-        *,
         model: str,
         created: int,
+        generations: Sequence[Generation],
     ) -> None:
-        self._body = body
+        super().__init__(body, body.stream_options, generations)
+        (generation,) = generations
         self._tokenizer = tokenizer
         self._generation = generation
         self._model, self._created = model, created
@@ -169,7 +162,7 @@ class GenerateStream(AnswerStream):
             for index in range(params.n)
         ]
 
-    def push(self, prompt: int, delta: Delta) -> list[Event]:
+    def parts(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
         part = self._part(delta)
         choice = self._choices[delta.index]
         choice.token_ids += part.token_ids
@@ -179,19 +172,14 @@ class GenerateStream(AnswerStream):
             choice.finish_reason = part.finish_reason
             choice.routed_experts = part.routed_experts
             choice.routed_experts_gaps = part.routed_experts_gaps
-        if not (part.token_ids or part.finish_reason):
-            return []
-        chunk = self._chunk([part])
-        if self._option("continuous_usage_stats"):
-            chunk["usage"] = self._usage()
-        if not (self._generation.unfinished or self._option("include_usage")):
-            chunk |= self._final_fields()
-        return [chunk]
+        return [part.model_dump()] if part.token_ids or part.finish_reason else []
 
-    def end(self) -> list[Event]:
-        if not self._option("include_usage"):
-            return []
-        return [self._chunk([]) | {"usage": self._usage()} | self._final_fields()]
+    def chunk(self, choices: list[dict[str, Any]]) -> Event:
+        return {
+            "request_id": self._generation.task.request_id,
+            "choices": choices,
+            "usage": self.usage().model_dump() if self.continuous else None,
+        }
 
     def result(self) -> Generated:
         generation = self._generation
@@ -200,13 +188,11 @@ class GenerateStream(AnswerStream):
             model=self._model,
             created=self._created,
             choices=self._choices,
-            usage=usage_body(generation.usage, generation.prompt),
+            usage=self.usage(),
             prompt_logprobs=prompt_logprobs_body(
                 self._tokenizer, generation.prompt.token_ids, generation.prompt_logprobs
             ),
-            cache_report=cache_report_body(generation.cache_report)
-            if self._body.cache_report
-            else None,
+            cache_report=self.report(),
         )
 
     def _part(self, delta: Delta) -> GeneratedChoice:
@@ -220,26 +206,6 @@ class GenerateStream(AnswerStream):
             token_ids=list(delta.token_ids),
             **routed_experts_fields(delta),
         )
-
-    def _chunk(self, choices: list[GeneratedChoice]) -> Event:
-        return {
-            "request_id": self._generation.task.request_id,
-            "choices": [choice.model_dump() for choice in choices],
-            "usage": None,
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        return usage_body(self._generation.usage, self._generation.prompt).model_dump()
-
-    def _final_fields(self) -> dict[str, Any]:
-        report = cache_report_body(self._generation.cache_report)
-        if not self._body.cache_report or report is None:
-            return {}
-        return {"cache_report": report.model_dump()}
-
-    def _option(self, name: str) -> bool:
-        options = self._body.stream_options
-        return options is not None and bool(getattr(options, name))
 
 
 def _logprobs(
@@ -270,12 +236,7 @@ def _spec(incoming: Incoming, body: GenerateRequest, _: Conversation) -> Respons
     headers, service = ignored_header(_ignored(body)), incoming.service
     scope = incoming.key_scope(body)
     model = service.state.resolve_model(body.model)
-
-    def stream_of(generations: Sequence[Generation]) -> GenerateStream:
-        return GenerateStream(
-            body, service.tokenizer, generations[0], model=model, created=incoming.created
-        )
-
+    stream_of = partial(GenerateStream, body, service.tokenizer, model, incoming.created)
     params = body.params()
     kept = params.kept_prompt_tokens(service.engine.max_model_len)
     task = incoming.task(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from pydantic_core import from_json
 from starlette.responses import Response
 
@@ -29,6 +30,7 @@ from vlm_serve.server.api.shared.fields import (
     MAX_TOOLS,
     AnswerRequest,
     CacheReportBody,
+    ExactModel,
     Items,
     Optional,
     RequestModel,
@@ -78,9 +80,7 @@ class MessagesTool(RequestModel):
     input_schema: Table[Any] | None = None
 
 
-class OutputConfig(RequestModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class OutputConfig(ExactModel):
     effort: Effort | None = None
     format: Table[Any] | None = None
 
@@ -96,42 +96,33 @@ class MessagesPrompt(AnswerRequest):
     chat_template_kwargs: Table[Any] | None = None
     output_config: OutputConfig | None = None
 
-    @property
-    def effort(self) -> str | None:
-        return None if self.output_config is None else self.output_config.effort
-
     def parsed(self, conversation: Conversation, traits: TemplateTraits) -> ParsedRequest:
         """Parse the request.
 
         Raises:
             InvalidRequestError: a field is invalid; the error names it.
         """
-        thinking = None
+        output, thinking = self.output_config or OutputConfig(), None
         if self.thinking is not None:
             thinking = self.thinking.get("type") != "disabled"
         conversation.default_kwargs(enable_thinking=thinking)
         conversation = set_variables(
             conversation,
             traits,
-            effort=self.effort,
+            effort=output.effort,
             effort_name="output_config.effort",
             switched=False,
         )
         with renamed_params(_NAMES):
             budget = (self.thinking or {}).get("budget_tokens")
             params = sampling_of(
-                "messages", self, structured_outputs=self._form(), thinking_token_budget=budget
+                "messages",
+                self,
+                structured_outputs=_form_of(output.format),
+                thinking_token_budget=budget,
             )
         choice = self._tool_choice(list(conversation.functions))
         return ParsedRequest(conversation, params, choice, "output_config", _NAMES, clamped=True)
-
-    def _form(self) -> StructuredOutputs | None:
-        form = self.output_config.format if self.output_config is not None else None
-        if form is None:
-            return None
-        if form.get("type") != "json_schema":
-            raise FieldError("output_config.format.type", "must be json_schema")
-        return json_schema_form(form, "output_config.format")
 
     def _tool_choice(self, names: list[str]) -> ToolChoice:
         choice = self.tool_choice or {}
@@ -144,6 +135,14 @@ class MessagesPrompt(AnswerRequest):
         if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
             raise unsupported("tool_choice.type", kind)
         return ToolChoice.of(_TOOL_CHOICES[kind], names, parallel)
+
+
+def _form_of(form: dict[str, Any] | None) -> StructuredOutputs | None:
+    if form is None:
+        return None
+    if form.get("type") != "json_schema":
+        raise FieldError("output_config.format.type", "must be json_schema")
+    return json_schema_form(form, "output_config.format")
 
 
 @with_sampling("messages")
@@ -188,8 +187,9 @@ class MessageStream(BlockStream):
     """The events of one message."""
 
     def __init__(
-        self, body: MessagesRequest, chat: ConversationTask, generation: Generation
+        self, body: MessagesRequest, chat: ConversationTask, generations: Sequence[Generation]
     ) -> None:
+        (generation,) = generations
         super().__init__(chat.parser(generation), chat.task.attempt)
         self._request = body
         self._chat = chat
@@ -318,8 +318,5 @@ async def create_message(service: Service, request: Request) -> Response:
 def _spec(incoming: Incoming, body: MessagesRequest, conversation: Conversation) -> ResponseSpec:
     headers, parsed = _parsed(incoming.service, body, conversation)
     chat = conversation_task(incoming, body, parsed)
-
-    def stream_of(generations: Sequence[Generation]) -> MessageStream:
-        return MessageStream(body, chat, generations[0])
-
+    stream_of = partial(MessageStream, body, chat)
     return ResponseSpec([chat.task], stream_of, bool(body.stream), headers, named=True)

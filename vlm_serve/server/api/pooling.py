@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
-from starlette.types import Scope
 
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.pooling import ONE_TOKEN, Vector, embedding_of, score_of
@@ -47,6 +46,8 @@ from vlm_serve.server.service import Preparation, Service
 MAX_INPUTS = 1024
 
 Work = Callable[[], Preparation]
+Make = Callable[[list[Vector], dict[str, Any]], BaseModel]
+"""Makes a response of the vectors in the order of prompts, and of the fields that all share."""
 
 
 class PoolingRequest(AnswerRequest):
@@ -233,14 +234,12 @@ class PooledAnswer(AnswerStream):
 
     Attributes:
         generations: one per prompt.
-        make: makes the body of the vectors in the order of prompts, and of the fields that all
-            bodies share.
         response_id, model: of the response.
         reports: whether it has the prompts' cache reports.
     """
 
     generations: Sequence[Generation]
-    make: Callable[[list[Vector], dict[str, Any]], BaseModel]
+    make: Make
     response_id: str
     model: str
     reports: bool
@@ -316,12 +315,12 @@ B = TypeVar("B", bound=PoolingRequest)
 async def embeddings(service: Service, request: Request) -> Response:
     """Embed texts, token ids or a conversation. It raises as `respond` does."""
 
-    def parsed(body: EmbeddingsRequest, value: Any, scope: KeyScope) -> _Parsed:
+    def parsed(body: EmbeddingsRequest, value: Any, scope: KeyScope) -> tuple[Sequence[Work], Make]:
         size = service.engine.spec.hidden_size
         if body.dimensions is not None and not 1 <= body.dimensions <= size:
             raise InvalidRequestError(f"dimensions must be 1 to {size}", param="dimensions")
         work = embedding_work(service, body, value, scope)
-        return _Parsed(work, partial(embeddings_body, body))
+        return work, partial(embeddings_body, body)
 
     return await _answer(service, request, "embed", EmbeddingsRequest, parsed)
 
@@ -329,14 +328,14 @@ async def embeddings(service: Service, request: Request) -> Response:
 async def rerank(service: Service, request: Request) -> Response:
     """Sort documents by how well they meet a query. It raises as `respond` does."""
 
-    def parsed(body: RerankRequest, value: Any, scope: KeyScope) -> _Parsed:
+    def parsed(body: RerankRequest, value: Any, scope: KeyScope) -> tuple[Sequence[Work], Make]:
         check_number(len(body.documents), "documents")
         if body.top_n is not None and body.top_n < 1:
             raise InvalidRequestError("top_n must be at least 1", param="top_n")
         work = [
             pair_work(service, body, body.query, document, scope) for document in body.documents
         ]
-        return _Parsed(work, partial(rerank_body, body))
+        return work, partial(rerank_body, body)
 
     return await _answer(service, request, "rerank", RerankRequest, parsed)
 
@@ -344,19 +343,11 @@ async def rerank(service: Service, request: Request) -> Response:
 async def score(service: Service, request: Request) -> Response:
     """Score pairs. It raises as `respond` does."""
 
-    def parsed(body: ScoreRequest, value: Any, scope: KeyScope) -> _Parsed:
+    def parsed(body: ScoreRequest, value: Any, scope: KeyScope) -> tuple[Sequence[Work], Make]:
         work = [pair_work(service, body, *pair, scope) for pair in pairs_of(body)]
-        return _Parsed(work, scores_body)
+        return work, scores_body
 
     return await _answer(service, request, "rerank", ScoreRequest, parsed)
-
-
-@dataclass(frozen=True)
-class _Parsed:
-    """The work for each prompt, and what makes the body of their vectors."""
-
-    work: Sequence[Work]
-    make: Callable[[list[Vector], dict[str, Any]], BaseModel]
 
 
 async def _answer(
@@ -364,7 +355,7 @@ async def _answer(
     request: Request,
     task: str,
     model: type[B],
-    parsed: Callable[[B, Any, KeyScope], _Parsed],
+    parsed: Callable[[B, Any, KeyScope], tuple[Sequence[Work], Make]],
 ) -> Response:
     arrival, served = time.monotonic(), service.engine.config.task
     if served != task:
@@ -374,38 +365,33 @@ async def _answer(
         )
 
     def read(value: Any) -> ResponseSpec:
-        body = validate(value, model)
+        body, scope = validate(value, model), request.scope
         if body.stream:
             raise InvalidRequestError("stream is not possible here", param="stream")
-        key_scope = service.state.key_scope(request.scope, body)
-        return _spec(service, request.scope, arrival, body, parsed(body, value, key_scope))
+        key_scope = service.state.key_scope(scope, body.model, body.cache_salt)
+        works, make = parsed(body, value, key_scope)
+        request_id = body.request_id or request_id_of(scope)
+        name = service.state.resolve_model(body.model)
+        tasks = [
+            Task(
+                work,
+                ONE_TOKEN,
+                request_id,
+                arrival,
+                body.priority or 0,
+                trace=trace_context_of(scope),
+                number=number,
+                pooled=True,
+            )
+            for number, work in enumerate(works)
+        ]
+
+        def answer(generations: Sequence[Generation]) -> PooledAnswer:
+            reports = bool(body.cache_report)
+            return PooledAnswer(generations, make, f"pool-{request_id}", name, reports)
+
+        return ResponseSpec(
+            tasks, answer, False, ignored_header(ignored_fields(body.model_extra or {}))
+        )
 
     return await respond(service, request, await read_value(service, request, read))
-
-
-def _spec(
-    service: Service, scope: Scope, arrival: float, body: PoolingRequest, parsed: _Parsed
-) -> ResponseSpec:
-    request_id = body.request_id or request_id_of(scope)
-    name = service.state.resolve_model(body.model)
-    tasks = [
-        Task(
-            work,
-            ONE_TOKEN,
-            request_id,
-            arrival,
-            body.priority or 0,
-            trace=trace_context_of(scope),
-            number=number,
-            pooled=True,
-        )
-        for number, work in enumerate(parsed.work)
-    ]
-    return ResponseSpec(
-        tasks,
-        lambda generations: PooledAnswer(
-            generations, parsed.make, f"pool-{request_id}", name, bool(body.cache_report)
-        ),
-        False,
-        ignored_header(ignored_fields(body.model_extra or {})),
-    )

@@ -141,9 +141,3 @@ class Delivery:
             resumed=self._attempt.resumed + 1,
             started=self._started,
         )
-
-
-def tokens_of(attempt: Attempt, prompt: int, choices: int) -> tuple[Sequence[int], ...]:
-    """Return the forced tokens of each choice of a prompt."""
-    first = prompt * choices
-    return tuple(attempt.tokens.get(first + index, ()) for index in range(choices))

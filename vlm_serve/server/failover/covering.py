@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vlm_serve.engine.requests.outputs import CacheReport, Delta, PromptMedia, PromptSegment, Usage
 from vlm_serve.sampling_params import SamplingParams
-from vlm_serve.server.failover.attempt import FAILURE, REPORT, TOKENS, USAGE, Attempt, tokens_of
+from vlm_serve.server.failover.attempt import FAILURE, REPORT, TOKENS, USAGE, Attempt
 
 
 class Coverage:
@@ -58,7 +58,9 @@ class Coverage:
             reports = [part.report for part in self._parts]
             extra[USAGE] = tuple(None if usage is None else asdict(usage) for usage in counted)
             if self._sent_reports != list(map(id, reports)):
-                extra[REPORT] = tuple(map(report_fields, reports))
+                extra[REPORT] = tuple(
+                    None if report is None else asdict(report) for report in reports
+                )
                 self._sent_reports = list(map(id, reports))
         if self._failed:
             extra[FAILURE] = True
@@ -100,7 +102,8 @@ class AttemptPart:
 
     def __init__(self, attempt: Attempt, prompt: int, params: SamplingParams) -> None:
         self.choices = params.n
-        self.forced = tokens_of(attempt, prompt, params.n)
+        first = prompt * params.n
+        self.forced = tuple(attempt.tokens.get(first + index, ()) for index in range(params.n))
         self.counted: Usage | None = None
         self.report: CacheReport | None = None
         self._first: Usage | None = None
@@ -190,13 +193,8 @@ class RoundRobin:
         return delta
 
 
-def report_fields(report: CacheReport | None) -> dict[str, Any] | None:
-    """Return a report as plain data for the next attempt."""
-    return None if report is None else asdict(report)
-
-
 def _report(fields: Mapping[str, Any] | None) -> CacheReport | None:
-    """Return the report for the result of `report_fields`."""
+    """Return the report that an earlier attempt has told, as plain data."""
     if fields is None:
         return None
     details = {

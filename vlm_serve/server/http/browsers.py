@@ -52,6 +52,12 @@ def for_browsers(app: ASGIApp, config: ServerConfig) -> ASGIApp:
     return app
 
 
+def is_unguarded(config: ServerConfig) -> bool:
+    """Return True if anybody with access to an address beyond loopback may ask without a key."""
+    has_keys = bool(config.api_key) or config.tenant_keys is not None
+    return not has_keys and config.uds is None and not is_loopback(config.host)
+
+
 def is_loopback(name: str) -> bool:
     """Return True if a host name or address always means the local machine."""
     name = name.lower().removesuffix(".")

@@ -62,20 +62,6 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def protocol(self, **arguments: Any) -> Connection:
-        """Make a connection; uvicorn calls this as its protocol class."""
-        return Connection(self, **arguments)
-
-    def handshake(
-        self, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext
-    ) -> asyncio.Protocol:
-        """Return the protocol of an accepted connection that is to speak TLS.
-
-        Args:
-            make: makes the connection's protocol after the handshake.
-        """
-        return Handshake(self, make, context, self.config.header_timeout)
-
     async def watch(self) -> None:
         """Fit the limit to the free descriptors, then keep time until cancelled."""
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
@@ -154,7 +140,6 @@ class Handshake(asyncio.Protocol):
         connections: the server's connections.
         make: makes the connection that follows.
         context: settings of TLS.
-        seconds: time limit.
     """
 
     is_working = False
@@ -165,12 +150,10 @@ class Handshake(asyncio.Protocol):
         connections: Connections,
         make: Callable[[], asyncio.Protocol],
         context: ssl.SSLContext,
-        seconds: float,
     ) -> None:
         self._all = connections
         self._make = make
         self._context = context
-        self._seconds = seconds
         self._task: asyncio.Task[None] | None = None
         self._early = bytearray()
         """What came with the handshake's end, before the connection was there to read it."""
@@ -199,7 +182,7 @@ class Handshake(asyncio.Protocol):
                 self,
                 self._context,
                 server_side=True,
-                ssl_handshake_timeout=self._seconds,
+                ssl_handshake_timeout=self._all.config.header_timeout,
             )
         except OSError:  # all errors of TLS, of time limits and of connections are
             self.transport.abort()

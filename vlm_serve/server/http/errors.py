@@ -146,40 +146,34 @@ def is_anthropic(scope: Scope) -> bool:
     return shared and any(name == ANTHROPIC_HEADER for name, _ in scope.get("headers", ()))
 
 
-def error_for(scope: Scope, error: VlmServeError) -> JSONResponse:
-    """Return the response of an error in the form of the request's route."""
+def envelope_for(scope: Scope, error: VlmServeError) -> dict[str, Any]:
+    """Return the JSON body of an error in the form of the request's route."""
     if is_anthropic(scope):
-        return error_response(error, messages_envelope(error, request_id_of(scope)))
-    return error_response(error)
+        return messages_envelope(error, request_id_of(scope))
+    return envelope(error)
 
 
-def error_response(error: VlmServeError, body: dict[str, Any] | None = None) -> JSONResponse:
-    """Return the response of an error; overload adds Retry-After.
-
-    Args:
-        error: the error.
-        body: the JSON body; None: `envelope(error)`.
-    """
+def error_for(scope: Scope, error: VlmServeError) -> JSONResponse:
+    """Return the response of an error in the form of the request's route; overload adds
+    Retry-After."""
     headers = {}
     if error.status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(body or envelope(error), status_code=error.status, headers=headers)
+    return JSONResponse(envelope_for(scope, error), status_code=error.status, headers=headers)
 
 
-def internal_error(error: BaseException, request_id: str) -> VlmServeError:
-    """Log an unexpected exception under the request id; return an error with only that id."""
+def public_error(error: BaseException, request_id: str) -> VlmServeError:
+    """Return the error for the client; an unexpected one is logged under the request id, and the
+    client gets only that id."""
+    if isinstance(error, VlmServeError):
+        return error
     _log.error("request %s failed", request_id, exc_info=error)
     return VlmServeError(
         f"internal error; the server's log has the details under request id {request_id}",
         code="internal_error",
     )
-
-
-def public_error(error: BaseException, request_id: str) -> VlmServeError:
-    """Return the error for the client; an unexpected one is hidden and logged."""
-    return error if isinstance(error, VlmServeError) else internal_error(error, request_id)
 
 
 def _meant(path: str) -> str | None:

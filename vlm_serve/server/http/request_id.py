@@ -7,16 +7,7 @@ import secrets
 from typing import Any
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.:-]{1,128}", re.ASCII)
-
-
-def is_plain_id(text: str) -> bool:
-    """Return True if a client's id may be used in headers and logs: up to 128 plain characters."""
-    return _PLAIN.fullmatch(text) is not None
-
-
-def new_request_id() -> str:
-    """Return a random id."""
-    return secrets.token_hex(12)
+"""A client's id that may be used in headers and logs."""
 
 
 def request_id_of(scope: Any) -> str:
@@ -29,7 +20,7 @@ def request_id_of(scope: Any) -> str:
     if "request_id" not in state:
         given = next((v for k, v in scope.get("headers", ()) if k == b"x-request-id"), b"")
         text = given.decode("latin-1")
-        state["request_id"] = text if is_plain_id(text) else new_request_id()
+        state["request_id"] = text if _PLAIN.fullmatch(text) else secrets.token_hex(12)
     return str(state["request_id"])
 
 

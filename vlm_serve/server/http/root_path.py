@@ -29,8 +29,3 @@ class BelowRoot:
             path: str = scope["path"].removeprefix(self._root)
             scope = {**scope, "path": path, "raw_path": raw.removeprefix(self._raw)}
         await self._app(scope, receive, send)
-
-
-def below_root(app: ASGIApp, root: str) -> ASGIApp:
-    """Return the application below a prefix; "" changes nothing."""
-    return BelowRoot(app, root) if root else app

@@ -14,6 +14,7 @@ import signal
 import socket
 import ssl
 import stat
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
@@ -27,7 +28,11 @@ from starlette.types import ASGIApp
 from vlm_serve.errors import ConfigError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.admission import OpenRequests
-from vlm_serve.server.http.connections import Connections
+from vlm_serve.server.http.auth import guarded, read_tenant_keys
+from vlm_serve.server.http.browsers import for_browsers
+from vlm_serve.server.http.connections import Connection, Connections, Handshake
+from vlm_serve.server.http.root_path import BelowRoot
+from vlm_serve.system.log_output import start_logging
 
 SWITCH_SECONDS = 0.0005
 """The interpreter's switch interval. With the default of 5 ms, /health takes several times as long
@@ -112,7 +117,7 @@ class DrainingServer(uvicorn.Server, Generic[S]):
         **options: Any,
     ) -> asyncio.Server:
         """Create the loop's server for connections that count from their acceptance on."""
-        return await create_server(partial(self.connections.handshake, make, ssl), **options)
+        return await create_server(partial(Handshake, self.connections, make, ssl), **options)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.end_streams()
@@ -171,8 +176,25 @@ class DrainingServer(uvicorn.Server, Generic[S]):
         self.should_exit = True
 
 
-def ignore_user_signals() -> None:
-    """Ignore SIGUSR1 and SIGUSR2, which would end the process, unless they have a meaning."""
+def public(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """Return an application behind the layers of every public server: root path, hosts and origins,
+    page, keys.
+
+    Raises:
+        ConfigError: the file of tenants' keys is bad.
+    """
+    app = guarded(app, config, read_tenant_keys(config.tenant_keys))
+    app = for_browsers(app, config)
+    return BelowRoot(app, config.root_path) if config.root_path else app
+
+
+def begin_process(config: ServerConfig) -> None:
+    """Set up the process of a server: its threads, its log and its signals."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    start_logging(config.log_level)
+    # asyncio would warn of every chunk for a client that has disconnected.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    # SIGUSR1 and SIGUSR2 would end the process, unless they have a meaning.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) is signal.SIG_DFL:
             # A handler, unlike SIG_IGN, is not inherited by children.
@@ -203,7 +225,7 @@ def uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
     tls = tls_context(connections.config)
     return uvicorn.Config(
         app,
-        http=connections.protocol,  # type: ignore[arg-type]
+        http=partial(Connection, connections),  # type: ignore[arg-type]
         loop="asyncio",
         backlog=BACKLOG,
         log_config=None,

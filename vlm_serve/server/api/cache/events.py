@@ -19,7 +19,6 @@ from vlm_serve.cache.records import Hit
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.features.mirror import Change, PastChange, TreeListing
 from vlm_serve.server.api.cache.inspection import (
-    CacheNode,
     VisibleRoots,
     refuse_unknown,
     with_own_number,
@@ -41,19 +40,6 @@ _T = TypeVar("_T")
 _as_text = json.JSONEncoder(separators=(",", ":")).encode
 _NODE_FIELDS = tuple(field.name for field in dataclasses.fields(NodeInfo))
 _values_of = attrgetter(*_NODE_FIELDS)
-
-
-class CacheRoot(BaseModel):
-    key: str
-
-
-class CacheTreeEvent(BaseModel):
-    """The data of a `tree` event."""
-
-    object: Literal["cache.tree"] = "cache.tree"
-    sequence: int
-    roots: list[CacheRoot]
-    nodes: list[CacheNode]
 
 
 class CacheHistoryEvent(BaseModel):

@@ -25,7 +25,7 @@ from vlm_serve.server.api.shared.conversation import prepare, prepare_tokens
 from vlm_serve.server.api.shared.fields import (
     MAX_SALT_LENGTH,
     SALT_PATTERN,
-    RequestModel,
+    ExactModel,
     Tokens,
     cache_report_body,
 )
@@ -56,8 +56,8 @@ class ProbeRequest(CachePrompt):
     pass
 
 
-class FlushRequest(RequestModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class FlushRequest(ExactModel):
+    pass
 
 
 class Flushed(BaseModel):
@@ -133,9 +133,7 @@ async def flush(service: Service, request: Request) -> Response:
     /v1/cache/flush."""
     refuse_tenants(request.scope)
     await read_json(service, request, FlushRequest)
-    await asyncio.to_thread(service.engine.flush)
-    if service.state.responses is not None:
-        service.state.responses.clear()
+    await service.flush()
     return JSONResponse(Flushed().model_dump())
 
 
@@ -223,7 +221,7 @@ def preparation_of(
         InvalidRequestError: the prompt is invalid. The returned function may raise it, too.
     """
     service.state.resolve_model(body.model)
-    scope = service.state.key_scope(request.scope, body)
+    scope = service.state.key_scope(request.scope, body.model, body.cache_salt)
     body.check_alternatives(body.prompt)
     if body.prompt is None:
         return partial(prepare, service, conversation, scope), ignored_header(conversation.ignored)

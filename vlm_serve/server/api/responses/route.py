@@ -112,10 +112,7 @@ def _spec(incoming: Incoming, body: ResponsesRequest, conversation: Conversation
     parsed = body.parsed(conversation, service.engine.preprocessor.template_traits)
     ignored += parsed.conversation.ignored
     chat = conversation_task(incoming, body, parsed)
-
-    def stream_of(generations: Sequence[Generation]) -> ResponseStream:
-        return ResponseStream(body, chat, service.tokenizer, generations[0], turn)
-
+    stream_of = partial(ResponseStream, body, chat, service.tokenizer, turn)
     return ResponseSpec(
         [chat.task], stream_of, bool(body.stream), ignored_header(ignored), named=True
     )
@@ -156,35 +153,12 @@ class CustomInput:
         return text[self._told :]
 
 
-def _item_id(block: OutputBlock, *, custom: bool) -> str:
-    """Return the id of a block's item.
-
-    Args:
-        custom: the block calls a tool that takes one text.
-    """
-    return ("ctc_" if custom else _PREFIXES[block.kind]) + block.token
-
-
 def _part_of(block: OutputBlock) -> dict[str, Any]:
     """Return the part of a block's item that holds its text."""
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     part = {"type": "output_text", "text": block.text, "annotations": []}
     return part | {"logprobs": list(block.logprobs)}
-
-
-def _item_of(block: OutputBlock, status: str, *, custom: bool) -> dict[str, Any]:
-    """Return a block's item; see `_item_id`."""
-    item: dict[str, Any] = {"id": _item_id(block, custom=custom), "status": status}
-    if block.kind == "call":
-        call = {"call_id": f"call_{block.token}", "name": block.name}
-        if custom:
-            return item | {"type": "custom_tool_call"} | call | {"input": _input_of(block.text)}
-        return item | {"type": "function_call"} | call | {"arguments": block.text}
-    parts = [] if status == "in_progress" else [_part_of(block)]
-    if block.kind == "reasoning":
-        return item | {"type": "reasoning", "summary": [], "content": parts}
-    return item | {"type": "message", "role": "assistant", "content": parts}
 
 
 class ResponseBody(BaseModel):
@@ -223,9 +197,10 @@ class ResponseStream(BlockStream):
         body: ResponsesRequest,
         chat: ConversationTask,
         tokenizer: Tokenizer,
-        generation: Generation,
         turn: NewTurn,
+        generations: Sequence[Generation],
     ) -> None:
+        (generation,) = generations
         super().__init__(chat.parser(generation), chat.task.attempt)
         self._custom_tools = body.custom_tools
         self._chat = chat
@@ -345,10 +320,23 @@ class ResponseStream(BlockStream):
         )
 
     def _is_custom(self, block: OutputBlock) -> bool:
+        """Return True if the block calls a tool that takes one text."""
         return block.kind == "call" and block.name in self._custom_tools
 
+    def _item_id(self, block: OutputBlock) -> str:
+        return ("ctc_" if self._is_custom(block) else _PREFIXES[block.kind]) + block.token
+
     def _item(self, block: OutputBlock, status: str) -> dict[str, Any]:
-        return _item_of(block, status, custom=self._is_custom(block))
+        item: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        if block.kind == "call":
+            call = {"call_id": f"call_{block.token}", "name": block.name}
+            if self._is_custom(block):
+                return item | {"type": "custom_tool_call"} | call | {"input": _input_of(block.text)}
+            return item | {"type": "function_call"} | call | {"arguments": block.text}
+        parts = [] if status == "in_progress" else [_part_of(block)]
+        if block.kind == "reasoning":
+            return item | {"type": "reasoning", "summary": [], "content": parts}
+        return item | {"type": "message", "role": "assistant", "content": parts}
 
     def _event(self, kind: str, **fields: Any) -> Event:
         self._number += 1
@@ -359,7 +347,7 @@ class ResponseStream(BlockStream):
 
     def _part_event(self, name: str, block: OutputBlock) -> Event:
         place = {
-            "item_id": _item_id(block, custom=self._is_custom(block)),
+            "item_id": self._item_id(block),
             "output_index": block.index,
             "content_index": 0,
         }
@@ -368,10 +356,7 @@ class ResponseStream(BlockStream):
     def _text_event(
         self, step: str, block: OutputBlock, logprobs: list[dict[str, Any]], **fields: Any
     ) -> Event:
-        place: dict[str, Any] = {
-            "item_id": _item_id(block, custom=self._is_custom(block)),
-            "output_index": block.index,
-        }
+        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
             place["content_index"] = 0
         if block.kind == "text":

@@ -112,7 +112,7 @@ class Incoming:
 
     def key_scope(self, body: AnswerRequest) -> KeyScope:
         """Return whose prompts the request's are."""
-        return self.service.state.key_scope(self.scope, body)
+        return self.service.state.key_scope(self.scope, body.model, body.cache_salt)
 
     def task(
         self,

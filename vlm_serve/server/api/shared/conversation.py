@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vlm_serve.engine.requests.request import NextTurn
 from vlm_serve.errors import ContextLengthError, FieldError, InvalidRequestError
@@ -35,9 +35,6 @@ from vlm_serve.server.api.shared.sampling import ToolChoice, with_tools
 from vlm_serve.server.http.errors import renamed_params
 from vlm_serve.server.service import Preparation, Service
 from vlm_serve.system.stopping import Stop
-
-if TYPE_CHECKING:
-    from vlm_serve.server.service import Service
 
 SCHEMES = ("data:", "http://", "https://", "file://")
 """Schemes of URLs that clients may name; the fetching code decides where a URL may point."""

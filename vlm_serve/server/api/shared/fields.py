@@ -79,6 +79,12 @@ class RequestModel(BaseModel):
         return value
 
 
+class ExactModel(RequestModel):
+    """A part of a request body whose unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 class StreamOptions(RequestModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -131,9 +137,6 @@ class GenerationRequest(AnswerRequest):
         given = self.response_format
         constrained = given is not None and given.get("type") != "text"
         return "response_format" if constrained else "structured_outputs"
-
-    def stream_option(self, name: str) -> bool:
-        return self.stream_options is not None and bool(getattr(self.stream_options, name))
 
 
 # A field that OpenAI's API lacks or sends only where it applies. It is omitted when null.
@@ -237,6 +240,14 @@ class ErrorDetails(BaseModel):
 
 class ErrorBody(BaseModel):
     error: ErrorDetails
+
+
+def errors_of(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return the description of a route's error responses."""
+    return {"4XX": {"model": body}, "5XX": {"model": body}}
+
+
+ERRORS = errors_of(ErrorBody)
 
 
 def usage_body(usage: Usage, *prompts: Prompt) -> UsageBody:

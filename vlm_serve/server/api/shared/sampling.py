@@ -250,27 +250,6 @@ class ToolChoice:
         return cls(mode if names else "none", tuple(names), parallel is not False)
 
     @classmethod
-    def allowed(
-        cls, mode: Any, only: Sequence[Any], names: Sequence[str], parallel: bool | None
-    ) -> ToolChoice:
-        """Return the choice among some of the functions.
-
-        The prompt lists all of them, so that it stays the same for every choice.
-
-        Raises:
-            InvalidRequestError: the mode is unknown, no function is allowed, or one is not a tool.
-        """
-        if mode not in ("auto", "required"):
-            raise InvalidRequestError(
-                'the mode of allowed tools must be "auto" or "required"', param="tool_choice"
-            )
-        if not only:
-            raise InvalidRequestError("tool_choice allows no tool", param="tool_choice")
-        for name in only:
-            cls.function(name, names)
-        return cls(mode, tuple(dict.fromkeys(only)), parallel is not False)
-
-    @classmethod
     def function(cls, name: Any, names: Sequence[str]) -> ToolChoice:
         """Return the choice to call one function.
 
@@ -289,6 +268,9 @@ class ToolChoice:
 def tool_choice_of(choice: Any, names: Sequence[str], parallel: bool | None) -> ToolChoice:
     """Return the choice in the form of chat or of responses.
 
+    The prompt lists all functions even if only some are allowed, so that it stays the same for
+    every choice.
+
     Args:
         choice: a mode, or an object that names a function or the tools allowed.
 
@@ -304,7 +286,13 @@ def tool_choice_of(choice: Any, names: Sequence[str], parallel: bool | None) -> 
         allowed = object_of(choice.get("allowed_tools", choice), where)
         tools = enumerate(list_of(allowed.get("tools"), f"{where}.tools"))
         only = [_function_name(tool, f"{where}.tools[{at}]") for at, tool in tools]
-        return ToolChoice.allowed(allowed.get("mode"), only, names, parallel)
+        if allowed.get("mode") not in ("auto", "required"):
+            raise InvalidRequestError('the mode of allowed tools must be "auto" or "required"')
+        if not only:
+            raise InvalidRequestError("tool_choice allows no tool")
+        for name in only:
+            ToolChoice.function(name, names)
+        return ToolChoice(allowed["mode"], tuple(dict.fromkeys(only)), parallel is not False)
     except InvalidRequestError as error:
         error.param = "tool_choice"
         raise
@@ -352,26 +340,19 @@ def with_tools(
         "at_least_one": True,
         "stop_after_first": not choice.parallel,
     }
-    if choice.mode == "auto":
-        calls = _auto(form, calls, tags, choice, form_field)
-    return _structural(calls)
-
-
-def _auto(
-    form: StructuredOutputs | None,
-    calls: dict[str, Any],
-    tags: list[dict[str, Any]],
-    choice: ToolChoice,
-    form_field: str,
-) -> dict[str, Any]:
-    if form is None:  # Text with calls in it; if only one call is allowed, it ends the answer.
-        return {
+    if choice.mode == "auto" and form is not None:
+        calls = {"type": "or", "elements": [_element(form, form_field), calls]}
+    elif choice.mode == "auto":  # Text with calls; if only one is allowed, it ends the answer.
+        calls = {
             "type": "triggered_tags",
             "triggers": ["<tool_call>"],
             "tags": tags,
             "stop_after_first": not choice.parallel,
         }
-    return {"type": "or", "elements": [_element(form, form_field), calls]}
+    try:
+        return StructuredOutputs(structural_tag={"type": "structural_tag", "format": calls})
+    except FieldError as error:
+        raise error.under("tools") from None
 
 
 def _element(form: StructuredOutputs, field: str) -> dict[str, Any]:
@@ -429,10 +410,3 @@ def _tag(name: str, schema: Any, tool_form: ToolForm) -> dict[str, Any]:
         "content": arguments | {"style": "qwen_xml"},
         "end": "\n</function>\n</tool_call>",
     }
-
-
-def _structural(content: dict[str, Any]) -> StructuredOutputs:
-    try:
-        return StructuredOutputs(structural_tag={"type": "structural_tag", "format": content})
-    except FieldError as error:
-        raise error.under("tools") from None
