@@ -6,7 +6,7 @@ the grammar allows as a string is never read as another kind, or the other way r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
@@ -27,6 +27,12 @@ def kind_of(value: Any) -> str:
         return "integer" if value.is_integer() else "number"
     names = {str: "string", int: "integer", list: "array", dict: "object"}
     return names.get(type(value), "null")
+
+
+def is_of(value: Any, kinds: Container[str]) -> bool:
+    """Return True if a value is of one of the types that a schema names."""
+    kind = kind_of(value)
+    return kind in kinds or (kind == "integer" and "number" in kinds)
 
 
 def own_kinds(node: Any) -> Kinds:
@@ -61,10 +67,10 @@ def _kinds(node: Any, document: Document, known: dict[int, Kinds], depth: int) -
     if id(node) in known:
         return known[id(node)]
     known[id(node)] = accepted  # what it refers to may refer to it
-    for part in [*_target(node, document), *_listed(node, "allOf")]:
+    for part in [*_target(node, document), *listed(node, "allOf")]:
         accepted &= _kinds(part, document, known, depth - 1)
     for keyword in ("anyOf", "oneOf"):
-        if _listed(node, keyword):
+        if listed(node, keyword):
             parts = [_kinds(part, document, known, depth - 1) for part in node[keyword]]
             accepted &= frozenset().union(*parts)
     known[id(node)] = accepted
@@ -96,7 +102,7 @@ def kinds_of_parameter(document: Document, name: str) -> Kinds:
         if not named:  # where any value fits, any reading does
             unnamed += [rule for rule in (*rules, rest) if rule not in (None, True, {})]
         for keyword in ("allOf", "anyOf", "oneOf"):
-            open_nodes += _listed(node, keyword)
+            open_nodes += listed(node, keyword)
         open_nodes += _target(node, document)
     told = [*schemas, *unnamed] if schemas else others
     kinds = [kinds_of(schema, document) for schema in told if schema is not None]
@@ -112,6 +118,7 @@ def _target(node: Mapping[str, Any], document: Document) -> list[Any]:
         return []
 
 
-def _listed(node: Mapping[str, Any], keyword: str) -> list[Any]:
+def listed(node: Mapping[str, Any], keyword: str) -> list[Any]:
+    """Return the list that a schema has for a keyword; empty: it has none."""
     value = node.get(keyword)
     return value if isinstance(value, list) else []

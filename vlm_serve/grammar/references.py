@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from vlm_serve.errors import InvalidRequestError
 
-_MISSING = object()
+MISSING = object()
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
 
 
@@ -53,16 +53,8 @@ class Document:
 
     def find(self, pointer: str, path: str) -> Any:
         """Return the value at a `#/...` pointer; the error names `path`."""
-        target = self.root
-        for part in pointer.removeprefix("#").split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, Mapping):
-                target = target.get(name, _MISSING)
-            elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-                target = target[int(name)]
-            else:
-                target = _MISSING
-        if target is _MISSING or (pointer != "#" and not pointer.startswith("#/")):
+        target = at_pointer(self.root, pointer)
+        if target is MISSING or (pointer != "#" and not pointer.startswith("#/")):
             raise refuse(path, f"names {pointer[:200]!r}, which it lacks")
         return target
 
@@ -80,6 +72,20 @@ class Document:
             except InvalidRequestError:
                 break
         return node
+
+
+def at_pointer(root: Any, pointer: str) -> Any:
+    """Return the value at a `#/...` pointer; `MISSING`: there is none."""
+    target = root
+    for part in pointer.removeprefix("#").split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(target, Mapping):
+            target = target.get(name, MISSING)
+        elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            target = target[int(name)]
+        else:
+            return MISSING
+    return target
 
 
 def refuse(path: str, fault: str) -> InvalidRequestError:
