@@ -79,12 +79,7 @@ class GrammarCompiler:
         if earlier is not None:
             return earlier
         kind, source = form.source
-        try:
-            answer = self._process.compile({"kind": kind, "source": source, "strict": form.strict})
-        except InvalidRequestError as error:
-            raise InvalidRequestError(
-                error.message, param=error.param or "structured_outputs", code=error.code
-            ) from None
+        answer = self._process.compile({"kind": kind, "source": source, "strict": form.strict})
         compiled = Compiled(self._library(), answer["grammar"], answer["lengths"])
         size = max(_LEAST_BYTES, _BYTES_PER_BYTE * len(source), answer["size"])
         self._keep(_key(form, owner), compiled, size + sys.getsizeof(source))
@@ -198,13 +193,8 @@ class CompileProcess:
             raise OverloadedError(
                 "the grammar compiler was ended, twice, or did not start: try again later"
             )
-        if "limit" in answer:
-            message = f"compiling the grammar {answer['limit']}"
-            raise InvalidRequestError(message, code="grammar_limit")
-        if "error" in answer:
-            raise InvalidRequestError(f"the grammar cannot be compiled: {answer['error']}")
         if "refused" in answer:
-            raise InvalidRequestError(answer["refused"], param=answer["param"])
+            raise InvalidRequestError(**answer["refused"])
         return answer
 
     def start(self) -> None:

@@ -95,10 +95,13 @@ class Rewriter:
         alone = closed and not parts and all(name in _COMBINED for name in given)
         alone = alone and len(given) == 1 and not needed
         self._combinations(given, parts, path, closed=alone)
-        if closed and not alone:
-            self._close(node, given, out, path, combined)
-        elif given.get("unevaluatedProperties", True) is not True:
-            self._close_evaluated(given, out, path)
+        if given.get("unevaluatedProperties", True) is not True:
+            if combined:
+                fault = "cannot be enforced beside a combination"
+                raise refuse(f"{path}/unevaluatedProperties", fault)
+            out.setdefault("additionalProperties", False)
+        elif closed and not alone and (combined or given.keys() & {"properties", "required"}):
+            self._close(node, out, combined)
         if parts:
             out["allOf"] = parts
         if alone and len(parts) == 1:
@@ -253,15 +256,8 @@ class Rewriter:
             self._definitions[name] = node
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
-    def _close(
-        self, node: Any, given: Mapping[str, Any], out: dict[str, Any], path: str, combined: bool
-    ) -> None:
+    def _close(self, node: Any, out: dict[str, Any], combined: bool) -> None:
         """Allow an object only the properties that the schema names, unless it is a map."""
-        if given.get("unevaluatedProperties", True) is not True:
-            self._close_evaluated(given, out, path)
-            return
-        if not ("properties" in given or "required" in given or combined):
-            return
         names, is_map = _names_of(node, self._document)
         if is_map or "additionalProperties" in out or "patternProperties" in out:
             return
@@ -270,13 +266,6 @@ class Rewriter:
         known = out.get("properties", {})
         out["properties"] = {**known, **{name: True for name in names if name not in known}}
         out["additionalProperties"] = False
-
-    def _close_evaluated(self, given: Mapping[str, Any], out: dict[str, Any], path: str) -> None:
-        """Allow an object only the properties that this part of the schema names."""
-        if any(name in given for name in _COMBINED):
-            raise refuse(f"{path}/unevaluatedProperties", "cannot be enforced beside a combination")
-        if "additionalProperties" not in out:
-            out["additionalProperties"] = False
 
 
 def rewrite(schema: Any, *, strict: bool = False, pointer: str = "#") -> Any:

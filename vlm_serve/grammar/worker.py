@@ -76,8 +76,7 @@ def main() -> None:
 def _forked(work: Callable[[], bytes], seconds: float) -> bytes:
     """Run the work in a forked process and return its result, within a time limit.
 
-    Without a result: JSON of `limit`, what was over which limit, or of `ended` if the process was
-    killed from outside.
+    Without a result: the limit that it reached, or `ended` if the process was killed from outside.
     """
     ours, theirs = Pipe(duplex=False)
     server = os.getpid()
@@ -112,20 +111,25 @@ def _forked(work: Callable[[], bytes], seconds: float) -> bytes:
 
 
 def _limited(limit: str) -> bytes:
-    return json.dumps({"limit": limit}).encode()
+    return _refusal(f"compiling the grammar {limit}", code="grammar_limit")
+
+
+def _refusal(message: str, *, param: str | None = None, code: str | None = None) -> bytes:
+    """Return the answer about a form that is refused, with the arguments of its error."""
+    error = {"message": message, "param": param or "structured_outputs", "code": code}
+    return json.dumps({"refused": error}).encode()
 
 
 def _answer(library: Library, task: dict[str, Any]) -> bytes:
-    answer: dict[str, Any]
     try:
-        answer = _built(library, task)
+        message = json.dumps(_built(library, task)).encode()
     except InvalidRequestError as error:
-        answer = {"refused": error.message, "param": error.param}
+        return _refusal(error.message, param=error.param)
     except MemoryError:
         return _limited(_TOO_LARGE)
     except Exception as error:  # the library may raise anything for a client's text
-        answer = {"error": str(error).partition("\n")[0][:300] or "is not valid"}
-    message = json.dumps(answer).encode()
+        fault = str(error).partition("\n")[0][:300] or "is not valid"
+        return _refusal(f"the grammar cannot be compiled: {fault}")
     if len(message) > MAX_MESSAGE_BYTES:
         return _limited(f"makes more than {MAX_MESSAGE_BYTES >> 20} MiB of it")
     return message
