@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import regex
 
 from vlm_serve.engine.requests.outputs import FinishReason
 from vlm_serve.preprocess.identity.prompt import SharedTokens
@@ -35,13 +37,8 @@ from vlm_serve.server.answers.pieces import (
     Reading,
     ToolForm,
     Tools,
-    begun,
 )
 from vlm_serve.server.answers.tag_calls import TagReader
-
-if TYPE_CHECKING:
-    from vlm_serve.engine.requests.outputs import FinishReason
-    from vlm_serve.preprocess.identity.prompt import SharedTokens
 
 
 class _State(Enum):
@@ -129,9 +126,9 @@ class OutputParser:
         openings = self._openings()
         thought = self._state is _State.REASONING
         markers = (THINK_END, *openings) if thought else openings
-        marker = _first(self._buffer, markers)
-        if marker is None:
-            self._emit(pieces, self._certain(markers, final))
+        marker = _first(self._buffer, markers) if markers else None
+        if marker is None or marker.partial:
+            self._emit(pieces, self._certain(marker, final))
             return False
         kept = len(self._buffer[: marker.start()].rstrip())
         lead = self._buffer[kept : marker.start()]
@@ -159,16 +156,19 @@ class OutputParser:
             return ()
         return self._readers.openings
 
-    def _certain(self, markers: tuple[str, ...], final: bool) -> int:
-        """Return how many characters of a buffer without markers are certainly text."""
-        length = len(self._buffer)
-        if not markers:
-            return length
-        if not final:
-            return len(self._buffer[: length - begun(self._buffer, *markers)].rstrip())
-        held = begun(self._buffer, THINK_END if THINK_END in markers else TOOL_START)
-        if self._cut and held:
-            self._buffer = self._buffer[: length - held].rstrip()
+    def _certain(self, begun: regex.Match[str] | None, final: bool) -> int:
+        """Return how many characters of a buffer without markers are certainly text.
+
+        Args:
+            begun: the marker that may begin at its end; None: there are no markers.
+        """
+        if begun is not None and not final:
+            return len(self._buffer[: begun.start()].rstrip())
+        if begun is not None and self._cut:
+            marker = THINK_END if self._state is _State.REASONING else TOOL_START
+            held = _first(self._buffer, (marker,)).start()
+            if held < len(self._buffer):
+                self._buffer = self._buffer[:held].rstrip()
         return len(self._buffer)
 
     def _emit(self, pieces: list[Piece], length: int, *, quoted: bool = False) -> None:
@@ -281,7 +281,7 @@ class OutputParser:
             if not final and any(marker.startswith(start) for marker in (THINK_END, *openings)):
                 return False
             self._scanned = 0
-        if start and _first(self._buffer[self._scanned :], (THINK_END, TOOL_START)) is not None:
+        if start and not _first(self._buffer[self._scanned :], (THINK_END, TOOL_START)).partial:
             return self._count(pieces, counts=False)
         if final:
             cut = bool(start) and self._cut
@@ -305,13 +305,15 @@ class OutputParser:
 
 
 @lru_cache
-def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, markers)))
+def _pattern(markers: tuple[str, ...]) -> regex.Pattern[str]:
+    return regex.compile("|".join(map(re.escape, markers)))
 
 
-def _first(text: str, markers: tuple[str, ...]) -> re.Match[str] | None:
-    """Return the first match of a marker in a text."""
-    return _pattern(markers).search(text) if markers else None
+def _first(text: str, markers: tuple[str, ...]) -> regex.Match[str]:
+    """Return the first marker in a text, or the beginning of one at its end, perhaps empty."""
+    match = _pattern(markers).search(text, partial=True)
+    assert match is not None
+    return match
 
 
 _NESTED_READINGS = 8
