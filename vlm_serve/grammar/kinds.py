@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any
 
-from vlm_serve.errors import InvalidRequestError
-from vlm_serve.grammar.references import Document
+from vlm_serve.grammar.references import Document, listed
 
 Kinds = frozenset[str]
 NUMBERS: Kinds = frozenset(["integer", "number"])
@@ -67,7 +66,7 @@ def _kinds(node: Any, document: Document, known: dict[int, Kinds], depth: int) -
     if id(node) in known:
         return known[id(node)]
     known[id(node)] = accepted  # what it refers to may refer to it
-    for part in [*_target(node, document), *listed(node, "allOf")]:
+    for part in [*document.named_by(node), *listed(node, "allOf")]:
         accepted &= _kinds(part, document, known, depth - 1)
     for keyword in ("anyOf", "oneOf"):
         if listed(node, keyword):
@@ -86,12 +85,7 @@ def kinds_of_parameter(document: Document, name: str) -> Kinds:
     schemas: list[Any] = []
     unnamed: list[Any] = []
     others: list[Any] = []
-    open_nodes, seen = [document.root], set()
-    while open_nodes:
-        node = open_nodes.pop()
-        if not isinstance(node, Mapping) or id(node) in seen:
-            continue
-        seen.add(id(node))
+    for node in document.same_value(document.root):
         properties, patterns = node.get("properties"), node.get("patternProperties")
         named = isinstance(properties, Mapping) and name in properties
         if isinstance(properties, Mapping) and named:
@@ -101,24 +95,6 @@ def kinds_of_parameter(document: Document, name: str) -> Kinds:
         others += [*rules, True if rest is None else rest]
         if not named:  # where any value fits, any reading does
             unnamed += [rule for rule in (*rules, rest) if rule not in (None, True, {})]
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            open_nodes += listed(node, keyword)
-        open_nodes += _target(node, document)
     told = [*schemas, *unnamed] if schemas else others
     kinds = [kinds_of(schema, document) for schema in told if schema is not None]
     return frozenset().union(*kinds) or ALL
-
-
-def _target(node: Mapping[str, Any], document: Document) -> list[Any]:
-    if not isinstance(node.get("$ref"), str):
-        return []
-    try:
-        return [document.target(node["$ref"], "#")]
-    except InvalidRequestError:
-        return []
-
-
-def listed(node: Mapping[str, Any], keyword: str) -> list[Any]:
-    """Return the list that a schema has for a keyword; empty: it has none."""
-    value = node.get(keyword)
-    return value if isinstance(value, list) else []

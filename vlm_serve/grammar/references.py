@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -67,11 +67,30 @@ class Document:
         for _ in range(64):
             if not isinstance(node, Mapping) or not self.is_only_reference(node):
                 break
-            try:
-                node = self.target(node["$ref"], "#")
-            except InvalidRequestError:
-                break
+            for named in self.named_by(node):
+                node = named
         return node
+
+    def named_by(self, node: Mapping[str, Any]) -> list[Any]:
+        """Return the one schema that a `$ref` in a schema names, or none."""
+        if not isinstance(node.get("$ref"), str):
+            return []
+        try:
+            return [self.target(node["$ref"], "#")]
+        except InvalidRequestError:
+            return []
+
+    def same_value(self, node: Any) -> Iterator[Mapping[str, Any]]:
+        """Yield the schemas of one value: a schema, what it refers to, and its combinations."""
+        open_nodes, seen = [node], set[int]()
+        while open_nodes:
+            node = open_nodes.pop(0)
+            if isinstance(node, Mapping) and id(node) not in seen:
+                seen.add(id(node))
+                yield node
+                open_nodes += self.named_by(node)
+                for keyword in ("allOf", "anyOf", "oneOf"):
+                    open_nodes += listed(node, keyword)
 
 
 def at_pointer(root: Any, pointer: str) -> Any:
@@ -86,6 +105,12 @@ def at_pointer(root: Any, pointer: str) -> Any:
         else:
             return MISSING
     return target
+
+
+def listed(node: Mapping[str, Any], keyword: str) -> list[Any]:
+    """Return the list that a schema has for a keyword; empty: it has none."""
+    value = node.get(keyword)
+    return value if isinstance(value, list) else []
 
 
 def refuse(path: str, fault: str) -> InvalidRequestError:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.forms import (
     ENFORCED,
     FORMATS,
@@ -26,7 +25,7 @@ from vlm_serve.grammar.forms import (
     property_names,
 )
 from vlm_serve.grammar.kinds import allowed, own_kinds
-from vlm_serve.grammar.references import Document, finite, quoted, refuse
+from vlm_serve.grammar.references import Document, finite, listed, quoted, refuse
 
 MAX_SCHEMA_NODES = 4096
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
@@ -286,8 +285,8 @@ def children(schema: Any, pointer: str) -> Iterator[str]:
         for name in _mapping(node.get(keyword)):
             yield f"{pointer}/{keyword}/{quoted(name)}"
     for keyword in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
-        if isinstance(node.get(keyword), list):
-            yield from (f"{pointer}/{keyword}/{index}" for index in range(len(node[keyword])))
+        for index in range(len(listed(node, keyword))):
+            yield f"{pointer}/{keyword}/{index}"
     for keyword in ("items", "additionalProperties"):
         if isinstance(node.get(keyword), Mapping):
             yield f"{pointer}/{keyword}"
@@ -339,34 +338,21 @@ def exclusive(branches: list[Any], document: Document) -> list[list[str]] | None
     return [sorted(everything - names) for names in needed]
 
 
-def _names_of(node: Any, document: Document) -> tuple[list[str], bool]:
+def _names_of(whole: Any, document: Document) -> tuple[list[str], bool]:
     """Return the properties that a schema and its combinations name, and whether it is a map."""
     names: dict[str, None] = {}
     is_map = False
-    open_nodes, seen = [node], set()
-    while open_nodes:
-        node = open_nodes.pop(0)
-        if not isinstance(node, Mapping) or id(node) in seen:
-            continue
-        seen.add(id(node))
+    for node in document.same_value(whole):
         names |= dict.fromkeys(_properties(node))
         names |= dict.fromkeys(name for name in node.get("required") or () if isinstance(name, str))
         is_map |= any(
             node.get(keyword) not in (None, False)
             for keyword in ("additionalProperties", "patternProperties", "propertyNames")
         )
-        if isinstance(node.get("$ref"), str):
-            try:
-                open_nodes.append(document.target(node["$ref"], "#"))
-            except InvalidRequestError:
-                continue
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            if isinstance(node.get(keyword), list):
-                open_nodes += node[keyword]
         for keyword in ("dependentRequired", "dependencies"):
-            if isinstance(node.get(keyword), Mapping):
-                for name, others in node[keyword].items():
-                    names |= dict.fromkeys([name, *(others if isinstance(others, list) else ())])
+            dependencies = _mapping(node.get(keyword))
+            for name in dependencies:
+                names |= dict.fromkeys([name, *listed(dependencies, name)])
     return list(names), is_map
 
 
@@ -376,8 +362,7 @@ def _kinds(node: Any) -> frozenset[str]:
 
 
 def _properties(node: Any) -> Mapping[str, Any]:
-    properties = node.get("properties") if isinstance(node, Mapping) else None
-    return properties if isinstance(properties, Mapping) else {}
+    return _mapping(_mapping(node).get("properties"))
 
 
 def _values(node: Any) -> list[str] | None:

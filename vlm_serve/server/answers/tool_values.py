@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vlm_serve.grammar.kinds import Kinds, allowed, is_of, kind_of, listed
-from vlm_serve.grammar.references import at_pointer
+from vlm_serve.grammar.kinds import Kinds, allowed, is_of, kind_of
+from vlm_serve.grammar.references import at_pointer, listed
 from vlm_serve.preprocess.reading.values import begins_json
 
 _SPACE = (" ", "\n", "\r", "\t")
