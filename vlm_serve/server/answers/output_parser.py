@@ -40,6 +40,8 @@ from vlm_serve.server.answers.pieces import (
 )
 from vlm_serve.server.answers.tag_calls import TagReader
 
+_NESTED_READINGS = 8
+
 
 class _State(Enum):
     REASONING = "reasoning"
@@ -71,9 +73,8 @@ class OutputParser:
         continued: bool = False,
         enforced: bool = False,
     ) -> None:
-        self._readers = None
-        if tools is not None:
-            self._readers = ReaderMaker(form, tools, single=not parallel, enforced=enforced)
+        self._tools, self._form = tools, form
+        self._openings = FORMS[form].openings if form in FORMS else (TOOL_START,)
         self._parallel, self._enforced = parallel, enforced
         self._state = _State.REASONING if reasoning else _State.CONTENT
         self._buffer = ""
@@ -83,6 +84,7 @@ class OutputParser:
         self._cut = False
         self._quoting = Quoting()
         self._reader: CallReader | None = None
+        self._nested = 0  # readers so far of text with a quoted call
         self._thought = False
         self._lead = ""  # white space before the text that is being read
         self._pending: list[ParsedCall] = []
@@ -123,9 +125,9 @@ class OutputParser:
         """Emit text up to a marker, without the white space around the marker."""
         if not self._opened(final):
             return False
-        openings = self._openings()
         thought = self._state is _State.REASONING
-        markers = (THINK_END, *openings) if thought else openings
+        may_call = self._tools is not None and (self._parallel or not self.num_calls)
+        markers = (THINK_END,) * thought + self._openings * may_call
         marker = _first(self._buffer, markers) if markers else None
         if marker is None or marker.partial:
             self._emit(pieces, self._certain(marker, final))
@@ -150,11 +152,6 @@ class OutputParser:
             return False
         self._may_think = False
         return True
-
-    def _openings(self) -> tuple[str, ...]:
-        if self._readers is None or (self.num_calls and not self._parallel):
-            return ()
-        return self._readers.openings
 
     def _certain(self, begun: regex.Match[str] | None, final: bool) -> int:
         """Return how many characters of a buffer without markers are certainly text.
@@ -204,9 +201,19 @@ class OutputParser:
         self._quoting = Quoting()
 
     def _start_reading(self, lead: str, thought: bool) -> None:
-        assert self._readers is not None
-        streamed = not thought and not self._quoting.quotes(lead)
-        self._reader = self._readers.reader(thought=thought, streamed=streamed)
+        assert self._tools is not None
+        options = {
+            "thought": thought,
+            "streamed": not thought and not self._quoting.quotes(lead),
+            "single": not self._parallel,
+            "enforced": self._enforced and not thought,
+        }
+        if self._form in FORMS:
+            # Text with a quoted call may be read twice. This bounds the time of an answer.
+            options["nesting"] = self._nested < _NESTED_READINGS
+            self._reader = TagReader(self._form, self._tools, **options)
+        else:
+            self._reader = JsonReader(self._tools, **options)
         self._lead, self._thought, self._state = lead, thought, _State.CALL
 
     def _read(self, pieces: list[Piece], final: bool) -> bool:
@@ -220,6 +227,7 @@ class OutputParser:
         if reading is None:
             return False
         told = [self._reader.told(index) for index in range(len(reading.calls))]
+        self._nested += self._reader.nested
         text, self._reader = self._reader.text, None
         self._buffer = text[reading.size :]
         self._decide(pieces, reading, text[: reading.size], told)
@@ -269,7 +277,7 @@ class OutputParser:
     def _follow(self, pieces: list[Piece], final: bool) -> bool:
         """Decide whether the calls at the end of a thought count."""
         start = self._buffer.lstrip()
-        openings = self._openings()
+        openings = self._openings
         if self._scanned < 0:
             if start.startswith(THINK_END):
                 self._buffer = start
@@ -314,48 +322,6 @@ def _first(text: str, markers: tuple[str, ...]) -> regex.Match[str]:
     match = _pattern(markers).search(text, partial=True)
     assert match is not None
     return match
-
-
-_NESTED_READINGS = 8
-
-
-class ReaderMaker:
-    """Makes readers for one answer.
-
-    Args:
-        single: at most one call is read.
-        enforced: a grammar enforces the calls outside of thoughts.
-
-    Attributes:
-        openings: texts that may begin a call.
-    """
-
-    def __init__(
-        self, form: ToolForm, tools: Tools, *, single: bool = False, enforced: bool = False
-    ) -> None:
-        self._form, self._tools, self._single = form, tools, single
-        self._enforced = enforced
-        self.openings = FORMS[form].openings if form in FORMS else (TOOL_START,)
-        self._nested: list[TagReader] = []
-
-    def reader(self, *, thought: bool, streamed: bool) -> CallReader:
-        """Make a reader for a text that begins with one of the openings.
-
-        Args:
-            thought: the text is inside a thought, which `</think>` may end anywhere.
-            streamed: long arguments are told before the call is complete.
-        """
-        enforced = self._enforced and not thought
-        options = {"thought": thought, "streamed": streamed, "single": self._single}
-        options["enforced"] = enforced
-        if self._form not in FORMS:
-            return JsonReader(self._tools, **options)
-        # Text with a quoted call may be read twice. This bounds the time of an answer.
-        nested = sum(reader.nested for reader in self._nested)
-        nesting = nested < _NESTED_READINGS
-        reader = TagReader(self._form, self._tools, nesting=nesting, **options)
-        self._nested = [*(active for active in self._nested if active.nested), reader]
-        return reader
 
 
 _MARK = re.compile(r"(?:\A|[\s(\[{:=])[`\"'“‘«]\Z")

@@ -117,8 +117,6 @@ class TagReader(CallReader):
         self._unclosed: _Ending | None = None  # text follows it, and `</tool_call>` was omitted
         self._inner: list[bool] = []  # open calls in the value; True: with `<tool_call>`
         self._inner_closed = False
-        self.nested = False
-        """A value may contain a whole call."""
 
     def end(self, *, cut: bool) -> Reading:
         """See `CallReader.end`."""
