@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ class TokenTexts:
         for at, text in enumerate(texts):
             if text[:1] in END:
                 self._by_first.setdefault(text[:1], []).append(at)
-        self._masks: dict[tuple[int, int, int], npt.NDArray[np.uint8]] = {}
+        self._packed = lru_cache(_MOST_MASKS)(self._allowed)
 
     def mask(self, begun: int, missing: int, left: int) -> npt.NDArray[np.uint8]:
         """Return the packed mask of the tokens with which a value can still keep its bounds.
@@ -77,17 +78,11 @@ class TokenTexts:
             missing: characters before them, missing to the fewest.
             left: characters before them, left to the most.
         """
-        key = (begun, min(max(missing, 0), self.longest), min(left, self.longest))
-        if key not in self._masks:
-            if len(self._masks) >= _MOST_MASKS:
-                self._masks.clear()
-            self._masks[key] = np.packbits(self._allowed(*key), bitorder="little")
-        return self._masks[key]
+        return self._packed(begun, min(max(missing, 0), self.longest), min(left, self.longest))
 
-    def _allowed(self, begun: int, missing: int, left: int) -> npt.NDArray[np.bool_]:
-        heads = (
-            self._heads + begun
-        )  # a token that does not go on with END makes it part of the text
+    def _allowed(self, begun: int, missing: int, left: int) -> npt.NDArray[np.uint8]:
+        # A token that does not go on with END makes it part of the text.
+        heads = self._heads + begun
         may_end = (heads >= missing) & (heads <= left)
         may_go_on = ~self._closes & (self._begun < len(END) - 1) & (heads + self._begun <= left)
         allowed: npt.NDArray[np.bool_] = may_end | may_go_on
@@ -97,7 +92,7 @@ class TokenTexts:
             if text.startswith(rest) or rest.startswith(text):
                 size = begun + len(text)
                 allowed[token] = _fits(0, min(size, len(END)), (missing, left))
-        return allowed
+        return np.packbits(allowed, bitorder="little")
 
 
 class Counter:

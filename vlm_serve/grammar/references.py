@@ -22,10 +22,6 @@ class Document:
     def __init__(self, root: Any) -> None:
         self.root = root
         self._named: dict[str, Any] = {}
-        if isinstance(root, Mapping):
-            self._collect(root)
-
-    def _collect(self, root: Any) -> None:
         open_nodes = [root]
         while open_nodes:
             node = open_nodes.pop()
