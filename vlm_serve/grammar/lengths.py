@@ -121,16 +121,13 @@ class Counter:
         while True:
             call = place.call
             if place.inside:
-                at = place.text.find(END)
-                head = place.text[: len(place.text) - _begun(place.text) if at < 0 else at]
-                count = place.count + _characters(head)
-                if at < 0:
-                    rest = place.text[len(head) :]
-                    fits = place.bounds is None or _fits(count, len(rest), place.bounds)
-                    return replace(place, text=rest, count=count) if fits else None
-                if place.bounds is not None and not _fits(count, len(END), place.bounds):
+                characters, begun, closed = _split(place.text)
+                count = place.count + characters
+                if place.bounds is not None and not _fits(count, begun, place.bounds):
                     return None
-                place = TextPlace(place.text[at + len(END) :], call)
+                if not closed:
+                    return replace(place, text=place.text[len(place.text) - begun :], count=count)
+                place = TextPlace(place.text.partition(END)[2], call)
             elif call is not None:
                 if NAME.startswith(place.text[: len(NAME)]) and NAME_END not in place.text:
                     return place
@@ -166,24 +163,14 @@ class Counter:
                 bits[token // 8] &= ~(1 << token % 8) & 0xFF
 
 
-def _characters(data: bytes) -> int:
-    """Return the number of first bytes of characters."""
-    return len(data.translate(None, _CONTINUATIONS))
-
-
-def _begun(text: bytes) -> int:
-    """Return how many bytes of `END` a text ends with; only the last one equals the first."""
-    at = text.rfind(END[:1])
-    return len(text) - at if at >= 0 and END.startswith(text[at:]) else 0
-
-
 def _split(text: bytes) -> tuple[int, int, bool]:
     """Return (characters, bytes of `END` behind them, whether these are all of it)."""
-    at = text.find(END)
-    if at >= 0:
-        return _characters(text[:at]), len(END), True
-    begun = _begun(text)
-    return _characters(text[: len(text) - begun]), begun, False
+    at, closed = text.find(END), END in text
+    if not closed:
+        at = text.rfind(END[:1])  # only the last byte of `END` equals the first
+        at = at if at >= 0 and END.startswith(text[at:]) else len(text)
+    characters = len(text[:at].translate(None, _CONTINUATIONS))
+    return characters, len(END) if closed else len(text) - at, closed
 
 
 def _fits(count: int, begun: int, bounds: tuple[int, int | None]) -> bool:
