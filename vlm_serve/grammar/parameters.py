@@ -142,12 +142,12 @@ class Parameters:
     def _counted(self, shape: Shape, parts: list[tuple[str, bool]], other: str) -> str | None:
         needed = sum(required for _, required in parts)
         least, most = max(0, shape.least - needed), shape.most
-        if most is not None and (most < needed or (not other and most >= len(parts))):
-            if most < needed:
-                return None
+        if most is not None and most < needed:
+            return None
+        if most == len(parts) == needed:
+            other = ""
+        if most is not None and not other and most >= len(parts):
             most = None
-        if most is not None and most == len(parts) == needed:
-            other, most = "", None
         if least and not other and len(parts) == needed:
             return None
         optional = len(parts) > needed
