@@ -104,7 +104,8 @@ class TagReader(CallReader):
         self._form_name = form
         self._form = (ENFORCED if self._enforced else FORMS)[form]
         self._nesting, self._ends_before_text = nesting, ends_before_text
-        self._last: tuple[str, ...] = ("",)  # kinds of the last two tags since the last text
+        # kinds of the last two tags, as far as no text follows them; "" is the start
+        self._last: tuple[str, ...] = ("",)
         self._next_line = False  # a line break in the white space since the last tag
         self._fresh_line = False  # the next tag is the first one of its line
         self._fresh = False  # the last one was
