@@ -142,14 +142,11 @@ def _check_depth(name: str, value: Any) -> None:
     for _ in range(MAX_DEPTH):
         deeper: list[Any] = []
         for inner in level:
-            deeper += (
-                inner.values() if isinstance(inner, Mapping) else inner if _is_list(inner) else ()
-            )
+            if isinstance(inner, Mapping):
+                deeper += inner.values()
+            elif isinstance(inner, list | tuple):
+                deeper += inner
         if not deeper:
             return
         level = deeper
     raise _refuse(name, f"is nested deeper than {MAX_DEPTH} levels")
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)

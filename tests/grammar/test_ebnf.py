@@ -173,6 +173,7 @@ def test_random_patterns(library: Library) -> None:
         (r"[^\d]", ["x", "٣", "\n"], ["3"]),
         ("^(?<n>a|b)$", ["a", "b"], ["n", ""]),
         ("a|", ["", "a"], ["|"]),
+        ("|".join(f"w{at}" for at in range(300)), ["w0", "w299"], ["w300"]),
     ],
 )
 def test_patterns(library: Library, source: str, right: list[str], wrong: list[str]) -> None:

@@ -127,6 +127,7 @@ def test_a_search_given_up_is_told_in_our_words(guidance: Library) -> None:
         ("^a$", True),
         ("^[a-z ]+(?:-[0-9\\s]{2,})*$|^\\x41$", True),
         ("^$", True),
+        ("^(^a$|b)$", True),
         ("a", False),
         ("^a", False),
         ("^a$|b$", False),

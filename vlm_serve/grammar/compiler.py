@@ -5,17 +5,14 @@ The process that compiles is started on first use, and killed when too slow.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import select
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from vlm_serve.errors import EngineClosedError, InvalidRequestError, OverloadedError, VlmServeError
@@ -82,12 +79,7 @@ class GrammarCompiler:
         if earlier is not None:
             return earlier
         kind, source = form.source
-        try:
-            answer = self._process.compile({"kind": kind, "source": source, "strict": form.strict})
-        except InvalidRequestError as error:
-            raise InvalidRequestError(
-                error.message, param=error.param or "structured_outputs", code=error.code
-            ) from None
+        answer = self._process.compile({"kind": kind, "source": source, "strict": form.strict})
         compiled = Compiled(self._library(), answer["grammar"], answer["lengths"])
         size = max(_LEAST_BYTES, _BYTES_PER_BYTE * len(source), answer["size"])
         self._keep(_key(form, owner), compiled, size + sys.getsizeof(source))
@@ -141,9 +133,9 @@ class GrammarCompiler:
             for token in range(self._vocabulary)
         ]
 
-    def _tokens(self) -> str:
+    def _tokens(self) -> list[Any]:
         """Return the vocabulary as the compiling process takes it."""
-        return json.dumps([[text.decode("latin-1") for text in self._token_texts()], self._ends])
+        return [[text.decode("latin-1") for text in self._token_texts()], self._ends]
 
     def _keep(self, key: _Key, compiled: Compiled, size: int) -> None:
         with self._cache_lock:
@@ -164,16 +156,16 @@ class CompileProcess:
     """One process, one task at a time.
 
     Args:
-        tokenizer: returns JSON of the tokens' bytes, as text in Latin-1, and the end-of-answer
-            tokens.
+        tokenizer: returns the tokens' bytes, as text in Latin-1, and the end-of-answer tokens.
         seconds: time limit per grammar.
     """
 
-    def __init__(self, tokenizer: Callable[[], str], seconds: float) -> None:
+    def __init__(self, tokenizer: Callable[[], list[Any]], seconds: float) -> None:
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection
         self._ready = False
         self._closed = False
 
@@ -201,13 +193,8 @@ class CompileProcess:
             raise OverloadedError(
                 "the grammar compiler was ended, twice, or did not start: try again later"
             )
-        if "limit" in answer:
-            message = f"compiling the grammar {answer['limit']}"
-            raise InvalidRequestError(message, code="grammar_limit")
-        if "error" in answer:
-            raise InvalidRequestError(f"the grammar cannot be compiled: {answer['error']}")
         if "refused" in answer:
-            raise InvalidRequestError(answer["refused"], param=answer["param"])
+            raise InvalidRequestError(**answer["refused"])
         return answer
 
     def start(self) -> None:
@@ -246,69 +233,50 @@ class CompileProcess:
         if self._process is not None or self._closed:
             return
         self._ready = False
+        ours, theirs = Pipe()
         try:
             self._process = children.start(
                 "vlm_serve.grammar.worker",
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=child.environment(OMP_NUM_THREADS="1"),
                 start_new_session=True,  # the server handles Ctrl+C
             )
         except OSError:  # The machine lacks memory, files or a number for one more.
             return
+        finally:
+            theirs.close()
+        self._connection = ours
         if self._closed:  # by another thread that did not see the process yet
             self._end()
             return
-        assert self._process.stdin is not None
         try:
-            send(self._process.stdin, {"tokenizer": self._tokenizer()})
+            send(ours, {"tokenizer": self._tokenizer()})
         except OSError:
             self._end()
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(OSError):  # unsent bytes of a task
-            process.stdin.close()
-        process.stdout.close()
-        process.wait()
+        if process is not None:
+            process.kill()
+            self._connection.close()
+            process.wait()
 
     def _exchange(self, task: dict[str, Any] | None, seconds: float) -> dict[str, Any] | None:
         """Send a task and read the answer. Without an answer, end the process and return None."""
         process = self._process
         if process is None:
             return None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        deadline = time.monotonic() + seconds
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
         try:
             if task is not None:
-                send(process.stdin, task)
-            descriptor = process.stdout.fileno()
-            length = struct.unpack("<I", _read(descriptor, 4, deadline))[0]
-            if length > MAX_MESSAGE_BYTES:
-                raise OSError("the grammar is too large")
-            answer: dict[str, Any] = json.loads(_read(descriptor, length, deadline))
-        except OSError:
+                send(self._connection, task)
+            answer: dict[str, Any] = json.loads(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
+        except (OSError, EOFError):
             self._end()
             return None
+        finally:
+            timer.cancel()
         return answer
-
-
-def _read(descriptor: int, count: int, deadline: float) -> bytes:
-    """Read exactly `count` bytes. Raise TimeoutError at the deadline, OSError at the end."""
-    data = bytearray()
-    while len(data) < count:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-            raise TimeoutError
-        chunk = os.read(descriptor, min(1 << 20, count - len(data)))
-        if not chunk:
-            raise OSError("the process ended")
-        data += chunk
-    return bytes(data)

@@ -526,10 +526,7 @@ def _written(node: Node, names: Mapping[str, str] | None = None) -> str:
             return f"({' '.join(_written(part, names) for part in parts)})" if parts else _EMPTY
         case ChoiceNode(parts):
             return f"({' | '.join(_written(part, names) for part in parts)})"
-    return _repeated(_written(node.part, names), node.least, node.most)
-
-
-def _repeated(body: str, least: int, most: int | None) -> str:
-    if most == 0:
-        return _EMPTY
-    return f"({body}){{{least},{'' if most is None else most}}}"
+        case Repeat(_, _, 0):
+            return _EMPTY
+    most = "" if node.most is None else node.most
+    return f"({_written(node.part, names)}){{{node.least},{most}}}"

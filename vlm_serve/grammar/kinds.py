@@ -6,11 +6,10 @@ the grammar allows as a string is never read as another kind, or the other way r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
-from vlm_serve.errors import InvalidRequestError
-from vlm_serve.grammar.references import Document
+from vlm_serve.grammar.references import Document, listed
 
 Kinds = frozenset[str]
 NUMBERS: Kinds = frozenset(["integer", "number"])
@@ -27,6 +26,12 @@ def kind_of(value: Any) -> str:
         return "integer" if value.is_integer() else "number"
     names = {str: "string", int: "integer", list: "array", dict: "object"}
     return names.get(type(value), "null")
+
+
+def is_of(value: Any, kinds: Container[str]) -> bool:
+    """Return True if a value is of one of the types that a schema names."""
+    kind = kind_of(value)
+    return kind in kinds or (kind == "integer" and "number" in kinds)
 
 
 def own_kinds(node: Any) -> Kinds:
@@ -61,10 +66,10 @@ def _kinds(node: Any, document: Document, known: dict[int, Kinds], depth: int) -
     if id(node) in known:
         return known[id(node)]
     known[id(node)] = accepted  # what it refers to may refer to it
-    for part in [*_target(node, document), *_listed(node, "allOf")]:
+    for part in [*document.named_by(node), *listed(node, "allOf")]:
         accepted &= _kinds(part, document, known, depth - 1)
     for keyword in ("anyOf", "oneOf"):
-        if _listed(node, keyword):
+        if listed(node, keyword):
             parts = [_kinds(part, document, known, depth - 1) for part in node[keyword]]
             accepted &= frozenset().union(*parts)
     known[id(node)] = accepted
@@ -80,12 +85,7 @@ def kinds_of_parameter(document: Document, name: str) -> Kinds:
     schemas: list[Any] = []
     unnamed: list[Any] = []
     others: list[Any] = []
-    open_nodes, seen = [document.root], set()
-    while open_nodes:
-        node = open_nodes.pop()
-        if not isinstance(node, Mapping) or id(node) in seen:
-            continue
-        seen.add(id(node))
+    for node in document.same_value(document.root):
         properties, patterns = node.get("properties"), node.get("patternProperties")
         named = isinstance(properties, Mapping) and name in properties
         if isinstance(properties, Mapping) and named:
@@ -95,23 +95,6 @@ def kinds_of_parameter(document: Document, name: str) -> Kinds:
         others += [*rules, True if rest is None else rest]
         if not named:  # where any value fits, any reading does
             unnamed += [rule for rule in (*rules, rest) if rule not in (None, True, {})]
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            open_nodes += _listed(node, keyword)
-        open_nodes += _target(node, document)
     told = [*schemas, *unnamed] if schemas else others
     kinds = [kinds_of(schema, document) for schema in told if schema is not None]
     return frozenset().union(*kinds) or ALL
-
-
-def _target(node: Mapping[str, Any], document: Document) -> list[Any]:
-    if not isinstance(node.get("$ref"), str):
-        return []
-    try:
-        return [document.target(node["$ref"], "#")]
-    except InvalidRequestError:
-        return []
-
-
-def _listed(node: Mapping[str, Any], keyword: str) -> list[Any]:
-    value = node.get(keyword)
-    return value if isinstance(value, list) else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ class TokenTexts:
         for at, text in enumerate(texts):
             if text[:1] in END:
                 self._by_first.setdefault(text[:1], []).append(at)
-        self._masks: dict[tuple[int, int, int], npt.NDArray[np.uint8]] = {}
+        self._packed = lru_cache(_MOST_MASKS)(self._allowed)
 
     def mask(self, begun: int, missing: int, left: int) -> npt.NDArray[np.uint8]:
         """Return the packed mask of the tokens with which a value can still keep its bounds.
@@ -77,17 +78,11 @@ class TokenTexts:
             missing: characters before them, missing to the fewest.
             left: characters before them, left to the most.
         """
-        key = (begun, min(max(missing, 0), self.longest), min(left, self.longest))
-        if key not in self._masks:
-            if len(self._masks) >= _MOST_MASKS:
-                self._masks.clear()
-            self._masks[key] = np.packbits(self._allowed(*key), bitorder="little")
-        return self._masks[key]
+        return self._packed(begun, min(max(missing, 0), self.longest), min(left, self.longest))
 
-    def _allowed(self, begun: int, missing: int, left: int) -> npt.NDArray[np.bool_]:
-        heads = (
-            self._heads + begun
-        )  # a token that does not go on with END makes it part of the text
+    def _allowed(self, begun: int, missing: int, left: int) -> npt.NDArray[np.uint8]:
+        # A token that does not go on with END makes it part of the text.
+        heads = self._heads + begun
         may_end = (heads >= missing) & (heads <= left)
         may_go_on = ~self._closes & (self._begun < len(END) - 1) & (heads + self._begun <= left)
         allowed: npt.NDArray[np.bool_] = may_end | may_go_on
@@ -97,7 +92,7 @@ class TokenTexts:
             if text.startswith(rest) or rest.startswith(text):
                 size = begun + len(text)
                 allowed[token] = _fits(0, min(size, len(END)), (missing, left))
-        return allowed
+        return np.packbits(allowed, bitorder="little")
 
 
 class Counter:
@@ -126,16 +121,13 @@ class Counter:
         while True:
             call = place.call
             if place.inside:
-                at = place.text.find(END)
-                head = place.text[: len(place.text) - _begun(place.text) if at < 0 else at]
-                count = place.count + _characters(head)
-                if at < 0:
-                    rest = place.text[len(head) :]
-                    fits = place.bounds is None or _fits(count, len(rest), place.bounds)
-                    return replace(place, text=rest, count=count) if fits else None
-                if place.bounds is not None and not _fits(count, len(END), place.bounds):
+                characters, begun, closed = _split(place.text)
+                count = place.count + characters
+                if place.bounds is not None and not _fits(count, begun, place.bounds):
                     return None
-                place = TextPlace(place.text[at + len(END) :], call)
+                if not closed:
+                    return replace(place, text=place.text[len(place.text) - begun :], count=count)
+                place = TextPlace(place.text.partition(END)[2], call)
             elif call is not None:
                 if NAME.startswith(place.text[: len(NAME)]) and NAME_END not in place.text:
                     return place
@@ -171,24 +163,14 @@ class Counter:
                 bits[token // 8] &= ~(1 << token % 8) & 0xFF
 
 
-def _characters(data: bytes) -> int:
-    """Return the number of first bytes of characters."""
-    return len(data.translate(None, _CONTINUATIONS))
-
-
-def _begun(text: bytes) -> int:
-    """Return how many bytes of `END` a text ends with; only the last one equals the first."""
-    at = text.rfind(END[:1])
-    return len(text) - at if at >= 0 and END.startswith(text[at:]) else 0
-
-
 def _split(text: bytes) -> tuple[int, int, bool]:
     """Return (characters, bytes of `END` behind them, whether these are all of it)."""
-    at = text.find(END)
-    if at >= 0:
-        return _characters(text[:at]), len(END), True
-    begun = _begun(text)
-    return _characters(text[: len(text) - begun]), begun, False
+    at, closed = text.find(END), END in text
+    if not closed:
+        at = text.rfind(END[:1])  # only the last byte of `END` equals the first
+        at = at if at >= 0 and END.startswith(text[at:]) else len(text)
+    characters = len(text[:at].translate(None, _CONTINUATIONS))
+    return characters, len(END) if closed else len(text) - at, closed
 
 
 def _fits(count: int, begun: int, bounds: tuple[int, int | None]) -> bool:

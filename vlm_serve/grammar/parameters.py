@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -96,7 +96,7 @@ class Parameters:
 
     def rule(self) -> str:
         """Return the name of the rule for all parameters. Each ends with its line."""
-        shapes = shapes_of(self._whole, self._definitions)
+        shapes = _Shapes(self._definitions).of(self._whole, "#", _DEPTH)
         if len(shapes) > 1:
             self._counts = False  # a name may have other bounds in another shape
             self._kinds_by_name = self._all_kinds(shapes)
@@ -142,12 +142,12 @@ class Parameters:
     def _counted(self, shape: Shape, parts: list[tuple[str, bool]], other: str) -> str | None:
         needed = sum(required for _, required in parts)
         least, most = max(0, shape.least - needed), shape.most
-        if most is not None and (most < needed or (not other and most >= len(parts))):
-            if most < needed:
-                return None
+        if most is not None and most < needed:
+            return None
+        if most == len(parts) == needed:
+            other = ""
+        if most is not None and not other and most >= len(parts):
             most = None
-        if most is not None and most == len(parts) == needed:
-            other, most = "", None
         if least and not other and len(parts) == needed:
             return None
         optional = len(parts) > needed
@@ -309,19 +309,18 @@ class Shape:
     required: frozenset[str] = frozenset()
     least: int = 0
     most: int | None = None
-    names: tuple[str, ...] = field(init=False, default=())
-    """All names that the layers speak of, in order."""
 
-    def __post_init__(self) -> None:
-        known = [name for layer in self.layers for name in layer.get("properties", ())]
-        object.__setattr__(self, "names", tuple(dict.fromkeys([*known, *sorted(self.required)])))
+    @property
+    def names(self) -> list[str]:
+        """All names that the layers speak of, in order."""
+        return list(dict.fromkeys([*self._keys("properties"), *sorted(self.required)]))
 
     @property
     def patterns(self) -> list[str]:
-        patterns = [
-            searched for layer in self.layers for searched in layer.get("patternProperties", ())
-        ]
-        return list(dict.fromkeys(patterns))
+        return list(dict.fromkeys(self._keys("patternProperties")))
+
+    def _keys(self, keyword: str) -> list[str]:
+        return [key for layer in self.layers for key in layer.get(keyword, ())]
 
     def schema(self, name: str, matches: Matches) -> Any:
         """Return the schema of a property's value."""
@@ -352,16 +351,13 @@ class Shape:
         )
 
 
-def shapes_of(node: Any, definitions: Mapping[str, Any]) -> list[Shape]:
-    """Return the shapes of the objects that fit a rewritten schema.
+class _Shapes:
+    """Finds the shapes of the objects that fit a rewritten schema.
 
     Raises:
-        InvalidRequestError: there are too many, or a list of values stands for them.
+        InvalidRequestError: from `of`: there are too many, or a list of values stands for them.
     """
-    return _Shapes(definitions).of(node, "#", _DEPTH)
 
-
-class _Shapes:
     def __init__(self, definitions: Mapping[str, Any]) -> None:
         self._definitions = definitions
         self._known: dict[str, list[Shape]] = {}
@@ -519,8 +515,7 @@ class RawTexts:
             return False
         if node.keys() & KEYWORDS_OF[kind]:
             return False
-        parts = [*node.get("allOf", ()), *self._referred(node)]
-        return self._combined(node, parts, kind, lambda part: self.takes_all(part, kind))
+        return self._combined(node, kind, self.takes_all)
 
     def takes(self, node: Any, value: bool | None) -> bool:
         """Return True if true, false or null fits a schema."""
@@ -533,21 +528,17 @@ class RawTexts:
         fitting = [part for part in node.get("oneOf", ()) if self.takes(part, value)]
         if "oneOf" in node and len(fitting) != 1:
             return False
-        parts = [*node.get("allOf", ()), *self._referred(node)]
-        return self._combined(node, parts, value, lambda part: self.takes(part, value))
+        return self._combined(node, value, self.takes)
 
-    def _combined(
-        self, node: Any, parts: list[Any], about: Any, fits: Callable[[Any], bool]
-    ) -> bool:
-        """Return True if all parts fit, and one alternative. Each definition is asked once."""
+    def _combined(self, node: Any, about: Any, takes: Callable[[Any, Any], bool]) -> bool:
+        """Return True if all parts take it, and one alternative. Each definition is asked once."""
         key = (id(node), about)
         if key not in self._answers:
             self._answers[key] = False  # a definition that is only itself
-            accepted = all(fits(part) for part in parts)
-            accepted = accepted and (
-                "anyOf" not in node or any(fits(part) for part in node["anyOf"])
+            parts = [*node.get("allOf", ()), *self._referred(node)]
+            self._answers[key] = all(takes(part, about) for part in parts) and (
+                "anyOf" not in node or any(takes(part, about) for part in node["anyOf"])
             )
-            self._answers[key] = accepted
         return self._answers[key]
 
     def _referred(self, node: Mapping[str, Any]) -> list[Any]:

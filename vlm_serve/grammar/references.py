@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from vlm_serve.errors import InvalidRequestError
 
-_MISSING = object()
+MISSING = object()
 _NOTES = ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly")
 
 
@@ -22,10 +22,6 @@ class Document:
     def __init__(self, root: Any) -> None:
         self.root = root
         self._named: dict[str, Any] = {}
-        if isinstance(root, Mapping):
-            self._collect(root)
-
-    def _collect(self, root: Any) -> None:
         open_nodes = [root]
         while open_nodes:
             node = open_nodes.pop()
@@ -53,16 +49,8 @@ class Document:
 
     def find(self, pointer: str, path: str) -> Any:
         """Return the value at a `#/...` pointer; the error names `path`."""
-        target = self.root
-        for part in pointer.removeprefix("#").split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(target, Mapping):
-                target = target.get(name, _MISSING)
-            elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-                target = target[int(name)]
-            else:
-                target = _MISSING
-        if target is _MISSING or (pointer != "#" and not pointer.startswith("#/")):
+        target = at_pointer(self.root, pointer)
+        if target is MISSING or (pointer != "#" and not pointer.startswith("#/")):
             raise refuse(path, f"names {pointer[:200]!r}, which it lacks")
         return target
 
@@ -75,11 +63,50 @@ class Document:
         for _ in range(64):
             if not isinstance(node, Mapping) or not self.is_only_reference(node):
                 break
-            try:
-                node = self.target(node["$ref"], "#")
-            except InvalidRequestError:
-                break
+            for named in self.named_by(node):
+                node = named
         return node
+
+    def named_by(self, node: Mapping[str, Any]) -> list[Any]:
+        """Return the one schema that a `$ref` in a schema names, or none."""
+        if not isinstance(node.get("$ref"), str):
+            return []
+        try:
+            return [self.target(node["$ref"], "#")]
+        except InvalidRequestError:
+            return []
+
+    def same_value(self, node: Any) -> Iterator[Mapping[str, Any]]:
+        """Yield the schemas of one value: a schema, what it refers to, and its combinations."""
+        open_nodes, seen = [node], set[int]()
+        while open_nodes:
+            node = open_nodes.pop(0)
+            if isinstance(node, Mapping) and id(node) not in seen:
+                seen.add(id(node))
+                yield node
+                open_nodes += self.named_by(node)
+                for keyword in ("allOf", "anyOf", "oneOf"):
+                    open_nodes += listed(node, keyword)
+
+
+def at_pointer(root: Any, pointer: str) -> Any:
+    """Return the value at a `#/...` pointer; `MISSING`: there is none."""
+    target = root
+    for part in pointer.removeprefix("#").split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(target, Mapping):
+            target = target.get(name, MISSING)
+        elif isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            target = target[int(name)]
+        else:
+            return MISSING
+    return target
+
+
+def listed(node: Mapping[str, Any], keyword: str) -> list[Any]:
+    """Return the list that a schema has for a keyword; empty: it has none."""
+    value = node.get(keyword)
+    return value if isinstance(value, list) else []
 
 
 def refuse(path: str, fault: str) -> InvalidRequestError:

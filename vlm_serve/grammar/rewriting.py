@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.forms import (
     ENFORCED,
     FORMATS,
@@ -26,7 +25,7 @@ from vlm_serve.grammar.forms import (
     property_names,
 )
 from vlm_serve.grammar.kinds import allowed, own_kinds
-from vlm_serve.grammar.references import Document, finite, quoted, refuse
+from vlm_serve.grammar.references import Document, finite, listed, quoted, refuse
 
 MAX_SCHEMA_NODES = 4096
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
@@ -95,10 +94,13 @@ class Rewriter:
         alone = closed and not parts and all(name in _COMBINED for name in given)
         alone = alone and len(given) == 1 and not needed
         self._combinations(given, parts, path, closed=alone)
-        if closed and not alone:
-            self._close(node, given, out, path, combined)
-        elif given.get("unevaluatedProperties", True) is not True:
-            self._close_evaluated(given, out, path)
+        if given.get("unevaluatedProperties", True) is not True:
+            if combined:
+                fault = "cannot be enforced beside a combination"
+                raise refuse(f"{path}/unevaluatedProperties", fault)
+            out.setdefault("additionalProperties", False)
+        elif closed and not alone and (combined or given.keys() & {"properties", "required"}):
+            self._close(node, out, combined)
         if parts:
             out["allOf"] = parts
         if alone and len(parts) == 1:
@@ -253,15 +255,8 @@ class Rewriter:
             self._definitions[name] = node
         return {"$ref": f"#/$defs/{self._names[key]}"}
 
-    def _close(
-        self, node: Any, given: Mapping[str, Any], out: dict[str, Any], path: str, combined: bool
-    ) -> None:
+    def _close(self, node: Any, out: dict[str, Any], combined: bool) -> None:
         """Allow an object only the properties that the schema names, unless it is a map."""
-        if given.get("unevaluatedProperties", True) is not True:
-            self._close_evaluated(given, out, path)
-            return
-        if not ("properties" in given or "required" in given or combined):
-            return
         names, is_map = _names_of(node, self._document)
         if is_map or "additionalProperties" in out or "patternProperties" in out:
             return
@@ -270,13 +265,6 @@ class Rewriter:
         known = out.get("properties", {})
         out["properties"] = {**known, **{name: True for name in names if name not in known}}
         out["additionalProperties"] = False
-
-    def _close_evaluated(self, given: Mapping[str, Any], out: dict[str, Any], path: str) -> None:
-        """Allow an object only the properties that this part of the schema names."""
-        if any(name in given for name in _COMBINED):
-            raise refuse(f"{path}/unevaluatedProperties", "cannot be enforced beside a combination")
-        if "additionalProperties" not in out:
-            out["additionalProperties"] = False
 
 
 def rewrite(schema: Any, *, strict: bool = False, pointer: str = "#") -> Any:
@@ -297,8 +285,8 @@ def children(schema: Any, pointer: str) -> Iterator[str]:
         for name in _mapping(node.get(keyword)):
             yield f"{pointer}/{keyword}/{quoted(name)}"
     for keyword in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
-        if isinstance(node.get(keyword), list):
-            yield from (f"{pointer}/{keyword}/{index}" for index in range(len(node[keyword])))
+        for index in range(len(listed(node, keyword))):
+            yield f"{pointer}/{keyword}/{index}"
     for keyword in ("items", "additionalProperties"):
         if isinstance(node.get(keyword), Mapping):
             yield f"{pointer}/{keyword}"
@@ -350,34 +338,21 @@ def exclusive(branches: list[Any], document: Document) -> list[list[str]] | None
     return [sorted(everything - names) for names in needed]
 
 
-def _names_of(node: Any, document: Document) -> tuple[list[str], bool]:
+def _names_of(whole: Any, document: Document) -> tuple[list[str], bool]:
     """Return the properties that a schema and its combinations name, and whether it is a map."""
     names: dict[str, None] = {}
     is_map = False
-    open_nodes, seen = [node], set()
-    while open_nodes:
-        node = open_nodes.pop(0)
-        if not isinstance(node, Mapping) or id(node) in seen:
-            continue
-        seen.add(id(node))
+    for node in document.same_value(whole):
         names |= dict.fromkeys(_properties(node))
         names |= dict.fromkeys(name for name in node.get("required") or () if isinstance(name, str))
         is_map |= any(
             node.get(keyword) not in (None, False)
             for keyword in ("additionalProperties", "patternProperties", "propertyNames")
         )
-        if isinstance(node.get("$ref"), str):
-            try:
-                open_nodes.append(document.target(node["$ref"], "#"))
-            except InvalidRequestError:
-                continue
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            if isinstance(node.get(keyword), list):
-                open_nodes += node[keyword]
         for keyword in ("dependentRequired", "dependencies"):
-            if isinstance(node.get(keyword), Mapping):
-                for name, others in node[keyword].items():
-                    names |= dict.fromkeys([name, *(others if isinstance(others, list) else ())])
+            dependencies = _mapping(node.get(keyword))
+            for name in dependencies:
+                names |= dict.fromkeys([name, *listed(dependencies, name)])
     return list(names), is_map
 
 
@@ -387,8 +362,7 @@ def _kinds(node: Any) -> frozenset[str]:
 
 
 def _properties(node: Any) -> Mapping[str, Any]:
-    properties = node.get("properties") if isinstance(node, Mapping) else None
-    return properties if isinstance(properties, Mapping) else {}
+    return _mapping(_mapping(node).get("properties"))
 
 
 def _values(node: Any) -> list[str] | None:

@@ -77,25 +77,10 @@ def full(pattern: str) -> str:
 def is_ascii(pattern: str) -> bool:
     """Return True if a pattern of a schema certainly matches whole texts of ASCII alone."""
     try:
-        branches = _parsed(pattern)
+        text = whole(pattern)
     except PatternError:
         return False
-    ends = [
-        [item.text + item.quantifier for item in branch[:1] + branch[1:][-1:]]
-        for branch in branches
-    ]
-    return all(branch == ["^", "$"] for branch in ends) and _all_ascii(
-        [item for branch in branches for item in branch[1:-1]]
-    )
-
-
-def _all_ascii(items: list[_Item]) -> bool:
-    return all(
-        _all_ascii([part for branch in item.branches for part in branch])
-        if item.branches is not None
-        else bool(_ASCII.fullmatch(item.text)) and "[^" not in item.text and not item.anchored
-        for item in items
-    )
+    return ANY not in text and "[^" not in text and _ASCII.fullmatch(text) is not None
 
 
 def literal(text: str) -> str:
@@ -118,10 +103,10 @@ def _joined(branches: list[list[_Item]], open_end: str) -> str:
             at = ends[0]
             parts = items[at].branches or []
             waiting += [(items[:at] + part + items[at + 1 :], before, after) for part in parts]
+            if len(done) + len(waiting) > len(branches) + _MOST:
+                raise PatternError("has anchors in too many places")
         else:
             done.append(before + "".join(item.written() for item in items) + after)
-        if len(done) + len(waiting) > _MOST:
-            raise PatternError("has anchors in too many places")
     return f"(?:{'|'.join(done)})"
 
 

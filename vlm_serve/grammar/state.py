@@ -67,6 +67,7 @@ class Compiled:
             return self._start.deep_copy(), self._start
 
 
+@dataclass(slots=True)
 class FollowTime:
     """CPU time spent on matching the grammar of one request, over all its choices.
 
@@ -74,27 +75,12 @@ class FollowTime:
     engine thread. Beyond FOLLOW_SECONDS plus FOLLOW_SECONDS_PER_TOKEN per token it stops.
     """
 
-    def __init__(self) -> None:
-        self._spent = 0.0
-        self._tokens = 0
+    seconds: float = 0.0
+    tokens: int = 0
 
     @property
     def over(self) -> bool:
-        return self._spent > FOLLOW_SECONDS + FOLLOW_SECONDS_PER_TOKEN * self._tokens
-
-    def count_token(self) -> None:
-        self._tokens += 1
-
-    def charge(self, seconds: float) -> None:
-        self._spent += seconds
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        begin = time.thread_time()
-        try:
-            yield
-        finally:
-            self._spent += time.thread_time() - begin
+        return self.seconds > FOLLOW_SECONDS + FOLLOW_SECONDS_PER_TOKEN * self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +108,7 @@ class GrammarState:
 
     Attributes:
         waiting: the grammar's start has not been reached.
+        finished: the answer has ended, or a token did not match.
     """
 
     def __init__(
@@ -135,25 +122,18 @@ class GrammarState:
         self._time = grammar.follow_time
         self._token_bytes = token_bytes
         self._tail = b""
-        self._lost = self._ended = False
         self._exhausted = ""  # the limit of llguidance reached: nothing is known of the next token
-        self._tokens: list[int] = []
-        self._steps: list[int] = []  # tokens of each step; 0: the end
-        self._places: list[TextPlace] = [TextPlace()]  # before each step, and now
+        # tokens of each step, and the place behind it; the first one is the start
+        self._steps: list[tuple[list[int], TextPlace]] = [([], TextPlace())]
         self._ahead = False
         self._uncharged: deque[tuple[int, float]] = deque()
-        self.waiting = bool(grammar.after)
+        self.waiting, self.finished = bool(grammar.after), False
         self._words = np.zeros((vocabulary + 31) // 32, dtype=np.int32)
 
     @property
     def over_limit(self) -> str:
         """The limit at which matching has stopped, as a sentence; "": none."""
         return _SLOW if self._time.over else self._exhausted
-
-    @property
-    def finished(self) -> bool:
-        """True after the end of sequence, or after a token that does not match."""
-        return self._lost or self._ended
 
     def accept(self, token: int) -> None:
         """Advance by a sampled token."""
@@ -163,10 +143,11 @@ class GrammarState:
             self._uncharged.append((token, 0.0))
             self._follow(token)
             return
-        self._time.count_token()
+        self._time.tokens += 1
         self._settle(token)
-        with self._time.measured():
-            self._follow(token)
+        begin = time.thread_time()
+        self._follow(token)
+        self._time.seconds += time.thread_time() - begin
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
@@ -175,7 +156,7 @@ class GrammarState:
         The time of a mask made after such a token is charged only once that token is accepted for
         good.
         """
-        before = (self.waiting, self._tail, self._lost)
+        before = (self.waiting, self.finished, self._tail)
         kept = len(self._steps)
         self._uncharged.clear()
         self._ahead = True
@@ -183,26 +164,25 @@ class GrammarState:
             yield
         finally:
             self._ahead = False
-            self.waiting, self._tail, self._lost = before
-            self._roll_back(kept)
+            self.waiting, self.finished, self._tail = before
+            count = sum(len(tokens) for tokens, _ in self._steps[kept:])
+            del self._steps[kept:]
+            if count:
+                self._matcher.rollback(count)
 
     def _settle(self, token: int) -> None:
         """Charge the mask that was made ahead of time after this token."""
         expected, seconds = self._uncharged.popleft() if self._uncharged else (token, 0.0)
         if expected == token:
-            self._time.charge(seconds)
+            self._time.seconds += seconds
         else:
             self._uncharged.clear()
 
     def _follow(self, token: int) -> None:
         if self.waiting:
             self._find_start(self._token_bytes(token))
-        elif token in self._ends and self._matcher.is_accepting():
-            self._ended = True
-            self._steps.append(0)
-            self._places.append(self._places[-1])
         elif token in self._ends or not self._consume([token]):
-            self._lost = True  # e.g. the model computes NaN
+            self.finished = True  # no token matches if, e.g., the model computes NaN
 
     def _find_start(self, data: bytes) -> None:
         tail = self._tail + data
@@ -215,27 +195,29 @@ class GrammarState:
         # A token may extend past the marker: whitespace there belongs to neither side.
         tokens = self._compiled.library.tokenizer.tokenize_bytes(rest) if rest else []
         if not self._consume(tokens) and rest.strip():
-            self._lost = True
+            self.finished = True
 
     def _consume(self, tokens: list[int]) -> bool:
         """Advance by tokens, as one step; return False if they do not match."""
-        place: TextPlace | None = self._places[-1]
+        place: TextPlace | None = self._steps[-1][1]
         if self._counter is not None:
             for token in tokens:
                 place = self._counter.token_after(place, token) if place is not None else None
-        if not tokens or place is None or not self._matches(tokens):
+        if not tokens or place is None or not self._with_lexers(lambda: self._matches(tokens)):
             return False
-        self._steps.append(len(tokens))
-        self._places.append(place)
-        self._tokens += tokens
+        self._steps.append((tokens, place))
         return True
 
     def _matches(self, tokens: list[int]) -> bool:
         """Advance the library by tokens if they match."""
+        # A token that does not match would leave the matcher in an error for good.
+        matching = self._matcher.validate_tokens(tokens) == len(tokens)
+        return matching and bool(self._matcher.consume_tokens(tokens))
+
+    def _with_lexers(self, work: Callable[[], bool]) -> bool:
+        """Do work of the matcher, with other lexers where one is used up; return its success."""
         for last in range(_RENEWALS, -1, -1):
-            # A token that does not match would leave the matcher in an error for good.
-            matching = self._matcher.validate_tokens(tokens) == len(tokens)
-            if matching and self._matcher.consume_tokens(tokens):
+            if work():
                 return True
             if not self._matcher.is_error() or not self._renewed(last):
                 break
@@ -252,18 +234,9 @@ class GrammarState:
             self._exhausted = limit(error)
             return False
         self._matcher, self._lexer = renewed
-        replayed = not self._tokens or self._matcher.consume_tokens(self._tokens)
+        tokens = [token for step, _ in self._steps for token in step]
+        replayed = not tokens or self._matcher.consume_tokens(tokens)
         return replayed or self._renewed(tries - 1)
-
-    def _roll_back(self, kept: int) -> None:
-        """Go back to a number of steps."""
-        count = sum(self._steps[kept:])
-        if kept < len(self._steps):
-            self._ended = False
-        del self._steps[kept:], self._places[kept + 1 :]
-        if count:
-            del self._tokens[len(self._tokens) - count :]
-            self._matcher.rollback(count)
 
     def allowed(self) -> npt.NDArray[np.uint8] | None:
         """Return a packed mask of the allowed tokens, None if all are allowed.
@@ -274,27 +247,28 @@ class GrammarState:
         if self.waiting or self.finished or self.over_limit:
             return None
         begin = time.thread_time()
-        self._fill(self._words)
+        self._fill_words()
         seconds = time.thread_time() - begin
         if self._ahead:
             token, _ = self._uncharged.pop()
             self._uncharged.append((token, seconds))
         else:
-            self._time.charge(seconds)
+            self._time.seconds += seconds
         return None if self.over_limit else self._words.view(np.uint8)
 
-    def _fill(self, words: npt.NDArray[np.int32]) -> None:
+    def _fill_words(self) -> None:
         """Write the packed mask of the allowed tokens."""
         if self._matcher.is_stopped():
-            words[:] = 0
+            self._words[:] = 0
         else:
-            for last in range(_RENEWALS, -1, -1):
-                self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-                if not self._matcher.is_error() or not self._renewed(last):
-                    break
-        bits = words.view(np.uint8)
+            self._with_lexers(self._computes_mask)
+        bits = self._words.view(np.uint8)
         if self._counter is not None:
-            self._counter.narrow(self._places[-1], bits)
+            self._counter.narrow(self._steps[-1][1], bits)
         # The library knows one end alone.
         for token in self._ends if self._matcher.is_accepting() else ():
             bits[token // 8] |= 1 << token % 8
+
+    def _computes_mask(self) -> bool:
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        return not self._matcher.is_error()

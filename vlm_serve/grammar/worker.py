@@ -1,6 +1,6 @@
 """Fork server for compiling grammars: one too slow or too large can be killed without harm.
 
-It speaks length-prefixed JSON over its standard streams. A tokenizer takes seconds to load, so
+It speaks JSON over the socket that is its standard input. A tokenizer takes seconds to load, so
 this process loads it once and forks a child per grammar. A child starts at once, and its end frees
 all of its memory, after a grammar was built from a request's form, and tried.
 """
@@ -12,15 +12,14 @@ import json
 import math
 import os
 import resource
-import select
 import signal
-import struct
 import sys
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.grammar.ebnf import exact, read
@@ -49,87 +48,91 @@ Built = tuple[str, int]
 """A grammar, and the bytes of memory that it takes."""
 
 
-def send(stream: IO[bytes], value: Any) -> None:
+def send(connection: Connection, value: Any) -> None:
     """Write one message."""
-    data = json.dumps(value).encode()
-    stream.write(struct.pack("<I", len(data)) + data)
-    stream.flush()
+    connection.send_bytes(json.dumps(value).encode())
 
 
 def main() -> None:
     """Serve until the input ends. The first message contains the tokenizer."""
-    inward, outward = sys.stdin.buffer, sys.stdout.buffer
-    texts, ends = json.loads(_receive(inward)["tokenizer"])
+    connection = Connection(sys.stdin.fileno())
+    texts, ends = json.loads(connection.recv_bytes())["tokenizer"]
     library = Library([text.encode("latin-1") for text in texts], ends)
     del texts
     _limit_memory()
     gc.collect()
     gc.freeze()  # a collection would copy pages shared with the children
-    send(outward, {"ready": True})
-    while (task := _receive(inward)) is not None:
-        answer = _forked(partial(_answer, library, task), task["seconds"])
-        outward.write(struct.pack("<I", len(answer)) + answer)
-        outward.flush()
-        # Messages of megabytes would leave tens of free megabytes at the end of the heap.
-        del task, answer
-        release_freed_memory()
+    send(connection, {"ready": True})
+    with suppress(EOFError):
+        while True:
+            task = json.loads(connection.recv_bytes())
+            answer = _forked(partial(_answer, library, task), task["seconds"])
+            connection.send_bytes(answer)
+            # Messages of megabytes would leave tens of free megabytes at the end of the heap.
+            del task, answer
+            release_freed_memory()
 
 
-def _forked(work: Callable[[], dict[str, Any]], seconds: float) -> bytes:
-    """Run the work in a forked process and return its result as JSON, within a time limit.
+def _forked(work: Callable[[], bytes], seconds: float) -> bytes:
+    """Run the work in a forked process and return its result, within a time limit.
 
-    Without a result: `limit`, what was over which limit; `ended` if the process was killed from
-    outside.
+    Without a result: the limit that it reached, or `ended` if the process was killed from outside.
     """
-    ours, theirs = os.pipe()
+    ours, theirs = Pipe(duplex=False)
     server = os.getpid()
     process = os.fork()
     if process == 0:
         try:
             end_with(server)
-            # Else a child whose parent is gone would wait for itself to read its answer.
-            os.close(ours)
+            ours.close()  # Else a child whose parent is gone would wait for itself to read.
             os.nice(NICENESS)
             resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds) + 1,) * 2)
-            out = open(theirs, "wb")  # noqa: SIM115  # Its end is that of the process.
-            out.write(json.dumps(work()).encode() + b"\n")
-            out.flush()
+            theirs.send_bytes(work())
         finally:
             os._exit(0)
-    os.close(theirs)
-    answer, deadline = bytearray(), time.monotonic() + seconds
-    with open(ours, "rb", buffering=0) as read:
-        while (left := deadline - time.monotonic()) > 0 and select.select([ours], [], [], left)[0]:
-            piece = read.read(1 << 20)
-            if not piece or len(answer) > MAX_MESSAGE_BYTES:
-                break
-            answer += piece
-    os.kill(process, signal.SIGKILL)  # Changes nothing about a process that has ended.
-    status = os.waitpid(process, 0)[1]
-    if len(answer) > MAX_MESSAGE_BYTES:
-        limit = f"makes more than {MAX_MESSAGE_BYTES >> 20} MiB of it"
-    elif answer.endswith(b"\n"):
-        return bytes(answer)
-    elif time.monotonic() >= deadline:
-        limit = f"took longer than {seconds:g} s"
-    elif os.WIFSIGNALED(status) and os.WTERMSIG(status) not in OWN_SIGNALS:
-        return b'{"ended": true}'
-    elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV:
-        limit = "needs more than the stack: it nests too deeply"
-    else:
-        limit = _TOO_LARGE
-    return json.dumps({"limit": limit}).encode()
-
-
-def _answer(library: Library, task: dict[str, Any]) -> dict[str, Any]:
+    theirs.close()
+    limit = f"took longer than {seconds:g} s"
     try:
-        return _built(library, task)
+        if ours.poll(seconds):
+            return ours.recv_bytes()
+    except (OSError, EOFError):
+        limit = ""
+    finally:
+        ours.close()
+        os.kill(process, signal.SIGKILL)  # Changes nothing about a process that has ended.
+        status = os.waitpid(process, 0)[1]
+    if limit:
+        return _limited(limit)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) not in OWN_SIGNALS:
+        return b'{"ended": true}'
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV:
+        return _limited("needs more than the stack: it nests too deeply")
+    return _limited(_TOO_LARGE)
+
+
+def _limited(limit: str) -> bytes:
+    return _refusal(f"compiling the grammar {limit}", code="grammar_limit")
+
+
+def _refusal(message: str, *, param: str | None = None, code: str | None = None) -> bytes:
+    """Return the answer about a form that is refused, with the arguments of its error."""
+    error = {"message": message, "param": param or "structured_outputs", "code": code}
+    return json.dumps({"refused": error}).encode()
+
+
+def _answer(library: Library, task: dict[str, Any]) -> bytes:
+    try:
+        message = json.dumps(_built(library, task)).encode()
     except InvalidRequestError as error:
-        return {"refused": error.message, "param": error.param}
+        return _refusal(error.message, param=error.param)
     except MemoryError:
-        return {"limit": _TOO_LARGE}
+        return _limited(_TOO_LARGE)
     except Exception as error:  # the library may raise anything for a client's text
-        return {"error": str(error).partition("\n")[0][:300] or "is not valid"}
+        fault = str(error).partition("\n")[0][:300] or "is not valid"
+        return _refusal(f"the grammar cannot be compiled: {fault}")
+    if len(message) > MAX_MESSAGE_BYTES:
+        return _limited(f"makes more than {MAX_MESSAGE_BYTES >> 20} MiB of it")
+    return message
 
 
 def _built(library: Library, task: dict[str, Any]) -> dict[str, Any]:
@@ -143,13 +146,6 @@ def _built(library: Library, task: dict[str, Any]) -> dict[str, Any]:
     else:
         grammar, size = text_grammar(kind, source, library)
     return {"grammar": grammar, "size": size, "lengths": lengths}
-
-
-def _receive(stream: IO[bytes]) -> Any:
-    head = stream.read(4)
-    if len(head) < 4:
-        return None
-    return json.loads(stream.read(struct.unpack("<I", head)[0]))
 
 
 def _limit_memory() -> None:

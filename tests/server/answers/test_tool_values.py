@@ -83,6 +83,8 @@ def test_references_that_branch_again_and_again_take_no_time() -> None:
         ("None", {}, "None"),
         ('{"a": [1]}', {"type": "object"}, {"a": [1]}),
         ('{"a": ', {"type": "object"}, '{"a": '),
+        ("'a'", {"type": "array"}, "'a'"),
+        ("[1, 'a', None]", {"type": "array"}, [1, "a", None]),
         ("NaN", {"type": "number"}, "NaN"),
         ("1e999", {"type": "integer"}, "1e999"),
         ("[1e999]", {}, "[1e999]"),

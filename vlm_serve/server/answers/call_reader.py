@@ -57,6 +57,9 @@ class CallReader(ABC):
         streamed: long arguments are told before the call is complete.
         single: at most one call is read.
         enforced: a grammar enforces the calls.
+
+    Attributes:
+        nested: a value may contain a whole call.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class CallReader(ABC):
     ) -> None:
         self._tools, self._enforced = tools, enforced
         self._thought, self._streamed, self._single = thought, streamed, single
+        self.nested = False
         self._state = "start"
         self._parts: list[str] = []
         self._size = 0  # number of characters read

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from vlm_serve.preprocess.reading.values import begins_json
@@ -264,19 +265,11 @@ def unfinished(text: str, tools: Tools) -> ParsedCall | str:
 
     Return "begun" if its name is still missing, and "" if it is no call.
     """
-    members: dict[str, Any] = {}
-    last, value = "", ""
     try:
-        for key, text_of_value, known in _members(text):
-            last, value = key, text_of_value
-            if known is not None:
-                members.setdefault(key, known[0])
-    except (ValueError, RecursionError):
-        return ""
-    name = members.get("name")
-    if name is None:
-        return "begun" if not {last, *members} & {*_ARGUMENTS} else ""
-    try:
+        members, last, value = _members(text)
+        name = members.get("name")
+        if name is None:
+            return "begun" if not {last, *members} & {*_ARGUMENTS} else ""
         if name in tools and any(members.get(key) for key in _ARGUMENTS):
             return call_of(members, tools)
         if name not in tools:
@@ -289,30 +282,19 @@ def unfinished(text: str, tools: Tools) -> ParsedCall | str:
         return ""
 
 
-def _members(text: str) -> Iterator[tuple[str, str, list[Any] | None]]:
-    """Yield key, text and [value] of each member of an incomplete object.
-
-    The last member's value may be None; with an incomplete key it is left out.
-
-    Raises:
-        ValueError: the text is no object.
-    """
-    if not text.startswith("{"):
-        raise ValueError("no object")
-    at = 1
-    while at < len(text):
-        at = _past(text, at, ",")
-        try:
-            key, at = _DECODER.raw_decode(text, at)
-        except ValueError:
-            return
-        start = _past(text, at, ":")
-        try:
-            value, at = _DECODER.raw_decode(text, start)
-        except ValueError:
-            yield str(key), text[start:], None
-            return
-        yield str(key), text[start:at], [value]
+def _members(text: str) -> tuple[dict[str, Any], str, str]:
+    """Return the whole members of an incomplete object, and the key and text of its last value."""
+    members: dict[str, Any] = {}
+    last, value, at = "", "", len("{")
+    with suppress(ValueError):
+        while at < len(text):
+            key, at = _DECODER.raw_decode(text, _past(text, at, ","))
+            start = _past(text, at, ":")
+            last, value = str(key), text[start:]
+            member, at = _DECODER.raw_decode(text, start)
+            value = text[start:at]
+            members.setdefault(last, member)
+    return members, last, value
 
 
 def _past(text: str, at: int, sign: str) -> int:

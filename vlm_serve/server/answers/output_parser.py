@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import regex
 
 from vlm_serve.engine.requests.outputs import FinishReason
 from vlm_serve.preprocess.identity.prompt import SharedTokens
@@ -35,13 +37,10 @@ from vlm_serve.server.answers.pieces import (
     Reading,
     ToolForm,
     Tools,
-    begun,
 )
 from vlm_serve.server.answers.tag_calls import TagReader
 
-if TYPE_CHECKING:
-    from vlm_serve.engine.requests.outputs import FinishReason
-    from vlm_serve.preprocess.identity.prompt import SharedTokens
+_NESTED_READINGS = 8
 
 
 class _State(Enum):
@@ -74,9 +73,8 @@ class OutputParser:
         continued: bool = False,
         enforced: bool = False,
     ) -> None:
-        self._readers = None
-        if tools is not None:
-            self._readers = ReaderMaker(form, tools, single=not parallel, enforced=enforced)
+        self._tools, self._form = tools, form
+        self._openings = FORMS[form].openings if form in FORMS else (TOOL_START,)
         self._parallel, self._enforced = parallel, enforced
         self._state = _State.REASONING if reasoning else _State.CONTENT
         self._buffer = ""
@@ -86,6 +84,7 @@ class OutputParser:
         self._cut = False
         self._quoting = Quoting()
         self._reader: CallReader | None = None
+        self._nested = 0  # readers so far of text with a quoted call
         self._thought = False
         self._lead = ""  # white space before the text that is being read
         self._pending: list[ParsedCall] = []
@@ -126,12 +125,12 @@ class OutputParser:
         """Emit text up to a marker, without the white space around the marker."""
         if not self._opened(final):
             return False
-        openings = self._openings()
         thought = self._state is _State.REASONING
-        markers = (THINK_END, *openings) if thought else openings
-        marker = _first(self._buffer, markers)
-        if marker is None:
-            self._emit(pieces, self._certain(markers, final))
+        may_call = self._tools is not None and (self._parallel or not self.num_calls)
+        markers = (THINK_END,) * thought + self._openings * may_call
+        marker = _first(self._buffer, markers) if markers else None
+        if marker is None or marker.partial:
+            self._emit(pieces, self._certain(marker, final))
             return False
         kept = len(self._buffer[: marker.start()].rstrip())
         lead = self._buffer[kept : marker.start()]
@@ -154,21 +153,19 @@ class OutputParser:
         self._may_think = False
         return True
 
-    def _openings(self) -> tuple[str, ...]:
-        if self._readers is None or (self.num_calls and not self._parallel):
-            return ()
-        return self._readers.openings
+    def _certain(self, begun: regex.Match[str] | None, final: bool) -> int:
+        """Return how many characters of a buffer without markers are certainly text.
 
-    def _certain(self, markers: tuple[str, ...], final: bool) -> int:
-        """Return how many characters of a buffer without markers are certainly text."""
-        length = len(self._buffer)
-        if not markers:
-            return length
-        if not final:
-            return len(self._buffer[: length - begun(self._buffer, *markers)].rstrip())
-        held = begun(self._buffer, THINK_END if THINK_END in markers else TOOL_START)
-        if self._cut and held:
-            self._buffer = self._buffer[: length - held].rstrip()
+        Args:
+            begun: the marker that may begin at its end; None: there are no markers.
+        """
+        if begun is not None and not final:
+            return len(self._buffer[: begun.start()].rstrip())
+        if begun is not None and self._cut:
+            marker = THINK_END if self._state is _State.REASONING else TOOL_START
+            held = _first(self._buffer, (marker,)).start()
+            if held < len(self._buffer):
+                self._buffer = self._buffer[:held].rstrip()
         return len(self._buffer)
 
     def _emit(self, pieces: list[Piece], length: int, *, quoted: bool = False) -> None:
@@ -204,9 +201,19 @@ class OutputParser:
         self._quoting = Quoting()
 
     def _start_reading(self, lead: str, thought: bool) -> None:
-        assert self._readers is not None
-        streamed = not thought and not self._quoting.quotes(lead)
-        self._reader = self._readers.reader(thought=thought, streamed=streamed)
+        assert self._tools is not None
+        options = {
+            "thought": thought,
+            "streamed": not thought and not self._quoting.quotes(lead),
+            "single": not self._parallel,
+            "enforced": self._enforced and not thought,
+        }
+        if self._form in FORMS:
+            # Text with a quoted call may be read twice. This bounds the time of an answer.
+            options["nesting"] = self._nested < _NESTED_READINGS
+            self._reader = TagReader(self._form, self._tools, **options)
+        else:
+            self._reader = JsonReader(self._tools, **options)
         self._lead, self._thought, self._state = lead, thought, _State.CALL
 
     def _read(self, pieces: list[Piece], final: bool) -> bool:
@@ -220,6 +227,7 @@ class OutputParser:
         if reading is None:
             return False
         told = [self._reader.told(index) for index in range(len(reading.calls))]
+        self._nested += self._reader.nested
         text, self._reader = self._reader.text, None
         self._buffer = text[reading.size :]
         self._decide(pieces, reading, text[: reading.size], told)
@@ -269,7 +277,7 @@ class OutputParser:
     def _follow(self, pieces: list[Piece], final: bool) -> bool:
         """Decide whether the calls at the end of a thought count."""
         start = self._buffer.lstrip()
-        openings = self._openings()
+        openings = self._openings
         if self._scanned < 0:
             if start.startswith(THINK_END):
                 self._buffer = start
@@ -281,7 +289,7 @@ class OutputParser:
             if not final and any(marker.startswith(start) for marker in (THINK_END, *openings)):
                 return False
             self._scanned = 0
-        if start and _first(self._buffer[self._scanned :], (THINK_END, TOOL_START)) is not None:
+        if start and not _first(self._buffer[self._scanned :], (THINK_END, TOOL_START)).partial:
             return self._count(pieces, counts=False)
         if final:
             cut = bool(start) and self._cut
@@ -305,55 +313,15 @@ class OutputParser:
 
 
 @lru_cache
-def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, markers)))
+def _pattern(markers: tuple[str, ...]) -> regex.Pattern[str]:
+    return regex.compile("|".join(map(re.escape, markers)))
 
 
-def _first(text: str, markers: tuple[str, ...]) -> re.Match[str] | None:
-    """Return the first match of a marker in a text."""
-    return _pattern(markers).search(text) if markers else None
-
-
-_NESTED_READINGS = 8
-
-
-class ReaderMaker:
-    """Makes readers for one answer.
-
-    Args:
-        single: at most one call is read.
-        enforced: a grammar enforces the calls outside of thoughts.
-
-    Attributes:
-        openings: texts that may begin a call.
-    """
-
-    def __init__(
-        self, form: ToolForm, tools: Tools, *, single: bool = False, enforced: bool = False
-    ) -> None:
-        self._form, self._tools, self._single = form, tools, single
-        self._enforced = enforced
-        self.openings = FORMS[form].openings if form in FORMS else (TOOL_START,)
-        self._nested: list[TagReader] = []
-
-    def reader(self, *, thought: bool, streamed: bool) -> CallReader:
-        """Make a reader for a text that begins with one of the openings.
-
-        Args:
-            thought: the text is inside a thought, which `</think>` may end anywhere.
-            streamed: long arguments are told before the call is complete.
-        """
-        enforced = self._enforced and not thought
-        options = {"thought": thought, "streamed": streamed, "single": self._single}
-        options["enforced"] = enforced
-        if self._form not in FORMS:
-            return JsonReader(self._tools, **options)
-        # Text with a quoted call may be read twice. This bounds the time of an answer.
-        nested = sum(reader.nested for reader in self._nested)
-        nesting = nested < _NESTED_READINGS
-        reader = TagReader(self._form, self._tools, nesting=nesting, **options)
-        self._nested = [*(active for active in self._nested if active.nested), reader]
-        return reader
+def _first(text: str, markers: tuple[str, ...]) -> regex.Match[str]:
+    """Return the first marker in a text, or the beginning of one at its end, perhaps empty."""
+    match = _pattern(markers).search(text, partial=True)
+    assert match is not None
+    return match
 
 
 _MARK = re.compile(r"(?:\A|[\s(\[{:=])[`\"'“‘«]\Z")

@@ -80,15 +80,6 @@ class Reading:
     begun: bool = False
 
 
-def begun(text: str, *markers: str) -> int:
-    """Return the length of the longest proper prefix of a marker at the end of the text."""
-    most = min(max(map(len, markers), default=1) - 1, len(text))
-    starts = (text[len(text) - size :] for size in range(most, 0, -1))
-    return next(
-        (len(start) for start in starts for marker in markers if marker.startswith(start)), 0
-    )
-
-
 def reasoning_form(setting: str, traits: TemplateTraits) -> ReasoningParser:
     """Return how reasoning is split off with a setting of `--reasoning-parser`."""
     if setting == "auto":

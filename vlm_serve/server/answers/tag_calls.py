@@ -62,6 +62,9 @@ class _Value:
         raw: it is a CDATA section.
         inline: it begins on the line of its tag; None: it is empty so far.
         parts: tags in it that begin another parameter if a closing tag was omitted there.
+        untold: its text that has not been told, unless it is known to be none.
+        size: length of its text while that is undecided.
+        is_text: it is text for certain; None: undecided.
     """
 
     name: str
@@ -69,6 +72,15 @@ class _Value:
     raw: bool = False
     inline: bool | None = None
     parts: list[Mark] = field(default_factory=list)
+    untold: list[str] = field(default_factory=list)
+    size: int = 0
+    is_text: bool | None = None
+
+    def grow(self, text: str) -> None:
+        """Add text. It may still turn out not to belong to the value."""
+        if self.is_text is not False:
+            self.untold.append(text)
+            self.size += len(text)
 
 
 class TagReader(CallReader):
@@ -92,28 +104,26 @@ class TagReader(CallReader):
         self._form_name = form
         self._form = (ENFORCED if self._enforced else FORMS)[form]
         self._nesting, self._ends_before_text = nesting, ends_before_text
-        self._blank = True  # only white space since the last tag
-        self._next_line = False  # a line break in that white space
+        # kinds of the last two tags, as far as no text follows them; "" is the start
+        self._last: tuple[str, ...] = ("",)
+        self._next_line = False  # a line break in the white space since the last tag
         self._fresh_line = False  # the next tag is the first one of its line
+        self._fresh = False  # the last one was
         self._behind = 0  # end of the last tag
         self._name = ""
-        self._schema: Mapping[str, Any] = {}
         self._arguments = Arguments({}, self._form.framing)
         self._value: _Value | None = None
         self._ending: _Ending | None = None  # extended by each closing tag that follows directly
         self._earlier: _Ending | None = None  # the best one that text follows
         self._unclosed: _Ending | None = None  # text follows it, and `</tool_call>` was omitted
-        self._shape = ""  # tags so far of another call, or of one in the value
         self._inner: list[bool] = []  # open calls in the value; True: with `<tool_call>`
         self._inner_closed = False
-        self.nested = False
-        """A value may contain a whole call."""
 
     def end(self, *, cut: bool) -> Reading:
         """See `CallReader.end`."""
         # The prefix of a closing tag that the token limit cut belongs to the call.
         size = self._size + len(self._tail)
-        rest = size if cut and self._blank and "</".startswith(self._tail[:2]) else self._behind
+        rest = size if cut and self._last and "</".startswith(self._tail[:2]) else self._behind
         if self._tail and not cut:
             self._size = size
             reading = self._text(self._tail)
@@ -121,7 +131,7 @@ class TagReader(CallReader):
                 return reading
         ending = self._last_ending(cut)
         if ending is not None:
-            return self._whole(rest if ending.end == self._behind else ending.end, ending)
+            return self._whole(ending, rest if ending.end == self._behind else ending.end)
         if not cut and self.nested and self._nesting:
             reader = TagReader(
                 self._form_name,
@@ -141,10 +151,8 @@ class TagReader(CallReader):
         if not self._name:
             return Reading(size, begun=True)
         stop = self._size if self._ending is None else self._ending.value
-        text = None if self._value is None else self.text[self._value.start : stop]
-        return self._reading(
-            size, (ParsedCall(self._name, self._arguments.unfinished(text), whole=False),)
-        )
+        arguments = self._arguments.unfinished(self._value, self.text[:stop])
+        return self._reading(size, (ParsedCall(self._name, arguments, whole=False),))
 
     def _last_ending(self, cut: bool) -> _Ending | None:
         """Return the call's ending at the end of the text; None: it has none."""
@@ -160,14 +168,14 @@ class TagReader(CallReader):
         return self._form.marks_in.get(self._state, self._form.marks)
 
     def _text(self, plain: str) -> Reading | None:
-        if self._blank:
+        if self._last:
             self._next_line |= "\n" in plain[: len(plain) - len(plain.lstrip())]
         line = plain.rstrip(" \t")
         self._fresh_line = line.endswith("\n") if line else self._fresh_line
         if self._value is not None and self._value.inline is None:
             self._value.inline = plain[0] not in "\r\n"
-        if self._blank and not plain.isspace():
-            self._blank = False
+        if self._last and not plain.isspace():
+            self._last = ()
             reading = self._text_follows()
             if reading is not None:
                 return reading
@@ -178,10 +186,10 @@ class TagReader(CallReader):
         """Add text to the open value, and tell what is certain of it."""
         if not self._streamed or self._value is None or self.nested:
             return
-        self._arguments.grow(text)
-        doubts = self._blank or self._ending or self._earlier or self._unclosed
+        self._value.grow(text)
+        doubts = self._last or self._ending or self._earlier or self._unclosed
         if not (doubts or self._value.parts):
-            text = self._arguments.certain()
+            text = self._arguments.certain(self._value)
             if text:
                 self._tell(0, self._name, text)
 
@@ -190,7 +198,7 @@ class TagReader(CallReader):
         ending, self._ending = self._ending, None
         if self._value is None:
             if ending is not None and self._next_line:
-                return self._whole(ending.end, ending)
+                return self._whole(ending)
             return Reading(self._behind or 1)
         self._state = "raw" if self._value.raw else "value"
         if ending is None:
@@ -206,26 +214,25 @@ class TagReader(CallReader):
         return None
 
     def _mark(self, mark: Mark) -> Reading | None:
-        shape, self._shape = self._shape, self._shape_with(mark)
-        fresh, self._fresh_line = self._fresh_line, False
-        blank, self._blank = self._blank, True
+        last, self._last = self._last, (*self._last[-1:], mark.kind)
+        self._fresh, self._fresh_line = self._fresh_line, False
         if self._value is not None:
             self._value.inline = self._value.inline is not False
-            opens = (
-                shape.endswith("call") and blank and fresh and mark.kind in ("value", "end_call")
-            )
+            opens = last[-1:] == ("call",) and self._fresh and mark.kind in ("value", "end_call")
             if self._inner or (opens and self._nesting):
                 self._size = self._behind = mark.end
-                self._mark_inner(mark, shape if opens else "", blank)
+                if opens:
+                    self.nested = True
+                    self._inner.append(last[0] == "block")
+                self._mark_inner(mark.kind, blank=bool(last))
                 return None
-            if shape == "block" and not (blank and mark.kind == "call"):
+            if last[-1:] == ("block",) and mark.kind != "call":
                 self._text_follows()
         elif self._ending is not None and mark.kind in ("value", "end_value", "end_call"):
             return Reading(self._behind)  # no value is open that the tag could end or follow
         elif self._ending is not None and mark.kind != "end_block":
-            return self._whole(self._ending.end, self._ending)
+            return self._whole(self._ending)
         self._next_line = False
-        self._second, self._fresh = shape == "block" and blank, fresh
         self._grow(mark.text)
         reading = self._step(mark)
         self._behind = mark.end
@@ -240,25 +247,14 @@ class TagReader(CallReader):
         reading: Reading | None = getattr(self, f"_{action}")(mark, *told)
         return reading
 
-    def _shape_with(self, mark: Mark) -> str:
-        if mark.kind == "call":
-            return "block call" if self._shape == "block" and self._blank else "call"
-        return "block" if mark.kind == "block" else ""
-
-    def _mark_inner(self, mark: Mark, opening: str, blank: bool) -> None:
+    def _mark_inner(self, kind: str, *, blank: bool) -> None:
         """Read a tag of a quoted call inside the value."""
         self._ending = None
         self._state = "value"
-        if opening:
-            self.nested = True
-            self._inner.append(opening.startswith("block"))
         closed, self._inner_closed = self._inner_closed and blank, False
-        if mark.kind == "end_call":
-            if self._inner[-1]:
-                self._inner_closed = True
-            else:
-                self._inner.pop()
-        elif mark.kind == "end_block" and closed:
+        if kind == "end_call" and self._inner[-1]:
+            self._inner_closed = True
+        elif kind == "end_call" or (kind == "end_block" and closed):
             self._inner.pop()
 
     def _no_step(self, mark: Mark) -> Reading | None:
@@ -266,7 +262,7 @@ class TagReader(CallReader):
             return Reading(self._behind)
         if mark.kind == "end_thought":
             best = self._best(self._ending)
-            return Reading(mark.start) if best is None else self._whole(best.end, best)
+            return self._whole_or_none(best) or Reading(mark.start)
         self._ending = None if self._state == "closed" else self._ending
         return self._text_follows()
 
@@ -276,24 +272,22 @@ class TagReader(CallReader):
     def _begin_call(self, mark: Mark) -> Reading | None:
         if mark.name not in self._tools:
             return Reading(mark.end)
-        self._name, self._schema = mark.name, self._tools[mark.name]
-        self._arguments = Arguments(self._schema, self._form.framing, enforced=self._enforced)
+        self._name, schema = mark.name, self._tools[mark.name]
+        self._arguments = Arguments(schema, self._form.framing, enforced=self._enforced)
         return None
 
     def _begin_value(self, mark: Mark) -> None:
         self._value = _Value(mark.name, mark.end)
-        self._arguments.begin(mark.name)
 
     def _begin_raw(self, mark: Mark) -> None:
         assert self._value is not None
         if self.text[self._value.start : mark.start].strip():
             self._state = "value"
             return
-        self._value.raw = True
-        self._arguments.begin_raw()
+        self._value.raw, self._value.untold, self._value.size = True, [], 0
 
     def _end_without_values(self, mark: Mark) -> Reading | None:
-        if self._schema.get("required"):
+        if self._arguments.schema.get("required"):
             return Reading(self._behind)
         return self._extend(mark, True)
 
@@ -303,7 +297,7 @@ class TagReader(CallReader):
         regular = regular and ending.regular
         self._ending = replace(ending, end=mark.end, regular=regular, state=self._state)
         if self._value is None and self._state == "done":
-            return self._whole(mark.end, self._ending)
+            return self._whole(self._ending)
         return None
 
     def _close(self, mark: Mark, regular: bool) -> None:
@@ -320,11 +314,11 @@ class TagReader(CallReader):
     def _next_call(self, mark: Mark) -> Reading | None:
         """Read the start of another call."""
         ending, self._ending = self._ending, None
-        known = mark.name in self._tools
-        if known and (self._second or self._fresh) and not (ending or self._earlier):
+        known, second = mark.name in self._tools, self._last[0] == "block"
+        if known and (second or self._fresh) and not (ending or self._earlier):
             return self._whole_or_none(self._unclosed)
         ended = ending is not None and ending.state != "closed"
-        if self._second:
+        if second:
             self._earlier = best = self._best(ending)
             return self._whole_or_none(best if best and (known or best.regular) else None)
         if ending is not None and ended and (known or ending.regular):
@@ -338,10 +332,9 @@ class TagReader(CallReader):
         ending, self._ending = self._ending, None
         if ending is not None and ending.state == "done" and ending.regular:
             self._earlier = self._best(ending)
-        value, properties = self._value, self._schema.get("properties")
-        known = isinstance(properties, Mapping) and mark.name in properties
+        value, known = self._value, self._arguments.names_property(mark.name)
         if ending is not None and ending.state == "closed":
-            if known or self._enforced or not self._has_closed_schema():
+            if known or self._enforced or not self._arguments.closed:
                 if any(mark.name == part.name for part in value.parts):
                     value.parts.clear()
                 self._arguments.give(self._divided(ending.value))
@@ -352,13 +345,9 @@ class TagReader(CallReader):
             if mark.name not in taken:
                 value.parts.append(mark)
 
-    def _has_closed_schema(self) -> bool:
-        closed = self._schema.get("additionalProperties") is False
-        return closed and not self._schema.get("patternProperties")
-
     def _has_required(self, ending: _Ending) -> bool:
         """Return True if the call has all required parameters when it ends there."""
-        required = self._schema.get("required")
+        required = self._arguments.schema.get("required")
         names = self._arguments.names | {name for name, _ in self._divided(ending.value)}
         return not isinstance(required, list) or names.issuperset(required)
 
@@ -383,24 +372,30 @@ class TagReader(CallReader):
             (name, text[start:stop]) for name, start, stop in zip(names, starts, ends, strict=True)
         ]
 
-    def _whole(self, size: int, ending: _Ending) -> Reading:
-        """Return the result for a complete call."""
+    def _whole(self, ending: _Ending, size: int | None = None) -> Reading:
+        """Return the result for a complete call.
+
+        Args:
+            size: as in `Reading`; None: up to the ending.
+        """
         arguments = self._arguments.complete(self._divided(ending.value))
-        return self._reading(size, (ParsedCall(self._name, arguments),))
+        call = ParsedCall(self._name, arguments)
+        return self._reading(ending.end if size is None else size, (call,))
 
     def _whole_or_none(self, ending: _Ending | None) -> Reading | None:
-        return None if ending is None else self._whole(ending.end, ending)
+        return None if ending is None else self._whole(ending)
 
 
 Given = tuple[str, str]
 """A parameter's name and the text of its value."""
 
 _RAW = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
-_FRAME_END = {
-    "line": re.compile(r"\r?\n?\Z"),
-    "space": re.compile(r"\s*\Z"),
-    "raw": re.compile(r"\Z"),
+_FRAMES = {
+    "line": (re.compile(r"(?:\r?\n)?"), re.compile(r"\r?\n?\Z")),
+    "space": (re.compile(r"\s*"), re.compile(r"\s*\Z")),
+    "raw": (re.compile(""), re.compile(r"\Z")),
 }
+"""White space at the start and at the end of a text that may belong to the form."""
 
 
 class Arguments:
@@ -415,19 +410,25 @@ class Arguments:
     def __init__(
         self, schema: Mapping[str, Any], framing: Framing, *, enforced: bool = False
     ) -> None:
-        self._schema, self._framing = schema, framing
+        self.schema, self._framing = schema, framing
         self._document = Document(schema) if enforced else None
         self._members: dict[str, str] = {}
-        self._name = ""
-        self._frame = ""
-        self._waiting: list[str] = []  # text of the open value that has not been told
-        self._length = 0
-        self._is_text: bool | None = None  # the open value is text for certain; None: undecided
         self._told = 0  # length of what has been told
 
     @property
     def names(self) -> set[str]:
         return set(self._members)
+
+    @property
+    def closed(self) -> bool:
+        """True if the schema allows only the parameters that it names."""
+        closed = self.schema.get("additionalProperties") is False
+        return closed and not self.schema.get("patternProperties")
+
+    def names_property(self, name: str) -> bool:
+        """Return True if the schema names a parameter."""
+        properties = self.schema.get("properties")
+        return isinstance(properties, Mapping) and name in properties
 
     def give(self, given: Iterable[Given]) -> None:
         """Add values that have ended."""
@@ -435,84 +436,64 @@ class Arguments:
             if name not in self._members:
                 self._members[name] = self._member(name, text)
 
-    def begin(self, name: str) -> None:
-        """Open the next value."""
-        self._name, self._frame, self._is_text = name, self._framing, None
-        self._waiting, self._length = [], 0
-
-    def begin_raw(self) -> None:
-        """Begin a CDATA section at the start of the open value."""
-        self._waiting, self._length, self._frame = [], 0, "raw"
-
-    def grow(self, text: str) -> None:
-        """Add text to the open value. It may still turn out not to belong to it."""
-        if self._is_text is not False:
-            self._waiting.append(text)
-            self._length += len(text)
-
-    def certain(self) -> str:
+    def certain(self, value: _Value) -> str:
         """Return more of the arguments: all text so far belongs to the open value."""
-        if self._is_text is False or (self._is_text is None and self._length < HELD):
+        if value.is_text is False or (value.is_text is None and value.size < HELD):
             return ""
-        begun, text = "", "".join(self._waiting)
-        if self._is_text is None:
-            begun, text = self._begin_text(text)
-            if not self._is_text:
+        begun, text = "", "".join(value.untold)
+        frame = "raw" if value.raw else self._framing
+        frame_start, frame_end = _FRAMES[frame]
+        if value.is_text is None:
+            value.is_text = self._is_text(value.name, text, frame)
+            if not value.is_text:
                 return ""
-        end = _FRAME_END[self._frame].search(text)
+            opened = "{" + ", ".join([*self._members.values(), f'{json.dumps(value.name)}: "'])
+            begun, text = opened[self._told :], frame_start.sub("", text, count=1)
+        end = frame_end.search(text)
         assert end is not None
-        self._waiting = [text[end.start() :]]
+        value.untold = [text[end.start() :]]
         begun += as_json(text[: end.start()])[1:-1]
         self._told += len(begun)
         return begun
 
-    def _begin_text(self, text: str) -> tuple[str, str]:
-        """Decide whether the open value is text for certain.
-
-        Return the arguments up to it, less what has been told, and the text without its frame.
-        """
-        schema, name = _property(self._schema, self._name), json.dumps(self._name)
-        start = text[:HELD] if self._frame == "raw" else text[:HELD].strip()
+    def _is_text(self, name: str, text: str, frame: str) -> bool:
+        """Return True if an open value is text for certain, by its start."""
+        if name in self._members:
+            return False
         if self._document is not None:
-            is_text = is_enforced_text(text[1:HELD], kinds_of_parameter(self._document, self._name))
-        else:
-            is_text = is_plain_text(schema, self._schema, start, HELD)
-        self._is_text = is_text and self._name not in self._members
-        if self._frame == "line":
-            text = text[2:] if text.startswith("\r\n") else text.removeprefix("\n")
-        elif self._frame == "space":
-            text = text.lstrip()
-        opened = "{" + ", ".join([*self._members.values(), f'{name}: "'])
-        return opened[self._told :], text
+            return is_enforced_text(text[1:HELD], kinds_of_parameter(self._document, name))
+        start = text[:HELD] if frame == "raw" else text[:HELD].strip()
+        return is_plain_text(self._property(name), self.schema, start, HELD)
 
     def complete(self, given: Iterable[Given]) -> str:
         """Return all arguments, with the last values."""
         self.give(given)
         return "{" + ", ".join(self._members.values()) + "}"
 
-    def unfinished(self, text: str | None) -> str:
+    def unfinished(self, value: _Value | None, text: str) -> str:
         """Return the arguments of a call that ends in its last value, as a prefix of JSON.
 
         Args:
-            text: the open value's text; None: there is no value.
+            value: the open value; None: there is none.
+            text: the call's text up to the value's end.
         """
-        members, name = list(self._members.values()), self._name
-        if text is not None and name not in self._members:
-            value = unframed(text)
-            if self._frame == "raw":
-                value = text.lstrip().removeprefix("<![CDATA[")
-            elif self._frame == "space":
-                value = text.strip()
-            written = as_json(value)[:-1]
-            if self._takes_no_text(name):
-                written = value.strip() if begins_json(value) else ""
-            members.append(f"{json.dumps(name)}: {written}")
+        members = list(self._members.values())
+        if value is not None and value.name not in self._members:
+            text = text[value.start :]
+            if value.raw:
+                text = text.lstrip().removeprefix("<![CDATA[")
+            else:
+                text = text.strip() if self._framing == "space" else unframed(text)
+            written = as_json(text)[:-1]
+            if self._takes_no_text(value.name):
+                written = text.strip() if begins_json(text) else ""
+            members.append(f"{json.dumps(value.name)}: {written}")
         return "{" + ", ".join(members)
 
     def _takes_no_text(self, name: str) -> bool:
         if self._document is not None:
             return "string" not in kinds_of_parameter(self._document, name)
-        return is_no_text(_property(self._schema, name), self._schema)
+        return is_no_text(self._property(name), self.schema)
 
     def _member(self, name: str, text: str) -> str:
         if self._document is not None:
@@ -520,10 +501,8 @@ class Arguments:
             return f"{json.dumps(name)}: {enforced_json(unframed(text), kinds)}"
         raw = _RAW.fullmatch(text) if self._framing == "space" else None
         exact = raw.group(1) if raw else text.strip() if self._framing == "space" else None
-        value = read(text, _property(self._schema, name), self._schema, exact=exact)
+        value = read(text, self._property(name), self.schema, exact=exact)
         return f"{json.dumps(name)}: {as_json(value)}"
 
-
-def _property(schema: Mapping[str, Any], name: str) -> Any:
-    properties = schema.get("properties")
-    return properties.get(name) if isinstance(properties, Mapping) else None
+    def _property(self, name: str) -> Any:
+        return self.schema["properties"][name] if self.names_property(name) else None

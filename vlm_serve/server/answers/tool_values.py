@@ -13,9 +13,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
 
-from vlm_serve.grammar.kinds import Kinds, allowed, kind_of
+from vlm_serve.grammar.kinds import Kinds, allowed, is_of, kind_of
+from vlm_serve.grammar.references import at_pointer, listed
 from vlm_serve.preprocess.reading.values import begins_json
 
 _SPACE = (" ", "\n", "\r", "\t")
@@ -52,7 +52,7 @@ def read(
         return value
     kinds = {kind for leaf in leaves for kind in _kinds(leaf)}
     value = _python_value(plain) if kinds & {"array", "object"} else None
-    return plain if value is None or not _is_of(value, tuple(kinds)) else value
+    return plain if value is None or not is_of(value, kinds) else value
 
 
 def enforced_json(text: str, kinds: Kinds) -> str:
@@ -134,13 +134,13 @@ def _alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str,
         if isinstance(reference, str):
             if reference not in followed:  # avoid cycles
                 followed.add(reference)
-                open_schemas.append(_merged(rest, _resolve(reference, root)))
+                open_schemas.append(_merged(rest, at_pointer(root, reference)))
         elif node.get("allOf"):
             whole: Any = {**rest, **{name: node[name] for name in _COMBINED[2:] if name in node}}
-            for part in _listed(node["allOf"]):
+            for part in listed(node, "allOf"):
                 whole = _merged(whole, part)
             open_schemas.append(whole)
-        elif parts := _listed(node.get("anyOf")) or _listed(node.get("oneOf")):
+        elif parts := listed(node, "anyOf") or listed(node, "oneOf"):
             open_schemas += [_merged(rest, part) for part in parts]
         else:
             yield rest
@@ -150,25 +150,9 @@ def _merged(outer: Mapping[str, Any], inner: Any) -> Mapping[str, Any]:
     return {**outer, **inner} if isinstance(inner, Mapping) else outer
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the target of a `#/...` reference; None: there is none."""
-    target: Any = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-            target = target[int(name)]
-        else:
-            target = target.get(name) if isinstance(target, Mapping) else None
-    return target
-
-
 def _kinds(leaf: Mapping[str, Any]) -> tuple[str, ...]:
     kinds = leaf.get("type")
-    return (kinds,) if isinstance(kinds, str) else tuple(_listed(kinds))
+    return (kinds,) if isinstance(kinds, str) else tuple(listed(leaf, "type"))
 
 
 def _json_value(text: str, leaf: Mapping[str, Any]) -> list[Any]:
@@ -186,7 +170,7 @@ def _json_value(text: str, leaf: Mapping[str, Any]) -> list[Any]:
             value = None
         else:
             return []
-    if kinds and (isinstance(value, str) or not _is_of(value, kinds)):
+    if kinds and (isinstance(value, str) or not is_of(value, kinds)):
         return []
     values = allowed(leaf)
     return [value] if values is None or any(_same(value, choice) for choice in values) else []
@@ -247,15 +231,6 @@ def _edges_fit(text: str, leaf: Mapping[str, Any]) -> bool:
         return "format" not in leaf or text == text.strip()
     first, last = _BLANK_FIRST.match(pattern), _BLANK_LAST.search(pattern)
     return text.startswith(_SPACE) == bool(first) and text.endswith(_SPACE) == bool(last)
-
-
-def _is_of(value: Any, kinds: tuple[str, ...]) -> bool:
-    if isinstance(value, bool):
-        return "boolean" in kinds
-    if isinstance(value, int | float):
-        return "number" in kinds or ("integer" in kinds and value == int(value))
-    names = {dict: "object", list: "array", type(None): "null"}
-    return names[type(value)] in kinds
 
 
 def _same(value: Any, other: Any) -> bool:
