@@ -250,7 +250,9 @@ class Model:
             rows = hidden[batch.logit_rows]
             logits = head(rows, deterministic=batch.deterministic, changes=step.changes).float()
         else:
-            logits = head.logits(normed, deterministic=batch.deterministic, changes=step.changes)
+            logits = head.of_norm(
+                normed, widened=True, deterministic=batch.deterministic, changes=step.changes
+            )
         logits = self.ranks.columns(logits, self.spec.vocab_size)
         if not routed or not batch.capture_experts:
             return ForwardOutput(logits, hidden=hidden)

@@ -75,7 +75,7 @@ class LoadedMlp(LoadedFeedForward):
         """Compute `silu(gate(x)) * up(x)`."""
         deterministic, changes = step.deterministic, step.changes
         if self.up is None:
-            return self.gate.gated_of_norm(x, deterministic=deterministic, changes=changes)
+            return self.gate.of_norm(x, gated=True, deterministic=deterministic, changes=changes)
         return self.gate.gated(self.up, x.rows, deterministic=deterministic, changes=changes)
 
     def lower(self, program: Program) -> None:
