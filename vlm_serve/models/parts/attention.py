@@ -21,7 +21,6 @@ from vlm_serve.kernels.paged_attention import (
     attention_prefill,
     attention_verify,
     fixed_part_bytes,
-    gated_attention_decode,
     without_first,
 )
 from vlm_serve.kernels.ranks import Ranks
@@ -182,15 +181,9 @@ class LoadedAttention(LoadedMixer):
             ).flatten(1)
         if isinstance(meta, DecodeMeta):
             first = step.first_key
-            if gate:
-                out = gated_attention_decode(
-                    q, cache, meta, gate[0], scale=scale, deterministic=exact, first_key=first
-                )
-            else:
-                out = attention_decode(
-                    q, cache, meta, scale=scale, deterministic=exact, first_key=first
-                )
-            return out.flatten(1)
+            return attention_decode(
+                q, cache, meta, *gate, scale=scale, deterministic=exact, first_key=first
+            ).flatten(1)
         if step.first_key:
             cache, meta = without_first(cache, meta, step.first_key, q.dtype)
         out = attention_prefill(q, cache, meta, scale=scale, deterministic=exact).flatten(1)
