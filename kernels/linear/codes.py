@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -148,6 +149,14 @@ class Float8Codes:
     codes: torch.Tensor
     scales: torch.Tensor
     block: tuple[int, int]
+
+    floored: ClassVar[bool] = False
+    """They have no minima."""
+
+    @property
+    def group(self) -> int:
+        """Values per scale within a row."""
+        return min(self.block[1], self.codes.shape[1])
 
     def values(self) -> torch.Tensor:
         """Return the weight, float32 `[N, K]`."""
