@@ -40,7 +40,7 @@ from vlm_serve.models import Model, ModelSpec
 from vlm_serve.models.adapters import Modules, place, read_adapter
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
-from vlm_serve.models.model import unread_model
+from vlm_serve.models.weight_sizes import unread_model
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.media.processors import image_config
 
