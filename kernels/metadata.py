@@ -50,6 +50,20 @@ class DecodeMeta(StepMeta):
     def __len__(self) -> int:
         return len(self.kv_lens)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self)
+
+    @property
+    def cu_seqlens(self) -> Sequence[int]:
+        """Offsets, as of slices of one token."""
+        return range(len(self) + 1)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Position of each token."""
+        return tuple([length - 1 for length in self.kv_lens])
+
 
 @dataclass(frozen=True)
 class PackedSlices(StepMeta):
@@ -125,6 +139,10 @@ class VerifyMeta(PackedSlices):
         return tuple(fold for fold in zip(self.rows, self.updates, self.folded, strict=True))
 
 
+AnyMeta = DecodeMeta | PrefillMeta | VerifyMeta
+"""One kind of tokens of a step."""
+
+
 @dataclass(frozen=True)
 class Updates:
     """Pending updates of a layer's state, one entry per token not yet folded into its row.
@@ -140,6 +158,10 @@ class Updates:
     changes: torch.Tensor
     decays: torch.Tensor
     inputs: torch.Tensor
+
+
+Stored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Pages with their scales and zero points."""
 
 
 @dataclass(frozen=True)
@@ -159,3 +181,8 @@ class KVLayer:
     k_zero: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     v_zero: torch.Tensor | None = None
+
+    @property
+    def halves(self) -> tuple[Stored, Stored]:
+        """Keys and values, each with its scales and zero points."""
+        return (self.k, self.k_scale, self.k_zero), (self.v, self.v_scale, self.v_zero)

@@ -150,8 +150,8 @@ class Float8Codes:
     scales: torch.Tensor
     block: tuple[int, int]
 
+    bits: ClassVar[int] = 8
     floored: ClassVar[bool] = False
-    """They have no minima."""
 
     @property
     def group(self) -> int:

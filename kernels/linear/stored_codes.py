@@ -8,7 +8,7 @@ of 6-bit codes lie the same way. Behind those of a group follow its high two bit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -97,7 +97,7 @@ def stored(pieces: Iterable[Codes], columns: int, depth: int, device: torch.devi
     like: Stored | None = None
     first = 0
     for piece in map(_laid_out, pieces):
-        like = like or replace(piece, zeros=None, factors=None)
+        like = like or piece
         if _kind(piece) != _kind(like) or piece.depth != depth:
             raise KernelArgumentError("pieces", "all of one weight must be of one kind")
         rows = slice(first, first + len(piece.codes))
@@ -114,7 +114,9 @@ def stored(pieces: Iterable[Codes], columns: int, depth: int, device: torch.devi
         first = rows.stop
     if like is None or first != columns:
         raise KernelArgumentError("pieces", f"{first} rows, expected {columns}")
-    return replace(like, **tensors)
+    codes, scales = tensors["codes"], tensors["scales"]
+    others = tensors.get("zeros"), tensors.get("factors")
+    return Stored(codes, scales, like.bits, like.group, *others, float4=like.float4)
 
 
 def _kind(piece: Stored) -> tuple[object, ...]:

@@ -71,10 +71,7 @@ def without_first(
         The copied pages, and the slices over them.
     """
     size = kv.k.shape[1]
-    lengths = [
-        start + end - begin
-        for start, (begin, end) in zip(meta.starts, pairwise(meta.cu_seqlens), strict=True)
-    ]
+    lengths = meta.kv_lens
     longest = -(-max(lengths) // _STEP) * _STEP
     shape = (len(meta), longest, *kv.k.shape[2:])
     pages = [torch.zeros(shape, dtype=dtype, device=kv.k.device) for _ in range(2)]
@@ -82,8 +79,7 @@ def without_first(
         blocks = torch.tensor(
             list(table[: -(-(length + first) // size)]), dtype=torch.int64, device=kv.k.device
         )
-        parts = ((kv.k, kv.k_scale, kv.k_zero), (kv.v, kv.v_scale, kv.v_zero))
-        for page, (stored, scale, zero) in zip(pages, parts, strict=True):
+        for page, (stored, scale, zero) in zip(pages, kv.halves, strict=True):
             rows = pick(stored, scale, zero, blocks, dtype).flatten(0, 1)
             page[place, :length] = rows[first : first + length]
     gathered = replace(

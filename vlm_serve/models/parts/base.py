@@ -12,7 +12,7 @@ import torch
 from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.low_rank import RowChanges
 from vlm_serve.kernels.linear.stored_codes import Stored
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.metadata import AnyMeta, DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
@@ -57,14 +57,13 @@ class Step:
             return self
         return replace(self, changes=self.changes.kept(rows))
 
-    def parts(self) -> Iterator[tuple[DecodeMeta | PrefillMeta | VerifyMeta, slice]]:
+    def parts(self) -> Iterator[tuple[AnyMeta, slice]]:
         """Yield each kind of tokens in the step with its slice of the packed tokens."""
         first = 0
         for meta in (self.decode, self.prefill, self.verify):
             if meta is not None:
-                last = first + (len(meta) if isinstance(meta, DecodeMeta) else meta.num_tokens)
-                yield meta, slice(first, last)
-                first = last
+                yield meta, slice(first, first + meta.num_tokens)
+                first += meta.num_tokens
 
 
 class Loader(Protocol):
