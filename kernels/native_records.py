@@ -55,8 +55,9 @@ def snapshot_rows(meta: AnyMeta) -> Sequence[int]:
     if isinstance(meta, DecodeMeta):
         return meta.snapshot_rows
     rows = [-1] * meta.num_tokens
-    for sequence, chunk, row in meta.snapshots if isinstance(meta, PrefillMeta) else ():
-        rows[meta.chunk_ends[sequence][chunk] - 1] = row
+    if isinstance(meta, PrefillMeta):
+        for sequence, chunk, row in meta.snapshots:
+            rows[meta.chunk_ends[sequence][chunk] - 1] = row
     return rows
 
 

@@ -117,7 +117,7 @@ def test_what_they_take(kind: str) -> None:
     store._all |= {name: stored, NAME: torch.from_numpy(decode(stored.numpy(), Kind[kind]))}
     part, form = Part(NAME, (32, DEPTH)), Blocks(BY_NAME[kind])
     codes = pieces(form.open(store, part), part, None)
-    weight = PackedCodes.of(codes, 32, DEPTH)  # type: ignore[arg-type]
+    weight = PackedCodes.of(codes, 32, DEPTH)
     assert weight.nbytes == form.nbytes(32, DEPTH)
     x = torch.randn(3, DEPTH, generator=torch.Generator().manual_seed(0))
     exact = x.double() @ store.stored(NAME).double().T
