@@ -28,7 +28,7 @@ from vlm_serve.engine.numerics.arithmetic import Types, factors_dtype
 from vlm_serve.engine.start.warm_up import warm_up
 from vlm_serve.engine.steps.adapter_table import SlotSizes, idle_adapter, most_bytes
 from vlm_serve.engine.steps.memory import StepMemory
-from vlm_serve.engine.steps.ranks.start import ModelSource
+from vlm_serve.engine.steps.ranks.task import ModelSource
 from vlm_serve.engine.steps.step_sizes import LARGEST, CapturedRows
 from vlm_serve.engine.steps.tower_graphs import most_tiles, patch_sizes
 from vlm_serve.errors import ConfigError
