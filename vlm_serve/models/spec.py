@@ -15,8 +15,9 @@ import torch
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.cache_layout import CacheLayout, Pool
-from vlm_serve.models.parts.base import FeedForward, Loader, Mixer, Norm, Routing
+from vlm_serve.models.parts.base import FeedForward, Mixer, Norm, Routing
 from vlm_serve.models.quantization.scheme import QuantScheme
+from vlm_serve.models.weights import Weights
 from vlm_serve.preprocess.text.family import Family
 
 
@@ -181,7 +182,7 @@ class Vision(ABC):
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @abstractmethod
-    def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> Tower:
+    def load(self, source: Weights, prefix: str, dtype: torch.dtype) -> Tower:
         """Read its weights; names start with `prefix`, activations have `dtype`."""
 
 

@@ -18,7 +18,6 @@ from vlm_serve.kernels.native_library import call, load
 from vlm_serve.kernels.native_records import LANES
 from vlm_serve.kernels.segment_attention import segment_attention
 from vlm_serve.models.compiled_step import StepChanges
-from vlm_serve.models.parts.base import Loader
 from vlm_serve.models.program import Program, UnsupportedError, View
 from vlm_serve.models.spec import Vision
 from vlm_serve.models.vision_parts import (
@@ -38,6 +37,7 @@ from vlm_serve.models.vision_parts import (
     interpolate_positions,
     layer_norm,
 )
+from vlm_serve.models.weights import Weights
 
 Grid = tuple[int, int, int]
 """(1, h, w): one temporal patch, in patches."""
@@ -60,7 +60,7 @@ class VisionSpec(Vision):
     num_positions: int
     rope_theta: float
 
-    def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> VisionTower:
+    def load(self, source: Weights, prefix: str, dtype: torch.dtype) -> VisionTower:
         return VisionTower(self, source, prefix, dtype)
 
 
@@ -75,7 +75,9 @@ class VisionTower:
         dtype: of activations.
     """
 
-    def __init__(self, config: VisionSpec, source: Loader, prefix: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: VisionSpec, source: Weights, prefix: str, dtype: torch.dtype
+    ) -> None:
         self._config = config
         self._device = source.device
         self._dtype = dtype
@@ -272,7 +274,7 @@ class FixedVisionTower:
 class _Reader(TowerReader):
     """Names and shapes of the tower's tensors."""
 
-    def __init__(self, source: Loader, prefix: str, config: VisionSpec) -> None:
+    def __init__(self, source: Weights, prefix: str, config: VisionSpec) -> None:
         super().__init__(source, prefix)
         self._config = config
 

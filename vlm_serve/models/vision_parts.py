@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.linear import Activation, Linear, Part
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
-from vlm_serve.models.parts.base import Loader
+from vlm_serve.models.weights import Weights
 
 EPS = 1e-6
 """Of layer norms."""
@@ -132,7 +132,7 @@ class Merger:
 class TowerReader:
     """Tensors of a tower by name; all names start with `prefix`."""
 
-    def __init__(self, source: Loader, prefix: str) -> None:
+    def __init__(self, source: Weights, prefix: str) -> None:
         self._source = source
         self._prefix = prefix
 

@@ -11,7 +11,6 @@ import torch
 
 from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
-from vlm_serve.models.parts.base import Loader
 from vlm_serve.models.spec import Vision
 from vlm_serve.models.vision_parts import (
     AttentionPart,
@@ -25,6 +24,7 @@ from vlm_serve.models.vision_parts import (
     nearest_positions,
     nested_order,
 )
+from vlm_serve.models.weights import Weights
 
 _WINDOW = 4
 """Patches per window, and windows per token."""
@@ -49,7 +49,7 @@ class WindowVisionSpec(Vision):
     side: int
     merged_layer: int
 
-    def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> WindowVisionTower:
+    def load(self, source: Weights, prefix: str, dtype: torch.dtype) -> WindowVisionTower:
         return WindowVisionTower(self, source, prefix, dtype)
 
 
@@ -67,7 +67,7 @@ class WindowVisionTower:
     """
 
     def __init__(
-        self, config: WindowVisionSpec, source: Loader, prefix: str, dtype: torch.dtype
+        self, config: WindowVisionSpec, source: Weights, prefix: str, dtype: torch.dtype
     ) -> None:
         self._config, self._device, self._dtype = config, source.device, dtype
         reader = _Reader(source, prefix, config)
@@ -159,7 +159,7 @@ class WindowVisionTower:
 class _Reader(TowerReader):
     """Names and shapes of the tower's tensors."""
 
-    def __init__(self, source: Loader, prefix: str, config: WindowVisionSpec) -> None:
+    def __init__(self, source: Weights, prefix: str, config: WindowVisionSpec) -> None:
         super().__init__(source, prefix)
         self._config = config
 

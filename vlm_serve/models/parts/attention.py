@@ -29,7 +29,6 @@ from vlm_serve.kernels.rope.compiled import MAX_DIM
 from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool
 from vlm_serve.models.parts.base import (
     LoadedMixer,
-    Loader,
     Mixer,
     Norm,
     OutputProjection,
@@ -38,6 +37,7 @@ from vlm_serve.models.parts.base import (
     rows_of,
 )
 from vlm_serve.models.program import Program, UnsupportedError
+from vlm_serve.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Attention(Mixer):
     def heads_to_repeat(self) -> Mapping[str, int]:
         return {"key-value heads": self.kv_heads}
 
-    def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedAttention:
+    def load(self, source: Weights, layer: str, hidden: int, norm: Norm) -> LoadedAttention:
         name, dim, ranks = f"{layer}.{self.name}", self.head_dim, source.ranks
         rank_sizes = replace(
             self,
