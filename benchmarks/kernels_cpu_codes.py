@@ -23,7 +23,7 @@ from common.machine import add_isa_argument, describe, run_as
 
 from vlm_serve.kernels.linear import Linear, dense
 from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
-from vlm_serve.kernels.linear.packed_codes import PackedFloat8, PackedIntegers
+from vlm_serve.kernels.linear.packed_codes import PackedCodes
 from vlm_serve.kernels.linear.quantising import GROUPS, SCALES
 from vlm_serve.system.host_memory import retain_freed_memory
 
@@ -50,7 +50,7 @@ class Kind:
             codes = torch.randint(16, (columns, depth), dtype=torch.uint8)
             ones, factors = torch.ones(columns, depth // group), torch.full((columns,), 2.0**-6)
             numbers = IntegerCodes(codes, ones.to(self.float4), None, 4, group, factors, True)
-            return PackedIntegers.of([numbers], columns, depth, dynamic=self.dynamic)
+            return PackedCodes.of([numbers], columns, depth, dynamic=self.dynamic)
         if self.bits:
             group = GROUPS[self.bits][0]
             codes = torch.randint(1 << self.bits, (columns, depth), dtype=torch.uint8)
@@ -58,11 +58,11 @@ class Kind:
             own = torch.full((columns, depth // group), 100).to(kept)
             factors = torch.full((columns,), 2.0**-20) if kept == torch.int8 else None
             integers = IntegerCodes(codes, own, None, self.bits, group, factors)
-            return PackedIntegers.of([integers], columns, depth, dynamic=self.dynamic)
+            return PackedCodes.of([integers], columns, depth, dynamic=self.dynamic)
         plain = torch.randn(columns, depth)
         scales = torch.ones(-(-columns // 128), depth // 128)
         piece = Float8Codes(plain.to(torch.float8_e4m3fn), scales.bfloat16(), (128, 128))
-        return PackedFloat8.of([piece], columns, depth)
+        return PackedCodes.of([piece], columns, depth)
 
 
 KINDS = (

@@ -23,7 +23,7 @@ import torch
 from vlm_serve.engine.start.build import find_checkpoint
 from vlm_serve.kernels.linear import Linear, Part, Shard, dense, quantising
 from vlm_serve.kernels.linear.codes import IntegerCodes, scale_values
-from vlm_serve.kernels.linear.packed_codes import PackedIntegers
+from vlm_serve.kernels.linear.packed_codes import PackedCodes
 from vlm_serve.kernels.linear.quantising import quantise
 from vlm_serve.models import read_spec
 from vlm_serve.models.model import Decoder
@@ -69,7 +69,7 @@ def errors(plain: torch.Tensor, bits: int, group: int) -> Iterator[float]:
     x = rows_of(plain.shape[1])
     expected = dense(plain, compiled=True)(x)
     for dynamic in (False, True):
-        packed = PackedIntegers.of([codes], *plain.shape, dynamic=dynamic)
+        packed = PackedCodes.of([codes], *plain.shape, dynamic=dynamic)
         yield relative(packed(x), expected)
 
 

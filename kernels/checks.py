@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.metadata import AnyMeta, DecodeMeta, KVLayer, PrefillMeta, VerifyMeta
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_CHUNK = 64
@@ -68,19 +68,33 @@ def _shape_error(
     return KernelArgumentError(name, f"shape {list(tensor.shape)}, expected {want}")
 
 
-def check_prefill_meta(meta: PrefillMeta, num_tokens: int, num_rows: int) -> None:
-    """Check offsets, chunks and rows of a prefill step over `num_rows` state rows; 0: no state.
+def check_meta(meta: AnyMeta, num_tokens: int, num_rows: int, num_updates: int = 0) -> None:
+    """Check the offsets, chunks, state rows and updates of one kind of tokens.
+
+    Args:
+        meta: of decode tokens, prefill slices or drafts.
+        num_tokens: tokens of the kind.
+        num_rows: size of the pool of state rows; 0: there is none.
+        num_updates: size of the pool of updates.
 
     Raises:
         KernelArgumentError: naming the field.
     """
-    key = ("prefill", num_tokens, num_rows)
+    key = (type(meta).__name__, num_tokens, num_rows)
     if key in meta.checked:
         return
+    if isinstance(meta, PrefillMeta):
+        _check_prefill(meta, num_tokens, num_rows)
+    elif isinstance(meta, DecodeMeta):
+        _check_decode(meta, num_tokens, num_rows)
+    else:
+        _check_verify(meta, num_tokens, num_rows, num_updates)
+    meta.checked.add(key)
+
+
+def _check_prefill(meta: PrefillMeta, num_tokens: int, num_rows: int) -> None:
     _check_offsets(meta, num_tokens)
-    for name in ("starts", "src_rows", "dst_rows", "chunk_ends"):
-        if len(getattr(meta, name)) != len(meta):
-            raise KernelArgumentError(f"meta.{name}", f"expected {len(meta)} sequences")
+    _check_lengths(meta, len(meta), "starts", "src_rows", "dst_rows", "chunk_ends")
     for i, ends in enumerate(meta.chunk_ends):
         _check_chunks(ends, meta.cu_seqlens[i], meta.cu_seqlens[i + 1])
     for sequence, chunk, _ in meta.snapshots:
@@ -90,45 +104,28 @@ def check_prefill_meta(meta: PrefillMeta, num_tokens: int, num_rows: int) -> Non
         raise KernelArgumentError("meta.snapshots", "a chunk's state goes to one row")
     if num_rows:
         _check_rows(meta.src_rows, meta.dst_rows, [row for _, _, row in meta.snapshots], num_rows)
-    meta.checked.add(key)
 
 
-def check_decode_meta(meta: DecodeMeta, num_tokens: int, num_rows: int) -> None:
-    """Check the state rows of a decode step over `num_rows` state rows; 0: no state.
-
-    Raises:
-        KernelArgumentError: naming the field.
-    """
-    key = ("decode", num_tokens, num_rows)
-    if key in meta.checked:
-        return
-    for name in ("src_rows", "dst_rows", "snapshot_rows"):
-        if len(getattr(meta, name)) != num_tokens:
-            raise KernelArgumentError(f"meta.{name}", f"expected {num_tokens} sequences")
+def _check_decode(meta: DecodeMeta, num_tokens: int, num_rows: int) -> None:
+    _check_lengths(meta, num_tokens, "src_rows", "dst_rows", "snapshot_rows")
     if num_rows:
         snapshots = [row for row in meta.snapshot_rows if row != -1]
         _check_rows(meta.src_rows, meta.dst_rows, snapshots, num_rows)
-    meta.checked.add(key)
 
 
-def check_verify_meta(meta: VerifyMeta, num_tokens: int, num_rows: int, num_updates: int) -> None:
-    """Check offsets, state rows and updates of drafted tokens over pools of these sizes.
-
-    Raises:
-        KernelArgumentError: naming the field.
-    """
-    key = ("verify", num_tokens, num_rows)
-    if key in meta.checked:
-        return
+def _check_verify(meta: VerifyMeta, num_tokens: int, num_rows: int, num_updates: int) -> None:
     _check_offsets(meta, num_tokens)
-    for name in ("starts", "rows", "updates", "folded"):
-        if len(getattr(meta, name)) != len(meta):
-            raise KernelArgumentError(f"meta.{name}", f"expected {len(meta)} sequences")
+    _check_lengths(meta, len(meta), "starts", "rows", "updates", "folded")
     if num_rows:
         check_folds(meta.folds, num_rows, num_updates)
         lengths = [end - begin for begin, end in pairwise(meta.cu_seqlens)]
         _check_apart("meta.updates", zip(meta.updates, lengths, strict=True), num_updates)
-    meta.checked.add(key)
+
+
+def _check_lengths(meta: AnyMeta, count: int, *names: str) -> None:
+    for name in names:
+        if len(getattr(meta, name)) != count:
+            raise KernelArgumentError(f"meta.{name}", f"expected {count} sequences")
 
 
 def check_folds(folds: Sequence[tuple[int, int, int]], num_rows: int, num_updates: int) -> None:
@@ -154,7 +151,7 @@ def _check_apart(name: str, ranges: Iterable[tuple[int, int]], limit: int) -> No
 
 
 def check_block_tables(
-    meta: PrefillMeta | DecodeMeta | VerifyMeta,
+    meta: AnyMeta,
     kv_lens: Sequence[int],
     num_blocks: int,
     block_size: int,

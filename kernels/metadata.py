@@ -13,8 +13,23 @@ from dataclasses import dataclass, field
 import torch
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepMeta:
+    """What is derived from a description of tokens, at most once per step.
+
+    Attributes:
+        tensors: device copies of the description.
+        plans: values that ops derive from it.
+        checked: host checks passed so far; see `kernels/checks.py`.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    plans: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
+    checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
+
+
 @dataclass(frozen=True)
-class DecodeMeta:
+class DecodeMeta(StepMeta):
     """One token per sequence, B sequences.
 
     Attributes:
@@ -24,9 +39,6 @@ class DecodeMeta:
         src_rows: state row read by each sequence; -1 means zero state.
         dst_rows: state row written; may equal the source.
         snapshot_rows: second state row to receive the new state, -1 for none.
-        tensors: device copies of the above, made at most once per step.
-        plans: CPU-side values derived from the above, made at most once per step.
-        checked: host checks passed so far; see `kernels/checks.py`.
     """
 
     block_tables: tuple[Sequence[int], ...]
@@ -34,21 +46,32 @@ class DecodeMeta:
     src_rows: tuple[int, ...]
     dst_rows: tuple[int, ...]
     snapshot_rows: tuple[int, ...]
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
-    plans: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
-    checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.kv_lens)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self)
+
+    @property
+    def cu_seqlens(self) -> Sequence[int]:
+        """Offsets, as of slices of one token."""
+        return range(len(self) + 1)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Position of each token."""
+        return tuple([length - 1 for length in self.kv_lens])
+
 
 @dataclass(frozen=True)
-class PackedSlices:
+class PackedSlices(StepMeta):
     """Packed slices of consecutive tokens.
 
     Attributes:
-        cu_seqlens: offsets into the packed tokens, one more than slices.
-        starts: absolute position of each slice's first token.
+        cu_seqlens: offsets into the packed tokens of the kind, one more than slices.
+        starts: absolute position of each slice's first token; the tokens before it are cached.
         block_tables: physical KV block ids of each sequence, covering start + slice.
     """
 
@@ -75,9 +98,6 @@ class PrefillMeta(PackedSlices):
     """Packed variable-length slices, P sequences, N tokens in all.
 
     Attributes:
-        cu_seqlens: P + 1 offsets into the packed prefill tokens (0 = first prefill token).
-        starts: absolute position of each slice's first token; the tokens before it are cached.
-        block_tables: physical KV block ids of each sequence, covering start + slice.
         src_rows: state row each sequence starts from; -1 means zero state (selected, not
             multiplied).
         dst_rows: destination row of the final state; may equal the source. Several sequences may
@@ -87,9 +107,6 @@ class PrefillMeta(PackedSlices):
         snapshots: (sequence, chunk index within the sequence, state row): the state after that
             chunk (recurrent and conv tail) is also written to the row.
         fixed: True if `tensors` are a graph's, whose contents change between replays.
-        tensors: device copies of the above, made at most once per step.
-        plans: CPU-side values derived from the above, made at most once per step.
-        checked: host checks passed so far; see `kernels/checks.py`.
     """
 
     src_rows: tuple[int, ...]
@@ -97,9 +114,6 @@ class PrefillMeta(PackedSlices):
     chunk_ends: tuple[tuple[int, ...], ...]
     snapshots: tuple[tuple[int, int, int], ...] = ()
     fixed: bool = False
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
-    plans: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
-    checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -110,28 +124,23 @@ class VerifyMeta(PackedSlices):
     alone and records each token's change as an update.
 
     Attributes:
-        cu_seqlens: S + 1 offsets into the packed tokens.
-        starts: absolute position of each slice's first token.
-        block_tables: physical KV block ids of each sequence, covering start + slice.
         rows: state row of each sequence; no other sequence reads it.
         updates: index of each sequence's first update; the step writes one per token.
         folded: number of the previous updates there to fold into the row first, in place.
-        tensors: device copies of the above, made at most once per step.
-        plans: values that ops derive from the above, made at most once per step.
-        checked: host checks passed so far; see `kernels/checks.py`.
     """
 
     rows: tuple[int, ...]
     updates: tuple[int, ...]
     folded: tuple[int, ...]
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
-    plans: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
-    checked: set[tuple[str, int, int]] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def folds(self) -> tuple[tuple[int, int, int], ...]:
         """(row, first update, count) of every fold."""
         return tuple(fold for fold in zip(self.rows, self.updates, self.folded, strict=True))
+
+
+AnyMeta = DecodeMeta | PrefillMeta | VerifyMeta
+"""One kind of tokens of a step."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,10 @@ class Updates:
     inputs: torch.Tensor
 
 
+Stored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Pages with their scales and zero points."""
+
+
 @dataclass(frozen=True)
 class KVLayer:
     """One attention layer's paged keys and values (views into the pool).
@@ -168,3 +181,8 @@ class KVLayer:
     k_zero: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     v_zero: torch.Tensor | None = None
+
+    @property
+    def halves(self) -> tuple[Stored, Stored]:
+        """Keys and values, each with its scales and zero points."""
+        return (self.k, self.k_scale, self.k_zero), (self.v, self.v_scale, self.v_zero)

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.metadata import AnyMeta, DecodeMeta, PrefillMeta
 from vlm_serve.kernels.native_layout import constant, struct
 
 LANES = constant("LANES")
@@ -31,21 +31,14 @@ Packed = struct("Packed")
 def packed(meta: PrefillMeta | DecodeMeta) -> ctypes.Structure:
     """Return the step's sequences; the arrays are made once per step and cached in its metadata."""
     if "compiled" not in meta.plans:
-        rows = [array("q", values) for values in (offsets(meta), meta.src_rows, meta.dst_rows)]
-        meta.plans["compiled"] = (*rows, array("q", _snapshot_rows(meta)))
+        rows = (meta.cu_seqlens, meta.src_rows, meta.dst_rows, snapshot_rows(meta))
+        meta.plans["compiled"] = tuple(array("q", values) for values in rows)
     arrays = cast("tuple[array[int], ...]", meta.plans["compiled"])
     addresses = (numbers.buffer_info()[0] for numbers in arrays)
     return Packed(len(meta), torch.get_num_threads(), *addresses)
 
 
-def offsets(meta: PrefillMeta | DecodeMeta) -> Sequence[int]:
-    """Return the start of each sequence's tokens, and the end of the last one's."""
-    return range(len(meta) + 1) if isinstance(meta, DecodeMeta) else meta.cu_seqlens
-
-
-def tables(
-    meta: PrefillMeta | DecodeMeta | VerifyMeta,
-) -> tuple[array[int], list[array[int]]]:
+def tables(meta: AnyMeta) -> tuple[array[int], list[array[int]]]:
     """Return the addresses of the sequences' block tables, and the owners of their memory.
 
     int32 arrays are used in place, however long they are.
@@ -57,13 +50,14 @@ def tables(
     return array("q", [table.buffer_info()[0] for table in tables]), tables
 
 
-def _snapshot_rows(meta: PrefillMeta | DecodeMeta) -> Sequence[int]:
-    """Return for every token the row for the state after it, or -1."""
+def snapshot_rows(meta: AnyMeta) -> Sequence[int]:
+    """Return for every token the row for a snapshot of the state after it, or -1."""
     if isinstance(meta, DecodeMeta):
         return meta.snapshot_rows
     rows = [-1] * meta.num_tokens
-    for sequence, chunk, row in meta.snapshots:
-        rows[meta.chunk_ends[sequence][chunk] - 1] = row
+    if isinstance(meta, PrefillMeta):
+        for sequence, chunk, row in meta.snapshots:
+            rows[meta.chunk_ends[sequence][chunk] - 1] = row
     return rows
 
 

@@ -13,9 +13,9 @@ import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from vlm_serve.errors import ConfigError
+from vlm_serve.kernels.triton_support import Target
 
 FOLDER = Path(__file__).resolve().parent / "tuning"
 NARROW_BELOW = 4096
@@ -23,18 +23,6 @@ NARROW_BELOW = 4096
 program takes half as many columns, so that there are programs enough."""
 _WHOLE = {"warps": (1, 2, 4, 8), "stages": tuple(range(1, 9))}
 _NONE: Mapping[str, Mapping[str, int]] = {}
-
-
-class Limits(NamedTuple):
-    """What an op's tile must keep.
-
-    Attributes:
-        fields: that a table may name.
-        shared: bytes of shared memory that a tile takes, by its fields.
-    """
-
-    fields: frozenset[str]
-    shared: Callable[[Mapping[str, int]], int]
 
 
 @cache
@@ -64,32 +52,31 @@ def digest(architecture: int | str) -> str:
 
 
 def tuned(
-    op: str, architecture: int | str, most_shared: int, usual: Mapping[str, int], limits: Limits
+    op: str, target: Target, usual: Mapping[str, int], shared: Callable[[Mapping[str, int]], int]
 ) -> dict[str, int]:
     """Return an op's tile: the usual one with what was measured in place of its fields.
 
     Args:
         op: name in the table.
-        architecture: compute capability (90).
-        most_shared: bytes of shared memory of a program there.
+        target: of launches; only CUDA has tables.
         usual: the tile without a table.
-        limits: of the op.
+        shared: bytes of shared memory that a tile takes, by its fields.
 
     Raises:
         ConfigError: the table names a field that the tile has not, a size that is no power of two,
             or more shared memory than there is.
     """
-    measured = table(architecture).get(op, {})
-    where = f"tuning/sm_{architecture}.json: {op}"
+    measured = table(target.arch).get(op, {}) if target.backend == "cuda" else {}
+    where = f"tuning/sm_{target.arch}.json: {op}"
     for name, value in measured.items():
-        if name not in limits.fields:
+        if name not in usual:
             raise ConfigError(f"{where} has no {name}")
         known = _WHOLE.get(name)
         if value < 1 or (value not in known if known else value & (value - 1)):
             raise ConfigError(f"{where}: {name} cannot be {value}")
     tile = {**usual, **measured}
-    if measured and limits.shared(tile) > most_shared:
+    if measured and shared(tile) > target.shared_memory:
         raise ConfigError(
-            f"{where} takes {limits.shared(tile)} bytes of shared memory, of {most_shared}"
+            f"{where} takes {shared(tile)} bytes of shared memory, of {target.shared_memory}"
         )
     return tile

@@ -31,8 +31,6 @@ LABELLED = {"add", "gated", "logits", "norm", "product"}
 """Methods of `Program` whose rows name the weights that they are called with."""
 NORMS, PENDING = "vlm_serve.kernels.norms", "Normed"
 """The norms, and what stands for one that is still to come."""
-OF_NORM = {"of_norm": "", "logits": "", "gated_of_norm": " with that of `up`, then `silu_times`"}
-"""Methods of `Linear` for rows whose norm is still to come, and what their rows end with."""
 SUM = ", plus the residual"
 """Ends the row of an `OutputProjection`."""
 
@@ -357,8 +355,10 @@ class Walk:
         kind, whole = self._kind(owner), f"{owner}.{last}"
         if kind == "Output" and last == "lower":
             self._inner("vlm_serve.models.program", "Program", "add", _field(owner), when)
-        elif kind == "Linear" and last in OF_NORM:
-            self._add(f"projection {_field(owner)}{OF_NORM[last]}", when)
+        elif kind == "Linear" and last == "of_norm":
+            gated = any(keyword.arg == "gated" for keyword in call.keywords)
+            end = " with that of `up`, then `silu_times`" if gated else ""
+            self._add(f"projection {_field(owner)}{end}", when)
         elif kind == "LoadedMlp" and last == "hidden":
             self._add(f"{_field(owner)} as an MLP", when)
         elif kind == "Linear" and last == "gated":

@@ -23,9 +23,8 @@ from vlm_serve.kernels.gated_delta import (
 )
 from vlm_serve.kernels.gated_delta.decoding import Mixing, mix_decode
 from vlm_serve.kernels.kv_write import copy_kv_rows, rotate_and_write, write_kv
-from vlm_serve.kernels.linear.codes import Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around, few_rows
-from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8, StoredIntegers
+from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta, Updates, VerifyMeta
 from vlm_serve.kernels.moe import route, routed_experts
@@ -34,7 +33,6 @@ from vlm_serve.kernels.norms import Normed, gated_rms_norm, rms_norm
 from vlm_serve.kernels.paged_attention import (
     attention_decode,
     attention_prefill,
-    gated_attention_decode,
 )
 from vlm_serve.kernels.rope import Rotation, qk_norm_rope
 from vlm_serve.kernels.segment_attention import segment_attention
@@ -177,7 +175,7 @@ def _attention(shapes: Shapes) -> Iterator[Case]:
         for meta in (decode_meta(), decode_meta(1, LONGEST // BLOCK)):
             own = q[:1].expand(len(meta), -1, -1)
             rows = gate[:1].expand(len(meta), -1)
-            gated = partial(gated_attention_decode, own, kv, meta, rows, scale=scale)
+            gated = partial(attention_decode, own, kv, meta, rows, scale=scale)
             yield f"{label}, gated", gated
         # As in the layer for drafts.
         yield f"{label}, gated", partial(gated, first_key=1)
@@ -239,35 +237,34 @@ def _few_codes(hidden: int) -> Iterator[Case]:
             plus = half(rows, 2 * hidden)
             yield f"few {name}", partial(weight, half(rows, hidden), plus=plus, overwrite=True)
         normed = Normed(x := half(MOST_ROWS, hidden), x[0], 1e-6)
-        yield f"few {name}, gated", partial(weight.gated_of_norm, normed)
+        yield f"few {name}, gated", partial(weight.of_norm, normed, gated=True)
         yield f"few {name} fp32", partial(weight, torch.empty(MOST_ROWS, hidden))
 
 
 def _integers(bits: int, columns: int, depth: int) -> Stored:
     """With zero points, which take a few registers more."""
-    byte, half = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float16)
-    kind = IntegerCodes(byte, half, byte, bits, 128)
-    return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
+    codes, groups = torch.empty(columns, depth * bits // 8, dtype=torch.uint8), depth // 128
+    zeros = torch.empty(columns, groups, dtype=torch.uint8)
+    return Stored(codes, torch.empty(columns, groups, dtype=torch.float16), bits, 128, zeros)
 
 
 def _rooted(bits: int, columns: int, depth: int) -> Stored:
     """As a plain weight becomes while it is loaded."""
-    codes, roots = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int8)
-    kind = IntegerCodes(codes, roots, None, bits, 32, torch.empty(0))
-    return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
+    codes = torch.empty(columns, depth * bits // 8, dtype=torch.uint8)
+    roots = torch.empty(columns, depth // 32, dtype=torch.int8)
+    return Stored(codes, roots, bits, 32, factors=torch.empty(columns))
 
 
 def _float4(columns: int, depth: int) -> Stored:
     """As NVFP4 is."""
-    codes, scales = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float8_e4m3fn)
-    kind = IntegerCodes(codes, scales, None, 4, 16, torch.empty(0), float4=True)
-    return StoredIntegers.empty(kind, columns, depth, torch.device("cpu"))
+    codes = torch.empty(columns, depth // 2, dtype=torch.uint8)
+    scales = torch.empty(columns, depth // 16, dtype=torch.float8_e4m3fn)
+    return Stored(codes, scales, 4, 16, factors=torch.empty(columns), float4=True)
 
 
 def _float8(columns: int, depth: int) -> Stored:
-    codes = torch.empty(0, dtype=torch.float8_e4m3fn)
-    kind = Float8Codes(codes, half(0), (128, 128))
-    return StoredFloat8.empty(kind, columns, depth, torch.device("cpu"))
+    codes = torch.empty(columns, depth, dtype=torch.float8_e4m3fn)
+    return Stored(codes, half(columns, -(-depth // 128)), 8, 128)
 
 
 CODES: dict[str, Callable[[int, int], Stored]] = {

@@ -20,7 +20,7 @@ from vlm_serve.kernels.linear.low_rank_factors import (
     Site,
 )
 from vlm_serve.kernels.linear.stored_codes import Stored
-from vlm_serve.kernels.moe import _changed
+from vlm_serve.kernels.moe import _experts as routed
 
 TOKENS = 512
 RANK = 64
@@ -86,6 +86,4 @@ def _experts(
     ids = torch.zeros(tokens, shapes.top_k, dtype=torch.int64)
     x, weights = half(tokens, shapes.hidden), half(tokens, shapes.top_k)
     sites = ExpertSites(_site(tokens, 2), _site(tokens, 1))
-    return partial(
-        _changed, CPU, x, weights, ids, gate_up, down, sites, deterministic=False, addends=None
-    )
+    return partial(routed, CPU, x, weights, ids, gate_up, down, deterministic=False, sites=sites)

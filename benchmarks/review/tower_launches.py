@@ -18,8 +18,8 @@ import torch
 from operations import Operations
 
 from vlm_serve.kernels.triton_support import Target, record_launches
-from vlm_serve.models.model import unread_model
 from vlm_serve.models.registry import spec_of
+from vlm_serve.models.weight_sizes import unread_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,10 +16,8 @@ from vlm_serve.kernels.causal_conv import compiled, reference
 from vlm_serve.kernels.checks import (
     FLOAT_DTYPES,
     KernelArgumentError,
-    check_decode_meta,
-    check_prefill_meta,
+    check_meta,
     check_tensor,
-    check_verify_meta,
 )
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
@@ -81,7 +79,7 @@ def causal_conv_prefill(
         KernelArgumentError: naming the argument at fault.
     """
     _check(x, weight, tails)
-    check_prefill_meta(meta, x.shape[0], tails.shape[0])
+    check_meta(meta, x.shape[0], tails.shape[0])
     return _prefill(x.device, x, weight, tails, meta)
 
 
@@ -102,7 +100,7 @@ def causal_conv_decode(
         KernelArgumentError: naming the argument at fault.
     """
     _check(x, weight, tails)
-    check_decode_meta(meta, x.shape[0], tails.shape[0])
+    check_meta(meta, x.shape[0], tails.shape[0])
     return _decode(x.device, x, weight, tails, meta)
 
 
@@ -130,7 +128,7 @@ def causal_conv_verify(
         KernelArgumentError: naming the argument at fault.
     """
     _check(x, weight, tails)
-    check_verify_meta(meta, x.shape[0], tails.shape[0], inputs.shape[0])
+    check_meta(meta, x.shape[0], tails.shape[0], inputs.shape[0])
     return _verify(x.device, x, weight, tails, inputs, meta)
 
 

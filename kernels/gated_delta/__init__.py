@@ -17,10 +17,8 @@ import torch
 from vlm_serve.kernels.checks import (
     FLOAT_DTYPES,
     KernelArgumentError,
-    check_decode_meta,
-    check_prefill_meta,
+    check_meta,
     check_tensor,
-    check_verify_meta,
 )
 from vlm_serve.kernels.dispatch import Op
 from vlm_serve.kernels.gated_delta import compiled, reference
@@ -83,7 +81,7 @@ def chunk_gated_delta(
         KernelArgumentError: naming the argument at fault.
     """
     tokens = _checked(q, k, v, g, beta, state)
-    check_prefill_meta(meta, q.shape[0], state.shape[0])
+    check_meta(meta, q.shape[0], state.shape[0])
     return _chunk(q.device, tokens, state, meta)
 
 
@@ -109,7 +107,7 @@ def recurrent_gated_delta(
         KernelArgumentError: naming the argument at fault.
     """
     tokens = _checked(q, k, v, g, beta, state)
-    check_decode_meta(meta, q.shape[0], state.shape[0])
+    check_meta(meta, q.shape[0], state.shape[0])
     return _recurrent(q.device, tokens, state, meta)
 
 
@@ -140,7 +138,7 @@ def verify_gated_delta(
         KernelArgumentError: naming the argument at fault.
     """
     tokens = _checked(q, k, v, g, beta, state)
-    check_verify_meta(meta, q.shape[0], state.shape[0], updates.decays.shape[0])
+    check_meta(meta, q.shape[0], state.shape[0], updates.decays.shape[0])
     return _verify(q.device, tokens, state, updates, meta)
 
 

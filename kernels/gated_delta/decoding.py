@@ -10,7 +10,7 @@ from vlm_serve.kernels import causal_conv, gated_delta, norms
 from vlm_serve.kernels.checks import (
     FLOAT_DTYPES,
     KernelArgumentError,
-    check_decode_meta,
+    check_meta,
     check_tensor,
 )
 from vlm_serve.kernels.dispatch import Op
@@ -95,7 +95,7 @@ def mix_decode(
     check_tensor("state", state, (None, heads, None, dim), FLOAT_DTYPES, device)
     if not state[:1].is_contiguous():
         raise KernelArgumentError("state", "a row must be contiguous")
-    check_decode_meta(meta, wide.shape[0], min(tails.shape[0], state.shape[0]))
+    check_meta(meta, wide.shape[0], min(tails.shape[0], state.shape[0]))
     return _mix(device, wide, mixing, meta, deterministic=deterministic)
 
 

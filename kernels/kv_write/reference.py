@@ -16,10 +16,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, kv: KVLayer, slots: torch.Tensor)
         k, v, slots = k[wanted], v[wanted], slots[wanted]
     size = kv.k.shape[1]
     index = (slots // size, slots % size)
-    for x, pages, scales, zeros in (
-        (k, kv.k, kv.k_scale, kv.k_zero),
-        (v, kv.v, kv.v_scale, kv.v_zero),
-    ):
+    for x, (pages, scales, zeros) in zip((k, v), kv.halves, strict=True):
         if scales is not None and zeros is not None:
             codes, scale, zero = quantise(x)
             pages[index], scales[index], zeros[index] = codes, scale, zero

@@ -13,12 +13,10 @@ one format are one weight; weights of several formats stay side by side.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
-from typing import cast
 
 import torch
 
@@ -36,7 +34,7 @@ from vlm_serve.kernels.linear.base import (
 )
 from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
 from vlm_serve.kernels.linear.dense import PackedDense
-from vlm_serve.kernels.linear.packed_codes import PackedFloat8, PackedIntegers, packable
+from vlm_serve.kernels.linear.packed_codes import PackedCodes, packed_group
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 
@@ -60,7 +58,7 @@ class PartRun:
     @property
     def floored(self) -> bool:
         """Return True if its codes have minima."""
-        return any(isinstance(head, IntegerCodes) and head.floored for head in self._heads)
+        return any(head.floored for head in self._heads)
 
     def add(self, part: Part, head: Codes | None, tail: Iterator[Codes]) -> None:
         """Add a part; `head` is the first piece of its codes, `tail` yields the others."""
@@ -70,19 +68,10 @@ class PartRun:
             self._tails.append(tail)
 
     def pieces(self) -> Iterator[Codes]:
-        """Yield the codes of all parts, once.
-
-        They have zero points if any part has some, and blocks of as many rows as all parts allow.
-        """
-        heads = self._heads
-        zeros = any(isinstance(head, IntegerCodes) and head.zeros is not None for head in heads)
-        high = math.gcd(*(head.block[0] for head in heads if isinstance(head, Float8Codes)))
+        """Yield the codes of all parts, once."""
         while self._heads:
-            for piece in chain([self._heads.pop(0)], self._tails.pop(0)):
-                if isinstance(piece, IntegerCodes):
-                    yield _with_zeros(piece) if zeros else piece
-                else:
-                    yield _in_rows(piece, high)
+            yield self._heads.pop(0)
+            yield from self._tails.pop(0)
 
 
 def runs(source: WeightSource, parts: Sequence[Part], shard: Shard | None) -> list[PartRun]:
@@ -103,23 +92,6 @@ def _kind(codes: Codes) -> Hashable:
         outer = None if codes.outer is None else (codes.outer.size, codes.floored)
         return IntegerCodes, codes.bits, codes.float4, codes.group, codes.scales.dtype, outer
     return Float8Codes, codes.block[1], codes.block[0] == 1, codes.scales.dtype
-
-
-def _with_zeros(piece: IntegerCodes) -> IntegerCodes:
-    if piece.zeros is not None:
-        return piece
-    middle = torch.full(piece.scales.shape, 1 << (piece.bits - 1), dtype=torch.uint8)
-    return replace(piece, zeros=middle)
-
-
-def _in_rows(piece: Float8Codes, high: int) -> Float8Codes:
-    """Cut blocks to `high` rows, or to the largest common divisor with their own height."""
-    high = math.gcd(high, piece.block[0])
-    if high == piece.block[0]:
-        return piece
-    rows = piece.codes.shape[0]
-    scales = piece.scales.repeat_interleave(piece.block[0] // high, 0)[: -(-rows // high)]
-    return replace(piece, scales=scales, block=(high, piece.block[1]))
 
 
 class Joined(Linear):
@@ -224,18 +196,13 @@ def _of_codes(
     """Pack codes for compiled code if it is enabled and supports their groups; else for torch,
     which takes numbers in place of codes with minima."""
     head = next(pieces)
-    integer = isinstance(head, IntegerCodes)
-    group = head.group if isinstance(head, IntegerCodes) else min(head.block[1], depth)
     pieces = chain([head], pieces)
-    if not source.compiled or not packable(group, depth):
-        if isinstance(head, IntegerCodes) and head.floored:
-            plain = (piece.values().to(source.dtype) for piece in pieces)
-            return dense_kind(source).of(plain, columns, depth, source.dtype, bias, source.device)
-        return TorchQuantised.of(pieces, columns, depth, bias, source.device)
-    if integer:
-        integers = cast("Iterator[IntegerCodes]", pieces)
-        return PackedIntegers.of(integers, columns, depth, bias, dynamic=source.dynamic)
-    return PackedFloat8.of(cast("Iterator[Float8Codes]", pieces), columns, depth, bias)
+    if source.compiled and packed_group(head.group, depth) is not None:
+        return PackedCodes.of(pieces, columns, depth, bias, dynamic=source.dynamic)
+    if head.floored:
+        plain = (piece.values().to(source.dtype) for piece in pieces)
+        return dense_kind(source).of(plain, columns, depth, source.dtype, bias, source.device)
+    return TorchQuantised.of(pieces, columns, depth, bias, source.device)
 
 
 def dense(

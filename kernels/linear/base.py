@@ -309,34 +309,23 @@ class Linear(ABC):
         self,
         x: Normed,
         *,
+        gated: bool = False,
+        widened: bool = False,
         deterministic: bool = False,
         changes: ChangedRows | None = None,
     ) -> torch.Tensor:
-        """Compute the product of rows whose norm is still to come, `[T, N]`."""
-        return self(x.rows, deterministic=deterministic, changes=changes)
+        """Compute the product of rows whose norm is still to come, `[T, N]`.
 
-    def gated_of_norm(
-        self,
-        x: Normed,
-        *,
-        deterministic: bool = False,
-        changes: ChangedRows | None = None,
-    ) -> torch.Tensor:
-        """Compute `silu(gate) * up`, `[T, N / 2]`, with a weight that stacks gate's rows and
-        up's."""
-        wide = self.of_norm(x, deterministic=deterministic, changes=changes)
-        half = wide.shape[1] // 2
-        return silu_times(wide[:, :half], wide[:, half:])
-
-    def logits(
-        self,
-        x: Normed,
-        *,
-        deterministic: bool = False,
-        changes: ChangedRows | None = None,
-    ) -> torch.Tensor:
-        """Compute `of_norm`, widened to float32."""
-        return self.of_norm(x, deterministic=deterministic, changes=changes).float()
+        Args:
+            x: the rows.
+            gated: the weight stacks gate's rows and up's; return `silu(gate) * up`, `[T, N / 2]`.
+            widened: return float32.
+            deterministic, changes: as above.
+        """
+        out = self(x.rows, deterministic=deterministic, changes=changes)
+        if gated:
+            out = silu_times(*out.chunk(2, dim=1))
+        return out.float() if widened else out
 
     def partial(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -29,10 +30,10 @@ class Outer:
     floors: torch.Tensor | None
     size: int
 
-    def of_columns(self, columns: range) -> Outer:
-        """Select some k of all rows, exactly."""
-        size = math.gcd(self.size, columns.start, len(columns))
-        chosen = torch.arange(columns.start, columns.stop, size) // self.size
+    def of_columns(self, columns: torch.Tensor, run: int) -> Outer:
+        """Select some k of all rows, see `IntegerCodes.of_columns`."""
+        size = math.gcd(self.size, run)
+        chosen = columns[::size] // self.size
         floors = None if self.floors is None else self.floors[:, chosen]
         return Outer(self.scales[:, chosen], floors, size)
 
@@ -84,18 +85,23 @@ class IntegerCodes:
         """Return True if zero points are minima."""
         return self.outer is not None and self.outer.floors is not None
 
-    def of_columns(self, columns: range) -> IntegerCodes:
-        """Select some k of all rows; a cut through a group makes groups smaller, exactly."""
-        group = math.gcd(self.group, columns.start, len(columns))
-        chosen = torch.arange(columns.start, columns.stop, group) // self.group
-        zeros = None if self.zeros is None else self.zeros[:, chosen]
+    def of_columns(self, columns: range | torch.Tensor) -> IntegerCodes:
+        """Select some k of all rows, exactly: a range, or int64 in any order. A cut through a group
+        makes groups smaller."""
+        if isinstance(columns, range):
+            codes, run = self.codes[:, columns.start : columns.stop], len(columns)
+            run, columns = math.gcd(run, columns.start), torch.arange(columns.start, columns.stop)
+        else:
+            codes, run = self.codes[:, columns], _run_of(columns)
+        group = math.gcd(self.group, run)
+        chosen = columns[::group] // self.group
         return replace(
             self,
-            codes=self.codes[:, columns.start : columns.stop],
+            codes=codes,
             scales=self.scales[:, chosen],
-            zeros=zeros,
+            zeros=None if self.zeros is None else self.zeros[:, chosen],
             group=group,
-            outer=None if self.outer is None else self.outer.of_columns(columns),
+            outer=None if self.outer is None else self.outer.of_columns(columns, run),
         )
 
     def flat(self) -> IntegerCodes:
@@ -125,6 +131,12 @@ class IntegerCodes:
         return (wide * scale_values(self.scales, self.factors)[..., None]).flatten(1)
 
 
+def _run_of(order: torch.Tensor) -> int:
+    """Return the largest size of aligned runs that an order of columns moves together."""
+    starts = torch.nonzero(order[1:] != order[:-1] + 1).flatten() + 1
+    return math.gcd(len(order), *starts.tolist(), *order[starts].tolist())
+
+
 def scale_values(scales: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
     """Return the values of integer codes' scales, with their factors: float32 `[N, groups]`."""
     wide = scales.float()
@@ -148,6 +160,14 @@ class Float8Codes:
     codes: torch.Tensor
     scales: torch.Tensor
     block: tuple[int, int]
+
+    bits: ClassVar[int] = 8
+    floored: ClassVar[bool] = False
+
+    @property
+    def group(self) -> int:
+        """Values per scale within a row."""
+        return min(self.block[1], self.codes.shape[1])
 
     def values(self) -> torch.Tensor:
         """Return the weight, float32 `[N, K]`."""

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from vlm_serve.kernels.kv_quant.triton import decode_float8
-from vlm_serve.kernels.linear.stored_codes import Stored, StoredFloat8
+from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.triton_support import Target, current_target, launch, power_of_two
 from vlm_serve.kernels.triton_views import constants, dots
 from vlm_serve.kernels.triton_views import rows as rows_of
@@ -235,31 +235,28 @@ _KINDS = {torch.int8: ROOTS, torch.float8_e4m3fn: E4M3, torch.float8_e8m0fnu: E8
 
 def code_arguments(weight: Stored, x: torch.Tensor, target: Target) -> dict[str, Any]:
     """Return `Codes` and `CodesLayout` of a weight, by parameter name; float8 as bytes."""
-    zeros = None if isinstance(weight, StoredFloat8) else weight.zeros
-    factors = None if isinstance(weight, StoredFloat8) else weight.factors
-    if isinstance(weight, StoredFloat8):
+    if weight.float8:
         form = FLOAT8_NATIVE if target.native_float8 else FLOAT8_INTEGER
-        group, span = weight.block, weight.block
     else:
         form = FLOAT4 if weight.float4 else _FORMS[weight.bits]
-        group, span = weight.group, weight.group // (2 if weight.bits < 8 else 1)
+    span = weight.group // (2 if weight.bits < 8 else 1)
     scales, kind = weight.scales, _KINDS.get(weight.scales.dtype, NUMBERS)
     codes = weight.codes.view(torch.uint8)
     return {
         "weight": Codes(
             codes,
             scales.view(torch.uint8) if kind in (E4M3, E8M0) else scales,
-            codes if zeros is None else zeros,
-            scales if factors is None else factors,
+            codes if weight.zeros is None else weight.zeros,
+            scales if weight.factors is None else weight.factors,
             codes.stride(0),
             scales.stride(0),
         ),
         # A dot needs a depth of at least 16.
         "LAYOUT": constants(
             CodesLayout,
-            group,
+            weight.group,
             int(form.value),
-            zeros is not None,
+            weight.zeros is not None,
             int(kind.value),
             min(32 if x.dtype == torch.float32 else 64, power_of_two(span, 16)),
         ),

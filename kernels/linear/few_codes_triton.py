@@ -35,7 +35,7 @@ from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.linear.stored_codes import Stored
 from vlm_serve.kernels.triton_support import current_target, launch, power_of_two
 from vlm_serve.kernels.triton_views import rows as rows_of
-from vlm_serve.kernels.tuning import NARROW_BELOW, Limits, tuned
+from vlm_serve.kernels.tuning import NARROW_BELOW, tuned
 
 WIDEST = 16
 """Bytes of codes that a thread reads at a time."""
@@ -59,11 +59,8 @@ def tile_of(dtype: torch.dtype, columns: int) -> FewCodesTile:
     if dtype == torch.float32:
         return FewCodesTile(8, 32, 4, 3)
     usual = FewCodesTile(8 if narrow else 16, 32, 4, 4)
-    if target.backend != "cuda":
-        return usual
-    limits = Limits(frozenset(FewCodesTile._fields), _shared_bytes)
     op = "few rows of codes, narrow" if narrow else "few rows of codes"
-    return FewCodesTile(**tuned(op, target.arch, target.shared_memory, usual._asdict(), limits))
+    return FewCodesTile(**tuned(op, target, usual._asdict(), _shared_bytes))
 
 
 def _shared_bytes(tile: Mapping[str, int]) -> int:

@@ -20,7 +20,7 @@ from vlm_serve.kernels.linear.few_rows import MOST_ROWS, Around
 from vlm_serve.kernels.linear.low_rank_factors import Reduced
 from vlm_serve.kernels.linear.low_rank_triton import few_changed, sizes_of
 from vlm_serve.kernels.triton_support import current_target, dot_dtype, launch
-from vlm_serve.kernels.tuning import NARROW_BELOW, Limits, tuned
+from vlm_serve.kernels.tuning import NARROW_BELOW, tuned
 
 ROWS = 16
 """Rows of the smallest dot."""
@@ -42,17 +42,14 @@ def tile_of(dtype: torch.dtype, columns: int, gated: bool = False) -> FewRowsTil
     target, narrow = current_target(), columns < NARROW_BELOW
     stages = 1 if target.backend == "hip" else 4
     usual = FewRowsTile(16, 256, 2, stages) if narrow else FewRowsTile(32, 128, 4, stages)
-    if target.backend != "cuda":
-        return usual
-    limits = Limits(frozenset(FewRowsTile._fields), lambda tile: _shared_bytes(tile, gated))
+
+    def shared(tile: Mapping[str, int]) -> int:
+        """Return the bytes of 16-bit tiles in flight: weights and rows."""
+        width = (2 if gated else 1) * tile["columns"] + ROWS
+        return 2 * tile["stages"] * tile["depth"] * width
+
     op = "few rows, narrow" if narrow else "few rows"
-    return FewRowsTile(**tuned(op, target.arch, target.shared_memory, usual._asdict(), limits))
-
-
-def _shared_bytes(tile: Mapping[str, int], gated: bool) -> int:
-    """Return the shared memory of 16-bit tiles in flight: weights and rows."""
-    width = (2 if gated else 1) * tile["columns"] + ROWS
-    return 2 * tile["stages"] * tile["depth"] * width
+    return FewRowsTile(**tuned(op, target, usual._asdict(), shared))
 
 
 # The number of rows differs between steps: specialising on it would recompile while serving.

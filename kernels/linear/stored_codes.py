@@ -17,7 +17,6 @@ from vlm_serve.kernels.linear.codes import (
     FLOAT4_VALUES,
     Codes,
     Float8Codes,
-    IntegerCodes,
     scale_values,
 )
 
@@ -26,80 +25,39 @@ _SHARES = {4: 2, 6: 4, 8: 1}
 
 
 @dataclass(frozen=True, slots=True)
-class StoredIntegers:
-    """Codes of 4, 6 or 8 bits.
+class Stored:
+    """A quantised weight.
 
     Attributes:
-        codes: uint8 `[N, K * bits / 8]`.
-        scales: `[N, K / group]`, in their original dtype.
+        codes: uint8 `[N, K * bits / 8]`, or float8_e4m3fn `[N, K]`.
+        scales: `[N, ceil(K / group)]`, in their original dtype. Those of blocks of several rows are
+            repeated, since rows of several tensors may be stacked.
+        bits: of a code.
+        group: values per scale; the last ones of float8 may be fewer.
         zeros: uint8 `[N, K / group]`; `2**(bits - 1)` everywhere if None.
-        bits, group, factors, float4: as in IntegerCodes.
+        factors, float4: as in IntegerCodes.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
-    zeros: torch.Tensor | None
     bits: int
     group: int
+    zeros: torch.Tensor | None = None
     factors: torch.Tensor | None = None
     float4: bool = False
 
-    @classmethod
-    def empty(
-        cls, like: IntegerCodes, columns: int, depth: int, device: torch.device
-    ) -> StoredIntegers:
-        """Allocate space for `[N, K]` codes like these.
-
-        Raises:
-            KernelArgumentError: an unsupported width or group.
-        """
-        like = like.flat()
-        if like.bits not in _SHARES:
-            raise KernelArgumentError("bits", f"4, 6 or 8 are known, got {like.bits}")
-        if like.group < 1 or depth % like.group:
-            raise KernelArgumentError("group", f"{like.group} does not divide {depth}")
-        if like.group % _SHARES[like.bits]:
-            problem = f"{like.group} codes of {like.bits} bits fill no whole bytes"
-            raise KernelArgumentError("group", problem)
-        groups = (columns, depth // like.group)
-        return cls(
-            torch.empty(columns, depth * like.bits // 8, dtype=torch.uint8, device=device),
-            torch.empty(groups, dtype=like.scales.dtype, device=device),
-            None if like.zeros is None else torch.empty(groups, dtype=torch.uint8, device=device),
-            like.bits,
-            like.group,
-            None if like.factors is None else torch.empty(columns, device=device),
-            like.float4,
-        )
-
-    def put(self, first: int, piece: Codes) -> None:
-        """Fill rows from `first` on.
-
-        Raises:
-            KernelArgumentError: codes of another kind.
-        """
-        if isinstance(piece, IntegerCodes):
-            piece = piece.flat()
-        same = isinstance(piece, IntegerCodes) and (
-            (piece.bits, piece.float4) == (self.bits, self.float4)
-            and piece.group == self.group
-            and (piece.zeros is None) == (self.zeros is None)
-            and piece.scales.dtype == self.scales.dtype
-        )
-        if not same:
-            raise KernelArgumentError("pieces", "all of one weight must be of one kind")
-        assert isinstance(piece, IntegerCodes)
-        rows = slice(first, first + piece.codes.shape[0])
-        self.codes[rows] = _PACKED[self.bits](piece.codes, self.group)
-        self.scales[rows] = piece.scales
-        if self.zeros is not None and piece.zeros is not None:
-            self.zeros[rows] = piece.zeros
-        if self.factors is not None and piece.factors is not None:
-            self.factors[rows] = piece.factors
+    @property
+    def float8(self) -> bool:
+        """True if codes are float8 numbers."""
+        return self.codes.dtype == torch.float8_e4m3fn
 
     def plain(self, rows: slice) -> torch.Tensor:
         """Dequantise these rows to float32 `[n, K]`."""
-        codes = self.codes[rows].view(-1, *self.scales.shape[1:], self.group * self.bits // 8)
+        codes, scales = self.codes[rows], self.scales[rows]
+        if self.float8:
+            wide_scales = scales.float().repeat_interleave(self.group, 1)
+            return codes.float().mul_(wide_scales[:, : self.depth])
+        codes = codes.view(-1, *self.scales.shape[1:], self.group * self.bits // 8)
         if self.bits < 8:
             low, high = codes[..., : self.group // 2], codes[..., self.group // 2 :]
             codes = torch.cat([low & 15, low >> 4], -1)
@@ -114,7 +72,7 @@ class StoredIntegers:
         else:
             wide -= self.zeros[rows].float().unsqueeze(-1)
         factors = None if self.factors is None else self.factors[rows]
-        wide *= scale_values(self.scales[rows], factors).unsqueeze(-1)
+        wide *= scale_values(scales, factors).unsqueeze(-1)
         return wide.flatten(1)
 
     @property
@@ -125,74 +83,8 @@ class StoredIntegers:
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        others = (self.zeros, self.factors)
-        more = sum(tensor.nbytes for tensor in others if tensor is not None)
-        return self.codes.nbytes + self.scales.nbytes + more
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFloat8:
-    """Codes that are float8 numbers, with a scale per row and block of k.
-
-    Scales of blocks of several rows are repeated, since rows of several tensors may be stacked.
-
-    Attributes:
-        codes: float8_e4m3fn `[N, K]`.
-        scales: `[N, ceil(K / block)]`, in their original dtype.
-        block: values per scale.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    block: int
-
-    @classmethod
-    def empty(
-        cls, like: Float8Codes, columns: int, depth: int, device: torch.device
-    ) -> StoredFloat8:
-        """Allocate space for `[N, K]` codes like these."""
-        block = min(like.block[1], depth)
-        return cls(
-            torch.empty(columns, depth, dtype=torch.float8_e4m3fn, device=device),
-            torch.empty(columns, -(-depth // block), dtype=like.scales.dtype, device=device),
-            block,
-        )
-
-    def put(self, first: int, piece: Codes) -> None:
-        """Fill rows from `first` on.
-
-        Raises:
-            KernelArgumentError: codes of another kind.
-        """
-        same = isinstance(piece, Float8Codes) and (
-            min(piece.block[1], self.codes.shape[1]) == self.block
-            and piece.scales.dtype == self.scales.dtype
-        )
-        if not same:
-            raise KernelArgumentError("pieces", "all of one weight must be of one kind")
-        assert isinstance(piece, Float8Codes)
-        count = piece.codes.shape[0]
-        rows = slice(first, first + count)
-        self.codes[rows] = piece.codes
-        self.scales[rows] = piece.scales.repeat_interleave(piece.block[0], 0)[:count]
-
-    def plain(self, rows: slice) -> torch.Tensor:
-        """Dequantise these rows to float32 `[n, K]`."""
-        codes, scales = self.codes[rows].float(), self.scales[rows].float()
-        return codes.mul_(scales.repeat_interleave(self.block, 1)[:, : codes.shape[1]])
-
-    @property
-    def depth(self) -> int:
-        """K."""
-        return self.codes.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.codes.nbytes + self.scales.nbytes
-
-
-Stored = StoredIntegers | StoredFloat8
+        tensors = (self.codes, self.scales, self.zeros, self.factors)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def stored(pieces: Iterable[Codes], columns: int, depth: int, device: torch.device) -> Stored:
@@ -201,19 +93,56 @@ def stored(pieces: Iterable[Codes], columns: int, depth: int, device: torch.devi
     Raises:
         KernelArgumentError: there are none, or they are of several kinds or an unsupported one.
     """
-    kept: Stored | None = None
+    tensors: dict[str, torch.Tensor] = {}
+    like: Stored | None = None
     first = 0
-    for piece in pieces:
-        if kept is None:
-            if isinstance(piece, IntegerCodes):
-                kept = StoredIntegers.empty(piece, columns, depth, device)
-            else:
-                kept = StoredFloat8.empty(piece, columns, depth, device)
-        kept.put(first, piece)
-        first += piece.codes.shape[0]
-    if kept is None or first != columns:
+    for piece in map(_laid_out, pieces):
+        like = like or piece
+        if _kind(piece) != _kind(like) or piece.depth != depth:
+            raise KernelArgumentError("pieces", "all of one weight must be of one kind")
+        rows = slice(first, first + len(piece.codes))
+        for name in ("codes", "scales", "zeros", "factors"):
+            values: torch.Tensor | None = getattr(piece, name)
+            if values is None:
+                continue
+            if name not in tensors:
+                shape = (columns, *values.shape[1:])
+                tensors[name] = torch.empty(shape, dtype=values.dtype, device=device)
+                if name == "zeros":  # Pieces without have them in the middle.
+                    tensors[name].fill_(1 << (piece.bits - 1))
+            tensors[name][rows] = values
+        first = rows.stop
+    if like is None or first != columns:
         raise KernelArgumentError("pieces", f"{first} rows, expected {columns}")
-    return kept
+    codes, scales = tensors["codes"], tensors["scales"]
+    others = tensors.get("zeros"), tensors.get("factors")
+    return Stored(codes, scales, like.bits, like.group, *others, float4=like.float4)
+
+
+def _kind(piece: Stored) -> tuple[object, ...]:
+    return piece.bits, piece.group, piece.float4, piece.codes.dtype, piece.scales.dtype
+
+
+def _laid_out(piece: Codes) -> Stored:
+    """Return a piece as it is stored.
+
+    Raises:
+        KernelArgumentError: an unsupported width or group.
+    """
+    rows, depth = piece.codes.shape
+    if isinstance(piece, Float8Codes):
+        scales = piece.scales.repeat_interleave(piece.block[0], 0)[:rows]
+        return Stored(piece.codes, scales, 8, piece.group)
+    bits, group = piece.bits, piece.group
+    if bits not in _SHARES:
+        raise KernelArgumentError("bits", f"4, 6 or 8 are known, got {bits}")
+    if group < 1 or depth % group:
+        raise KernelArgumentError("group", f"{group} does not divide {depth}")
+    if group % _SHARES[bits]:
+        raise KernelArgumentError("group", f"{group} codes of {bits} bits fill no whole bytes")
+    piece = piece.flat()
+    codes = _PACKED[bits](piece.codes, group)
+    return Stored(codes, piece.scales, bits, group, piece.zeros, piece.factors, piece.float4)
 
 
 def paired(codes: torch.Tensor, group: int) -> torch.Tensor:

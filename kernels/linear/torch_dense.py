@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from vlm_serve.kernels.elementwise import ACTIVATIONS, silu_times
 from vlm_serve.kernels.linear.base import Activation, ChangedRows, Epilogue, Linear
 from vlm_serve.kernels.linear.few_rows import Around, few_rows, serves
-from vlm_serve.kernels.linear.low_rank_factors import Reduced
 from vlm_serve.kernels.norms import Normed
 
 MIN_ROWS = 16
@@ -82,28 +81,22 @@ class TorchDense(Linear):
         return out[:, : self.columns]
 
     def of_norm(
-        self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
+        self,
+        x: Normed,
+        *,
+        gated: bool = False,
+        widened: bool = False,
+        deterministic: bool = False,
+        changes: ChangedRows | None = None,
     ) -> torch.Tensor:
-        if deterministic or not self._few_normed(x):
-            return super().of_norm(x, deterministic=deterministic, changes=changes)
-        change = self._change(x, changes)
-        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, change=change))
-
-    def gated_of_norm(
-        self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
-    ) -> torch.Tensor:
-        if deterministic or not self._few_normed(x):
-            return super().gated_of_norm(x, deterministic=deterministic, changes=changes)
-        change = self._change(x, changes)
-        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, gated=True, change=change))
-
-    def logits(
-        self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
-    ) -> torch.Tensor:
-        if deterministic or not self._few_normed(x):
-            return super().logits(x, deterministic=deterministic, changes=changes)
-        change = self._change(x, changes)
-        return few_rows(x.raw, self._weight, Around(x.weight, x.eps, widened=True, change=change))
+        # float16 has no room for rows before their norm.
+        if deterministic or x.raw.dtype == torch.float16 or not self._few(x.raw):
+            return super().of_norm(
+                x, gated=gated, widened=widened, deterministic=deterministic, changes=changes
+            )
+        change = None if changes is None else changes.few(self.site, x.raw, x.weight)
+        around = Around(x.weight, x.eps, gated=gated, widened=widened, change=change)
+        return few_rows(x.raw, self._weight, around)
 
     def _changed(
         self, x: torch.Tensor, after: Epilogue, deterministic: bool, changes: ChangedRows | None
@@ -115,16 +108,9 @@ class TorchDense(Linear):
         around = Around(plus=after.plus, overwrite=after.overwrite, change=change)
         return few_rows(x, self._weight, around)
 
-    def _change(self, x: Normed, changes: ChangedRows | None) -> Reduced | None:
-        return None if changes is None else changes.few(self.site, x.raw, x.weight)
-
     def _few(self, x: torch.Tensor) -> bool:
         """Return True if `few_rows` multiplies; decoders' projections have no bias."""
         return self._bias is None and serves(x, self._weight)
-
-    def _few_normed(self, x: Normed) -> bool:
-        """Return True if one launch takes the norm too; float16 has no room for rows before it."""
-        return x.raw.dtype != torch.float16 and self._few(x.raw)
 
     def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         gate = self(x, deterministic=deterministic)

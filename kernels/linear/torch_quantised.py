@@ -55,44 +55,48 @@ class TorchQuantised(Linear):
 
     def _multiply(self, x: torch.Tensor, after: Epilogue, deterministic: bool) -> torch.Tensor:
         """Multiply; on a CPU `deterministic` pads as in TorchDense, for the same reasons."""
+        kind = torch.float32 if after.activation or after.times is not None else x.dtype
         if self._few(x, deterministic):
-            return self._of_few(x, after)
-        follows = after.activation or after.times is not None or after.plus is not None
-        kind = torch.float32 if follows else x.dtype
-        out = _product(x.device, x, self._weight, self._bias, kind, deterministic=deterministic)
-        if after.plus is not None:
-            out = out + after.plus
-        return _followed(out, after).to(x.dtype)
+            # Its kernel adds `plus` itself.
+            out = self._of_few(x, Around(plus=after.plus, overwrite=after.overwrite), kind)
+            return _followed(out, after._replace(plus=None)).to(x.dtype)
+        kind = kind if after.plus is None else torch.float32
+        return _followed(self._of_many(x, kind, deterministic), after).to(x.dtype)
 
     def with_sums(
         self, x: torch.Tensor, after: Epilogue, deterministic: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide, weight, bias = torch.float32, self._weight, self._bias
         if self._few(x, deterministic):
-            sums = _few_codes(x.device, x, weight, bias, Around(), wide)
+            sums = self._of_few(x, Around(), torch.float32)
         else:
-            sums = _product(x.device, x, weight, bias, wide, deterministic=deterministic)
-        out = sums if after.plus is None else sums + after.plus
-        return _followed(out, after).to(x.dtype, copy=True), sums
+            sums = self._of_many(x, torch.float32, deterministic)
+        return _followed(sums, after).to(x.dtype, copy=True), sums
 
     def _few(self, x: torch.Tensor, deterministic: bool) -> bool:
         """Return True if a kernel for so few rows multiplies; it has other tiles than others."""
         return not deterministic and 0 < x.shape[0] <= MOST_ROWS and _few_codes.on_triton(x.device)
 
-    def _of_few(self, x: torch.Tensor, after: Epilogue) -> torch.Tensor:
-        around = Around(plus=after.plus, overwrite=after.overwrite)
-        follows = after.activation is not None or after.times is not None
-        kind = torch.float32 if follows else x.dtype
-        out = _few_codes(x.device, x, self._weight, self._bias, around, kind)
-        return _followed(out, after).to(x.dtype)
+    def _of_few(self, x: torch.Tensor, around: Around, kind: torch.dtype) -> torch.Tensor:
+        return _few_codes(x.device, x, self._weight, self._bias, around, kind)
 
-    def gated_of_norm(
-        self, x: Normed, *, deterministic: bool = False, changes: ChangedRows | None = None
+    def _of_many(self, x: torch.Tensor, kind: torch.dtype, deterministic: bool) -> torch.Tensor:
+        weight, bias = self._weight, self._bias
+        return _product(x.device, x, weight, bias, kind, deterministic=deterministic)
+
+    def of_norm(
+        self,
+        x: Normed,
+        *,
+        gated: bool = False,
+        widened: bool = False,
+        deterministic: bool = False,
+        changes: ChangedRows | None = None,
     ) -> torch.Tensor:
-        if changes is not None or not self._few(x.raw, deterministic):
-            return super().gated_of_norm(x, deterministic=deterministic, changes=changes)
-        gated, rows = Around(gated=True), x.rows
-        return _few_codes(rows.device, rows, self._weight, self._bias, gated, rows.dtype)
+        if not gated or widened or changes is not None or not self._few(x.raw, deterministic):
+            return super().of_norm(
+                x, gated=gated, widened=widened, deterministic=deterministic, changes=changes
+            )
+        return self._of_few(x.rows, Around(gated=True), x.rows.dtype)
 
     def _gated(self, up: Linear, x: torch.Tensor, deterministic: bool) -> torch.Tensor:
         gate = self(x, deterministic=deterministic)
@@ -104,7 +108,9 @@ class TorchQuantised(Linear):
 
 
 def _followed(out: torch.Tensor, after: Epilogue) -> torch.Tensor:
-    """Apply an activation or a factor to float32 products."""
+    """Add `plus` to float32 products, or apply an activation or a factor."""
+    if after.plus is not None:
+        return out + after.plus
     if after.activation is not None:
         return ACTIVATIONS[after.activation](out)
     return out if after.times is None else out * after.times

@@ -21,7 +21,6 @@ from vlm_serve.kernels.moe.reference import Addends
 _TRITON = "vlm_serve.kernels.moe.triton"
 _route = Op(reference.route, triton=f"{_TRITON}:route")
 _experts = Op(reference.routed_experts, triton=f"{_TRITON}:routed_experts")
-_changed = Op(reference.changed_experts, triton=f"{_TRITON}:changed_experts")
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,22 +99,17 @@ def routed_experts(
             addends=addends,
             changes=changes,
         )
-    if changes is not None and not isinstance(gate_up, Sequence) and not isinstance(down, Sequence):
-        stacked = changes.experts(sites, device)
-        if stacked is not None:
-            return _changed(
-                device,
-                x,
-                weights,
-                ids,
-                gate_up,
-                down,
-                stacked,
-                deterministic=deterministic,
-                addends=addends,
-            )
+    stacked = None if changes is None else changes.experts(sites, device)
     return _experts(
-        device, x, weights, ids, gate_up, down, deterministic=deterministic, addends=addends
+        device,
+        x,
+        weights,
+        ids,
+        gate_up,
+        down,
+        deterministic=deterministic,
+        addends=addends,
+        sites=stacked,
     )
 
 

@@ -52,10 +52,13 @@ def routed_experts(
     deterministic: bool,
     addends: Addends | None = None,
     changes: ChangedRows | None = None,
+    sites: ExpertSites | None = None,
 ) -> torch.Tensor:
+    """Add changes before the activation and before the weights: `sites` of experts in one piece,
+    `changes` of others."""
     if isinstance(gate_up, torch.Tensor | Stored):
         assert not isinstance(down, Sequence), "both stacked or both apart"
-        return _sum(x, weights, ids, _stacked(gate_up, down, None), addends)
+        return _sum(x, weights, ids, _stacked(gate_up, down, sites), addends)
     assert isinstance(down, Sequence), "both stacked or both apart"
 
     def expert(rows: torch.Tensor, tokens: torch.Tensor, index: int) -> torch.Tensor:
@@ -65,21 +68,6 @@ def routed_experts(
         return down[index](hidden, deterministic=deterministic, changes=kept_changes)
 
     return _sum(x, weights, ids, expert, addends)
-
-
-def changed_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor | Stored,
-    down: torch.Tensor | Stored,
-    sites: ExpertSites,
-    *,
-    deterministic: bool,
-    addends: Addends | None = None,
-) -> torch.Tensor:
-    """Compute as `routed_experts`, with changes before the activation and before the weights."""
-    return _sum(x, weights, ids, _stacked(gate_up, down, sites), addends)
 
 
 def with_addends(out: torch.Tensor, addends: Addends) -> torch.Tensor:

@@ -334,39 +334,14 @@ def routed_experts(
     *,
     deterministic: bool,
     addends: Addends | None = None,
+    sites: ExpertSites | None = None,
 ) -> torch.Tensor:
-    """Round parts to the dtype of x, then sum them in float32 in the router's order."""
-    return _experts(x, weights, ids, (gate_up, down), None, deterministic, addends)
-
-
-def changed_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor | Stored,
-    down: torch.Tensor | Stored,
-    sites: ExpertSites,
-    *,
-    deterministic: bool,
-    addends: Addends | None = None,
-) -> torch.Tensor:
-    """Compute as `routed_experts`, with changes before the activation and before the weights."""
-    return _experts(x, weights, ids, (gate_up, down), sites, deterministic, addends)
-
-
-def _experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    experts: tuple[torch.Tensor | Stored, torch.Tensor | Stored],
-    sites: ExpertSites | None,
-    deterministic: bool,
-    addends: Addends | None,
-) -> torch.Tensor:
+    """Round parts to the dtype of x, then sum them in float32 in the router's order. Changes at
+    `sites` come before the activation and before the weights."""
     (tokens, hidden), top_k = x.shape, ids.shape[1]
-    pairs = tokens * top_k
+    pairs, experts = tokens * top_k, (gate_up, down)
     count, width = _sizes_of(*experts, hidden)
-    coded = isinstance(experts[0], Stored)
+    coded = isinstance(gate_up, Stored)
     rows, columns, depth = _tile_of(x.dtype, pairs, count, deterministic, coded)
     plan = align(ids, count, rows)
     shared = {

@@ -71,10 +71,7 @@ def without_first(
         The copied pages, and the slices over them.
     """
     size = kv.k.shape[1]
-    lengths = [
-        start + end - begin
-        for start, (begin, end) in zip(meta.starts, pairwise(meta.cu_seqlens), strict=True)
-    ]
+    lengths = meta.kv_lens
     longest = -(-max(lengths) // _STEP) * _STEP
     shape = (len(meta), longest, *kv.k.shape[2:])
     pages = [torch.zeros(shape, dtype=dtype, device=kv.k.device) for _ in range(2)]
@@ -82,8 +79,7 @@ def without_first(
         blocks = torch.tensor(
             list(table[: -(-(length + first) // size)]), dtype=torch.int64, device=kv.k.device
         )
-        parts = ((kv.k, kv.k_scale, kv.k_zero), (kv.v, kv.v_scale, kv.v_zero))
-        for page, (stored, scale, zero) in zip(pages, parts, strict=True):
+        for page, (stored, scale, zero) in zip(pages, kv.halves, strict=True):
             rows = pick(stored, scale, zero, blocks, dtype).flatten(0, 1)
             page[place, :length] = rows[first : first + length]
     gathered = replace(
@@ -100,10 +96,10 @@ def _gated_by_ops(
     q: torch.Tensor,
     kv: KVLayer,
     meta: DecodeMeta,
+    gate: torch.Tensor,
     *,
     scale: float,
     deterministic: bool,
-    gate: torch.Tensor,
     first_key: int = 0,
 ) -> torch.Tensor:
     """Run both ops, each by the kernels that it has."""
@@ -152,6 +148,7 @@ def attention_decode(
     q: torch.Tensor,
     kv: KVLayer,
     meta: DecodeMeta,
+    gate: torch.Tensor | None = None,
     *,
     scale: float,
     deterministic: bool = False,
@@ -163,6 +160,8 @@ def attention_decode(
         q: `[B, Hq, D]`, float32, bfloat16 or float16, dense last dimension.
         kv: the layer's pages, already holding this step's keys and values.
         meta: key counts (>= 1) and block tables.
+        gate: `[B, Hq * D]` in the dtype of q, dense rows: its sigmoids multiply the rounded result;
+            None: there is none.
         scale: factor on the scores.
         deterministic: make a query's bits depend on its sequence alone, not on the number and
             lengths of the others.
@@ -174,46 +173,15 @@ def attention_decode(
     Raises:
         KernelArgumentError: naming the argument at fault.
     """
-    _check_decode(q, kv, meta)
-    return _decode(
-        q.device, q, kv, meta, scale=scale, deterministic=deterministic, first_key=first_key
-    )
-
-
-def gated_attention_decode(
-    q: torch.Tensor,
-    kv: KVLayer,
-    meta: DecodeMeta,
-    gate: torch.Tensor,
-    *,
-    scale: float,
-    deterministic: bool = False,
-    first_key: int = 0,
-) -> torch.Tensor:
-    """Multiply `attention_decode`, rounded, by the sigmoids of a gate.
-
-    Args:
-        q, kv, meta, scale, deterministic, first_key: as for `attention_decode`.
-        gate: `[B, Hq * D]` in the dtype of q, dense rows.
-
-    Returns:
-        `[B, Hq, D]` in the dtype of q.
-
-    Raises:
-        KernelArgumentError: naming the argument at fault.
-    """
-    _check_decode(q, kv, meta)
-    check_tensor("gate", gate, (q.shape[0], q.shape[1] * q.shape[2]), (q.dtype,), q.device)
-    return _gated(
-        q.device,
-        q,
-        kv,
-        meta,
-        scale=scale,
-        deterministic=deterministic,
-        gate=gate,
-        first_key=first_key,
-    )
+    _check(q, kv)
+    if len(meta) != q.shape[0] or any(length < 1 for length in meta.kv_lens):
+        raise KernelArgumentError("meta.kv_lens", f"expected {q.shape[0]} positive lengths")
+    check_block_tables(meta, meta.kv_lens, kv.k.shape[0], kv.k.shape[1])
+    device, exact = q.device, deterministic
+    if gate is None:
+        return _decode(device, q, kv, meta, scale=scale, deterministic=exact, first_key=first_key)
+    check_tensor("gate", gate, (q.shape[0], q.shape[1] * q.shape[2]), (q.dtype,), device)
+    return _gated(device, q, kv, meta, gate, scale=scale, deterministic=exact, first_key=first_key)
 
 
 def attention_verify(
@@ -228,9 +196,8 @@ def attention_verify(
     """Attend from drafted tokens as if each were the decode token after the previous ones.
 
     Args:
-        q: `[N, Hq, D]`; q, kv, scale and deterministic as for `attention_decode`.
+        q: `[N, Hq, D]`; q, kv, gate, scale and deterministic as for `attention_decode`.
         meta: slices, their absolute starts and block tables.
-        gate: as for `gated_attention_decode`; None: there is none.
 
     Returns:
         `[N, Hq, D]` in the dtype of q.
@@ -241,9 +208,7 @@ def attention_verify(
     if "as decode tokens" not in meta.plans:
         meta.plans["as decode tokens"] = _as_decode_tokens(meta)
     tokens = cast(DecodeMeta, meta.plans["as decode tokens"])
-    if gate is not None:
-        return gated_attention_decode(q, kv, tokens, gate, scale=scale, deterministic=deterministic)
-    return attention_decode(q, kv, tokens, scale=scale, deterministic=deterministic)
+    return attention_decode(q, kv, tokens, gate, scale=scale, deterministic=deterministic)
 
 
 def _as_decode_tokens(meta: VerifyMeta) -> DecodeMeta:
@@ -265,10 +230,3 @@ def _check(q: torch.Tensor, kv: KVLayer) -> None:
     check_tensor("q", q, (None, None, dim), FLOAT_DTYPES, q.device)
     if q.shape[1] % heads:
         raise KernelArgumentError("q", f"{q.shape[1]} query heads for {heads} key heads")
-
-
-def _check_decode(q: torch.Tensor, kv: KVLayer, meta: DecodeMeta) -> None:
-    _check(q, kv)
-    if len(meta) != q.shape[0] or any(length < 1 for length in meta.kv_lens):
-        raise KernelArgumentError("meta.kv_lens", f"expected {q.shape[0]} positive lengths")
-    check_block_tables(meta, meta.kv_lens, kv.k.shape[0], kv.k.shape[1])

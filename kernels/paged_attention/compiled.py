@@ -12,7 +12,7 @@ from vlm_serve.kernels.kv_quant.compiled import pages_record
 from vlm_serve.kernels.metadata import DecodeMeta, KVLayer, PrefillMeta
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.native_library import call
-from vlm_serve.kernels.native_records import LANES, bits, offsets, tables
+from vlm_serve.kernels.native_records import LANES, bits, tables
 
 _Attention = struct("Attention")
 
@@ -57,9 +57,5 @@ def attention(
 
 def _arrays(meta: PrefillMeta | DecodeMeta) -> tuple[array[int], ...]:
     """Return offsets, starts and the tables' addresses; then the tables, which must stay alive."""
-    if isinstance(meta, DecodeMeta):
-        starts = tuple(length - 1 for length in meta.kv_lens)
-    else:
-        starts = meta.starts
     places, tables_kept = tables(meta)
-    return array("q", offsets(meta)), array("q", starts), places, *tables_kept
+    return array("q", meta.cu_seqlens), array("q", meta.starts), places, *tables_kept

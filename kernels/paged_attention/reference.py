@@ -22,13 +22,12 @@ def attention(
 ) -> torch.Tensor:
     """Attend in prefill and decode alike: a decode token is a slice of one."""
     out = torch.empty(q.shape, dtype=q.dtype)
-    offsets = range(len(meta) + 1) if isinstance(meta, DecodeMeta) else meta.cu_seqlens
-    slices = zip(pairwise(offsets), meta.kv_lens, meta.block_tables, strict=True)
+    slices = zip(pairwise(meta.cu_seqlens), meta.kv_lens, meta.block_tables, strict=True)
     for (begin, end), length, table in slices:
         blocks = torch.tensor(list(table[: -(-length // kv.k.shape[1])]), dtype=torch.int64)
         keys, values = (
             pick(*stored, blocks, torch.float32).flatten(0, 1)[first_key:length]
-            for stored in ((kv.k, kv.k_scale, kv.k_zero), (kv.v, kv.v_scale, kv.v_zero))
+            for stored in kv.halves
         )
         out[begin:end] = attend(q[begin:end], keys, values, scale)
     return out

@@ -16,7 +16,7 @@ import triton.language as tl
 from vlm_serve.kernels.kv_quant.triton import INT8, decode_stored, page_arguments, stored_form
 from vlm_serve.kernels.metadata import KVLayer
 from vlm_serve.kernels.triton_support import Tables, current_target, dot_dtype, power_of_two
-from vlm_serve.kernels.tuning import Limits, tuned
+from vlm_serve.kernels.tuning import tuned
 
 _CONSUMER = 99 << 10
 """Bytes of shared memory of a program on consumer cards, where one tile less is in flight."""
@@ -63,17 +63,16 @@ def decode_tile(dtype: torch.dtype, dim: int, group: int) -> AttentionTile:
         return AttentionTile(rows, 16, 8, 1) if dim > 128 else AttentionTile(rows, 32, 4, 1)
     target = current_target()
     keys, stages = 32 if dim > 128 else 64, 4 if target.shared_memory > _CONSUMER else 3
-    if target.backend != "cuda":
-        return AttentionTile(rows, keys, 4, 1 if target.backend == "hip" else stages)
+    if target.backend == "hip":
+        return AttentionTile(rows, keys, 4, 1)
 
     def shared(tile: Mapping[str, int]) -> int:
         """Return the bytes of keys and values in flight, and of the queries."""
         return 2 * power_of_two(dim, 16) * (2 * (tile["stages"] - 1) * tile["keys"] + rows)
 
-    limits = Limits(frozenset(("keys", "warps", "stages")), shared)
     usual = {"keys": keys, "warps": 4, "stages": stages}
     op = f"attention decode, head dim {dim}"
-    return AttentionTile(rows, **tuned(op, target.arch, target.shared_memory, usual, limits))
+    return AttentionTile(rows, **tuned(op, target, usual, shared))
 
 
 def attention_arguments(

@@ -236,10 +236,10 @@ def attention_decode(
     q: torch.Tensor,
     kv: KVLayer,
     meta: DecodeMeta,
+    gate: torch.Tensor | None = None,
     *,
     scale: float,
     deterministic: bool,
-    gate: torch.Tensor | None = None,
     first_key: int = 0,
 ) -> torch.Tensor:
     """Attend in enough splits for the device; with `deterministic`, in splits of fixed bounds."""

@@ -97,7 +97,7 @@ def check_cut(rng: random.Random) -> None:
     begin, end = len(noise), len(noise) + length - cut
     meta = PrefillMeta((0, begin, end), (0, 0), ((), ()), (-1, 1), (2, 3), ((begin,), (end,)))
     # Chunks longer than 64 tokens are of no concern to the convolution, only to its checks.
-    meta.checked.add(("prefill", end, 4))
+    meta.checked.add(("PrefillMeta", end, 4))
     rest = causal_conv_prefill(torch.cat([noise, x[cut:]]), weight, tails, meta)[begin:]
     assert torch.equal(torch.cat([head, rest]), whole)
     assert torch.equal(tails[3], tails[0])

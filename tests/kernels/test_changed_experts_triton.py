@@ -15,7 +15,7 @@ from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
 from vlm_serve.kernels.linear.low_rank_factors import RECORD, LowRankChange, Up, held
 from vlm_serve.kernels.linear.stored_codes import Stored, stored
-from vlm_serve.kernels.moe import _changed, routed_experts
+from vlm_serve.kernels.moe import _experts, routed_experts
 from vlm_serve.kernels.moe.reference import Addends
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 48, 24
@@ -155,7 +155,7 @@ def test_torch_computes_the_same() -> None:
     changes = RowChanges(adapters(), OWNERS)
     sites = changes.experts(SITES, DEVICE)
     assert sites is not None
-    found = _changed.torch(*own, sites, deterministic=False)
+    found = _experts.torch(*own, deterministic=False, sites=sites)
     assert_near(found, expected(*own, OWNERS), 2e-5)
 
 
@@ -184,7 +184,7 @@ def test_a_long_sum_has_several_parts() -> None:
         plain = routed_experts(*own)
     sites = RowChanges([known], (0, -1, 0)).experts(SITES, DEVICE)
     assert sites is not None
-    assert_near(found, _changed.torch(*own, sites, deterministic=False), 2e-5)
+    assert_near(found, _experts.torch(*own, deterministic=False, sites=sites), 2e-5)
     assert torch.equal(found[1], plain[1]) and not torch.equal(found[0], plain[0])
 
 

@@ -9,8 +9,7 @@ import torch
 
 from vlm_serve.kernels.checks import (
     KernelArgumentError,
-    check_decode_meta,
-    check_prefill_meta,
+    check_meta,
     check_tensor,
 )
 from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta
@@ -28,15 +27,15 @@ GOOD = PrefillMeta(
 
 def check(**changes: object) -> None:
     # A changed step is a new one: nothing is remembered of the good one.
-    check_prefill_meta(replace(GOOD, checked=set(), **changes), 71, 8)  # type: ignore[arg-type]
+    check_meta(replace(GOOD, checked=set(), **changes), 71, 8)  # type: ignore[arg-type]
 
 
 def test_a_good_step_passes_once_and_is_remembered() -> None:
     check()
-    check_prefill_meta(GOOD, 71, 8)
-    assert ("prefill", 71, 8) in GOOD.checked
+    check_meta(GOOD, 71, 8)
+    assert ("PrefillMeta", 71, 8) in GOOD.checked
     with pytest.raises(KernelArgumentError):
-        check_prefill_meta(GOOD, 71, 6)
+        check_meta(GOOD, 71, 6)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +89,10 @@ def test_rows_may_be_updated_in_place() -> None:
 )
 def test_a_bad_decode_step_is_refused(field: str, value: object) -> None:
     good = DecodeMeta(((), ()), (1, 1), (0, 4), (3, 4), (-1, 5))
-    check_decode_meta(good, 2, 8)
+    check_meta(good, 2, 8)
     changed = replace(good, checked=set(), **{field: value})  # type: ignore[arg-type]
     with pytest.raises(KernelArgumentError, match="meta."):
-        check_decode_meta(changed, 2, 8)
+        check_meta(changed, 2, 8)
 
 
 def test_tensors_are_checked_by_name() -> None:

@@ -98,11 +98,11 @@ def test_gate_and_up_in_one_launch(name: str, dtype: torch.dtype) -> None:
     wide = rms_norm_reference(x, norm, 1e-6) @ dequantised(codes).T.to(DEVICE) + bias.double()
     gate, up = wide.chunk(2, dim=1)
     with kernels():
-        result = linear(codes, bias).gated_of_norm(Normed(x, norm, 1e-6))
+        result = linear(codes, bias).of_norm(Normed(x, norm, 1e-6), gated=True)
     assert result.shape == (4, columns // 2) and result.dtype == dtype
     assert_near(result, gate * torch.sigmoid(gate) * up, TOLERANCE[dtype])
     weight = linear(codes)
-    names = launched(lambda: weight.gated_of_norm(Normed(x, norm, 1e-6)))
+    names = launched(lambda: weight.of_norm(Normed(x, norm, 1e-6), gated=True))
     assert names[-1:] == ["_few_codes_kernel"] and len(names) == 2
 
 

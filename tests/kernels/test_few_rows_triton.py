@@ -115,8 +115,8 @@ def test_projections_compute_the_same_by_either_way(dtype: torch.dtype, rows: in
         results = (
             linear(x, plus=residual.clone(), overwrite=True),
             linear.of_norm(Normed(x, norm, 1e-6)),
-            linear.gated_of_norm(Normed(x, norm, 1e-6)),
-            linear.logits(Normed(x, norm, 1e-6)),
+            linear.of_norm(Normed(x, norm, 1e-6), gated=True),
+            linear.of_norm(Normed(x, norm, 1e-6), widened=True),
         )
     for result, around in zip(
         results,

@@ -18,7 +18,7 @@ from vlm_serve.kernels.metadata import DecodeMeta
 from vlm_serve.kernels.moe import route, routed_experts
 from vlm_serve.kernels.moe.reference import Addends
 from vlm_serve.kernels.norms import gated_rms_norm
-from vlm_serve.kernels.paged_attention import attention_decode, gated_attention_decode
+from vlm_serve.kernels.paged_attention import attention_decode
 from vlm_serve.kernels.rope import Rotation, qk_norm_rope
 from vlm_serve.kernels.triton_support import Target, record_launches
 
@@ -121,7 +121,7 @@ def test_attention_and_its_gate(dtype: torch.dtype, deterministic: bool, longest
         meta = DecodeMeta(tables, tuple(lengths), none, none, none)
         options: Any = {"scale": 32**-0.5, "deterministic": deterministic}
         plain = attention_decode(q, kv, meta, **options)
-        result = gated_attention_decode(q, kv, meta, gate, **options)
+        result = attention_decode(q, kv, meta, gate, **options)
         expected = times_sigmoid(plain.flatten(1), gate)
     assert torch.equal(result.flatten(1), expected)
 

@@ -13,7 +13,7 @@ import torch
 from vlm_serve.kernels import large_pages
 from vlm_serve.kernels.large_pages import zeros
 from vlm_serve.kernels.linear.dense import PackedDense
-from vlm_serve.kernels.linear.packed_codes import PackedIntegers
+from vlm_serve.kernels.linear.packed_codes import PackedCodes
 from vlm_serve.kernels.linear.quantising import quantise
 
 LARGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -86,6 +86,6 @@ def test_arenas_end_with_their_last_tensor() -> None:
 def test_weights_lie_in_them(compiler: None) -> None:
     plain = torch.randn(96, 128)
     dense = PackedDense.of([plain], 96, 128, torch.float32)
-    codes = PackedIntegers.of([quantise(plain, 4, 32)], 96, 128)
+    codes = PackedCodes.of([quantise(plain, 4, 32)], 96, 128)
     for weight in (dense, codes):
         assert all(advised(tensor) for tensor in weight._tensors)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vlm_serve.kernels.linear import Joined, Linear, Part, Shard, load, runs
+from vlm_serve.kernels.linear import Joined, Linear, Part, Shard, load
 from vlm_serve.kernels.linear.codes import Codes, Float8Codes, IntegerCodes
-from vlm_serve.kernels.linear.packed_codes import PackedIntegers
+from vlm_serve.kernels.linear.packed_codes import PackedCodes
 from vlm_serve.kernels.linear.quantising import quantise
 
 DEPTH, ROWS = 64, 40
@@ -99,8 +99,6 @@ def test_parts_of_one_kind_are_one_weight(compiled: bool) -> None:
     got = load(Source(compiled, **blocks), PARTS[:2])
     assert not isinstance(got, Joined)
     check(got, torch.cat([plain(each[0]) for each in blocks.values()]))
-    (run,) = runs(Source(compiled, **blocks), PARTS[:2], None)
-    assert {each.block for each in run.pieces() if isinstance(each, Float8Codes)} == {(8, 32)}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -143,7 +141,7 @@ def test_a_column_alone_has_the_bits_it_has_among_many(dynamic: bool, rows: int)
     def product(first: int, last: int) -> torch.Tensor:
         own = slice(first, last)
         piece = IntegerCodes(codes.codes[own], codes.scales[own], None, 4, 32, factors[own])
-        return PackedIntegers.of([piece], last - first, DEPTH, bias[own], dynamic=dynamic)(x)
+        return PackedCodes.of([piece], last - first, DEPTH, bias[own], dynamic=dynamic)(x)
 
     alone = [product(first, first + step) for first in range(0, columns, step)]
     assert torch.equal(product(0, columns), torch.cat(alone, 1))

@@ -110,9 +110,9 @@ def test_the_norm_before_the_gate_behind_and_logits(dtype: torch.dtype) -> None:
     sums = expected(dense._weight, rms_norm_reference(raw, norm, 1e-6), OWNERS)
     gate, up = sums.chunk(2, dim=1)
     assert_near(dense.of_norm(x, changes=changes), sums, 2 * TOLERANCE[dtype])
-    gated = dense.gated_of_norm(x, changes=changes)
+    gated = dense.of_norm(x, changes=changes, gated=True)
     assert_near(gated, gate * torch.sigmoid(gate) * up, 2 * TOLERANCE[dtype])
-    logits = dense.logits(x, changes=changes)
+    logits = dense.of_norm(x, changes=changes, widened=True)
     assert logits.dtype == torch.float32
     assert_near(logits, sums, 2 * TOLERANCE[dtype])
 
@@ -128,8 +128,8 @@ def test_rows_have_their_bits_alone_and_without_an_adapter_the_base_s(determinis
         options = {"deterministic": deterministic, "changes": changes}
         return (
             dense.of_norm(x, **options),  # type: ignore[arg-type]
-            dense.gated_of_norm(x, **options),  # type: ignore[arg-type]
-            dense.logits(x, **options),  # type: ignore[arg-type]
+            dense.of_norm(x, **options, gated=True),  # type: ignore[arg-type]
+            dense.of_norm(x, **options, widened=True),  # type: ignore[arg-type]
             dense(raw[rows], plus=plus[rows], **options),  # type: ignore[arg-type]
         )
 

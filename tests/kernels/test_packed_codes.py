@@ -11,7 +11,7 @@ from quantised_codes import dequantised, float4, rooted, widened
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes import FLOAT4_VALUES, Codes, Float8Codes, IntegerCodes
-from vlm_serve.kernels.linear.packed_codes import PackedCodes, PackedFloat8, PackedIntegers
+from vlm_serve.kernels.linear.packed_codes import PackedCodes
 
 COLUMNS, DEPTH = 77, 256
 CUTS = (5, 40)
@@ -74,8 +74,8 @@ def cut(codes: IntegerCodes) -> list[IntegerCodes]:
 def packed(codes: Codes, bias: torch.Tensor | None = None, *, dynamic: bool = False) -> PackedCodes:
     """From pieces, wherever they are cut; blocks of rows stay whole."""
     if isinstance(codes, Float8Codes):
-        return PackedFloat8.of([codes], COLUMNS, DEPTH, bias)
-    return PackedIntegers.of(cut(codes), COLUMNS, DEPTH, bias, dynamic=dynamic)
+        return PackedCodes.of([codes], COLUMNS, DEPTH, bias)
+    return PackedCodes.of(cut(codes), COLUMNS, DEPTH, bias, dynamic=dynamic)
 
 
 def activations(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -242,7 +242,7 @@ def test_memory_is_that_of_codes_and_scales(bits: int, most: float, zeros: bool)
     codes = torch.zeros(64, 1024, dtype=torch.uint8)
     scales = torch.ones(64, 8, dtype=torch.float16)
     zero = torch.zeros(64, 8, dtype=torch.uint8) if zeros else None
-    weight = PackedIntegers.of([IntegerCodes(codes, scales, zero, bits, 128)], 64, 1024)
+    weight = PackedCodes.of([IntegerCodes(codes, scales, zero, bits, 128)], 64, 1024)
     stored = codes.numel() * most + scales.nbytes + (scales.numel() * bits / 8 if zeros else 0)
     assert stored <= weight.nbytes <= 1.05 * stored
 
@@ -251,11 +251,11 @@ def test_what_cannot_be_packed() -> None:
     codes = integers(4, 32, zeros=False)
     other = integers(4, 64, zeros=False)
     with pytest.raises(KernelArgumentError, match="kinds or groups differ"):
-        PackedIntegers.of([codes, other], 2 * COLUMNS, DEPTH)
+        PackedCodes.of([codes, other], 2 * COLUMNS, DEPTH)
     with pytest.raises(KernelArgumentError, match="kinds or groups differ"):
-        PackedIntegers.of([codes, float4(COLUMNS, DEPTH, 32)], 2 * COLUMNS, DEPTH)
+        PackedCodes.of([codes, float4(COLUMNS, DEPTH, 32)], 2 * COLUMNS, DEPTH)
     with pytest.raises(KernelArgumentError, match="types of scales differ"):
-        PackedIntegers.of([codes, rooted(COLUMNS, DEPTH, 4, 32)], 2 * COLUMNS, DEPTH)
+        PackedCodes.of([codes, rooted(COLUMNS, DEPTH, 4, 32)], 2 * COLUMNS, DEPTH)
     odd = IntegerCodes(codes.codes[:, :20], codes.scales[:, :1], None, 4, 20)
     with pytest.raises(KernelArgumentError, match="20 of 20, expected a multiple of 16"):
-        PackedIntegers.of([odd], COLUMNS, 20)
+        PackedCodes.of([odd], COLUMNS, 20)

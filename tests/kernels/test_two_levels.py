@@ -11,7 +11,7 @@ from quantised_codes import generator, randn
 
 from vlm_serve.kernels.checks import KernelArgumentError
 from vlm_serve.kernels.linear.codes import IntegerCodes, Outer
-from vlm_serve.kernels.linear.packed_codes import PackedIntegers
+from vlm_serve.kernels.linear.packed_codes import PackedCodes
 from vlm_serve.kernels.linear.torch_quantised import TorchQuantised
 
 COLUMNS, DEPTH = 77, 512
@@ -71,7 +71,7 @@ def test_their_values(bits: int, group: int, size: int, floors: bool) -> None:
 @pytest.mark.parametrize(("bits", "group", "size", "floors"), FORMS)
 def test_products(bits: int, group: int, size: int, floors: bool, dynamic: bool) -> None:
     codes = two_levels(bits, group, size, floors=floors)
-    weight = PackedIntegers.of(iter([codes]), COLUMNS, DEPTH, None, dynamic=dynamic)
+    weight = PackedCodes.of(iter([codes]), COLUMNS, DEPTH, None, dynamic=dynamic)
     wanted, x = values(codes), randn(max(ROWS), DEPTH, seed=7)
     exact = x.double() @ wanted.T
     for rows in ROWS:
@@ -87,7 +87,7 @@ def test_products(bits: int, group: int, size: int, floors: bool, dynamic: bool)
 def test_without_minima_they_have_the_bits_of_one_level(size: int, dynamic: bool) -> None:
     codes = two_levels(6, 16, size, floors=False)
     both, one = (
-        PackedIntegers.of(iter([each]), COLUMNS, DEPTH, None, dynamic=dynamic)
+        PackedCodes.of(iter([each]), COLUMNS, DEPTH, None, dynamic=dynamic)
         for each in (codes, codes.flat())
     )
     x = randn(50, DEPTH, seed=8)
@@ -106,7 +106,7 @@ def test_minima_that_are_zero_points(dynamic: bool) -> None:
     plain = replace(codes, scales=torch.full(codes.scales.shape, 2.0**-6), outer=None)
     x = randn(13, DEPTH, seed=9)
     minima, zeros = (
-        PackedIntegers.of(iter([each]), COLUMNS, DEPTH, None, dynamic=dynamic)(x)
+        PackedCodes.of(iter([each]), COLUMNS, DEPTH, None, dynamic=dynamic)(x)
         for each in (codes, plain)
     )
     assert (minima - zeros).abs().max() < 2e-6 * zeros.abs().max()
@@ -117,14 +117,14 @@ def test_what_they_take() -> None:
     """Of whole panels: 4.625 bits for Q4_K, 6.5625 for Q6_K."""
     for bits, group, floors, wanted in ((4, 32, True, 4.625), (6, 16, False, 6.5625)):
         codes = two_levels(bits, group, 256, floors=floors)
-        weight = PackedIntegers.of(iter([codes]), COLUMNS, DEPTH, None)
+        weight = PackedCodes.of(iter([codes]), COLUMNS, DEPTH, None)
         assert weight.nbytes * 8 == wanted * 96 * DEPTH
 
 
 def test_eight_bits_have_no_minima() -> None:
     codes = two_levels(8, 32, 256, floors=True)
     with pytest.raises(KernelArgumentError, match="codes of 8 bits have no minima"):
-        PackedIntegers.of(iter([codes]), COLUMNS, DEPTH, None)
+        PackedCodes.of(iter([codes]), COLUMNS, DEPTH, None)
 
 
 def test_torch_takes_one_level() -> None:

@@ -173,7 +173,18 @@ def test_what_a_newer_class_would_say_stands_in_the_table(
     for name in ("MiniCPMV4_7Config", "MiniCPMV4_7VisionConfig"):
         monkeypatch.setattr(transformers, name, None, raising=False)
     found = spec_of(raw)
-    assert found.vision == WindowVisionSpec(12, 768, 3072, 12, 3, 16, 14, 6, 4, 64)
+    assert found.vision == WindowVisionSpec(
+        depth=12,
+        hidden_size=768,
+        intermediate_size=3072,
+        heads=12,
+        in_channels=3,
+        patch_size=16,
+        side=14,
+        merged_layer=6,
+        merge_size=4,
+        out_hidden_size=64,
+    )
     assert not found.tied_embeddings
 
 

@@ -112,7 +112,18 @@ def test_biases_of_attention_are_read() -> None:
 
 def test_minicpmv() -> None:
     spec = spec_of(config_of(SPECS["minicpm"]))
-    assert spec.vision == WindowVisionSpec(3, 32, 64, 2, 3, 8, 8, 1, 4, 64)
+    assert spec.vision == WindowVisionSpec(
+        depth=3,
+        hidden_size=32,
+        intermediate_size=64,
+        heads=2,
+        in_channels=3,
+        patch_size=8,
+        side=8,
+        merged_layer=1,
+        merge_size=4,
+        out_hidden_size=64,
+    )
     assert (spec.media_features, spec.embedding_width) == (0, 64)
     assert (spec.family.positions, spec.rope.sections) == ("count", (4, 0, 0))
     assert {type(layer.mixer) for layer in spec.layers} == {GatedDelta, Attention}

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from vlm_serve.models import load_model
 from vlm_serve.models.decoder import Decoder
 from vlm_serve.models.registry import FAMILIES, Served, spec_of
-from vlm_serve.models.weight_sizes import Shapes
+from vlm_serve.models.weight_sizes import UnreadWeights
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
 
@@ -59,7 +59,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def checkpoint(tmp_path: Path) -> Path:
     """Random weights under the names that the parts ask for."""
     generator = torch.Generator().manual_seed(0)
-    shapes = Shapes(torch.float32)
+    shapes = UnreadWeights(torch.float32)
     Decoder(spec_of(CONFIG), shapes, "model.", None)
     tensors = {
         name: 1 + torch.rand(shape, generator=generator)

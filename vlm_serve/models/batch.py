@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vlm_serve.kernels.checks import KernelArgumentError, check_block_tables, check_meta
 from vlm_serve.kernels.linear.low_rank import RowChanges
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.metadata import AnyMeta, DecodeMeta, PrefillMeta, VerifyMeta
+from vlm_serve.models.cache_layout import CacheTensors
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,24 @@ class ForwardBatch:
             slots=self.slots.to(device),
             logit_rows=self.logit_rows.to(device),
         )
+
+    @property
+    def metas(self) -> list[AnyMeta]:
+        """The kinds of tokens in the step, in their order."""
+        return [meta for meta in (self.decode, self.prefill, self.verify) if meta is not None]
+
+    def check(self, caches: CacheTensors, num_rows: int) -> None:
+        """Check that the step stays within the pools, of which `num_rows` state rows are its own.
+
+        Raises:
+            KernelArgumentError: naming the field.
+        """
+        for meta in self.metas:
+            check_meta(meta, meta.num_tokens, num_rows, caches.num_updates)
+            check_block_tables(meta, meta.kv_lens, caches.num_blocks, caches.block_size)
+        tokens, count = len(self.token_ids), sum(meta.num_tokens for meta in self.metas)
+        if tokens != count:
+            raise KernelArgumentError("token_ids", f"{tokens} tokens, the sequences have {count}")
 
 
 @dataclass(frozen=True)

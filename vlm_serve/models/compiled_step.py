@@ -13,17 +13,11 @@ from collections.abc import Sequence
 
 import torch
 
-from vlm_serve.kernels.checks import (
-    check_block_tables,
-    check_decode_meta,
-    check_prefill_meta,
-    check_verify_meta,
-)
 from vlm_serve.kernels.linear.low_rank import RowChanges
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.metadata import AnyMeta, VerifyMeta
 from vlm_serve.kernels.native_layout import struct
 from vlm_serve.kernels.native_library import call, load
-from vlm_serve.kernels.native_records import tables
+from vlm_serve.kernels.native_records import snapshot_rows, tables
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.program import Program
@@ -87,7 +81,8 @@ class CompiledStep:
         if self._reports_hidden:
             hidden = torch.empty(tokens, program.hidden, dtype=self._dtype)
         best = array("q", [0]) * rows if batch.greedy else None
-        layout, positions = _Layout(batch, tokens, self._caches), batch.positions.contiguous()
+        batch.check(self._caches, self._caches.num_rows)
+        layout, positions = _Layout(batch), batch.positions.contiguous()
         media = _Media(batch, self._dtype) if batch.media else None
         changes = None if batch.changes is None else StepChanges(batch.changes)
         step = _Step(
@@ -133,61 +128,28 @@ class CompiledStep:
 class _Layout:
     """The tokens, rows and blocks of each sequence; decode sequences come first."""
 
-    def __init__(self, batch: ForwardBatch, tokens: int, caches: CacheTensors) -> None:
-        decode, prefill = batch.decode, batch.prefill
+    def __init__(self, batch: ForwardBatch) -> None:
         self._first_token, self._start = [0], list[int]()
         self._src_rows, self._dst_rows = list[int](), list[int]()
-        self._snapshot_rows = array("q", [-1]) * tokens
-        self._tables = list[int]()
+        self._snapshot_rows, self._tables = list[int](), list[int]()
         self._updates, self._folded = list[int](), list[int]()
         self._kept: list[array[int]] = []
-        first = 0
-        if decode is not None:
-            first = len(decode)
-            check_decode_meta(decode, first, caches.num_rows)
-            check_block_tables(decode, decode.kv_lens, caches.num_blocks, caches.block_size)
-            self._first_token.extend(range(1, first + 1))
-            self._start.extend(length - 1 for length in decode.kv_lens)
-            self._add(decode)
-            self._snapshot_rows[:first] = array("q", decode.snapshot_rows)
-        if prefill is not None:
-            drafted = 0 if batch.verify is None else batch.verify.num_tokens
-            check_prefill_meta(prefill, tokens - first - drafted, caches.num_rows)
-            ends = prefill.cu_seqlens[1:]
-            lengths = [
-                start + end - begin
-                for start, begin, end in zip(prefill.starts, prefill.cu_seqlens, ends, strict=False)
-            ]
-            check_block_tables(prefill, lengths, caches.num_blocks, caches.block_size)
-            self._first_token.extend(first + end for end in ends)
-            self._start.extend(prefill.starts)
-            self._add(prefill)
-            for sequence, chunk, row in prefill.snapshots:
-                self._snapshot_rows[first + prefill.chunk_ends[sequence][chunk] - 1] = row
-            first += prefill.num_tokens
-        if batch.verify is not None:
-            self._add_drafts(batch.verify, first, tokens, caches)
+        for meta in batch.metas:
+            self._add(meta)
 
-    def _add_drafts(self, meta: VerifyMeta, first: int, tokens: int, caches: CacheTensors) -> None:
-        check_verify_meta(meta, tokens - first, caches.num_rows, caches.num_updates)
-        check_block_tables(meta, meta.kv_lens, caches.num_blocks, caches.block_size)
+    def _add(self, meta: AnyMeta) -> None:
+        before, first = len(self._start), self._first_token[-1]
         self._first_token.extend(first + end for end in meta.cu_seqlens[1:])
         self._start.extend(meta.starts)
-        for rows in (self._src_rows, self._dst_rows):
-            rows.extend(meta.rows)
-        before = len(self._src_rows) - len(meta)
-        self._updates.extend([-1] * before)
-        self._updates.extend(meta.updates)
-        self._folded.extend([0] * before)
-        self._folded.extend(meta.folded)
-        self._add_tables(meta)
-
-    def _add(self, meta: DecodeMeta | PrefillMeta) -> None:
-        self._src_rows.extend(meta.src_rows)
-        self._dst_rows.extend(meta.dst_rows)
-        self._add_tables(meta)
-
-    def _add_tables(self, meta: DecodeMeta | PrefillMeta | VerifyMeta) -> None:
+        if isinstance(meta, VerifyMeta):
+            self._src_rows.extend(meta.rows)
+            self._dst_rows.extend(meta.rows)
+            self._updates += [-1] * before + [*meta.updates]
+            self._folded += [0] * before + [*meta.folded]
+        else:
+            self._src_rows.extend(meta.src_rows)
+            self._dst_rows.extend(meta.dst_rows)
+        self._snapshot_rows.extend(snapshot_rows(meta))
         places, kept = tables(meta)
         self._tables.extend(places)
         self._kept += kept

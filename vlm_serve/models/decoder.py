@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from vlm_serve.kernels.linear import Linear, Part
-from vlm_serve.models.parts.base import LoadedFeedForward, LoadedMixer, Loader, load_norm
+from vlm_serve.models.parts.base import LoadedFeedForward, LoadedMixer, load_norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec
+from vlm_serve.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Layer:
     feed_forward: LoadedFeedForward
 
 
-def load_layer(spec: ModelSpec, layer: LayerSpec, source: Loader, name: str) -> Layer:
+def load_layer(spec: ModelSpec, layer: LayerSpec, source: Weights, name: str) -> Layer:
     """Load a layer of a model, whose tensors' names start with `name`."""
     hidden, norm = spec.hidden_size, spec.norm
     return Layer(
@@ -47,7 +48,7 @@ class Decoder:
     def __init__(
         self,
         spec: ModelSpec,
-        source: Loader,
+        source: Weights,
         prefix: str,
         head: str | None,
         pooled: Linear | tuple[int, ...] | None = None,

@@ -22,9 +22,10 @@ from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.compiled_step import CompiledStep
 from vlm_serve.models.decoder import load_layer
-from vlm_serve.models.parts.base import Loader, Step, load_norm
+from vlm_serve.models.parts.base import Step, load_norm
 from vlm_serve.models.program import Program
 from vlm_serve.models.spec import ModelSpec
+from vlm_serve.models.weights import Weights
 
 _ANCHOR = "mtp.norm.weight"
 FIRST_KEY = 1
@@ -42,7 +43,7 @@ class Predictor:
         CheckpointError: it has no such layer.
     """
 
-    def __init__(self, spec: ModelSpec, source: Loader) -> None:
+    def __init__(self, spec: ModelSpec, source: Weights) -> None:
         assert spec.mtp is not None
         if _ANCHOR not in source:
             raise CheckpointError(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from vlm_serve.errors import ConfigError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models.cache_layout import CacheLayout, Pool
-from vlm_serve.models.parts.base import FeedForward, Loader, Mixer, Norm, Routing
+from vlm_serve.models.parts.base import FeedForward, Mixer, Norm, Routing
 from vlm_serve.models.quantization.scheme import QuantScheme
+from vlm_serve.models.weights import Weights
 from vlm_serve.preprocess.text.family import Family
 
 
@@ -146,32 +148,42 @@ class Tower(Protocol):
         ...
 
 
-class Vision(Protocol):
-    """A vision tower as data. `deepstack` names the layers whose features are added behind the
-    decoder's first layers, none in most. `anchor` is the name of one of its tensors, `layers` the
-    prefix of those of its `depth` layers. `merge_size` patches per side become a token; each is a
-    row of `patch_dim` numbers. With `has_fixed_form`, a captured run may encode pictures."""
+@dataclass(frozen=True, kw_only=True)
+class Vision(ABC):
+    """A vision tower as data.
+
+    Attributes:
+        anchor: the name of one of its tensors.
+        layers: prefix of the names of its layers' tensors.
+        has_fixed_form: True if a captured run may encode pictures.
+        depth: number of layers.
+        merge_size: patches per side that become a token.
+        deepstack: the layers whose features are added behind the decoder's first layers.
+    """
+
+    anchor: ClassVar[str]
+    layers: ClassVar[str]
+    has_fixed_form: ClassVar[bool] = False
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int = 1
+    merge_size: int
+    out_hidden_size: int
+    deepstack: tuple[int, ...] = ()
 
     @property
-    def anchor(self) -> str: ...
-    @property
-    def layers(self) -> str: ...
-    @property
-    def depth(self) -> int: ...
-    @property
-    def out_hidden_size(self) -> int: ...
-    @property
-    def deepstack(self) -> tuple[int, ...]: ...
-    @property
-    def merge_size(self) -> int: ...
-    @property
-    def patch_dim(self) -> int: ...
-    @property
-    def has_fixed_form(self) -> bool: ...
+    def patch_dim(self) -> int:
+        """Numbers in one flattened patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
-    def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> Tower:
+    @abstractmethod
+    def load(self, source: Weights, prefix: str, dtype: torch.dtype) -> Tower:
         """Read its weights; names start with `prefix`, activations have `dtype`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -18,13 +18,16 @@ from vlm_serve.kernels.native_library import call, load
 from vlm_serve.kernels.native_records import LANES
 from vlm_serve.kernels.segment_attention import segment_attention
 from vlm_serve.models.compiled_step import StepChanges
-from vlm_serve.models.parts.base import Loader
 from vlm_serve.models.program import Program, UnsupportedError, View
+from vlm_serve.models.spec import Vision
 from vlm_serve.models.vision_parts import (
     EPS,
     Affine,
+    Attend,
+    AttentionPart,
     GridMemory,
     Merger,
+    MlpPart,
     Products,
     TowerReader,
     VisionBlock,
@@ -34,59 +37,30 @@ from vlm_serve.models.vision_parts import (
     interpolate_positions,
     layer_norm,
 )
+from vlm_serve.models.weights import Weights
 
 Grid = tuple[int, int, int]
 """(1, h, w): one temporal patch, in patches."""
-Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Attention of every picture to itself: queries and keys `[n, 2, heads, d]`, values `[n, heads, d]`
-to `[n, heads, d]`."""
 
 
 _Step = struct("Step")
 _MAX_DIM = constant("MAX_DIM")
 
 
-@dataclass(frozen=True)
-class VisionSpec:
+@dataclass(frozen=True, kw_only=True)
+class VisionSpec(Vision):
     """The tower of Qwen. `num_positions` is a square: the learned grid of position embeddings.
     `deepstack` lists layers, ascending. A merger behind each of them produces features, which are
     added to the residual behind the decoder's first layers, one after the other."""
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    in_channels: int
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-    out_hidden_size: int
+    anchor = "patch_embed.proj.weight"
+    layers = "blocks."
+    has_fixed_form = True
+
     num_positions: int
     rope_theta: float
-    deepstack: tuple[int, ...] = ()
 
-    @property
-    def anchor(self) -> str:
-        """The name of one of its tensors."""
-        return "patch_embed.proj.weight"
-
-    @property
-    def layers(self) -> str:
-        """Prefix of the names of its layers' tensors."""
-        return "blocks."
-
-    @property
-    def patch_dim(self) -> int:
-        """Numbers in one flattened patch."""
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
-
-    @property
-    def has_fixed_form(self) -> bool:
-        """Implement `Vision.has_fixed_form`."""
-        return True
-
-    def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> VisionTower:
-        """Implement `Vision.load`."""
+    def load(self, source: Weights, prefix: str, dtype: torch.dtype) -> VisionTower:
         return VisionTower(self, source, prefix, dtype)
 
 
@@ -101,7 +75,9 @@ class VisionTower:
         dtype: of activations.
     """
 
-    def __init__(self, config: VisionSpec, source: Loader, prefix: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: VisionSpec, source: Weights, prefix: str, dtype: torch.dtype
+    ) -> None:
         self._config = config
         self._device = source.device
         self._dtype = dtype
@@ -222,37 +198,24 @@ class VisionTower:
         # [n, 1, 1, d]: the same angles for queries, keys and every head.
         cos, sin = turns[:, :, None, None]
         features = []
+        heads = self._config.heads
+
+        def attend_turned(qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attention(_rotate(qk, cos, sin), v)
+
         for index, block in enumerate(self._blocks):
-            x = self._attention(block, x, (cos, sin), attention, how)
-            x = self._mlp(block, x, how)
+            x = block.attention(x, heads, attend_turned, how)
+            x = block.mlp(x, "gelu_tanh", how, plus=x)
             if index in self._mergers:
                 features.append(self._merge(self._mergers[index], x, how))
         merged = self._merge(self._merger, x, how)
         return torch.cat([merged, *features], dim=1) if features else merged
 
-    def _attention(
-        self,
-        block: VisionBlock,
-        x: torch.Tensor,
-        turns: tuple[torch.Tensor, torch.Tensor],
-        attention: Attend,
-        how: Products,
-    ) -> torch.Tensor:
-        tokens, heads = x.shape[0], self._config.heads
-        qkv = how(block.qkv, layer_norm(x, block.norm1))
-        qkv = qkv.view(tokens, 3, heads, -1)
-        mixed = attention(_rotate(qkv[:, :2], *turns), qkv[:, 2]).view(tokens, -1)
-        return how(block.proj, mixed, plus=x)
-
-    def _mlp(self, block: VisionBlock, x: torch.Tensor, how: Products) -> torch.Tensor:
-        hidden = how(block.fc1, layer_norm(x, block.norm2), activation="gelu_tanh")
-        return how(block.fc2, hidden, plus=x)
-
     def _merge(self, merger: Merger, x: torch.Tensor, how: Products) -> torch.Tensor:
         shape = (x.shape[0] // self._config.merge_size**2, -1)
-        postshuffle = merger.postshuffle
-        normed = layer_norm(x.view(shape) if postshuffle else x, merger.norm).view(shape)
-        return how(merger.fc2, how(merger.fc1, normed, activation="gelu"))
+        mlp = merger.mlp
+        normed = layer_norm(x.view(shape) if merger.postshuffle else x, mlp.norm).view(shape)
+        return mlp.of_normed(normed, "gelu", how)
 
     def _compute_grid_tensors(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return position embeddings of a grid's patches, and int64 `[2, n]` rows and columns."""
@@ -311,7 +274,7 @@ class FixedVisionTower:
 class _Reader(TowerReader):
     """Names and shapes of the tower's tensors."""
 
-    def __init__(self, source: Loader, prefix: str, config: VisionSpec) -> None:
+    def __init__(self, source: Weights, prefix: str, config: VisionSpec) -> None:
         super().__init__(source, prefix)
         self._config = config
 
@@ -328,22 +291,28 @@ class _Reader(TowerReader):
     def merger(self, name: str, *, postshuffle: bool) -> Merger:
         merged = self._config.hidden_size * self._config.merge_size**2
         return Merger(
-            norm=self.norm(f"{name}.norm", merged if postshuffle else self._config.hidden_size),
-            fc1=self.projection(f"{name}.linear_fc1", merged, merged),
-            fc2=self.projection(f"{name}.linear_fc2", self._config.out_hidden_size, merged),
-            postshuffle=postshuffle,
+            MlpPart(
+                self.norm(f"{name}.norm", merged if postshuffle else self._config.hidden_size),
+                self.projection(f"{name}.linear_fc1", merged, merged),
+                self.projection(f"{name}.linear_fc2", self._config.out_hidden_size, merged),
+            ),
+            postshuffle,
         )
 
     def block(self, index: int) -> VisionBlock:
         hidden, wide = self._config.hidden_size, self._config.intermediate_size
         name = f"blocks.{index}"
         return VisionBlock(
-            norm1=self.norm(f"{name}.norm1", hidden),
-            qkv=self.projection(f"{name}.attn.qkv", 3 * hidden, hidden),
-            proj=self.projection(f"{name}.attn.proj", hidden, hidden),
-            norm2=self.norm(f"{name}.norm2", hidden),
-            fc1=self.projection(f"{name}.mlp.linear_fc1", wide, hidden),
-            fc2=self.projection(f"{name}.mlp.linear_fc2", hidden, wide),
+            AttentionPart(
+                self.norm(f"{name}.norm1", hidden),
+                self.projection(f"{name}.attn.qkv", 3 * hidden, hidden),
+                self.projection(f"{name}.attn.proj", hidden, hidden),
+            ),
+            MlpPart(
+                self.norm(f"{name}.norm2", hidden),
+                self.projection(f"{name}.mlp.linear_fc1", wide, hidden),
+                self.projection(f"{name}.mlp.linear_fc2", hidden, wide),
+            ),
         )
 
 
@@ -394,13 +363,13 @@ class CompiledTower:
         self._area = merge * merge
         if self._dim > _MAX_DIM:
             raise UnsupportedError(f"heads of {self._dim} dims, more than {_MAX_DIM}")
-        self.width = merger.fc2.columns * (1 + len(deepstack))
+        self.width = merger.mlp.narrow.columns * (1 + len(deepstack))
         axes = torch.arange(2, dtype=torch.int32).repeat_interleave(len(inv_freq))
         self._program.rotate(inv_freq.repeat(2), axes)
         features = 0
         for index, block in enumerate(blocks):
-            self._add_attention(block)
-            self._add_mlp(block)
+            self._add_attention(block.attention)
+            self._add_mlp(block.mlp)
             if index in deepstack:
                 features += 1
                 self._add_merger(deepstack[index], features)
@@ -453,42 +422,42 @@ class CompiledTower:
         call("vlm_step", ctypes.byref(self._record), ctypes.byref(step), self._bits)
         return out
 
-    def _add_attention(self, block: VisionBlock) -> None:
+    def _add_attention(self, part: AttentionPart) -> None:
         program, heads, dim = self._program, self._heads, self._dim
         room = -(-dim // LANES) * LANES
         qkv = program.view("wide", 3 * self._hidden)
         turned = program.view("turned", 3 * heads * room)
         mixed = program.view("mixed", heads * room)
-        self._add_norm(block.norm1, program.residual, self._hidden)
-        program.product(block.qkv, program.normed, qkv)
+        self._add_norm(part.norm, program.residual, self._hidden)
+        program.product(part.qkv, program.normed, qkv)
         head_sizes = {"heads": heads, "head_dim": dim, "padded_dim": room}
         program.emit("Turn", x=qkv, cos=program.cos, sin=program.sin, out=turned, **head_sizes)
         program.emit("SeeAll", x=turned, out=mixed, heads=heads, padded_dim=room, scale=dim**-0.5)
         if room != dim:
             program.emit("Narrow", x=mixed, out=program.normed, **head_sizes)
             mixed = program.normed
-        program.add(block.proj, mixed)
+        program.add(part.out, mixed)
 
-    def _add_mlp(self, block: VisionBlock) -> None:
+    def _add_mlp(self, part: MlpPart) -> None:
         program = self._program
-        wide = program.view("wide", block.fc1.columns)
-        self._add_norm(block.norm2, program.residual, self._hidden)
-        program.product(block.fc1, program.normed, wide, "STORE_GELU_TANH")
-        program.add(block.fc2, wide)
+        wide = program.view("wide", part.wide.columns)
+        self._add_norm(part.norm, program.residual, self._hidden)
+        program.product(part.wide, program.normed, wide, "STORE_GELU_TANH")
+        program.add(part.narrow, wide)
 
     def _add_merger(self, merger: Merger, place: int) -> None:
         """Write a merger's tokens to its place in the step's rows."""
-        program, area = self._program, self._area
-        merged, columns = area * self._hidden, merger.fc2.columns
+        program, area, mlp = self._program, self._area, merger.mlp
+        merged, columns = area * self._hidden, mlp.narrow.columns
         squares = View(program.normed.buffer, 0, merged)
         wide, out = program.view("wide", merged), program.view("turned", columns)
         if not merger.postshuffle:
-            self._add_norm(merger.norm, program.residual, self._hidden)
+            self._add_norm(mlp.norm, program.residual, self._hidden)
         program.emit("Squares", size=area)
         if merger.postshuffle:
-            self._add_norm(merger.norm, View(program.residual.buffer, 0, merged), merged)
-        program.product(merger.fc1, squares, wide, "STORE_GELU")
-        program.product(merger.fc2, wide, out)
+            self._add_norm(mlp.norm, View(program.residual.buffer, 0, merged), merged)
+        program.product(mlp.wide, squares, wide, "STORE_GELU")
+        program.product(mlp.narrow, wide, out)
         at = {"width": columns, "column": place * columns, "stride": self.width}
         program.emit("Hidden", x=out, **at)
         program.emit("Squares", size=1)

@@ -12,13 +12,16 @@ import torch.nn.functional as F
 
 from vlm_serve.kernels.linear import Activation, Linear, Part
 from vlm_serve.kernels.linear.low_rank import AdapterChanges, RowChanges
-from vlm_serve.models.parts.base import Loader
+from vlm_serve.models.weights import Weights
 
 EPS = 1e-6
 """Of layer norms."""
 
 
 Value = TypeVar("Value")
+Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of every picture to itself: queries and keys `[n, 2, heads, d]`, values `[n, heads, d]`
+to `[n, heads, d]`."""
 REMEMBERED_PATCHES = 32768
 """Patches of all grids whose values are kept; a grid of more is computed each time. A patch takes
 some kilobytes of a device's memory."""
@@ -30,28 +33,6 @@ class Affine:
 
     weight: torch.Tensor
     bias: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class VisionBlock:
-    """Weights of one transformer block."""
-
-    norm1: Affine
-    qkv: Linear
-    proj: Linear
-    norm2: Affine
-    fc1: Linear
-    fc2: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class Merger:
-    """Squares of patches to tokens. `norm` applies to patches, or to squares if `postshuffle`."""
-
-    norm: Affine
-    fc1: Linear
-    fc2: Linear
-    postshuffle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +65,74 @@ class Products:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """Weights of one attention, with the norm before it."""
+
+    norm: Affine
+    qkv: Linear
+    out: Linear
+
+    def __call__(
+        self, x: torch.Tensor, heads: int, attention: Attend, how: Products
+    ) -> torch.Tensor:
+        """Add to x what its pictures attend to."""
+        qkv = how(self.qkv, layer_norm(x, self.norm)).view(len(x), 3, heads, -1)
+        mixed = attention(qkv[:, :2], qkv[:, 2]).view(len(x), -1)
+        return how(self.out, mixed, plus=x)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpPart:
+    """Weights of two products, with the norm before them."""
+
+    norm: Affine
+    wide: Linear
+    narrow: Linear
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        activation: Activation,
+        how: Products,
+        *,
+        plus: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute both products of x, with the activation between them and the sum behind them."""
+        return self.of_normed(layer_norm(x, self.norm), activation, how, plus=plus)
+
+    def of_normed(
+        self,
+        x: torch.Tensor,
+        activation: Activation,
+        how: Products,
+        *,
+        plus: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the same of rows behind the norm."""
+        return how(self.narrow, how(self.wide, x, activation=activation), plus=plus)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionBlock:
+    """Weights of one transformer block."""
+
+    attention: AttentionPart
+    mlp: MlpPart
+
+
+@dataclass(frozen=True, slots=True)
+class Merger:
+    """Squares of patches to tokens. The norm applies to patches, or to squares if `postshuffle`."""
+
+    mlp: MlpPart
+    postshuffle: bool
+
+
 class TowerReader:
     """Tensors of a tower by name; all names start with `prefix`."""
 
-    def __init__(self, source: Loader, prefix: str) -> None:
+    def __init__(self, source: Weights, prefix: str) -> None:
         self._source = source
         self._prefix = prefix
 

@@ -5,23 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 
 from vlm_serve.kernels.linear import Linear
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
-from vlm_serve.models.parts.base import Loader
+from vlm_serve.models.spec import Vision
 from vlm_serve.models.vision_parts import (
-    Affine,
+    AttentionPart,
     GridMemory,
+    MlpPart,
     Products,
     TowerReader,
+    VisionBlock,
     attend,
     layer_norm,
     nearest_positions,
     nested_order,
 )
+from vlm_serve.models.weights import Weights
 
 _WINDOW = 4
 """Patches per window, and windows per token."""
@@ -29,8 +32,8 @@ _WINDOW = 4
 Grid = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class WindowVisionSpec:
+@dataclass(frozen=True, kw_only=True)
+class WindowVisionSpec(Vision):
     """The tower of MiniCPM-V.
 
     Attributes:
@@ -40,65 +43,14 @@ class WindowVisionSpec:
         merge_size: patches per side that become one token, unless a picture overrides it: 2 or 4.
     """
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    in_channels: int
-    patch_size: int
+    anchor = "vision_tower.post_layernorm.weight"
+    layers = "vision_tower.encoder.layers."
+
     side: int
     merged_layer: int
-    merge_size: int
-    out_hidden_size: int
 
-    @property
-    def anchor(self) -> str:
-        """The name of one of its tensors."""
-        return "vision_tower.post_layernorm.weight"
-
-    @property
-    def layers(self) -> str:
-        """Prefix of the names of its layers' tensors."""
-        return "vision_tower.encoder.layers."
-
-    @property
-    def deepstack(self) -> tuple[int, ...]:
-        """No layer adds features."""
-        return ()
-
-    @property
-    def patch_dim(self) -> int:
-        """Numbers in one flattened patch."""
-        return self.in_channels * self.patch_size**2
-
-    @property
-    def has_fixed_form(self) -> bool:
-        """Implement `Vision.has_fixed_form`."""
-        return False
-
-    def load(self, source: Loader, prefix: str, dtype: torch.dtype) -> WindowVisionTower:
-        """Implement `Vision.load`."""
+    def load(self, source: Weights, prefix: str, dtype: torch.dtype) -> WindowVisionTower:
         return WindowVisionTower(self, source, prefix, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Attention:
-    norm: Affine
-    qkv: Linear
-    out: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class _Mlp:
-    norm: Affine
-    wide: Linear
-    narrow: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    attention: _Attention
-    mlp: _Mlp
 
 
 class WindowVisionTower:
@@ -115,7 +67,7 @@ class WindowVisionTower:
     """
 
     def __init__(
-        self, config: WindowVisionSpec, source: Loader, prefix: str, dtype: torch.dtype
+        self, config: WindowVisionSpec, source: Weights, prefix: str, dtype: torch.dtype
     ) -> None:
         self._config, self._device, self._dtype = config, source.device, dtype
         reader = _Reader(source, prefix, config)
@@ -174,42 +126,25 @@ class WindowVisionTower:
         pixels = torch.cat(ordered).to(self._device, self._dtype)
         x = how(self._patch_embed, pixels, plus=torch.cat(positions))
         lengths = sizes
+        heads = self._config.heads
         for index, block in enumerate(self._blocks):
-            x = self._attend(block.attention, x, lengths, how)
-            x = self._feed(block.mlp, x, x, "gelu_tanh", how)
+            x = block.attention(x, heads, partial(attend, sizes=lengths), how)
+            x = block.mlp(x, "gelu_tanh", how, plus=x)
             if merge == 4 and index == self._config.merged_layer:
                 x = self._merge_windows(x, how)
                 lengths = [size // _WINDOW for size in sizes]
         x = layer_norm(x, self._last_norm).view(-1, _WINDOW * self._config.hidden_size)
-        merged = self._feed(self._merger, x, None, "gelu", how)
+        merged = self._merger(x, "gelu", how)
         return merged.split_with_sizes([size // merge**2 for size in sizes])
 
     def _merge_windows(self, x: torch.Tensor, how: Products) -> torch.Tensor:
         """Reduce `[n, hidden]` to `[n / 4, hidden]`: attention within each window, then its
         merger."""
         attention, mlp = self._window
-        x = self._attend(attention, x, [_WINDOW] * (len(x) // _WINDOW), how)
+        sizes = [_WINDOW] * (len(x) // _WINDOW)
+        x = attention(x, self._config.heads, partial(attend, sizes=sizes), how)
         windows = x.view(-1, _WINDOW, self._config.hidden_size)
-        return self._feed(mlp, windows.flatten(1), windows.mean(1), "gelu_tanh", how)
-
-    def _attend(
-        self, part: _Attention, x: torch.Tensor, sizes: list[int], how: Products
-    ) -> torch.Tensor:
-        qkv = how(part.qkv, layer_norm(x, part.norm))
-        qkv = qkv.view(len(x), 3, self._config.heads, -1)
-        mixed = attend(qkv[:, :2], qkv[:, 2], sizes).view(len(x), -1)
-        return how(part.out, mixed, plus=x)
-
-    def _feed(
-        self,
-        part: _Mlp,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        activation: Literal["gelu", "gelu_tanh"],
-        how: Products,
-    ) -> torch.Tensor:
-        normed = layer_norm(x, part.norm)
-        return how(part.narrow, how(part.wide, normed, activation=activation), plus=residual)
+        return mlp(windows.flatten(1), "gelu_tanh", how, plus=windows.mean(1))
 
     def _compute_grid_tensors(
         self, height: int, width: int, merge: int
@@ -224,7 +159,7 @@ class WindowVisionTower:
 class _Reader(TowerReader):
     """Names and shapes of the tower's tensors."""
 
-    def __init__(self, source: Loader, prefix: str, config: WindowVisionSpec) -> None:
+    def __init__(self, source: Weights, prefix: str, config: WindowVisionSpec) -> None:
         super().__init__(source, prefix)
         self._config = config
 
@@ -240,37 +175,37 @@ class _Reader(TowerReader):
         name = "vision_tower.embeddings.patch_embedding"
         return self.projection(name, config.hidden_size, *kernel)
 
-    def block(self, index: int) -> _Block:
+    def block(self, index: int) -> VisionBlock:
         name = f"vision_tower.encoder.layers.{index}"
         hidden, wide = self._config.hidden_size, self._config.intermediate_size
-        mlp = _Mlp(
+        mlp = MlpPart(
             self.norm(f"{name}.layer_norm2", hidden),
             self.projection(f"{name}.mlp.fc1", wide, hidden),
             self.projection(f"{name}.mlp.fc2", hidden, wide),
         )
-        return _Block(self._attention(name), mlp)
+        return VisionBlock(self._attention(name), mlp)
 
-    def window(self) -> tuple[_Attention, _Mlp]:
+    def window(self) -> tuple[AttentionPart, MlpPart]:
         name, config = "vision_tower.vit_merger", self._config
         wide = _WINDOW * config.intermediate_size
         return self._attention(name), self._merging(name, wide, config.hidden_size)
 
-    def merger(self) -> _Mlp:
+    def merger(self) -> MlpPart:
         config = self._config
         return self._merging("merger.mlp.0", _WINDOW * config.hidden_size, config.out_hidden_size)
 
-    def _merging(self, name: str, wide: int, out: int) -> _Mlp:
+    def _merging(self, name: str, wide: int, out: int) -> MlpPart:
         flat = _WINDOW * self._config.hidden_size
-        return _Mlp(
+        return MlpPart(
             self.norm(f"{name}.pre_norm", flat),
             self.projection(f"{name}.linear_1", wide, flat),
             self.projection(f"{name}.linear_2", out, wide),
         )
 
-    def _attention(self, name: str) -> _Attention:
+    def _attention(self, name: str) -> AttentionPart:
         hidden = self._config.hidden_size
         parts = [f"{name}.self_attn.{projection}_proj" for projection in "qkv"]
-        return _Attention(
+        return AttentionPart(
             self.norm(f"{name}.layer_norm1", hidden),
             self.fused(parts, hidden, hidden),
             self.projection(f"{name}.self_attn.out_proj", hidden, hidden),

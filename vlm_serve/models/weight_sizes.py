@@ -15,13 +15,18 @@ from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.packed import PANEL
 from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.ranks import ALONE, Ranks
+from vlm_serve.models.adapters.changes import Modules
 from vlm_serve.models.decoder import Decoder, load_layer
+from vlm_serve.models.model import Model
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.quantization.base import Format, OnLoad, loading_format
 from vlm_serve.models.quantization.fields import plain_name
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.models.spec import ModelSpec
+from vlm_serve.models.weights import Weights
 from vlm_serve.options.declared import format_size
+
+_META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +59,15 @@ class WeightBytes:
         return format_size(self.in_memory) + (f" ({formats})" if formats else "") + table
 
 
-class Shapes:
-    """A `Loader` of tensors without memory; adds up their sizes.
+class UnreadWeights(Weights):
+    """Tensors without memory, in the shapes that a checkpoint would have; adds up their sizes.
 
     Args:
-        weights: dtype of dense projections and of the table.
-        compute: dtype of everything else.
-        device: of the tensors.
+        dtype: of dense projections and of the table.
+        compute_dtype: of everything else, and of activations.
+        device: of the tensors; "meta" for models whose steps are run, since what these allocate
+            follows from shapes alone. Quantised projections are then dense, as what is computed
+            with them is.
         compiled: whether projections are packed for compiled CPU kernels.
         format_of: the format of a part; None: dense.
 
@@ -71,23 +78,32 @@ class Shapes:
 
     def __init__(
         self,
-        weights: torch.dtype,
-        compute: torch.dtype | None = None,
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        *,
         compiled: bool = False,
         ranks: Ranks = ALONE,
         format_of: Callable[[Part], Format | OnLoad | None] = lambda part: None,
     ) -> None:
-        self.ranks = ranks
-        self.device = device or torch.device("cpu")
+        self.dtype, self.compute_dtype = dtype, compute_dtype or dtype
+        self.device, self.ranks, self.compiled = device or torch.device("cpu"), ranks, compiled
+        self.text_prefix = "model."
+        self.quantised, self.modules = set(), Modules()
         self.of_tensors: dict[str, Sequence[int]] = {}
         self.projections = self.table = self.others = 0
         self.formats: dict[str, int] = {}
         self._format_of = format_of
-        self._weights, self._compute, self._compiled = weights, compute or weights, compiled
 
     def __contains__(self, name: str) -> bool:
         return True
+
+    def vision_prefix(self, anchor: str) -> str:
+        # Adapters name modules as checkpoints do.
+        return "model." if anchor.startswith("vision_tower.") else "model.visual."
+
+    def head_name(self) -> str:
+        return "lm_head.weight"
 
     def shape_of(self, name: str) -> None:
         return None
@@ -95,10 +111,14 @@ class Shapes:
     def linear(
         self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
     ) -> Linear:
-        columns, depth = self._ask(parts, shard)
-        for format_, run in groupby(parts, self._format_of):
-            self._add(format_, *shape(list(run), shard), biased=bias is not None)
-        return TorchDense(torch.empty(columns, depth, dtype=self._weights, device="meta"), None)
+        columns, depth = self._ask(parts, shard, biased=bias is not None)
+        biases = None if bias is None else torch.empty(columns, dtype=self.dtype, device=_META)
+        weight = torch.empty(columns, depth, dtype=self.dtype, device=_META)
+        loaded = TorchDense(weight, biases)
+        if self.device == _META:
+            loaded.origin, loaded.shard = parts, shard
+            self.modules.enter(loaded)
+        return loaded
 
     def tensor(
         self,
@@ -110,55 +130,60 @@ class Shapes:
         self.of_tensors[name] = shape
         if rows:
             shape = (sum(map(len, rows)), *shape[1:])
-        self.others += prod(shape) * (dtype or self._compute).itemsize
-        return _empty(shape, dtype or self._compute)
-
-    def stacked_site(self, parts: Sequence[Part], count: int, shard: Shard | None = None) -> int:
-        return 0
+        kind = dtype or self.compute_dtype
+        self.others += prod(shape) * kind.itemsize
+        return self._empty(shape, kind)
 
     def stacked(
         self, parts: Sequence[Part], count: int, shard: Shard | None = None
     ) -> torch.Tensor:
-        columns, depth = self._ask(parts, shard)
-        for format_, run in groupby(parts, self._format_of):
-            self._add(format_, *shape(list(run), shard), biased=False)
-        return _empty((count, columns // count, depth), self._weights)
+        columns, depth = self._ask(parts, shard, biased=False)
+        return self._empty((count, columns // count, depth), self.dtype)
 
     def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         self.of_tensors[name] = shape
-        self.table += prod(shape) * self._weights.itemsize
-        return _empty(shape, self._weights)
+        self.table += prod(shape) * self.dtype.itemsize
+        return self._empty(shape, self.dtype)
 
     def unit(self, size: int) -> Linear:
         """Count a dense projection of a vector to one of its size."""
         self._add(None, size, size, biased=False)
-        return TorchDense(_empty((size, size), self._weights), None)
+        return TorchDense(self._empty((size, size), self.dtype), None)
 
     def _add(
         self, format_: Format | OnLoad | None, columns: int, depth: int, *, biased: bool
     ) -> None:
         """Count one weight."""
-        width, biases = self._weights.itemsize, columns if biased else 0
-        padded = -(-columns // PANEL) * PANEL if self._compiled else columns
+        width, biases = self.dtype.itemsize, columns if biased else 0
+        padded = -(-columns // PANEL) * PANEL if self.compiled else columns
         if format_ is not None:
             size = format_.nbytes(padded, depth) + 4 * biases
             self.formats[format_.label] = self.formats.get(format_.label, 0) + size
-        elif self._compiled:
-            rows = depth + (depth % 2 if self._weights == torch.bfloat16 else 0)
+        elif self.compiled:
+            rows = depth + (depth % 2 if self.dtype == torch.bfloat16 else 0)
             size = padded * rows * width + 4 * biases
         else:
             size = (columns * depth + biases) * width
         self.projections += size
 
-    def _ask(self, parts: Sequence[Part], shard: Shard | None) -> tuple[int, int]:
+    def _ask(self, parts: Sequence[Part], shard: Shard | None, *, biased: bool) -> tuple[int, int]:
+        """Count some parts, and return the shape of them all."""
         self.of_tensors.update({part.name: part.shape for part in parts})
+        for format_, run in groupby(parts, self._format_of):
+            self._add(format_, *shape(list(run), shard), biased=biased)
         return shape(parts, shard)
 
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return one number expanded to a shape, unless steps are run: arithmetic on a "meta"
+        tensor imports torch's compiler."""
+        if self.device == _META:
+            return torch.empty(*shape, dtype=dtype, device=_META)
+        return torch.zeros((), dtype=dtype).expand(*shape)
 
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return one number expanded to a shape: arithmetic on a "meta" tensor imports torch's
-    compiler."""
-    return torch.zeros((), dtype=dtype).expand(*shape)
+
+def unread_model(spec: ModelSpec, dtype: torch.dtype, compute_dtype: torch.dtype) -> Model:
+    """Return a model whose forwards compute nothing, on the device "meta"."""
+    return Model(spec, UnreadWeights(dtype, compute_dtype, _META), bytes(32))
 
 
 def weight_bytes(
@@ -195,27 +220,25 @@ def weight_bytes(
     mapped = device.type == "cpu" and weights == spec.dtype and not _coded_table(spec)
     share = len(ranks.share(spec.vocab_size))
     known = _formats(spec.quantization, quantised, bits, compiled=compiled)
-    text, vision = (Shapes(weights, compute, device, compiled, ranks, known) for _ in range(2))
     prefix = "model.language_model." if spec.vision is not None else "model."
-    head = None if spec.tied_embeddings else "lm_head.weight"
-    instead = text.unit(spec.hidden_size) if head_rows == 0 else None
+    sizes = UnreadWeights(
+        *(weights, compute, device), compiled=compiled, ranks=ranks, format_of=known
+    )
+    head = None if spec.tied_embeddings else sizes.head_name()
+    instead = sizes.unit(spec.hidden_size) if head_rows == 0 else None
     rows = tuple(range(head_rows)) if head_rows else None
-    Decoder(spec, text, prefix, head, instead or rows)
+    Decoder(spec, sizes, prefix, head, instead or rows)
     if drafts:
-        Predictor(spec, text)
+        Predictor(spec, sizes)
     if spec.vision is not None:
-        spec.vision.load(vision, "model.visual.", compute)
-    projections = text.projections + vision.projections
-    coded = {
-        name: text.formats.get(name, 0) + vision.formats.get(name, 0)
-        for name in (*text.formats, *vision.formats)
-    }
+        spec.vision.load(sizes, "model.visual.", compute)
+    coded = dict(sizes.formats)
     if coded:
-        coded[_name(weights)] = projections - sum(coded.values())
+        coded[_name(weights)] = sizes.projections - sum(coded.values())
     return WeightBytes(
-        projections=projections,
-        table=text.table if mapped else text.table * share // spec.vocab_size,
-        others=text.others + vision.others,
+        projections=sizes.projections,
+        table=sizes.table if mapped else sizes.table * share // spec.vocab_size,
+        others=sizes.others,
         mapped=mapped,
         formats=tuple(coded.items()),
     )
@@ -266,9 +289,9 @@ def prompt_price(spec: ModelSpec) -> float:
     """Return the draft layer's share of a prompt token's multiplications by weights: the layer
     itself, and the last layer's feed-forward, which otherwise runs for a prompt's last token
     alone."""
-    last = Shapes(spec.dtype)
+    last = UnreadWeights(spec.dtype)
     spec.layers[-1].feed_forward.load(last, "", spec.hidden_size)
-    drafting, whole = Shapes(spec.dtype), Shapes(spec.dtype)
+    drafting, whole = UnreadWeights(spec.dtype), UnreadWeights(spec.dtype)
     Predictor(spec, drafting)
     for index, layer in enumerate(spec.layers):
         load_layer(spec, layer, whole, str(index))
@@ -276,7 +299,7 @@ def prompt_price(spec: ModelSpec) -> float:
     return more / (_multiplications(spec, whole) - _multiplications(spec, last))
 
 
-def _multiplications(spec: ModelSpec, shapes: Shapes) -> float:
+def _multiplications(spec: ModelSpec, shapes: UnreadWeights) -> float:
     """Count one token's multiplications by all matrices; it passes `top_k` of its routed
     experts."""
     routing = spec.routing

@@ -20,8 +20,8 @@ from vlm_serve.engine.steps.memory import StepMemory
 from vlm_serve.kernels.norms import rms_norm
 from vlm_serve.models import Model, load_model, read_spec
 from vlm_serve.models.adapters import place, read_adapter, uniform
-from vlm_serve.models.model import unread_model
 from vlm_serve.models.vision_parts import REMEMBERED_PATCHES
+from vlm_serve.models.weight_sizes import unread_model
 from vlm_serve.options.config import EngineConfig
 
 META = torch.device("meta")

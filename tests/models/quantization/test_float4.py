@@ -12,15 +12,15 @@ from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part, Shard
 from vlm_serve.kernels.linear.codes import IntegerCodes
 from vlm_serve.models.quantization.base import Names, pieces
-from vlm_serve.models.quantization.float4 import Float4, Mxfp4, Nvfp4
+from vlm_serve.models.quantization.float4 import MODELOPT_NVFP4, MXFP4, NVFP4, Float4
 
 ROWS, DEPTH = 96, 256
 PART = Part("w.weight", (ROWS, DEPTH))
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 KINDS: dict[str, Float4] = {
-    "nvfp4": Nvfp4(),
-    "nvfp4-modelopt": Nvfp4(modelopt=True),
-    "mxfp4": Mxfp4(),
+    "nvfp4": NVFP4,
+    "nvfp4-modelopt": MODELOPT_NVFP4,
+    "mxfp4": MXFP4,
 }
 
 
@@ -86,7 +86,7 @@ def test_ranges_and_shards(kind: str, axis: int) -> None:
 
 def test_a_dense_weight_of_modelopts_is_none() -> None:
     tensors = MemoryCheckpoint({"w.weight": torch.zeros(ROWS, DEPTH, dtype=torch.bfloat16)})
-    assert not Nvfp4(modelopt=True).holds(tensors, Names("w.weight"))
+    assert not MODELOPT_NVFP4.holds(tensors, Names("w.weight"))
 
 
 def e4m3(value: float) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_scales_of_zero_are_legitimate() -> None:
 
 def test_columns_that_groups_do_not_fill() -> None:
     with pytest.raises(CheckpointError, match="groups of 32 do not fit the 48 columns of w.weight"):
-        Mxfp4().open(MemoryCheckpoint(), Part("w.weight", (ROWS, 48)))
+        MXFP4.open(MemoryCheckpoint(), Part("w.weight", (ROWS, 48)))
 
 
 def test_exponents_of_a_type_of_their_own() -> None:

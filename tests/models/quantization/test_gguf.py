@@ -9,7 +9,7 @@ from gguf_blocks import HALVES, decode, random_blocks
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Part, Shard
-from vlm_serve.kernels.linear.packed_codes import PackedIntegers
+from vlm_serve.kernels.linear.packed_codes import PackedCodes
 from vlm_serve.models.gguf.reader import BY_NAME
 from vlm_serve.models.quantization.base import pieces
 from vlm_serve.models.quantization.gguf import Blocks, type_rules
@@ -117,7 +117,7 @@ def test_what_they_take(kind: str) -> None:
     store._all |= {name: stored, NAME: torch.from_numpy(decode(stored.numpy(), Kind[kind]))}
     part, form = Part(NAME, (32, DEPTH)), Blocks(BY_NAME[kind])
     codes = pieces(form.open(store, part), part, None)
-    weight = PackedIntegers.of(codes, 32, DEPTH)  # type: ignore[arg-type]
+    weight = PackedCodes.of(codes, 32, DEPTH)
     assert weight.nbytes == form.nbytes(32, DEPTH)
     x = torch.randn(3, DEPTH, generator=torch.Generator().manual_seed(0))
     exact = x.double() @ store.stored(NAME).double().T

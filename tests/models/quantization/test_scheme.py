@@ -12,7 +12,7 @@ from quantised_weights import FORMATS, quantization_config
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.quantization.base import Format
-from vlm_serve.models.quantization.float4 import Mxfp4, Nvfp4
+from vlm_serve.models.quantization.float4 import MXFP4, NVFP4
 from vlm_serve.models.quantization.float8 import Float8
 from vlm_serve.models.quantization.integers import Awq, Gptq, Packed
 from vlm_serve.models.quantization.scheme import QuantScheme
@@ -69,8 +69,8 @@ MIXED: dict[str, Any] = {
         (MIXED, "self_attn.q_proj", Float8(None)),
         (MIXED, "mlp.gate_proj", Packed(4, 128, True)),
         (MIXED, "mlp.down_proj", Packed(8, -1, True)),
-        (FORMATS["nvfp4"].config([], 32), "mlp.up_proj", Nvfp4()),
-        (FORMATS["mxfp4"].config([], 32), "mlp.up_proj", Mxfp4()),
+        (FORMATS["nvfp4"].config([], 32), "mlp.up_proj", NVFP4),
+        (FORMATS["mxfp4"].config([], 32), "mlp.up_proj", MXFP4),
     ],
 )
 def test_formats_of_modules(fields: Any, module: str, expected: Format | None) -> None:

@@ -11,7 +11,7 @@ from vlm_serve.engine.features.adapters.slots import AdapterSlots
 from vlm_serve.engine.features.adapters.store import AdapterStore
 from vlm_serve.engine.numerics.arithmetic import factors_dtype
 from vlm_serve.engine.steps.local_executor import LocalExecutor
-from vlm_serve.engine.steps.ranks.start import ModelSource
+from vlm_serve.engine.steps.ranks.task import ModelSource
 from vlm_serve.errors import CheckpointError, ModelNotFoundError
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model

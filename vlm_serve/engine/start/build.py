@@ -49,8 +49,8 @@ from vlm_serve.engine.steps.memory import (
 )
 from vlm_serve.engine.steps.ranks.executor import ShardedExecutor
 from vlm_serve.engine.steps.ranks.process import RankProcesses
-from vlm_serve.engine.steps.ranks.start import ModelSource, load
-from vlm_serve.engine.steps.ranks.task import Pools
+from vlm_serve.engine.steps.ranks.start import load
+from vlm_serve.engine.steps.ranks.task import ModelSource, Pools
 from vlm_serve.engine.steps.step_paths import (
     Captured,
     capture,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vlm_serve.engine.features.adapters.options import (
     changed_experts,
@@ -27,7 +28,7 @@ from vlm_serve.engine.numerics.arithmetic import Types, factors_dtype
 from vlm_serve.engine.start.warm_up import warm_up
 from vlm_serve.engine.steps.adapter_table import SlotSizes, idle_adapter, most_bytes
 from vlm_serve.engine.steps.memory import StepMemory
-from vlm_serve.engine.steps.ranks.start import ModelSource
+from vlm_serve.engine.steps.ranks.task import ModelSource
 from vlm_serve.engine.steps.step_sizes import LARGEST, CapturedRows
 from vlm_serve.engine.steps.tower_graphs import most_tiles, patch_sizes
 from vlm_serve.errors import ConfigError
@@ -40,7 +41,7 @@ from vlm_serve.models import Model, ModelSpec
 from vlm_serve.models.adapters import Modules, place, read_adapter
 from vlm_serve.models.batch import ForwardBatch
 from vlm_serve.models.cache_layout import CacheTensors
-from vlm_serve.models.model import unread_model
+from vlm_serve.models.weight_sizes import unread_model
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.media.processors import image_config
 
@@ -353,13 +354,8 @@ def _expired(reference: StorageWeakRef) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+    """Yield the tensors in an operation's arguments or results."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def adapter_slot_bytes(config: EngineConfig, most: int = 0, modules: Modules | None = None) -> int:

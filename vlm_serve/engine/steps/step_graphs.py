@@ -25,12 +25,6 @@ from vlm_serve.engine.steps.step_tables import (
     TableMemory,
     largest_first,
 )
-from vlm_serve.kernels.checks import (
-    check_block_tables,
-    check_decode_meta,
-    check_prefill_meta,
-    check_verify_meta,
-)
 from vlm_serve.kernels.linear.low_rank import AdapterChanges
 from vlm_serve.models import Model
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
@@ -103,7 +97,6 @@ class StepGraphs:
     ) -> None:
         self._deterministic = limits.get("deterministic", False)
         block_size, device = limits["block_size"], limits["device"]
-        self._num_blocks, self._block_size = caches.num_blocks, block_size
         # Rows of sequences; the next one is the scratch row. A model without state has neither, and
         # 0 disables the checks of rows.
         self._num_rows = max(caches.num_rows - 1, 0)
@@ -197,19 +190,7 @@ class StepGraphs:
 
     def _replay(self, buffers: StepBuffers, step: Step, batch: ForwardBatch) -> ForwardOutput:
         """Check the rows and blocks of a batch, run its captured step, and return the results."""
-        place = self._num_blocks, self._block_size
-        if (decode := batch.decode) is not None:
-            alone = batch.prefill is None and batch.verify is None
-            count = batch.token_ids.shape[0] if alone else len(decode)
-            check_decode_meta(decode, count, self._num_rows)
-            check_block_tables(decode, decode.kv_lens, *place)
-        if (prefill := batch.prefill) is not None:
-            check_prefill_meta(prefill, prefill.num_tokens, self._num_rows)
-            check_block_tables(prefill, prefill.kv_lens, *place)
-        if (verify := batch.verify) is not None:
-            updates = self._caches.num_updates
-            check_verify_meta(verify, verify.num_tokens, self._num_rows, updates)
-            check_block_tables(verify, verify.kv_lens, *place)
+        batch.check(self._caches, self._num_rows)
         buffers.fill(batch)
         step()
         hidden = None if self._hidden is None else self._hidden[: batch.token_ids.shape[0]]

@@ -6,8 +6,8 @@ from typing import Any
 
 from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
-from vlm_serve.models.parts.base import FeedForward, Norm
-from vlm_serve.models.spec import LayerSpec, ModelSpec
+from vlm_serve.models.parts.base import FeedForward
+from vlm_serve.models.spec import ModelSpec
 from vlm_serve.preprocess.text.family import QWEN2
 
 _COMMON: dict[str, Any] = {
@@ -49,26 +49,12 @@ DEFAULTS: Defaults = {
 
 def spec(config: Config) -> ModelSpec:
     """Return the model of a config.json, dense or MoE."""
-    config.expect("hidden_act", "silu")
-    config.allow("attn_output_gate", False)
     config.allow("use_qk_norm", True)
     config.allow("qkv_bias", False)
-    if config.raw.get("layer_types"):
-        shared.layer_types(config, ["full_attention"])
-    mixer = shared.attention(config, gated=False)
+    mixer = shared.plain_attention(config)
     rope = shared.rope(config, partial=False, sections=False)
-    return ModelSpec(
-        hidden_size=config.size("hidden_size"),
-        vocab_size=config.size("vocab_size"),
-        max_position_embeddings=shared.context(config, rope),
-        layers=tuple(LayerSpec(mixer, feed_forward) for feed_forward in _feed_forwards(config)),
-        norm=Norm(config.positive("rms_norm_eps"), centred=False),
-        rope=rope,
-        tied_embeddings=shared.tied_embeddings(config, config),
-        vision=None,
-        dtype=config.dtype(),
-        family=QWEN2,
-    )
+    layers = [(mixer, feed_forward) for feed_forward in _feed_forwards(config)]
+    return shared.model(config, config, layers, rope, family=QWEN2, centred=False)
 
 
 def _feed_forwards(config: Config) -> list[FeedForward]:

@@ -3,20 +3,13 @@ gated attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
-from vlm_serve.models.parts.base import FeedForward, Mixer, Norm
+from vlm_serve.models.parts.base import FeedForward
 from vlm_serve.models.spec import LayerSpec, ModelSpec, Rope, Vision
 from vlm_serve.preprocess.text.family import QWEN3_5
-
-_MIXERS: dict[str, Callable[[Config], Mixer]] = {
-    "linear_attention": shared.gated_delta,
-    "full_attention": partial(shared.attention, gated=True),
-}
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 248320,
@@ -72,29 +65,13 @@ def spec(config: Config) -> ModelSpec:
 
 def language_model(config: Config, text: Config, vision: Vision | None, rope: Rope) -> ModelSpec:
     """Return the model whose language part is the section `text` of a config.json."""
-    text.expect("hidden_act", "silu")
-    # transformers' classes have neither field: their attention is always gated, in saved files too.
-    # Loading checks the rows of q_proj.
-    text.allow("attn_output_gate", True)
-    text.allow("output_gate_type", "swish", "silu")
-    kinds = shared.layer_types(text, _MIXERS)
-    mixers = {kind: _MIXERS[kind](text) for kind in set(kinds)}
+    mixers = shared.hybrid_mixers(text)
     feed_forward: FeedForward = (
         shared.experts(text, shared=True) if "moe" in config.raw["model_type"] else shared.mlp(text)
     )
-    return ModelSpec(
-        hidden_size=text.size("hidden_size"),
-        vocab_size=text.size("vocab_size"),
-        max_position_embeddings=shared.context(text, rope),
-        layers=tuple(LayerSpec(mixers[kind], feed_forward) for kind in kinds),
-        norm=Norm(text.positive("rms_norm_eps")),
-        rope=rope,
-        tied_embeddings=shared.tied_embeddings(config, text),
-        vision=vision,
-        dtype=config.dtype(text),
-        family=QWEN3_5,
-        mtp=_predictor(text, feed_forward),
-    )
+    layers = [(mixer, feed_forward) for mixer in mixers]
+    mtp = _predictor(text, feed_forward)
+    return shared.model(config, text, layers, rope, family=QWEN3_5, tower=vision, mtp=mtp)
 
 
 def _predictor(text: Config, feed_forward: FeedForward) -> LayerSpec | None:

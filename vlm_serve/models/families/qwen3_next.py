@@ -3,27 +3,14 @@ projections grouped by key head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
-from vlm_serve.models.parts.base import Mixer, Norm
 from vlm_serve.models.spec import LayerSpec, ModelSpec
 from vlm_serve.preprocess.text.family import QWEN2
 
 SEPARATE = "separate_projections"
 """A field of GGUF files' configs: rows lie as in Qwen3.5."""
 
-
-def _gated_delta(config: Config) -> Mixer:
-    return shared.gated_delta(config, interleaved=not config.raw.get(SEPARATE))
-
-
-_MIXERS: dict[str, Callable[[Config], Mixer]] = {
-    "linear_attention": _gated_delta,
-    "full_attention": partial(shared.attention, gated=True),
-}
 
 DEFAULTS: Defaults = {
     "Qwen3NextConfig": {
@@ -58,28 +45,11 @@ DEFAULTS: Defaults = {
 
 def spec(config: Config) -> ModelSpec:
     """Return the model of a config.json."""
-    config.expect("hidden_act", "silu")
-    config.allow("attn_output_gate", True)
-    config.allow("output_gate_type", "swish", "silu")
-    kinds = shared.layer_types(config, _MIXERS)
-    mixers = {kind: _MIXERS[kind](config) for kind in set(kinds)}
+    mixers = shared.hybrid_mixers(config, interleaved=not config.raw.get(SEPARATE))
     experts = shared.experts(config, shared=True)
     feed_forwards = shared.sparse_layers(config, experts)
     rope = shared.rope(config, partial=True, sections=False)
-    return ModelSpec(
-        hidden_size=config.size("hidden_size"),
-        vocab_size=config.size("vocab_size"),
-        max_position_embeddings=shared.context(config, rope),
-        layers=tuple(
-            LayerSpec(mixers[kind], feed_forward)
-            for kind, feed_forward in zip(kinds, feed_forwards, strict=True)
-        ),
-        norm=Norm(config.positive("rms_norm_eps")),
-        rope=rope,
-        tied_embeddings=shared.tied_embeddings(config, config),
-        vision=None,
-        dtype=config.dtype(),
-        family=QWEN2,
-        # Published files hold the tensors of a draft layer, but their configs have no field for it.
-        mtp=LayerSpec(shared.attention(config, gated=True), experts),
-    )
+    layers = zip(mixers, feed_forwards, strict=True)
+    # Published files hold the tensors of a draft layer, but their configs have no field for it.
+    mtp = LayerSpec(shared.attention(config, gated=True), experts)
+    return shared.model(config, config, layers, rope, family=QWEN2, mtp=mtp)

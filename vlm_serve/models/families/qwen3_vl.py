@@ -8,8 +8,8 @@ from typing import Any
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import Config, Defaults
 from vlm_serve.models.families import shared
-from vlm_serve.models.parts.base import FeedForward, Norm
-from vlm_serve.models.spec import LayerSpec, ModelSpec
+from vlm_serve.models.parts.base import FeedForward
+from vlm_serve.models.spec import ModelSpec
 from vlm_serve.preprocess.text.family import QWEN2
 
 _TEXT: dict[str, Any] = {
@@ -57,12 +57,8 @@ DEFAULTS: Defaults = {
 def spec(config: Config) -> ModelSpec:
     """Return the model of a config.json, dense or MoE."""
     text = shared.text_section(config)
-    text.expect("hidden_act", "silu")
-    text.allow("attn_output_gate", False)
-    if text.raw.get("layer_types"):
-        shared.layer_types(text, ["full_attention"])
-    mixer = shared.attention(text, gated=False)
-    layers = [LayerSpec(mixer, feed_forward) for feed_forward in _feed_forwards(config, text)]
+    mixer = shared.plain_attention(text)
+    layers = [(mixer, feed_forward) for feed_forward in _feed_forwards(config, text)]
     tower = shared.vision(config, deepstack=True)
     if len(tower.deepstack) >= len(layers):
         raise CheckpointError(
@@ -70,18 +66,7 @@ def spec(config: Config) -> ModelSpec:
             f"num_hidden_layers {len(layers)}"
         )
     rope = shared.rope(text, partial=False, sections=True)
-    return ModelSpec(
-        hidden_size=text.size("hidden_size"),
-        vocab_size=text.size("vocab_size"),
-        max_position_embeddings=shared.context(text, rope),
-        layers=tuple(layers),
-        norm=Norm(text.positive("rms_norm_eps"), centred=False),
-        rope=rope,
-        tied_embeddings=shared.tied_embeddings(config, text),
-        vision=tower,
-        dtype=config.dtype(text),
-        family=QWEN2,
-    )
+    return shared.model(config, text, layers, rope, family=QWEN2, centred=False, tower=tower)
 
 
 def _feed_forwards(config: Config, text: Config) -> list[FeedForward]:

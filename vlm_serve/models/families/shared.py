@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.config import ROTATIONS, Config
 from vlm_serve.models.parts.attention import Attention
-from vlm_serve.models.parts.base import FeedForward, Routing
+from vlm_serve.models.parts.base import FeedForward, Mixer, Norm, Routing
 from vlm_serve.models.parts.feed_forward import Experts, Mlp
 from vlm_serve.models.parts.gated_delta import GatedDelta
-from vlm_serve.models.spec import Rope, Yarn, yarn_scale
+from vlm_serve.models.spec import LayerSpec, ModelSpec, Rope, Vision, Yarn, yarn_scale
 from vlm_serve.models.vision import VisionSpec
+from vlm_serve.preprocess.text.family import Family
 
 VISION_DEFAULTS: dict[str, Any] = {
     "depth": 27,
@@ -76,6 +77,32 @@ def layer_types(text: Config, known: Collection[str]) -> list[str]:
     return given[:count]
 
 
+def hybrid_mixers(text: Config, *, interleaved: bool = False) -> list[Mixer]:
+    """Return the token mixers of layers of gated attention and Gated DeltaNet; `interleaved`: see
+    `GatedDelta`."""
+    text.expect("hidden_act", "silu")
+    # transformers' classes have neither field: their attention is always gated, in saved files too.
+    # Loading checks the rows of q_proj.
+    text.allow("attn_output_gate", True)
+    text.allow("output_gate_type", "swish", "silu")
+    kinds = layer_types(text, ("linear_attention", "full_attention"))
+    mixers: dict[str, Mixer] = {}
+    if "linear_attention" in kinds:
+        mixers["linear_attention"] = gated_delta(text, interleaved=interleaved)
+    if "full_attention" in kinds:
+        mixers["full_attention"] = attention(text, gated=True)
+    return [mixers[kind] for kind in kinds]
+
+
+def plain_attention(text: Config) -> Attention:
+    """Return the token mixer of models whose layers all have attention without gates."""
+    text.expect("hidden_act", "silu")
+    text.allow("attn_output_gate", False)
+    if text.raw.get("layer_types"):
+        layer_types(text, ["full_attention"])
+    return attention(text, gated=False)
+
+
 def attention(text: Config, *, gated: bool) -> Attention:
     """Return attention over all keys."""
     if text.raw.get("use_sliding_window") is not False:
@@ -134,6 +161,44 @@ def sparse_layers(text: Config, sparse: Experts) -> list[FeedForward]:
     count = text.size("num_hidden_layers")
     routed = [index not in dense and (index + 1) % step == 0 for index in range(count)]
     return [sparse if chosen else mlp(text) for chosen in routed]
+
+
+def model(
+    config: Config,
+    text: Config,
+    layers: Iterable[tuple[Mixer, FeedForward]],
+    rotation: Rope,
+    *,
+    family: Family,
+    centred: bool = True,
+    tower: Vision | None = None,
+    mtp: LayerSpec | None = None,
+) -> ModelSpec:
+    """Return a model.
+
+    Args:
+        config: the whole config.json.
+        text: the section of the language model.
+        layers: mixers and feed-forwards, in their order.
+        rotation: of queries and keys.
+        family: conventions of tokenizer and chat template.
+        centred: see `Norm`.
+        tower: the vision tower, if there is one.
+        mtp: the layer that drafts the token after next, if there is one.
+    """
+    return ModelSpec(
+        hidden_size=text.size("hidden_size"),
+        vocab_size=text.size("vocab_size"),
+        max_position_embeddings=context(text, rotation),
+        layers=tuple(LayerSpec(*parts) for parts in layers),
+        norm=Norm(text.positive("rms_norm_eps"), centred=centred),
+        rope=rotation,
+        tied_embeddings=tied_embeddings(config, text),
+        vision=tower,
+        dtype=config.dtype(text),
+        family=family,
+        mtp=mtp,
+    )
 
 
 def vision(outer: Config, *, deepstack: bool) -> VisionSpec:

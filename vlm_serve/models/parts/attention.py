@@ -21,7 +21,6 @@ from vlm_serve.kernels.paged_attention import (
     attention_prefill,
     attention_verify,
     fixed_part_bytes,
-    gated_attention_decode,
     without_first,
 )
 from vlm_serve.kernels.ranks import Ranks
@@ -30,7 +29,6 @@ from vlm_serve.kernels.rope.compiled import MAX_DIM
 from vlm_serve.models.cache_layout import BLOCK_SIZE, Pool
 from vlm_serve.models.parts.base import (
     LoadedMixer,
-    Loader,
     Mixer,
     Norm,
     OutputProjection,
@@ -39,6 +37,7 @@ from vlm_serve.models.parts.base import (
     rows_of,
 )
 from vlm_serve.models.program import Program, UnsupportedError
+from vlm_serve.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class Attention(Mixer):
     def heads_to_repeat(self) -> Mapping[str, int]:
         return {"key-value heads": self.kv_heads}
 
-    def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedAttention:
+    def load(self, source: Weights, layer: str, hidden: int, norm: Norm) -> LoadedAttention:
         name, dim, ranks = f"{layer}.{self.name}", self.head_dim, source.ranks
         rank_sizes = replace(
             self,
@@ -182,15 +181,9 @@ class LoadedAttention(LoadedMixer):
             ).flatten(1)
         if isinstance(meta, DecodeMeta):
             first = step.first_key
-            if gate:
-                out = gated_attention_decode(
-                    q, cache, meta, gate[0], scale=scale, deterministic=exact, first_key=first
-                )
-            else:
-                out = attention_decode(
-                    q, cache, meta, scale=scale, deterministic=exact, first_key=first
-                )
-            return out.flatten(1)
+            return attention_decode(
+                q, cache, meta, *gate, scale=scale, deterministic=exact, first_key=first
+            ).flatten(1)
         if step.first_key:
             cache, meta = without_first(cache, meta, step.first_key, q.dtype)
         out = attention_prefill(q, cache, meta, scale=scale, deterministic=exact).flatten(1)

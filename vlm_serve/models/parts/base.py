@@ -5,18 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.low_rank import RowChanges
-from vlm_serve.kernels.linear.stored_codes import Stored
-from vlm_serve.kernels.metadata import DecodeMeta, PrefillMeta, VerifyMeta
+from vlm_serve.kernels.metadata import AnyMeta, DecodeMeta, PrefillMeta, VerifyMeta
 from vlm_serve.kernels.norms import Normed
 from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.program import Program, View
+from vlm_serve.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,65 +57,16 @@ class Step:
             return self
         return replace(self, changes=self.changes.kept(rows))
 
-    def parts(self) -> Iterator[tuple[DecodeMeta | PrefillMeta | VerifyMeta, slice]]:
+    def parts(self) -> Iterator[tuple[AnyMeta, slice]]:
         """Yield each kind of tokens in the step with its slice of the packed tokens."""
         first = 0
         for meta in (self.decode, self.prefill, self.verify):
             if meta is not None:
-                last = first + (len(meta) if isinstance(meta, DecodeMeta) else meta.num_tokens)
-                yield meta, slice(first, last)
-                first = last
+                yield meta, slice(first, first + meta.num_tokens)
+                first += meta.num_tokens
 
 
-class Loader(Protocol):
-    """The source of a part's weights; `Weights` reads a checkpoint. Raises CheckpointError.
-
-    A part loads its own rank's share; `ranks` may be a single one.
-    """
-
-    device: torch.device
-    ranks: Ranks
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor in the checkpoint; None if it has none."""
-        ...
-
-    def linear(
-        self, *parts: Part, bias: list[Part] | None = None, shard: Shard | None = None
-    ) -> Linear:
-        """Load rows of several tensors, stacked, as one projection; or a shard of it."""
-        ...
-
-    def tensor(
-        self,
-        name: str,
-        shape: Sequence[int],
-        rows: Sequence[range] = (),
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """Return a tensor in a dtype, by default that of activations; only the named rows,
-        stacked, if any are named."""
-        ...
-
-    def stacked(
-        self, parts: Sequence[Part], count: int, shard: Shard | None = None
-    ) -> torch.Tensor | Stored:
-        """Return `[count, rows, K]` in the dtype of projections, or as many rows of codes; or a
-        shard of it."""
-        ...
-
-    def stacked_site(self, parts: Sequence[Part], count: int, shard: Shard | None = None) -> int:
-        """Return the number by which adapters find what `stacked` returns; 0: none do."""
-        ...
-
-    def embedding(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Return a lookup table in the dtype of projections."""
-        ...
-
-
-def load_norm(source: Loader, name: str, size: int, norm: Norm) -> torch.Tensor:
+def load_norm(source: Weights, name: str, size: int, norm: Norm) -> torch.Tensor:
     """Load a norm's `[size]` weights in the kernels' convention: a weight of 0 means a factor of
     1."""
     weight = source.tensor(f"{name}.weight", (size,))
@@ -128,7 +79,7 @@ def rows_of(items: range, width: int) -> tuple[range, ...]:
     return (range(items.start * width, items.stop * width),)
 
 
-def shard_of_inputs(source: Loader) -> Shard | None:
+def shard_of_inputs(source: Weights) -> Shard | None:
     """Return the columns of a weight whose inputs are split among ranks."""
     ranks = source.ranks
     return Shard(ranks.rank, ranks.size, 1) if ranks.shared else None
@@ -143,7 +94,7 @@ class OutputProjection:
     ranks: Ranks
 
     @classmethod
-    def load(cls, source: Loader, part: Part, bias: Part | None = None) -> OutputProjection:
+    def load(cls, source: Weights, part: Part, bias: Part | None = None) -> OutputProjection:
         """Load the projection. The first rank adds the bias."""
         biases = [] if bias is None or source.ranks.rank else [bias]
         shard = shard_of_inputs(source)
@@ -245,7 +196,7 @@ class Mixer(ABC):
         return {}
 
     @abstractmethod
-    def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedMixer:
+    def load(self, source: Weights, layer: str, hidden: int, norm: Norm) -> LoadedMixer:
         """Load the weights of the layer whose tensors' names start with `layer`."""
 
 
@@ -277,5 +228,5 @@ class FeedForward(ABC):
         """Return the numbers that tensor parallelism splits, by names for messages."""
 
     @abstractmethod
-    def load(self, source: Loader, layer: str, hidden: int) -> LoadedFeedForward:
+    def load(self, source: Weights, layer: str, hidden: int) -> LoadedFeedForward:
         """Load the weights of the layer whose tensors' names start with `layer`."""

@@ -20,7 +20,6 @@ from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.parts.base import (
     FeedForward,
     LoadedFeedForward,
-    Loader,
     OutputProjection,
     Routing,
     Step,
@@ -28,6 +27,7 @@ from vlm_serve.models.parts.base import (
     shard_of_inputs,
 )
 from vlm_serve.models.program import Program, UnsupportedError
+from vlm_serve.models.weights import Weights
 
 
 def stacked_experts(device: torch.device) -> bool:
@@ -46,7 +46,7 @@ class Mlp(FeedForward):
     def columns_to_split(self) -> Mapping[str, int]:
         return {"columns of the feed-forward": self.size}
 
-    def load(self, source: Loader, layer: str, hidden: int) -> LoadedMlp:
+    def load(self, source: Weights, layer: str, hidden: int) -> LoadedMlp:
         name, rows = f"{layer}.{self.name}", (source.ranks.share(self.size),)
         wide = (self.size, hidden)
         gate, up = (
@@ -75,7 +75,7 @@ class LoadedMlp(LoadedFeedForward):
         """Compute `silu(gate(x)) * up(x)`."""
         deterministic, changes = step.deterministic, step.changes
         if self.up is None:
-            return self.gate.gated_of_norm(x, deterministic=deterministic, changes=changes)
+            return self.gate.of_norm(x, gated=True, deterministic=deterministic, changes=changes)
         return self.gate.gated(self.up, x.rows, deterministic=deterministic, changes=changes)
 
     def lower(self, program: Program) -> None:
@@ -102,7 +102,7 @@ class Experts(FeedForward):
     def columns_to_split(self) -> Mapping[str, int]:
         return {"columns of an expert": self.size, "columns of the shared expert": self.shared}
 
-    def load(self, source: Loader, layer: str, hidden: int) -> LoadedExperts:
+    def load(self, source: Weights, layer: str, hidden: int) -> LoadedExperts:
         name, count = f"{layer}.{self.name}", self.routing.num_experts
         gate_up, down = self._parts(source, f"{name}.experts", hidden)
         router = [Part(f"{name}.gate.weight", (count, hidden))]
@@ -127,7 +127,7 @@ class Experts(FeedForward):
             sites=sites,
         )
 
-    def _parts(self, source: Loader, name: str, hidden: int) -> tuple[list[Part], list[Part]]:
+    def _parts(self, source: Weights, name: str, hidden: int) -> tuple[list[Part], list[Part]]:
         """Return gate and up of every expert (the rank's share), and down of every expert;
         checkpoints hold them in one tensor, or expert by expert."""
         size, count, share = self.size, self.routing.num_experts, source.ranks.share(self.size)
@@ -155,7 +155,7 @@ class Experts(FeedForward):
             ],
         )
 
-    def _stored(self, source: Loader, name: str, shape: tuple[int, int, int]) -> Part:
+    def _stored(self, source: Weights, name: str, shape: tuple[int, int, int]) -> Part:
         """Return all experts' weights. As in transformers, a shape that fits is never
         transposed."""
         turned = self.transposed and source.shape_of(name) != shape
@@ -163,7 +163,7 @@ class Experts(FeedForward):
         return Part(name, stored, transposed=turned, least_bits=4)
 
 
-def _apart(source: Loader, parts: list[Part], shard: Shard | None) -> tuple[Linear, ...]:
+def _apart(source: Weights, parts: list[Part], shard: Shard | None) -> tuple[Linear, ...]:
     return tuple(source.linear(part, shard=shard) for part in parts)
 
 

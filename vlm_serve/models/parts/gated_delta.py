@@ -33,7 +33,6 @@ from vlm_serve.kernels.ranks import Ranks
 from vlm_serve.models.cache_layout import Pool
 from vlm_serve.models.parts.base import (
     LoadedMixer,
-    Loader,
     Mixer,
     Norm,
     OutputProjection,
@@ -41,6 +40,7 @@ from vlm_serve.models.parts.base import (
     rows_of,
 )
 from vlm_serve.models.program import Program, UnsupportedError
+from vlm_serve.models.weights import Weights
 
 _EXACT = torch.float32
 _MAX_SHARED = constant("MAX_SHARED")
@@ -83,7 +83,7 @@ class GatedDelta(Mixer):
     def heads_to_split(self) -> Mapping[str, int]:
         return {"linear key heads": self.key_heads, "linear value heads": self.value_heads}
 
-    def load(self, source: Loader, layer: str, hidden: int, norm: Norm) -> LoadedGatedDelta:
+    def load(self, source: Weights, layer: str, hidden: int, norm: Norm) -> LoadedGatedDelta:
         name, heads, ranks = f"{layer}.{self.name}", self.value_heads, source.ranks
         share = ranks.share(heads)
         out = Part(f"{name}.out_proj.weight", (hidden, self.values), least_bits=4)

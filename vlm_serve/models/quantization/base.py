@@ -222,6 +222,18 @@ def scales(tensors: Tensors, name: str, *shapes: tuple[int, ...]) -> torch.Tenso
     return tensor
 
 
+def exponents(tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the bytes of scales that are exponents of two.
+
+    Raises:
+        CheckpointError: they are missing or do not fit, or one is NaN.
+    """
+    stored = integers(tensors, name, shape, torch.uint8, torch.float8_e8m0fnu).view(torch.uint8)
+    if bool((stored == 0xFF).any()):
+        raise CheckpointError(f"{name} holds scales that are NaN or infinite")
+    return stored
+
+
 def shaped(tensors: Tensors, name: str, *shapes: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor with one of those shapes."""
     actual = tensors.shape_of(name)

@@ -9,9 +9,9 @@ are exponents of two (`weight_packed`, `weight_scale`).
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from vlm_serve.models.quantization.base import (
     Format,
     Names,
     Tensors,
+    exponents,
     group_of,
     integers,
     shaped,
@@ -28,58 +29,23 @@ from vlm_serve.models.quantization.base import (
 )
 from vlm_serve.models.quantization.integers import OpenedIntegers, codes_of_rows
 
-_E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+_E8M0 = torch.float8_e8m0fnu
 _HALF = 0.5
 """The unit of codes: twice a number is whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float4(Format):
-    """The common base of both kinds."""
+    """One kind. `group`: values per scale; `modelopt`: in the layout of ModelOpt, else in that of
+    compressed-tensors."""
 
-    @property
-    @abstractmethod
-    def group(self) -> int:
-        """Values per scale."""
-
-    def mark(self, names: Names) -> str:
-        return names.of_weight("packed")
-
-    def open(self, tensors: Tensors, part: Part) -> OpenedIntegers:
-        names, (rows, depth) = whole_weight(part), part.sizes
-        mark = self.mark(names)
-        group = group_of(self.group, part, mark)
-        packed = integers(tensors, mark, (rows, depth // 2), torch.uint8)
-        factors, factor = self._scales(tensors, names, (rows, depth // group))
-        return OpenedIntegers(
-            partial(codes_of_rows, packed, 4), factors, None, 4, group, factor * _HALF
-        )
-
-    def nbytes(self, columns: int, depth: int) -> int:
-        """Return the bytes in memory, with a factor per row, so that rows of several tensors can be
-        stacked."""
-        return columns * (depth // 2 + -(-depth // self.group) + 4)
-
-    @abstractmethod
-    def _scales(
-        self, tensors: Tensors, names: Names, shape: tuple[int, int]
-    ) -> tuple[torch.Tensor, float]:
-        """Return valid one-byte scales, and their common factor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Nvfp4(Float4):
-    """NVFP4. `modelopt`: in the layout of ModelOpt, else in that of compressed-tensors."""
-
+    kind: Literal["NVFP4", "MXFP4"]
+    group: int
     modelopt: bool = False
 
     @property
     def label(self) -> str:
-        return "NVFP4"
-
-    @property
-    def group(self) -> int:
-        return 16
+        return self.kind
 
     def mark(self, names: Names) -> str:
         return names.weight if self.modelopt else names.of_weight("packed")
@@ -88,40 +54,44 @@ class Nvfp4(Float4):
         mark = self.mark(names)
         return mark in tensors and (not self.modelopt or tensors.stored(mark).dtype == torch.uint8)
 
-    def _scales(
-        self, tensors: Tensors, names: Names, shape: tuple[int, int]
-    ) -> tuple[torch.Tensor, float]:
-        name = names.of_weight("scale")
-        factors = integers(tensors, name, shape, _E4M3)
-        codes = factors.view(torch.uint8)
-        if bool(((codes & 0x7F) == 0x7F).any()):
-            raise CheckpointError(f"{name} holds scales that are NaN or infinite")
-        if bool((codes > 0x80).any()):
-            raise CheckpointError(f"{name} holds negative scales")
+    def open(self, tensors: Tensors, part: Part) -> OpenedIntegers:
+        names, (rows, depth) = whole_weight(part), part.sizes
+        mark = self.mark(names)
+        group = group_of(self.group, part, mark)
+        packed = integers(tensors, mark, (rows, depth // 2), torch.uint8)
+        shape, factor = (rows, depth // group), 1.0
+        if self.kind == "MXFP4":
+            scales = exponents(tensors, names.of_weight("scale"), shape).view(_E8M0)
+        else:
+            scales = _numbers(tensors, names.of_weight("scale"), shape)
+            factor = self._factor(tensors, names)
+        unpacked = partial(codes_of_rows, packed, 4)
+        return OpenedIntegers(unpacked, scales, None, 4, group, factor * _HALF)
+
+    def nbytes(self, columns: int, depth: int) -> int:
+        """Return the bytes in memory, with a factor per row, so that rows of several tensors can be
+        stacked."""
+        return columns * (depth // 2 + -(-depth // self.group) + 4)
+
+    def _factor(self, tensors: Tensors, names: Names) -> float:
+        """Return the factor of all scales of NVFP4."""
         name = names.of_weight("scale_2" if self.modelopt else "global_scale")
         factor = float(shaped(tensors, name, (1,), ()))
         if not math.isfinite(factor) or factor < 0 or not (factor or self.modelopt):
             raise CheckpointError(f"{name} is {factor}, expected a positive number")
-        return factors, factor if self.modelopt else 1 / factor
+        return factor if self.modelopt else 1 / factor
 
 
-@dataclass(frozen=True, slots=True)
-class Mxfp4(Float4):
-    """MXFP4 in the layout of compressed-tensors."""
+NVFP4, MXFP4 = Float4("NVFP4", 16), Float4("MXFP4", 32)
+MODELOPT_NVFP4 = Float4("NVFP4", 16, modelopt=True)
 
-    @property
-    def label(self) -> str:
-        return "MXFP4"
 
-    @property
-    def group(self) -> int:
-        return 32
-
-    def _scales(
-        self, tensors: Tensors, names: Names, shape: tuple[int, int]
-    ) -> tuple[torch.Tensor, float]:
-        name = names.of_weight("scale")
-        exponents = integers(tensors, name, shape, torch.uint8, _E8M0).view(torch.uint8)
-        if bool((exponents == 0xFF).any()):
-            raise CheckpointError(f"{name} holds scales that are NaN or infinite")
-        return exponents.view(_E8M0), 1.0
+def _numbers(tensors: Tensors, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    """Return scales that are e4m3 numbers."""
+    numbers = integers(tensors, name, shape, torch.float8_e4m3fn)
+    codes = numbers.view(torch.uint8)
+    if bool(((codes & 0x7F) == 0x7F).any()):
+        raise CheckpointError(f"{name} holds scales that are NaN or infinite")
+    if bool((codes > 0x80).any()):
+        raise CheckpointError(f"{name} holds negative scales")
+    return numbers

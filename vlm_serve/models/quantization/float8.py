@@ -20,13 +20,13 @@ from vlm_serve.models.quantization.base import (
     Names,
     Opened,
     Tensors,
+    exponents,
     integers,
     scales,
 )
 
 _CODES = torch.float8_e4m3fn
 _NAN = 0x7F
-_E8M0 = torch.float8_e8m0fnu
 MXFP8_BLOCK = (1, 32)
 _SUFFIXES = ("scale_inv", "scale")
 
@@ -77,7 +77,8 @@ class Float8(Format):
             high, wide = -(-height // block[0]), -(-width // block[1])
             shape = (*outer, high, wide)
             if self.exponents:
-                factors = _powers(tensors, name, shape)
+                # bfloat16 has all powers of two.
+                factors = torch.exp2(exponents(tensors, name, shape).float() - 127).bfloat16()
             else:
                 # ModelOpt's blocks keep the dimensions that they were reduced over.
                 factors = scales(tensors, name, shape, (*outer, high, 1, wide, 1)).reshape(shape)
@@ -100,14 +101,6 @@ def _scale_name(tensors: Tensors, names: Names, usual: str) -> str:
     if not scales:
         raise CheckpointError(f"the checkpoint has no {names.of_weight(usual)}")
     return scales[0]
-
-
-def _powers(tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return scales stored as exponents of two, in bfloat16, which represents them."""
-    stored = integers(tensors, name, shape, torch.uint8, _E8M0).view(torch.uint8)
-    if bool((stored == 0xFF).any()):
-        raise CheckpointError(f"{name} holds scales that are NaN or infinite")
-    return torch.exp2(stored.float() - 127).bfloat16()
 
 
 def widened(tensors: Tensors, name: str) -> torch.Tensor:

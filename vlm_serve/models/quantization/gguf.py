@@ -6,9 +6,8 @@ one holds that order. It moves whole groups of values with one scale.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +129,7 @@ class OpenedBlocks(Opened):
             codes = self._codes(
                 blocks, range(blocks.shape[1] // self._kind.nbytes * self._kind.values)
             )
-            codes = _moved(codes, self._order).of_columns(columns)
+            codes = codes.of_columns(self._order).of_columns(columns)
         return codes
 
     def _codes(self, rows: torch.Tensor, columns: range) -> IntegerCodes:
@@ -156,28 +155,6 @@ def _integers(decoded: Decoded) -> IntegerCodes:
     outer = Outer(decoded.outer, decoded.floor, size)
     scales = decoded.inner.to(torch.int8)
     return IntegerCodes(decoded.codes, scales, zeros, bits, decoded.group, outer=outer)
-
-
-def _moved(codes: IntegerCodes, order: torch.Tensor) -> IntegerCodes:
-    """Return codes in another order of columns, which moves runs of them together."""
-    starts = torch.nonzero(order[1:] != order[:-1] + 1).flatten() + 1
-    run = math.gcd(len(order), *starts.tolist(), *order[starts].tolist())
-    group = math.gcd(codes.group, run)
-    moved = order[::group] // codes.group
-    outer = codes.outer
-    if outer is not None:
-        size = math.gcd(outer.size, run)
-        above = order[::size] // outer.size
-        floors = None if outer.floors is None else outer.floors[:, above]
-        outer = Outer(outer.scales[:, above], floors, size)
-    return replace(
-        codes,
-        codes=codes.codes[:, order],
-        scales=codes.scales[:, moved],
-        zeros=None if codes.zeros is None else codes.zeros[:, moved],
-        group=group,
-        outer=outer,
-    )
 
 
 def type_rules(weights_by_type: Mapping[str, Any]) -> tuple[Rule, ...]:

@@ -23,7 +23,7 @@ from vlm_serve.models.quantization.fields import (
     rule,
     wildcard,
 )
-from vlm_serve.models.quantization.float4 import Float4, Mxfp4, Nvfp4
+from vlm_serve.models.quantization.float4 import MODELOPT_NVFP4, MXFP4, NVFP4, Float4
 from vlm_serve.models.quantization.float8 import MXFP8_BLOCK, Float8
 from vlm_serve.models.quantization.gguf import type_rules
 from vlm_serve.models.quantization.integers import Awq, Gptq, Packed
@@ -49,16 +49,16 @@ _BYTES = ("int-quantized", "naive-quantized")
 _FLOATS = ("float-quantized", "naive-quantized")
 _MXFP8 = "mxfp8-quantized"
 _FLOATS4: dict[str, Float4] = {
-    "nvfp4-pack-quantized": Nvfp4(),
-    "mxfp4-pack-quantized": Mxfp4(),
+    "nvfp4-pack-quantized": NVFP4,
+    "mxfp4-pack-quantized": MXFP4,
 }
 _MODELOPT = "modelopt"
 _MIXED = "MIXED_PRECISION"
 _BLOCK = (128, 128)
 _STATIC = "static input_scale, in FP"
 _MODELOPT_FORMATS: Mapping[str, tuple[Format, str | None]] = {
-    "NVFP4": (Nvfp4(modelopt=True), f"{_STATIC}4"),
-    "W4A16_NVFP4": (Nvfp4(modelopt=True), None),
+    "NVFP4": (MODELOPT_NVFP4, f"{_STATIC}4"),
+    "W4A16_NVFP4": (MODELOPT_NVFP4, None),
     "FP8": (Float8(None), f"{_STATIC}8"),
     "FP8_PER_CHANNEL_PER_TOKEN": (Float8(None), "dynamic, in FP8"),
     "FP8_PB_WO": (Float8(_BLOCK), None),
@@ -500,7 +500,7 @@ def _modelopt_format(fields: Fields) -> str:
     format_, size = _MODELOPT_FORMATS[name][0], fields.get("group_size")
     # Of FP8, a block has so many columns.
     only = format_.block[1] if isinstance(format_, Float8) and format_.block else None
-    only = 16 if isinstance(format_, Nvfp4) else only
+    only = format_.group if isinstance(format_, Float4) else only
     if only is not None and size not in (None, only):
         raise CheckpointError(
             f"group_size {size!r} in {fields.place} is not supported, only {only}"

@@ -214,9 +214,8 @@ def test_a_rank_that_cannot_load_its_part_is_named(monkeypatch: pytest.MonkeyPat
         send = processes._all[0].send
 
         def elsewhere(name: str, task: RankTask) -> None:
-            import dataclasses
-
-            send(name, dataclasses.replace(task, path=Path("/nonexistent")))
+            source = replace(task.source, path=Path("/nonexistent"))
+            send(name, replace(task, source=source))
 
         monkeypatch.setattr(processes._all[0], "send", elsewhere)
         monkeypatch.setattr(start, "RankProcesses", lambda count: processes)
@@ -259,8 +258,8 @@ def test_ranks_take_the_gpus_from_the_named_one_on(monkeypatch: pytest.MonkeyPat
     from vlm_serve.engine.steps.ranks.start import _devices
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert _devices(torch.device("cuda"), 2) == ["cuda:0", "cuda:1"]
-    assert _devices(torch.device("cuda", 2), 2) == ["cuda:2", "cuda:3"]
+    assert _devices(torch.device("cuda"), 2) == [torch.device("cuda", each) for each in (0, 1)]
+    assert _devices(torch.device("cuda", 2), 2) == [torch.device("cuda", each) for each in (2, 3)]
     with pytest.raises(ConfigError, match="has 1 GPUs from cuda:3 on"):
         _devices(torch.device("cuda", 3), 2)
 

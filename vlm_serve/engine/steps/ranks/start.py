@@ -4,40 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from vlm_serve.engine.numerics.arithmetic import Arithmetic
 from vlm_serve.engine.steps.ranks.process import (
     START_SECONDS,
     ConnectionLostError,
     RankProcesses,
     ReplyTimeoutError,
 )
-from vlm_serve.engine.steps.ranks.task import RankTask, Rendezvous
+from vlm_serve.engine.steps.ranks.task import ModelSource, RankTask, Rendezvous
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.kernels.ranks.shared import SharedMemory
-from vlm_serve.models import Model, ModelSpec, load_model
-from vlm_serve.models.config import Changes
+from vlm_serve.models import Model, ModelSpec
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size
 from vlm_serve.system.private_files import TemporaryFolder
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A model to load, with its arithmetic and device; see `load_model`."""
-
-    path: Path
-    spec: ModelSpec
-    arithmetic: Arithmetic
-    device: torch.device
-    compiled: bool
-    drafts: bool = False
-    changes: Changes = field(default_factory=Changes)
-    pooled: tuple[int, ...] | None = None
 
 
 def load(
@@ -55,21 +39,9 @@ def load(
         EngineError: a rank cannot be started, or fails; no process is left behind.
         CheckpointError, BuildError: as from `load_model`.
     """
-    types, size = source.arithmetic.types, config.tensor_parallel_size
+    size = config.tensor_parallel_size
     if size == 1:
-        model = load_model(
-            source.path,
-            types.weights,
-            source.device,
-            compute_dtype=types.compute,
-            compiled=source.compiled,
-            drafts=source.drafts,
-            bits=source.arithmetic.bits,
-            dynamic=source.arithmetic.dynamic,
-            changes=source.changes,
-            pooled=source.pooled,
-        )
-        return model, None
+        return source.load(), None
     devices = _devices(source.device, size)
     owned = processes is None
     processes = processes or RankProcesses(size - 1)
@@ -77,17 +49,7 @@ def load(
     try:
         with _rendezvous(source, config) as rendezvous:
             tasks = [
-                RankTask(
-                    rank,
-                    size,
-                    rendezvous,
-                    source.path,
-                    source.arithmetic,
-                    device,
-                    source.compiled,
-                    threads,
-                    source.changes,
-                )
+                RankTask(rank, size, rendezvous, replace(source, device=device), threads)
                 for rank, device in enumerate(devices)
             ]
             for process, task in zip(processes, tasks[1:], strict=True):
@@ -105,10 +67,10 @@ def load(
     return model, processes
 
 
-def _devices(device: torch.device, size: int) -> list[str]:
+def _devices(device: torch.device, size: int) -> list[torch.device]:
     """Return the device of each rank, consecutive GPUs from the named one."""
     if device.type == "cpu":
-        return ["cpu"] * size
+        return [device] * size
     first, count = device.index or 0, torch.cuda.device_count()
     if first + size > count:
         behind = f" from cuda:{first} on" if first else ""
@@ -116,7 +78,7 @@ def _devices(device: torch.device, size: int) -> list[str]:
             f"tensor_parallel_size is {size}, but this machine has {count - first} GPUs{behind}",
             param="tensor_parallel_size",
         )
-    return [f"cuda:{first + rank}" for rank in range(size)]
+    return [torch.device("cuda", first + rank) for rank in range(size)]
 
 
 @contextmanager

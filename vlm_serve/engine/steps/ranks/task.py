@@ -11,9 +11,9 @@ from vlm_serve.engine.numerics.arithmetic import Arithmetic, Types
 from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.engine.steps.memory import MemoryPlan
 from vlm_serve.engine.steps.step_paths import compile_steps
-from vlm_serve.kernels.ranks import GroupRanks, Ranks, SharedRanks
+from vlm_serve.kernels.ranks import ALONE, GroupRanks, Ranks, SharedRanks
 from vlm_serve.kernels.ranks.shared import SharedMemory
-from vlm_serve.models import Model, load_model
+from vlm_serve.models import Model, ModelSpec, load_model
 from vlm_serve.models.cache_layout import CacheTensors
 from vlm_serve.models.config import Changes
 from vlm_serve.system.host_memory import retain_freed_memory
@@ -42,44 +42,57 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model to load, with its arithmetic and device; see `load_model`."""
+
+    path: Path
+    spec: ModelSpec
+    arithmetic: Arithmetic
+    device: torch.device
+    compiled: bool
+    drafts: bool = False
+    changes: Changes = field(default_factory=Changes)
+    pooled: tuple[int, ...] | None = None
+
+    def load(self, ranks: Ranks = ALONE) -> Model:
+        """Load a rank's part of the model. Raise whatever loading raises."""
+        return load_model(
+            self.path,
+            self.arithmetic.types.weights,
+            self.device,
+            compute_dtype=self.arithmetic.types.compute,
+            compiled=self.compiled,
+            ranks=ranks,
+            drafts=self.drafts,
+            bits=self.arithmetic.bits,
+            dynamic=self.arithmetic.dynamic,
+            changes=self.changes,
+            pooled=self.pooled,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RankTask:
     """Load task of one rank.
 
     Attributes:
-        path: directory of the checkpoint.
-        device: device of this rank.
-        compiled: True if compiled CPU code multiplies.
+        source: the model, on this rank's device.
         threads: number of threads for the model.
-        changes: of the checkpoint's config.json.
     """
 
     rank: int
     size: int
     rendezvous: Rendezvous
-    path: Path
-    arithmetic: Arithmetic
-    device: str
-    compiled: bool
+    source: ModelSource
     threads: int
-    changes: Changes = field(default_factory=Changes)
 
     def load(self) -> Model:
         """Load the rank's part of the model. Raise whatever loading raises."""
-        device = torch.device(self.device)
+        device = self.source.device
         if device.type == "cpu":
             torch.set_num_threads(self.threads)
             retain_freed_memory()
-        return load_model(
-            self.path,
-            self.arithmetic.types.weights,
-            device,
-            compute_dtype=self.arithmetic.types.compute,
-            compiled=self.compiled,
-            bits=self.arithmetic.bits,
-            dynamic=self.arithmetic.dynamic,
-            changes=self.changes,
-            ranks=self.rendezvous.join(self.rank, self.size, device, self.threads),
-        )
+        return self.source.load(self.rendezvous.join(self.rank, self.size, device, self.threads))
 
 
 @dataclass(frozen=True, slots=True)
