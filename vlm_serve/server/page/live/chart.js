@@ -18,20 +18,14 @@ export class Chart {
   constructor(title, { unit, most }) {
     this.#unit = unit;
     this.#most = most;
-    this.value = h("strong", null, "–");
+    this.value = h("strong", "–");
     this.second = h("small");
     this.plot = svg("svg", {
       viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
       preserveAspectRatio: "none",
       "aria-hidden": "true",
     });
-    this.element = h(
-      "div",
-      { class: "card" },
-      h("h3", null, title),
-      h("p", null, this.value, " ", this.second),
-      this.plot,
-    );
+    this.element = h("div.card", h("h3", title), h("p", this.value, " ", this.second), this.plot);
   }
 
   /** @param {[number, number|null][][]} lines points of one or two lines, on one scale */

@@ -1,11 +1,11 @@
 // One node: what it holds, and what can be done with it.
 
 import { request, requestJson } from "../shared/api.js";
-import { button, h, replace } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
+import { button } from "../shared/controls.js";
+import { h, replace } from "../shared/dom.js";
 import { bytes, count, counted } from "../shared/words.js";
 import { mediumOfHash } from "../chat/library.js";
-import { mediumFigure } from "../chat/media.js";
+import { mediumFigure } from "../chat/library.js";
 import { TIERS } from "./layout.js";
 
 const PIN_SECONDS = 600;
@@ -21,14 +21,14 @@ export class Details {
 
   constructor() {
     this.body = h("div");
-    this.said = h("p", { class: "note", role: "status" });
+    this.said = h("p.note", { role: "status" });
     this.element = h(
-      "section",
-      { class: "details", "aria-label": "The selected part of the cache" },
+      "section.details",
+      { "aria-label": "The selected part of the cache" },
       this.body,
       this.said,
     );
-    replace(this.body, h("p", { class: "note" }, "Choose a bar or a row to see its contents."));
+    replace(this.body, h("p.note", "Choose a bar or a row to see its contents."));
   }
 
   /** Shows run `run` of a layout; asks the server about its last node if it is another one. */
@@ -51,7 +51,7 @@ export class Details {
   /** The run is not there any more. */
   gone() {
     this.#key = null;
-    replace(this.body, h("p", { class: "note" }, "The selected part is no longer in the cache."));
+    replace(this.body, h("p.note", "The selected part is no longer in the cache."));
   }
 
   #facts(l, run) {
@@ -63,16 +63,12 @@ export class Details {
       ["size", bytes(l.bytes[run])],
       ["hits", count(l.hits[run])],
       ["users now", count(l.pins[run])],
-      [
-        "state kept after",
-        snapshots.map((at) => `token ${count(at)}`).join(", ") || "none",
-      ],
-      ["key", h("code", null, l.key[run].slice(0, 16))],
+      ["state kept after", snapshots.map((at) => `token ${count(at)}`).join(", ") || "none"],
+      ["key", h("code", l.key[run].slice(0, 16))],
     ];
     return h(
-      "dl",
-      { class: "numbers" },
-      rows.map(([term, value]) => h("div", null, h("dt", null, term), h("dd", null, value))),
+      "dl.numbers",
+      rows.map(([term, value]) => h("div", h("dt", term), h("dd", value))),
     );
   }
 
@@ -87,13 +83,8 @@ export class Details {
         counted(spans.length - pictures, "part of a video", "parts of videos"),
     ];
     return h(
-      "div",
-      { class: "figures" },
-      h(
-        "p",
-        null,
-        `${parts.filter(Boolean).join(", ")}${mine.length ? "" : ", not from this browser"}`,
-      ),
+      "div.figures",
+      h("p", `${parts.filter(Boolean).join(", ")}${mine.length ? "" : ", not from this browser"}`),
       mine.map(mediumFigure),
     );
   }
@@ -108,11 +99,7 @@ export class Details {
           ? `${counted(number, "token")} are pinned for ${PIN_SECONDS / 60} minutes.`
           : "Nothing was pinned: the limit of pinned memory is reached.";
       });
-    return h(
-      "div",
-      { class: "actions" },
-      button(`Pin for ${PIN_SECONDS / 60} minutes`, icon("pin"), pin),
-    );
+    return h("div.actions", button(`Pin for ${PIN_SECONDS / 60} minutes`, "pin", pin));
   }
 
   async #act(action) {
@@ -138,12 +125,7 @@ export class Details {
         ids.textContent = prompt;
         return "";
       });
-    replace(
-      this.tokens,
-      h("h3", null, `Tokens of its last block`),
-      ids,
-      button("As text", null, read),
-    );
+    replace(this.tokens, h("h3", `Tokens of its last block`), ids, button("As text", null, read));
   }
 }
 

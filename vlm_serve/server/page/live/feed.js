@@ -2,7 +2,7 @@
 
 import { h, replace } from "../shared/dom.js";
 import { count, counted } from "../shared/words.js";
-import { sentenceOf } from "../reuse/reasons.js";
+import { sentenceOf } from "../reuse/report.js";
 
 const MOST = 60;
 const KINDS = ["node_added", "node_evicted", "snapshot_ready", "snapshot_evicted"];
@@ -12,7 +12,7 @@ export class Feed {
 
   constructor() {
     this.list = h("ol", { tabindex: "0", "aria-label": "Events of the cache, newest first" });
-    this.element = h("section", { class: "feed" }, h("h2", null, "Events"), this.list);
+    this.element = h("section.feed", h("h2", "Events"), this.list);
   }
 
   /** @param {object[]} changes of one step, as the worker tells them */
@@ -46,7 +46,7 @@ export class Feed {
   #put(event) {
     this.#events.push(event);
     const time = new Date(event.time).toLocaleTimeString("en-GB");
-    this.list.prepend(h("li", { class: event.type }, h("time", null, time), " ", wordsOf(event)));
+    this.list.prepend(h("li", { class: event.type }, h("time", time), " ", wordsOf(event)));
     while (this.list.childElementCount > MOST) {
       this.list.lastChild.remove();
       this.#events.shift();
@@ -58,7 +58,9 @@ export class Feed {
 function summary(type, changes) {
   const some = changes.filter((change) => change.type === type);
   const tokens = some.reduce((sum, { start, end }) => sum + end - start, 0);
-  return some.length ? { type, nodes: some.length, tokens, ends: some.map(({ end }) => end) } : null;
+  return some.length
+    ? { type, nodes: some.length, tokens, ends: some.map(({ end }) => end) }
+    : null;
 }
 
 function wordsOf({ type, nodes, tokens, ends, ...hit }) {

@@ -27,10 +27,10 @@ export class Gauges {
   };
 
   constructor() {
-    this.memory = h("div", { class: "memory" });
+    this.memory = h("div.memory");
     this.element = h(
-      "section",
-      { class: "gauges", "aria-label": "The last five minutes" },
+      "section.gauges",
+      { "aria-label": "The last five minutes" },
       this.memory,
       Object.values(this.#charts).map((chart) => chart.element),
     );
@@ -46,7 +46,8 @@ export class Gauges {
   addPast(statuses) {
     if (this.#history.latest() !== null) return;
     const now = performance.now();
-    for (const { age_seconds: age, ...status } of statuses) this.#history.add(status, now - 1000 * age);
+    for (const { age_seconds: age, ...status } of statuses)
+      this.#history.add(status, now - 1000 * age);
     const latest = this.#history.latest();
     if (latest !== null) this.#show(latest);
   }
@@ -102,11 +103,12 @@ function overall({ hit_tokens: hit, prompt_tokens: all }) {
 function meters(memory, limits) {
   const rows = Object.entries(memory).filter(([name, size]) => size > 0 || limits[name]);
   return [
-    h("h3", null, "Memory"),
+    h("h3", "Memory"),
     h(
-      "ul",
-      { class: "meters" },
-      rows.map(([name, size]) => meter(BUCKETS[name] ?? name.replaceAll("_", " "), size, limits[name] ?? null)),
+      "ul.meters",
+      rows.map(([name, size]) =>
+        meter(BUCKETS[name] ?? name.replaceAll("_", " "), size, limits[name] ?? null),
+      ),
     ),
   ];
 }
@@ -115,13 +117,8 @@ function meter(name, size, limit) {
   const share = limit ? Math.min(1, size / limit) : 0;
   return h(
     "li",
-    null,
-    h("span", null, name),
-    h(
-      "span",
-      { class: "meter", "aria-hidden": "true" },
-      h("span", { style: { width: `${100 * share}%` } }),
-    ),
-    h("span", null, limit ? `${bytes(size)} of ${bytes(limit)}` : bytes(size)),
+    h("span", name),
+    h("span.meter", { "aria-hidden": "true" }, h("span", { style: { width: `${100 * share}%` } })),
+    h("span", limit ? `${bytes(size)} of ${bytes(limit)}` : bytes(size)),
   );
 }

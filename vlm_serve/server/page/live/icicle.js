@@ -1,8 +1,8 @@
 // The tree as an icicle on a canvas: positions of the prompts from left to right, branches from top
 // to bottom. The canvas is as large as what is seen of it; scrolling and zooming only draw it anew.
 
-import { button, h } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
+import { iconButton } from "../shared/controls.js";
+import { h } from "../shared/dom.js";
 import { theme } from "../shared/theme.js";
 import { count, counted } from "../shared/words.js";
 import { drawRuns, palette } from "./drawing.js";
@@ -27,11 +27,10 @@ export class Icicle {
   constructor(onSelect) {
     this.#onSelect = onSelect;
     this.canvas = h("canvas", { "aria-hidden": "true" });
-    this.space = h("div", { class: "icicle-space" }, this.canvas);
+    this.space = h("div.icicle-space", this.canvas);
     this.scroller = h(
-      "div",
+      "div.icicle",
       {
-        class: "icicle",
         tabindex: "0",
         role: "group",
         "aria-label":
@@ -47,15 +46,14 @@ export class Icicle {
       this.space,
     );
     this.scroller.addEventListener("wheel", (event) => this.#onWheel(event), { passive: false });
-    this.tip = h("div", { class: "tip", hidden: true });
+    this.tip = h("div.tip", { hidden: true });
     this.tools = h(
-      "div",
-      { class: "tools" },
-      button("Zoom in", icon("plus"), () => this.zoomBy(STEP), { bare: true }),
-      button("Zoom out", icon("minus"), () => this.zoomBy(1 / STEP), { bare: true }),
-      button("Show all", icon("fit"), () => this.zoomBy(0), { bare: true }),
+      "div.tools",
+      iconButton("Zoom in", "plus", () => this.zoomBy(STEP)),
+      iconButton("Zoom out", "minus", () => this.zoomBy(1 / STEP)),
+      iconButton("Show all", "fit", () => this.zoomBy(0)),
     );
-    this.element = h("div", { class: "icicle-frame" }, this.scroller, this.tip, this.tools);
+    this.element = h("div.icicle-frame", this.scroller, this.tip, this.tools);
     new ResizeObserver(() => this.#fit()).observe(this.scroller);
     theme.subscribe(() => this.#repaint());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#repaint());

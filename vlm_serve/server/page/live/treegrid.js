@@ -29,9 +29,8 @@ export class TreeGrid {
     );
     this.body = h("div", { role: "rowgroup", class: "rows" });
     this.element = h(
-      "div",
+      "div.treegrid",
       {
-        class: "treegrid",
         role: "treegrid",
         tabindex: "0",
         "aria-label": "Nodes of the cache",
@@ -131,8 +130,8 @@ export class TreeGrid {
     head.style.setProperty("padding-left", `${Math.min(12, l.level[run]) * 12 - 4}px`);
     head.prepend(
       h(
-        "span",
-        { class: "twisty", "aria-hidden": "true" },
+        "span.twisty",
+        { "aria-hidden": "true" },
         hasBelow ? (this.#isClosed(run) ? "▸" : "▾") : "·",
       ),
     );

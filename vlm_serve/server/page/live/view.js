@@ -2,8 +2,8 @@
 
 import { known } from "../chat/library.js";
 import { confirmed } from "../shared/dialogs.js";
-import { button, h } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
+import { button } from "../shared/controls.js";
+import { h } from "../shared/dom.js";
 import { counted } from "../shared/words.js";
 import { Connection } from "./connection.js";
 import { Details, flush } from "./details.js";
@@ -38,25 +38,23 @@ export class LiveView {
     this.details = new Details();
     this.gauges = new Gauges();
     this.feed = new Feed();
-    this.size = h("p", { class: "lead", role: "status" });
-    this.state = h("p", { class: "problem", hidden: true });
+    this.size = h("p.lead", { role: "status" });
+    this.state = h("p.problem", { hidden: true });
     this.view = h(
-      "main",
-      { class: "live", hidden: true, tabindex: "0" },
+      "main.live",
+      { hidden: true, tabindex: "0" },
       h(
-        "div",
-        { class: "live-bar" },
-        h("h1", null, "Live cache"),
+        "div.live-bar",
+        h("h1", "Live cache"),
         this.size,
-        button("Flush all", icon("trash"), () => this.#flush()),
+        button("Flush all", "trash", () => this.#flush()),
       ),
       this.state,
       this.gauges.element,
       h(
-        "div",
-        { class: "tree" },
-        h("div", { class: "maps" }, legend(), this.icicle.element, this.grid.element),
-        h("div", { class: "side" }, this.details.element, this.feed.element),
+        "div.tree",
+        h("div.maps", legend(), this.icicle.element, this.grid.element),
+        h("div.side", this.details.element, this.feed.element),
       ),
     );
     this.#worker.onmessage = ({ data }) => this.#fromWorker(data);
@@ -185,8 +183,7 @@ function legend() {
     ["leaving", "just evicted"],
   ];
   return h(
-    "ul",
-    { class: "legend" },
-    entries.map(([name, text]) => h("li", null, h("span", { class: `swatch ${name}` }), text)),
+    "ul.legend",
+    entries.map(([name, text]) => h("li", h("span", { class: `swatch ${name}` }), text)),
   );
 }
