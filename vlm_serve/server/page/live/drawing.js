@@ -41,7 +41,6 @@ export function palette(element) {
  * @param {object} layout see layout.js
  * @param {{seen: object, scale: {x: number, y: number}, colours: object, selected: number,
  *   glow: (key: string) => number, onLoad: () => void}} how
- * @returns {number} runs drawn
  */
 export function drawRuns(context, layout, how) {
   const { seen, scale } = how;
@@ -56,19 +55,16 @@ export function drawRuns(context, layout, how) {
       index = next[index];
       continue;
     }
-    if (end[index] > first.x) {
-      drawn.push([index, drawRun(context, layout, index, how)]);
-    }
+    if (end[index] > first.x) drawn.push([index, drawRun(context, layout, index, how)]);
     index += 1;
   }
   // On top of all bars: what stands at the end of one reaches into the next.
   for (const [run, bar] of drawn) {
-    for (let each = layout.firstMark[run]; each < layout.firstMark[run + 1]; each += 1)
-      drawSnapshot(context, layout.marks[each] * scale.x - seen.left, bar, how.colours);
+    for (const at of layout.snapshots[run])
+      drawSnapshot(context, at * scale.x - seen.left, bar, how.colours);
     if (layout.pins[run] > 0) outline(context, bar, how.colours.pin, 1.5);
     if (run === how.selected) outline(context, bar, how.colours.text, 2.5);
   }
-  return drawn.length;
 }
 
 function drawRun(context, layout, index, { seen, scale, colours, glow, onLoad }) {
@@ -96,8 +92,8 @@ function drawRun(context, layout, index, { seen, scale, colours, glow, onLoad })
     context.fill();
     context.globalAlpha = 1;
   }
-  for (let each = layout.firstMedium[index]; each < layout.firstMedium[index + 1]; each += 1)
-    drawMedium(context, layout.media[each], bar, { seen, scale, colours, onLoad });
+  for (const span of layout.media[index])
+    drawMedium(context, span, bar, { seen, scale, colours, onLoad });
   drawLabel(context, layout, index, bar, colours);
   return bar;
 }
@@ -132,15 +128,15 @@ function drawMedium(context, { at, length, hash, begins }, bar, { seen, scale, c
   context.drawImage(picture, x + 1, y + (height - width / ratio) / 2, width, width / ratio);
 }
 
-/** A small picture of a medium; null while it is being made. */
+/** A small picture of a medium; null while it is loading. */
 function pictureOf(medium, onLoad) {
   if (!pictures.has(medium.id)) {
     pictures.set(medium.id, null);
-    const made =
+    const loading =
       medium.kind === "image"
         ? createImageBitmap(medium.blob, { resizeHeight: 64, resizeQuality: "medium" })
         : firstFrame(medium);
-    made.then(
+    loading.then(
       (picture) => {
         pictures.set(medium.id, picture);
         onLoad();
@@ -191,7 +187,7 @@ function outline(context, bar, colour, width) {
 }
 
 function drawLabel(context, layout, index, bar, colours) {
-  const hasMedia = layout.firstMedium[index] !== layout.firstMedium[index + 1];
+  const hasMedia = layout.media[index].length > 0;
   if (
     bar.width < LABEL.width ||
     bar.height < LABEL.height ||

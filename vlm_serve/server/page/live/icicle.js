@@ -2,7 +2,7 @@
 // to bottom. The canvas is as large as what is seen of it; scrolling and zooming only draw it anew.
 
 import { iconButton } from "../shared/controls.js";
-import { h } from "../shared/dom.js";
+import { h, onceAFrame } from "../shared/dom.js";
 import { theme } from "../shared/theme.js";
 import { count, counted } from "../shared/words.js";
 import { drawRuns, palette } from "./drawing.js";
@@ -19,9 +19,11 @@ export class Icicle {
   #zoom = 1;
   #selected = -1;
   #flashes = new Map();
-  #asked = false;
   #colours = null;
   #onSelect;
+
+  /** Asks for a drawing in the next frame. */
+  draw = onceAFrame(() => this.#draw());
 
   /** @param {(run: number) => void} onSelect called with the index of a run that was clicked on */
   constructor(onSelect) {
@@ -102,13 +104,6 @@ export class Icicle {
     scroller.scrollTo(left, top);
   }
 
-  /** Asks for a drawing in the next frame. */
-  draw() {
-    if (this.#asked) return;
-    this.#asked = true;
-    requestAnimationFrame(() => this.#draw());
-  }
-
   #scale() {
     const { clientWidth, clientHeight } = this.scroller;
     const { length, rows } = this.#layout;
@@ -133,18 +128,16 @@ export class Icicle {
   }
 
   #draw() {
-    this.#asked = false;
     const { canvas, scroller } = this;
     const { clientWidth: width, clientHeight: height } = scroller;
     if (!this.#layout || !width) return;
     const start = performance.now();
     const ratio = window.devicePixelRatio;
-    if (
-      canvas.width !== Math.round(width * ratio) ||
-      canvas.height !== Math.round(height * ratio)
-    ) {
-      canvas.width = Math.round(width * ratio);
-      canvas.height = Math.round(height * ratio);
+    const [columns, rows] = [Math.round(width * ratio), Math.round(height * ratio)];
+    // Setting a size clears the canvas, even to the same one.
+    if (canvas.width !== columns || canvas.height !== rows) {
+      canvas.width = columns;
+      canvas.height = rows;
       canvas.style.width = `${width}px`;
       canvas.style.height = `${height}px`;
     }
