@@ -63,22 +63,21 @@ async function greet() {
   }
 }
 
-server.subscribe((what) => {
+server.subscribe((status) => {
   const giveKey = button("Enter a key", "key", () => changeKey(false));
-  const told = {
-    ok: null,
-    gone: h("p.problem", "The server does not answer. Trying again…"),
-    key: h("p.problem", "The server requires an API key. ", giveKey),
+  const problems = {
+    gone: ["The server does not answer. Trying again…"],
+    key: ["The server requires an API key. ", giveKey],
   };
-  replace(state, told[what]);
-  if (what === "key") changeKey(storedKey() !== "");
-  if (what === "ok") queueMicrotask(greet);
+  replace(state, problems[status] && h("p.problem", problems[status]));
+  if (status === "key") changeKey(storedKey() !== "");
+  if (status === "ok") queueMicrotask(greet);
 });
 
 function show() {
   const [asked, key] = location.hash.slice(1).split("/");
   const name = Object.hasOwn(views, asked) ? asked : "chat";
-  for (const [each, view] of Object.entries(views)) view.hidden = each !== name;
+  for (const view of Object.values(views)) view.hidden = view !== views[name];
   for (const link of links) {
     if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");

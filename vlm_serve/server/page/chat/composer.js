@@ -136,7 +136,7 @@ export class Composer {
   #showMedia() {
     const figures = this.#media.map((medium) => {
       const drop = () => {
-        this.#media = this.#media.filter((each) => each !== medium);
+        this.#media = this.#media.filter((other) => other !== medium);
         this.#showMedia();
         this.text.focus();
       };

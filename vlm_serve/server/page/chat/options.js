@@ -7,21 +7,13 @@ import { h } from "../shared/dom.js";
 
 /** Options that are numbers. */
 export const NUMBERS = {
-  temperature: {
-    label: "Temperature",
-    hint: "0 always picks the most likely token",
-    step: "0.05",
-  },
+  temperature: { label: "Temperature", hint: "0 always picks the most likely token", step: "0.05" },
   top_p: {
     label: "Top p",
     hint: "probability mass of the most likely tokens to sample from",
     step: "0.01",
   },
-  top_k: {
-    label: "Top k",
-    hint: "number of the most likely tokens to sample from",
-    step: "1",
-  },
+  top_k: { label: "Top k", hint: "number of the most likely tokens to sample from", step: "1" },
   max_tokens: { label: "Longest answer", hint: "in tokens", step: "1" },
   seed: { label: "Seed", hint: "makes answers repeatable", step: "1" },
 };

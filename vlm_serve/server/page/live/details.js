@@ -1,6 +1,6 @@
 // One node: what it holds, and what can be done with it.
 
-import { request, requestJson } from "../shared/api.js";
+import { requestJson } from "../shared/api.js";
 import { button } from "../shared/controls.js";
 import { h, replace, termList } from "../shared/dom.js";
 import { bytes, count, counted } from "../shared/words.js";
@@ -121,9 +121,4 @@ export function mediaWords(spans, ...videoPart) {
   return [pictures && counted(pictures, "picture"), parts && counted(parts, ...videoPart)]
     .filter(Boolean)
     .join(", ");
-}
-
-/** Forgets all that nobody holds. */
-export async function flush() {
-  await request("/v1/cache/flush", { body: {} });
 }

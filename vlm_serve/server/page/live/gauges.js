@@ -39,19 +39,16 @@ const CHARTS = [
     note: ({ waiting, joined }) =>
       `${count(waiting)} waiting, ${count(joined)} of them for a prefix`,
   },
-  {
-    title: "Steps a second",
-    unit: rate,
-    lines: (history) => [rateOf(history, "steps")],
-  },
-  {
-    title: "Tokens a second",
-    unit: rate,
-    lines: (history) => [rateOf(history, "generated_tokens")],
-  },
+  total("Steps a second", "steps"),
+  total("Tokens a second", "generated_tokens"),
   latency("First token", "time_to_first_token_seconds"),
   latency("Between tokens", "inter_token_seconds"),
 ];
+
+/** How fast a total rises. */
+function total(title, name) {
+  return { title, unit: rate, lines: (history) => [rateOf(history, name)] };
+}
 
 /** The median and the 99th percentile of a latency. */
 function latency(title, name) {

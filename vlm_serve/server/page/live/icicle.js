@@ -19,7 +19,7 @@ export class Icicle {
   #zoom = 1;
   #selected = -1;
   #flashes = new Map();
-  #colours = null;
+  #colour = null;
   #onSelect;
 
   /** Asks for a drawing in the next frame. */
@@ -123,7 +123,7 @@ export class Icicle {
   }
 
   #repaint() {
-    this.#colours = null;
+    this.#colour = null;
     this.draw();
   }
 
@@ -144,12 +144,12 @@ export class Icicle {
     const context = canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, width, height);
-    this.#colours ??= palette(scroller);
+    this.#colour ??= palette(scroller);
     const seen = { left: scroller.scrollLeft, top: scroller.scrollTop, width, height };
     drawRuns(context, this.#layout, {
       seen,
       scale: this.#scale(),
-      colours: this.#colours,
+      colour: this.#colour,
       selected: this.#selected,
       glow: (key) => this.#glow(key),
       onLoad: () => this.draw(),

@@ -1,12 +1,13 @@
 // The view "Live cache": the map, the table, the chosen node, the gauges and what happens.
 
 import { known } from "../chat/library.js";
+import { request } from "../shared/api.js";
 import { button } from "../shared/controls.js";
 import { confirmed } from "../shared/dialogs.js";
 import { h } from "../shared/dom.js";
 import { counted } from "../shared/words.js";
 import { Connection } from "./connection.js";
-import { Details, flush, PLACES } from "./details.js";
+import { Details, PLACES } from "./details.js";
 import { Feed } from "./feed.js";
 import { Gauges } from "./gauges.js";
 import { Icicle } from "./icicle.js";
@@ -165,7 +166,7 @@ export class LiveView {
       "Everything not in use by a running request is removed, for all users of this server. The next answers are computed from the start.";
     if (!(await confirmed("Flush the whole cache?", question, "Flush all"))) return;
     try {
-      await flush();
+      await request("/v1/cache/flush", { body: {} });
     } catch (error) {
       this.#say(error.message);
     }
