@@ -5,7 +5,7 @@ Bar charts are inline SVG, and the page's style gives their colours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -14,6 +14,21 @@ from typing import Any
 _SIDES = ("with caching", "without")
 _STYLE = Path(__file__).with_name("page.css")
 _LONGEST = 300
+_OVERVIEW: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "part": lambda part: part["name"],
+    "answers": lambda part: part["items"],
+    "equal": lambda part: part["equal"],
+    "differ": lambda part: _alarm(part["different"]),
+    "failed": lambda part: _alarm(part["failed"]),
+    "hit rate": lambda part: shown(part["with_caching"]["hit_rate"], "%"),
+    "prompt tokens": lambda part: shown(part["without_caching"]["prompt_tokens"], ""),
+    "computed, with caching": lambda part: shown(part["with_caching"]["computed_tokens"], ""),
+    "computed, without": lambda part: shown(part["without_caching"]["computed_tokens"], ""),
+    "seconds, with caching": lambda part: shown(part["with_caching"]["seconds"], ""),
+    "seconds, without": lambda part: shown(part["without_caching"]["seconds"], ""),
+    "right": lambda part: _share(part["accuracy"].get("all")),
+}
+"""The columns of the overview: title, and what stands in it for a part."""
 
 
 def page(report: Mapping[str, Any]) -> str:
@@ -53,25 +68,8 @@ def _facts(report: Mapping[str, Any]) -> str:
 
 
 def _overview(parts: Sequence[Mapping[str, Any]]) -> str:
-    head = (
-        *("part", "answers", "equal", "differ", "failed", "hit rate", "prompt tokens"),
-        *("computed, with caching", "computed, without", "seconds, with caching"),
-        *("seconds, without", "right"),
-    )
-    rows = []
-    for part in parts:
-        cached, uncached = part["with_caching"], part["without_caching"]
-        rows.append(
-            (
-                *(part["name"], part["items"], part["equal"]),
-                *(_alarm(part["different"]), _alarm(part["failed"])),
-                *(shown(cached["hit_rate"], "%"), shown(uncached["prompt_tokens"], "")),
-                *(shown(side["computed_tokens"], "") for side in (cached, uncached)),
-                *(shown(side["seconds"], "") for side in (cached, uncached)),
-                _share(part["accuracy"].get("all")),
-            )
-        )
-    return _table(head, rows)
+    rows = [[cell(part) for cell in _OVERVIEW.values()] for part in parts]
+    return _table(tuple(_OVERVIEW), rows)
 
 
 def _charts(parts: Sequence[Mapping[str, Any]]) -> Iterable[Bars]:
@@ -98,53 +96,40 @@ def _part(part: Mapping[str, Any]) -> str:
         shares = ", ".join(f"{name} {_share(count)}" for name, count in groups.items())
         blocks.append(f"<p>Right answers by group: {escape(shares)}.</p>")
     if part["differences"]:
+        differences = [
+            (item["item"], item["what"], _cut(item["cached"]), _cut(item["uncached"]))
+            for item in part["differences"]
+        ]
         blocks.append('<h3 class="bad">What differs</h3>')
-        blocks.append(_table(("item", "what", *_SIDES), _differences(part), words=True))
+        blocks.append(_table(("item", "what", *_SIDES), differences, words=True))
     if part["failures"]:
+        failures = [(item["item"], item["side"], item["error"]) for item in part["failures"]]
         blocks.append('<h3 class="bad">What failed</h3>')
-        blocks.append(_table(("item", "side", "why"), _failures(part), words=True))
+        blocks.append(_table(("item", "side", "why"), failures, words=True))
     head = ("item", "answer", "taken as", "expected", "", "hit rate", "same on both")
     blocks.append(f"<details><summary>All {part['items']} answers</summary>")
-    blocks.append(_table(head, _answers(part), words=True) + "</details>")
+    blocks.append(_table(head, map(_answer, part["answers"]), words=True) + "</details>")
     return "".join(blocks)
 
 
-def _differences(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    for difference in part["differences"]:
-        yield (
-            difference["item"],
-            difference["what"],
-            _cut(difference["cached"]),
-            _cut(difference["uncached"]),
-        )
-
-
-def _failures(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    for failure in part["failures"]:
-        yield failure["item"], failure["side"], failure["error"]
-
-
-def _answers(part: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    for answer in part["answers"]:
-        text = " ⏎ ".join(answer["answers"]) or _scores(answer["scores"]) or answer["error"] or ""
-        yield (
-            answer["item"],
-            _cut(text),
-            _cut(answer["chosen"]),
-            answer["expected"] or "",
-            {True: "right", False: "wrong", None: ""}[answer["right"]],
-            shown(answer["hit_rate"], "%"),
-            "yes" if answer["same"] else "no",
-        )
+def _answer(answer: Mapping[str, Any]) -> Sequence[str]:
+    text = " ⏎ ".join(answer["answers"]) or _scores(answer["scores"]) or answer["error"] or ""
+    return (
+        answer["item"],
+        _cut(text),
+        _cut(answer["chosen"]),
+        answer["expected"] or "",
+        {True: "right", False: "wrong", None: ""}[answer["right"]],
+        shown(answer["hit_rate"], "%"),
+        "yes" if answer["same"] else "no",
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], *, words: bool = False) -> str:
     style = ' class="words"' if words else ""
     first = "".join(f"<th{style}>{escape(name)}</th>" for name in head)
-    others = "".join(
-        "<tr>" + "".join(f"<td{style}>{_cell(value)}</td>" for value in row) + "</tr>"
-        for row in rows
-    )
+    cells = ("".join(f"<td{style}>{_cell(value)}</td>" for value in row) for row in rows)
+    others = "".join(f"<tr>{row}</tr>" for row in cells)
     return (
         f'<div class="wide"><table><thead><tr>{first}</tr></thead>'
         f"<tbody>{others}</tbody></table></div>"
