@@ -14,7 +14,7 @@ LAY_OUT = """async (told) => {
     const {layOut, runAt} = await import("/live/layout.js");
     const mine = new Tree();
     mine.reset(tree);
-    batches.forEach((changes, index) => mine.apply({sequence: index + 2, changes}, now));
+    batches.forEach((changes) => mine.apply({changes}, now));
     const due = mine.sweep(now + 1);
     const {layout} = layOut(mine);
     const late = mine.sweep(now + 10_000);
@@ -27,7 +27,7 @@ LAY_OUT = """async (told) => {
 
 
 def lay_out(visit: Visit, nodes: list[dict[str, Any]], *batches: list[Any]) -> dict[str, Any]:
-    tree = {"sequence": 1, "roots": [{"key": ROOT}], "nodes": nodes}
+    tree = {"roots": [{"key": ROOT}], "nodes": nodes}
     told = json.loads(visit.page.evaluate(LAY_OUT, json.dumps([tree, batches, 1000])))
     assert isinstance(told, dict)
     return told
@@ -53,9 +53,9 @@ def test_nodes_without_branches_are_one_run(visit: Visit) -> None:
     assert (told["start"], told["end"]) == ([0, 32, 32], [32, 64, 48])
     assert (told["top"], told["bottom"]) == ([0, 0, 1], [2, 1, 2])
     assert (told["nodes"], told["hits"], told["pins"]) == ([2, 2, 1], [3, 1, 1], [0, 0, 2])
-    assert (told["marks"], told["firstMark"]) == ([64], [0, 0, 1, 1])
-    assert [(span["at"], span["length"]) for span in told["media"]] == [(34, 64)]
-    assert told["firstMedium"] == [0, 0, 1, 1]
+    assert told["snapshots"] == [[], [64], []]
+    media = [[(span["at"], span["length"]) for span in spans] for spans in told["media"]]
+    assert media == [[], [(34, 64)], []]
     assert (told["rows"], told["length"], told["numNodes"]) == (2, 64, 5)
     assert told["at"] == [0, 0, 0, 2, -1]
 
@@ -63,9 +63,10 @@ def test_nodes_without_branches_are_one_run(visit: Visit) -> None:
 def test_a_picture_goes_on_where_its_run_ends(visit: Visit) -> None:
     nodes = [node("a", ROOT, 0, media=True), node("b", "a", 16), node("c", "a", 16)]
     told = lay_out(visit, nodes)
-    spans = [(span["at"], span["length"], span["begins"]) for span in told["media"]]
-    assert spans == [(2, 64, True), (16, 50, False), (16, 50, False)]
-    assert told["firstMedium"] == [0, 1, 2, 3]
+    media = [
+        [(span["at"], span["length"], span["begins"]) for span in spans] for spans in told["media"]
+    ]
+    assert media == [[(2, 64, True)], [(16, 50, False)], [(16, 50, False)]]
 
 
 def test_another_tier_begins_another_run(visit: Visit) -> None:
@@ -88,7 +89,6 @@ def test_changes_make_the_tree_that_the_server_has(visit: Visit) -> None:
     assert after["f"]["snapshot"] == "prompt"
     assert after["d"]["snapshot"] is None
     assert (after["e"]["pins"], after["e"]["hits"]) == (0, 5)
-    assert told["whole"]["sequence"] == 2
 
 
 def test_what_is_evicted_is_seen_to_go(visit: Visit) -> None:
@@ -110,7 +110,7 @@ def test_what_is_evicted_and_comes_again_stays(visit: Visit) -> None:
 def test_a_path_that_is_evicted_goes_as_a_whole(visit: Visit) -> None:
     gone = [{"type": "node_evicted", "key": key} for key in ("d", "c", "e", "b", "a")]
     told = lay_out(visit, branching(), gone)
-    assert told["whole"] == {"sequence": 2, "roots": [], "nodes": []}
+    assert told["whole"] == {"roots": [], "nodes": []}
 
 
 def test_a_prompt_of_many_branches_is_laid_out_without_recursion(visit: Visit) -> None:

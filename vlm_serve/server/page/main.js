@@ -4,13 +4,11 @@ import { ChatView } from "./chat/view.js";
 import { known, loadLibrary } from "./chat/library.js";
 import { LiveView } from "./live/view.js";
 import { reuseView } from "./reuse/view.js";
-import { server } from "./shared/api.js";
+import { learnServed, served, server, storedKey } from "./shared/api.js";
 import { askForKey } from "./shared/dialogs.js";
-import { button, h, replace } from "./shared/dom.js";
-import { icon } from "./shared/icons.js";
-import { storedKey } from "./shared/key.js";
+import { button, iconButton } from "./shared/controls.js";
+import { h, replace } from "./shared/dom.js";
 import { onShortcuts, showShortcuts } from "./shared/keyboard.js";
-import { learnServed, served } from "./shared/served.js";
 import { themeButton } from "./shared/theme.js";
 
 const NAMES = { chat: "Chat", reuse: "What was reused", live: "Live cache" };
@@ -21,19 +19,18 @@ const live = new LiveView();
 const views = { chat: chat.view, reuse: reuse.view, live: live.view };
 
 const links = Object.entries(NAMES).map(([name, title]) => h("a", { href: `#${name}` }, title));
-const model = h("span", { class: "model" });
-const state = h("div", { class: "server-state", role: "status" });
+const model = h("span.model");
+const state = h("div.server-state", { role: "status" });
 
 document.body.append(
-  h("a", { class: "skip", href: "#chat", on: { click: skip } }, "Skip to the content"),
+  h("a.skip", { href: "#chat", on: { click: skip } }, "Skip to the content"),
   h(
-    "header",
-    { class: "top" },
-    h("span", { class: "brand" }, "vlm-serve"),
+    "header.top",
+    h("span.brand", "vlm-serve"),
     h("nav", { "aria-label": "Views" }, links),
     model,
-    button("Keyboard shortcuts", icon("keys"), showShortcuts, { bare: true, class: "bare keys" }),
-    button("API key", icon("key"), () => changeKey(false), { bare: true }),
+    iconButton("Keyboard shortcuts", "keys", showShortcuts, { class: "bare keys" }),
+    iconButton("API key", "key", () => changeKey(false)),
     themeButton(),
   ),
   state,
@@ -66,22 +63,21 @@ async function greet() {
   }
 }
 
-server.subscribe((what) => {
-  const giveKey = button("Enter a key", icon("key"), () => changeKey(false));
-  const told = {
-    ok: null,
-    gone: h("p", { class: "problem" }, "The server does not answer. Trying again…"),
-    key: h("p", { class: "problem" }, "The server requires an API key. ", giveKey),
+server.subscribe((status) => {
+  const giveKey = button("Enter a key", "key", () => changeKey(false));
+  const problems = {
+    gone: ["The server does not answer. Trying again…"],
+    key: ["The server requires an API key. ", giveKey],
   };
-  replace(state, told[what]);
-  if (what === "key") changeKey(storedKey() !== "");
-  if (what === "ok") queueMicrotask(greet);
+  replace(state, problems[status] && h("p.problem", problems[status]));
+  if (status === "key") changeKey(storedKey() !== "");
+  if (status === "ok") queueMicrotask(greet);
 });
 
 function show() {
   const [asked, key] = location.hash.slice(1).split("/");
   const name = Object.hasOwn(views, asked) ? asked : "chat";
-  for (const [each, view] of Object.entries(views)) view.hidden = each !== name;
+  for (const view of Object.values(views)) view.hidden = view !== views[name];
   for (const link of links) {
     if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");

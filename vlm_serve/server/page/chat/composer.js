@@ -1,9 +1,11 @@
 // Where a question is written: text, and pictures, videos and text files by button, drop and paste.
+// A file becomes a medium, or a sentence why not.
 
-import { button, freshId, h, replace } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
-import { attach, bytesInRequest } from "./attaching.js";
-import { mediumFigure } from "./media.js";
+import { served } from "../shared/api.js";
+import { button, fileInput, iconButton } from "../shared/controls.js";
+import { freshId, h, replace } from "../shared/dom.js";
+import { bytes } from "../shared/words.js";
+import { kindOf, mediumFigure, taken } from "./library.js";
 
 const MAX_HEIGHT = 220;
 
@@ -14,8 +16,8 @@ export class Composer {
 
   /**
    * @param {{send: (text: string, media: object[]) => void, stop: () => void,
-   *   room: () => {limit: number, used: number}, editLast: () => void, leave: () => void}} actions
-   *   `room`: as `attach` takes it, without the files that are attached here
+   *   media: () => object[], editLast: () => void, leave: () => void}} actions
+   *   `media`: what the conversation has already
    */
   constructor(actions) {
     this.#actions = actions;
@@ -30,31 +32,23 @@ export class Composer {
         paste: (event) => this.#onPaste(event),
       },
     });
-    this.file = h("input", {
-      type: "file",
-      class: "unseen",
-      multiple: true,
-      tabindex: "-1",
-      "aria-label": "Pictures, videos and texts",
-      on: { change: () => this.#addFiles([...this.file.files]) },
-    });
-    this.attached = h("div", { class: "attached" });
-    this.notice = h("p", { class: "notice", role: "status" });
+    const label = "Pictures, videos and texts";
+    const file = fileInput(label, (files) => this.#addFiles(files), { multiple: true });
+    this.attached = h("div.attached");
+    this.notice = h("p.notice", { role: "status" });
     this.leave = button("Leave it as it was", null, () => this.#actions.leave(), { hidden: true });
-    this.next = h("div", { class: "next" });
+    this.next = h("div.next");
     this.action = h("div");
     this.element = h(
-      "div",
-      { class: "composer" },
+      "div.composer",
       this.next,
-      h("div", { class: "noticed" }, this.notice, this.leave),
+      h("div.noticed", this.notice, this.leave),
       this.attached,
       h(
-        "div",
-        { class: "line" },
-        button("Add pictures, videos or texts", icon("clip"), () => this.file.click(), { bare: true }),
-        this.file,
-        h("label", { for: id, class: "unseen" }, "Question"),
+        "div.line",
+        iconButton("Add pictures, videos or texts", "clip", () => file.click()),
+        file,
+        h("label.unseen", { for: id }, "Question"),
         this.text,
         this.action,
       ),
@@ -85,8 +79,8 @@ export class Composer {
   setBusy(busy) {
     this.#busy = busy;
     const shown = busy
-      ? button("Stop", icon("stop"), () => this.#actions.stop(), { bare: true, class: "round" })
-      : button("Send", icon("send"), () => this.#send(), { bare: true, class: "round primary" });
+      ? iconButton("Stop", "stop", () => this.#actions.stop(), { class: "round" })
+      : iconButton("Send", "send", () => this.#send(), { class: "round primary" });
     replace(this.action, shown);
   }
 
@@ -132,12 +126,9 @@ export class Composer {
   }
 
   async #addFiles(files) {
-    const { limit, used } = this.#actions.room();
-    const mine = this.#media.reduce((sum, { blob }) => sum + bytesInRequest(blob.size), 0);
-    const { media, refusals } = await attach(files, { limit, used: used + mine });
+    const { media, refusals } = await attach(files, [...this.#actions.media(), ...this.#media]);
     this.notice.textContent = refusals.join(" ");
     this.#media.push(...media);
-    this.file.value = "";
     this.#showMedia();
     this.text.focus();
   }
@@ -145,16 +136,12 @@ export class Composer {
   #showMedia() {
     const figures = this.#media.map((medium) => {
       const drop = () => {
-        this.#media = this.#media.filter((each) => each !== medium);
+        this.#media = this.#media.filter((other) => other !== medium);
         this.#showMedia();
         this.text.focus();
       };
-      return h(
-        "div",
-        { class: "attachment" },
-        mediumFigure(medium),
-        button(`Remove ${medium.name}`, icon("close"), drop, { bare: true }),
-      );
+      const remove = iconButton(`Remove ${medium.name}`, "close", drop);
+      return h("div.attachment", mediumFigure(medium), remove);
     });
     replace(this.attached, figures);
   }
@@ -175,4 +162,44 @@ export class Composer {
     this.#fit();
     this.#actions.send(text, media);
   }
+}
+
+/** Bytes that a file takes in a request: media travel as base64. */
+function bytesInRequest(size) {
+  return 4 * Math.ceil(size / 3);
+}
+
+/**
+ * Takes files in. No file is read before its size is known to fit.
+ * @param {File[]} files
+ * @param {object[]} others media that the request has besides
+ * @returns {Promise<{media: object[], refusals: string[]}>}
+ */
+export async function attach(files, others) {
+  let used = others.reduce((sum, { blob }) => sum + bytesInRequest(blob.size), 0);
+  const media = [];
+  const refusals = [];
+  for (const file of files) {
+    const refusal = refusalOf(file, used);
+    const kind = refusal ? null : await kindOf(file);
+    if (kind === null) {
+      refusals.push(
+        refusal ?? `${file.name} is neither a picture, a video, a PDF document nor a text.`,
+      );
+    } else {
+      used += bytesInRequest(file.size);
+      media.push(await taken(file, kind));
+    }
+  }
+  return { media, refusals };
+}
+
+function refusalOf(file, used) {
+  const { limit } = served.get();
+  const needed = bytesInRequest(file.size);
+  if (needed > limit)
+    return `${file.name} has ${bytes(file.size)}, and ${bytes(needed)} as it is sent. This server takes requests of up to ${bytes(limit)}.`;
+  if (needed + used > limit)
+    return `${file.name} does not fit beside the other files of this conversation: this server takes requests of up to ${bytes(limit)}.`;
+  return null;
 }

@@ -5,22 +5,15 @@
 // answer = {text, reasoning, calls: [{id, name, arguments}], finish, error, model, usage, report, times}
 //   finish: null while it streams, then "stop", "length", "tool_calls", "stopped" (by the reader) or "error"
 //   times: milliseconds {first, total} from the sending on
+//
+// An edited question begins another version of a conversation, and the old one is kept:
+// branches = {id of the turn before, or "start": {active, tails: [[turn] or null]}}
+//   The turns of the version that is shown stand in conversation.turns; its own place is null.
 
 import { randomId } from "../shared/ids.js";
 
 const TITLE_LENGTH = 48;
-
-export const NO_OPTIONS = Object.freeze({
-  system: "",
-  temperature: "",
-  top_p: "",
-  top_k: "",
-  max_tokens: "",
-  seed: "",
-  stop: "",
-  thinking: "",
-  tools: "",
-});
+const START = "start";
 
 export function newConversation() {
   const now = Date.now();
@@ -30,7 +23,17 @@ export function newConversation() {
     updated: now,
     title: "",
     model: "",
-    options: { ...NO_OPTIONS },
+    options: {
+      system: "",
+      temperature: "",
+      top_p: "",
+      top_k: "",
+      max_tokens: "",
+      seed: "",
+      stop: "",
+      thinking: "",
+      tools: "",
+    },
     turns: [],
     branches: {},
   };
@@ -68,6 +71,50 @@ export function titleOf(conversation) {
 /** Ids of the media of all turns, in order. */
 export function mediaOf(turns) {
   return turns.flatMap((turn) => turn.media);
+}
+
+function keyOf(conversation, index) {
+  return conversation.turns[index - 1]?.id ?? START;
+}
+
+/** Begins another version at turn `index`; the turns from there on are kept beside it. */
+export function branch(conversation, index) {
+  conversation.branches ??= {};
+  const known = (conversation.branches[keyOf(conversation, index)] ??= {
+    active: 0,
+    tails: [null],
+  });
+  known.tails[known.active] = conversation.turns.splice(index);
+  known.active = known.tails.push(null) - 1;
+}
+
+/** How many versions begin at turn `index`, and which of them is shown: {number, count}, from 1. */
+export function versionAt(conversation, index) {
+  const known = conversation.branches?.[keyOf(conversation, index)];
+  return { number: (known?.active ?? 0) + 1, count: known?.tails.length ?? 1 };
+}
+
+/** Shows version `number` of those that begin at turn `index`. */
+export function showVersion(conversation, index, number) {
+  const known = conversation.branches?.[keyOf(conversation, index)];
+  const tail = known?.tails[number - 1];
+  if (!tail) return;
+  known.tails[known.active] = conversation.turns.splice(index);
+  known.tails[number - 1] = null;
+  known.active = number - 1;
+  conversation.turns.push(...tail);
+}
+
+/** The turns of all versions. */
+export function everyTurn({ turns, branches }) {
+  const others = Object.values(branches ?? {}).flatMap(({ tails }) => tails.filter(Boolean));
+  return [...turns, ...others.flat()];
+}
+
+/** A reload has ended what was still streaming. */
+export function endWhatWasRunning(conversation) {
+  for (const { answer } of everyTurn(conversation))
+    if (answer.finish === null) answer.finish = "stopped";
 }
 
 /** Takes one chunk of a streamed chat completion into an answer. Returns whether it brought text. */

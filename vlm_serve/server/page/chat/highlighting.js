@@ -1,10 +1,9 @@
 // Code of answers in colours. highlight.js finds the words and their kinds; the elements are made here.
 
 import { h } from "../shared/dom.js";
-import { onDemand } from "./loading.js";
+import { memory, onDemand } from "./loading.js";
 
 const LONGEST = 12_000;
-const MOST_KEPT = 100;
 
 /** Languages that are here, by their file; with other names that models give them. */
 const LANGUAGES = {
@@ -38,26 +37,28 @@ const LANGUAGES = {
   yaml: ["yml"],
 };
 const FILES = new Map(
-  Object.entries(LANGUAGES).flatMap(([file, names]) => [file, ...names].map((name) => [name, file])),
+  Object.entries(LANGUAGES).flatMap(([file, names]) =>
+    [file, ...names].map((name) => [name, file]),
+  ),
 );
 
 const core = onDemand(async () => (await import("../vendor/highlight.js")).default);
 const grammars = new Map();
-const kept = new Map();
+const remembered = memory(100);
 
 /** The code as a list of nodes, or null: the language is unknown, or not here yet. */
 export function highlighted(code, name) {
   const language = FILES.get(name.toLowerCase());
   if (language === undefined || code.length > LONGEST) return null;
-  if (!grammars.has(language)) grammars.set(language, onDemand(() => import(`../vendor/languages/${language}.js`)));
+  if (!grammars.has(language))
+    grammars.set(
+      language,
+      onDemand(() => import(`../vendor/languages/${language}.js`)),
+    );
   const [library, grammar] = [core(), grammars.get(language)()];
   if (!library || !grammar) return null;
-  const key = `${language} ${code}`;
-  if (!kept.has(key)) {
-    if (kept.size >= MOST_KEPT) kept.clear();
-    kept.set(key, coloured(library, grammar, language, code));
-  }
-  return kept.get(key).map((node) => node.cloneNode(true));
+  const nodes = remembered(`${language} ${code}`, () => coloured(library, grammar, language, code));
+  return nodes.map((node) => node.cloneNode(true));
 }
 
 function coloured(library, grammar, language, code) {
@@ -71,10 +72,6 @@ function elementsOf({ children }) {
   return children.map((child) =>
     typeof child === "string"
       ? document.createTextNode(child)
-      : h("span", { class: classOf(child.scope) }, elementsOf(child)),
+      : h(child.scope ? `span.code-${child.scope.split(".")[0]}` : "span", elementsOf(child)),
   );
-}
-
-function classOf(scope) {
-  return scope ? `code-${scope.split(".")[0]}` : null;
 }

@@ -1,7 +1,10 @@
 // The media that this browser has uploaded: their bytes, and pictures of them for the views.
 
+import { icon } from "../shared/controls.js";
+import { h } from "../shared/dom.js";
 import { randomId } from "../shared/ids.js";
 import { Value } from "../shared/value.js";
+import { bytes } from "../shared/words.js";
 import { media as stored } from "./store.js";
 
 const KINDS = /^(image|video)\//;
@@ -82,6 +85,24 @@ export function urlOf(medium) {
   return urls.get(medium.id);
 }
 
+/** A medium in its place in a conversation; null: it is not in this browser any more. */
+export function mediumFigure(medium) {
+  if (medium === null) return h("span.gone", "no longer in this browser");
+  if (medium.kind === "text" || medium.kind === "document") {
+    const size = h("small", bytes(medium.blob.size));
+    return h("span.file", icon("file"), h("span", medium.name), size);
+  }
+  const src = urlOf(medium);
+  if (medium.kind === "image") return h("img", { src, alt: medium.name, title: medium.name });
+  return h("video", {
+    src,
+    controls: true,
+    muted: true,
+    preload: "metadata",
+    "aria-label": medium.name,
+  });
+}
+
 /** The medium as a `data:` URL. */
 export function dataUrlOf(medium) {
   return new Promise((resolve, reject) => {
@@ -93,7 +114,9 @@ export function dataUrlOf(medium) {
 }
 
 /** Forgets what a conversation has brought. */
-export function forget(conversation) {
+export async function forget(conversation) {
+  for (const medium of await stored.all())
+    if (medium.conversation === conversation) await stored.remove(medium.id);
   for (const medium of [...byId.values()]) {
     if (medium.conversation !== conversation) continue;
     byId.delete(medium.id);

@@ -1,4 +1,5 @@
-// Libraries that only some answers need: loaded when the first such answer is shown.
+// Libraries that only some answers need: loaded when the first such answer is shown. What they make
+// is kept, for an answer that grows shows it again and again.
 
 import { Value } from "../shared/value.js";
 
@@ -26,5 +27,22 @@ export function onDemand(load) {
       );
     }
     return loaded;
+  };
+}
+
+/**
+ * What `compute` returns for a key, computed once. All is forgotten when there are `most`.
+ * @template T
+ * @param {number} most
+ * @returns {(key: string, compute: () => T) => T}
+ */
+export function memory(most) {
+  const results = new Map();
+  return (key, compute) => {
+    if (!results.has(key)) {
+      if (results.size >= most) results.clear();
+      results.set(key, compute());
+    }
+    return results.get(key);
   };
 }

@@ -4,8 +4,8 @@
 import { Marked } from "../vendor/marked.js";
 import DOMPurify from "../vendor/purify.js";
 import { copy } from "../shared/clipboard.js";
-import { button, h } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
+import { iconButton } from "../shared/controls.js";
+import { h } from "../shared/dom.js";
 import { highlighted } from "./highlighting.js";
 import { arrived } from "./loading.js";
 import { formula, mathExtensions } from "./mathematics.js";
@@ -80,7 +80,7 @@ const FENCE = /^ {0,3}(?:```|~~~)/;
 const MARKERS = /[>*+-]|\d[.)]/g;
 const PREFIX = /^(?:[ \t>*+-]|\d{1,9}[.)])*/;
 
-let parsed = { text: "", fragment: document.createDocumentFragment() };
+let parsed;
 
 arrived.subscribe(() => (parsed = { text: "", fragment: document.createDocumentFragment() }));
 
@@ -91,19 +91,15 @@ export function rendered(text) {
   // An answer that still grows beyond the bounds is parsed once.
   if (head !== parsed.text) parsed = { text: head, fragment: asElements(head) };
   const fragment = parsed.fragment.cloneNode(true);
-  for (let at = end; at < text.length; at += SLICE_LETTERS) {
-    const slice = document.createElement("div");
-    slice.className = "plain";
-    slice.textContent = text.slice(at, at + SLICE_LETTERS);
-    fragment.append(slice);
-  }
+  for (let at = end; at < text.length; at += SLICE_LETTERS)
+    fragment.append(h("div.plain", text.slice(at, at + SLICE_LETTERS)));
   return fragment;
 }
 
 /** How much of a text is within the bounds: up to a paragraph's end, or all of it. */
 function endOfMarkdown(text) {
   let [fenced, paragraph, end] = [false, 0, 0];
-  for (let at = 0; at < text.length; ) {
+  for (let at = 0; at < text.length;) {
     const next = text.indexOf("\n", at) + 1 || text.length;
     const line = text.slice(at, Math.min(next, at + PARAGRAPH_LETTERS));
     if (FENCE.test(line)) fenced = !fenced;
@@ -111,8 +107,7 @@ function endOfMarkdown(text) {
     if (blank && !fenced) end = next;
     paragraph = blank || fenced ? 0 : paragraph + next - at;
     if (!fenced && depthOf(line) > DEPTH) return end;
-    if (next > MARKDOWN_LETTERS || paragraph > PARAGRAPH_LETTERS)
-      return end;
+    if (next > MARKDOWN_LETTERS || paragraph > PARAGRAPH_LETTERS) return end;
     at = next;
   }
   return text.length;
@@ -128,11 +123,7 @@ function depthOf(line) {
 function asElements(text) {
   const fragment = DOMPurify.sanitize(parser.parse(text), ALLOWED);
   for (const table of fragment.querySelectorAll("table")) {
-    const frame = document.createElement("div");
-    frame.className = "wide";
-    frame.tabIndex = 0;
-    frame.role = "region";
-    frame.ariaLabel = "table";
+    const frame = h("div.wide", { tabindex: "0", role: "region", "aria-label": "table" });
     table.replaceWith(frame);
     frame.append(table);
   }
@@ -143,12 +134,11 @@ function asElements(text) {
 
 function setFormula(code) {
   const display = code.classList.contains("display");
-  const source = code.textContent;
-  const set = formula(source, display);
-  if (set === null) return;
-  const tag = display ? "div" : "span";
-  const frame = h(tag, { class: display ? "formula wide" : "formula", tabindex: display ? "0" : null }, set);
-  if (display) frame.append(copyButton("Copy this formula as TeX"));
+  const shown = formula(code.textContent, display);
+  if (shown === null) return;
+  const frame = display
+    ? h("div.formula.wide", { tabindex: "0" }, shown, copyButton("Copy this formula as TeX"))
+    : h("span.formula", shown);
   const paragraph = code.parentElement;
   // A paragraph cannot have a block in it.
   if (display && paragraph?.tagName === "P" && paragraph.childNodes.length === 1)
@@ -162,13 +152,13 @@ function frameCode(block) {
   const nodes = name && highlighted(code.textContent, name);
   if (nodes) code.replaceChildren(...nodes);
   block.tabIndex = 0;
-  const frame = h("div", { class: "code-block" });
+  const frame = h("div.code-block");
   block.replaceWith(frame);
-  frame.append(h("div", { class: "code-bar" }, h("span", null, name || "code"), copyButton("Copy this code")), block);
+  frame.append(h("div.code-bar", h("span", name || "code"), copyButton("Copy this code")), block);
 }
 
 function copyButton(name) {
-  return button(name, icon("copy"), null, { bare: true, class: "bare copy" });
+  return iconButton(name, "copy", null, { class: "bare copy" });
 }
 
 const TOLD_MS = 1500;

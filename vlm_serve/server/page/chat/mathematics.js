@@ -1,10 +1,9 @@
 // Formulas of answers, set by KaTeX. It builds elements itself; no text is parsed as HTML.
 
 import { h } from "../shared/dom.js";
-import { onDemand } from "./loading.js";
+import { memory, onDemand } from "./loading.js";
 
 const LONGEST = 4000;
-const MOST_KEPT = 400;
 const OPTIONS = { throwOnError: true, strict: "ignore", trust: false, maxSize: 40, maxExpand: 500 };
 
 const library = onDemand(async () => {
@@ -19,21 +18,17 @@ const library = onDemand(async () => {
   return globalThis.katex;
 });
 
-const kept = new Map();
+const remembered = memory(400);
 
 /** The formula as an element, or null: it is not TeX, or the library is not here yet. */
 export function formula(source, display) {
   const katex = source.length <= LONGEST ? library() : null;
   if (!katex) return null;
-  const key = `${display}${source}`;
-  if (!kept.has(key)) {
-    if (kept.size >= MOST_KEPT) kept.clear();
-    kept.set(key, set(katex, source, display));
-  }
-  return kept.get(key)?.cloneNode(true) ?? null;
+  const node = remembered(`${display}${source}`, () => typeset(katex, source, display));
+  return node?.cloneNode(true) ?? null;
 }
 
-function set(katex, source, displayMode) {
+function typeset(katex, source, displayMode) {
   try {
     const tree = katex.__renderToDomTree(source, { ...OPTIONS, displayMode });
     withoutStyleAttributes(tree);

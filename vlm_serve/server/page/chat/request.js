@@ -1,32 +1,15 @@
-// From a conversation to a request: as a body and as a curl command. Neither has the key.
+// From a conversation to a request, as a body and as a curl command (neither has the key), and to
+// the answer that the server gives.
 
+import { failure, here, request, server, storedKey } from "../shared/api.js";
+import { copy } from "../shared/clipboard.js";
 import { randomId } from "../shared/ids.js";
-import { dataUrlOf, mediumOf } from "./library.js";
-
-/** Options that are numbers, with their names in words. */
-export const NUMBERS = {
-  temperature: "Temperature",
-  top_p: "Top p",
-  top_k: "Top k",
-  max_tokens: "Longest answer",
-  seed: "Seed",
-};
+import { serverSentEvents } from "../shared/sse.js";
+import { absorb, mediaOf } from "./conversation.js";
+import { dataUrlOf, learnHashes, mediumOf } from "./library.js";
+import { NUMBERS } from "./options.js";
 
 const END = "END_OF_REQUEST";
-
-/** What is wrong with the options, as a sentence, or null. */
-export function complaintAbout(options) {
-  for (const [name, words] of Object.entries(NUMBERS)) {
-    if (options[name] !== "" && !Number.isFinite(Number(options[name])))
-      return `${words} must be a number.`;
-  }
-  if (options.tools.trim() === "") return null;
-  try {
-    return Array.isArray(JSON.parse(options.tools)) ? null : "Tools must be a JSON list.";
-  } catch (error) {
-    return `Tools must be a JSON list: ${error.message}`;
-  }
-}
 
 /**
  * The body of the request that asks for the answer to the last turn.
@@ -34,7 +17,7 @@ export function complaintAbout(options) {
  * @param {object[]} turns of the conversation, up to the one to answer
  * @param {(medium: object) => Promise<string>|string} urlFor
  */
-export async function requestBody(conversation, turns, urlFor = dataUrlOf) {
+async function requestBody(conversation, turns, urlFor = dataUrlOf) {
   const { options } = conversation;
   const messages = options.system.trim() ? [{ role: "system", content: options.system }] : [];
   for (const turn of turns) {
@@ -103,8 +86,11 @@ function answerMessages(answer) {
   return [message];
 }
 
-/** A shell command that sends the request of the last turn; media are read from files of their name. */
-export async function curlCommand(conversation, address, withKey) {
+/**
+ * Copies a shell command that sends the request of the last turn; media are read from files of their
+ * names. Returns a sentence that says so.
+ */
+export async function copyAsCurl(conversation) {
   const files = new Map();
   const body = await requestBody(conversation, conversation.turns, (medium) => {
     const mark = randomId();
@@ -116,6 +102,44 @@ export async function curlCommand(conversation, address, withKey) {
     const file = name.replace(/[^\w.-]/g, "_").replace(/^-/, "_");
     text = text.replace(mark, () => `data:${blob.type};base64,$(base64 -w0 ${file})`);
   }
+  const withKey = server.get() === "key" || storedKey() !== "";
   const key = withKey ? ` -H "Authorization: Bearer $VLM_SERVE_KEY"` : "";
-  return `curl -N ${address}/v1/chat/completions -H 'Content-Type: application/json'${key} -d @- <<${END}\n${text}\n${END}\n`;
+  const address = here("/v1/chat/completions");
+  await copy(
+    `curl -N ${address} -H 'Content-Type: application/json'${key} -d @- <<${END}\n${text}\n${END}\n`,
+  );
+  return "The command is on the clipboard. Pictures are read from files of their names.";
+}
+
+/**
+ * Streams into the last turn's answer. Never raises: what goes wrong is the answer's `error`.
+ * @param {object} conversation
+ * @param {AbortSignal} signal ends the answer, which keeps what has come
+ * @param {() => void} onChange called after every chunk
+ */
+export async function ask(conversation, signal, onChange) {
+  const turns = conversation.turns;
+  const { answer } = turns.at(-1);
+  const begin = performance.now();
+  const times = { first: null, total: null };
+  answer.times = times;
+  try {
+    const body = await requestBody(conversation, turns);
+    const response = await request("/v1/chat/completions", { body, signal });
+    for await (const { data } of serverSentEvents(response)) {
+      if (data === "[DONE]") break;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      if (absorb(answer, chunk)) times.first ??= performance.now() - begin;
+      onChange();
+    }
+    if (answer.finish === null) throw new Error("The answer ended early.");
+  } catch (error) {
+    const meant = signal.aborted ? null : failure(error);
+    answer.finish = meant === null ? "stopped" : "error";
+    answer.error = meant?.message ?? null;
+  }
+  times.total = performance.now() - begin;
+  if (answer.report?.media) await learnHashes(mediaOf(turns), answer.report.media);
+  onChange();
 }

@@ -1,9 +1,9 @@
 // The list of conversations: searched, renamed, deleted, and read from files.
 
-import { button, h, replace } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
-import { everyTurn } from "./branches.js";
-import { titleOf } from "./conversation.js";
+import { button, field, fileInput, iconButton } from "../shared/controls.js";
+import { askWithForm, confirmed } from "../shared/dialogs.js";
+import { h, replace } from "../shared/dom.js";
+import { everyTurn, titleOf } from "./conversation.js";
 
 export class Sidebar {
   #actions;
@@ -14,31 +14,26 @@ export class Sidebar {
   constructor(actions) {
     this.#actions = actions;
     this.list = h("ul");
-    this.note = h("p", { class: "note" });
+    this.note = h("p.note");
     this.search = h("input", {
       type: "search",
       placeholder: "Search",
       "aria-label": "Search the conversations",
       on: { input: () => this.#show() },
     });
-    this.file = h("input", {
-      type: "file",
-      class: "unseen",
-      accept: ".json,application/json",
-      tabindex: "-1",
-      "aria-label": "Exported conversation",
-      on: { change: () => this.#read() },
-    });
-    this.found = h("p", { class: "note", role: "status" });
+    const accept = ".json,application/json";
+    const read = ([file]) => file && actions.read(file);
+    const file = fileInput("Exported conversation", read, { accept });
+    this.outcome = h("p.note", { role: "status" });
     this.element = h(
-      "nav",
-      { class: "sidebar", "aria-label": "Conversations" },
-      button("New conversation", icon("plus"), () => actions.add(), { class: "wide-button" }),
+      "nav.sidebar",
+      { "aria-label": "Conversations" },
+      button("New conversation", "plus", () => actions.add(), { class: "wide-button" }),
       this.search,
-      this.found,
+      this.outcome,
       this.list,
-      button("Import", icon("import"), () => this.file.click(), { class: "wide-button" }),
-      this.file,
+      button("Import", "import", () => file.click(), { class: "wide-button" }),
+      file,
       this.note,
     );
   }
@@ -51,43 +46,42 @@ export class Sidebar {
 
   #show() {
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = this.#conversations.filter((each) => has(each, words));
+    const matches = this.#conversations.filter((conversation) => has(conversation, words));
     replace(
       this.list,
-      found.map((each) => this.#entry(each, each.id === this.#current)),
+      matches.map((conversation) => this.#entry(conversation)),
     );
-    this.found.textContent = words.length && !found.length ? "No conversation has these words." : "";
+    this.outcome.textContent =
+      words.length && !matches.length ? "No conversation has these words." : "";
   }
 
-  #read() {
-    const [file] = this.file.files;
-    if (file) this.#actions.read(file);
-    this.file.value = "";
-  }
-
-  #entry(conversation, isCurrent) {
+  #entry(conversation) {
     const title = titleOf(conversation);
+    const attributes = {
+      type: "button",
+      title,
+      "aria-current": conversation.id === this.#current ? "true" : null,
+      on: { click: () => this.#actions.open(conversation) },
+    };
     return h(
       "li",
-      null,
-      h(
-        "button",
-        {
-          type: "button",
-          class: "open",
-          title,
-          "aria-current": isCurrent ? "true" : null,
-          on: { click: () => this.#actions.open(conversation) },
-        },
-        title,
-      ),
-      button(`Rename ${title}`, icon("edit"), () => this.#actions.rename(conversation), {
-        bare: true,
-      }),
-      button(`Delete ${title}`, icon("trash"), () => this.#actions.remove(conversation), {
-        bare: true,
-      }),
+      h("button.open", attributes, title),
+      iconButton(`Rename ${title}`, "edit", () => this.#rename(conversation)),
+      iconButton(`Delete ${title}`, "trash", () => this.#remove(conversation)),
     );
+  }
+
+  async #rename(conversation) {
+    const value = titleOf(conversation);
+    const input = h("input", { type: "text", value, maxlength: "200", autocomplete: "off" });
+    if (await askWithForm("Rename the conversation", "Rename", [field("Name", input)]))
+      this.#actions.rename(conversation, input.value.trim());
+  }
+
+  async #remove(conversation) {
+    const text = `“${titleOf(conversation)}” and its pictures are removed from this browser.`;
+    if (await confirmed("Delete this conversation?", text, "Delete"))
+      this.#actions.remove(conversation);
   }
 }
 

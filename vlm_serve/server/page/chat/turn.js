@@ -1,49 +1,46 @@
 // One turn of a conversation: the question, the answer, and what of the prompt was reused.
 
-import { button, field, h, replace } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
 import { copy } from "../shared/clipboard.js";
+import { button, field, iconButton } from "../shared/controls.js";
+import { h, onceAFrame, replace } from "../shared/dom.js";
 import { legend, promptBar } from "../reuse/bar.js";
-import { linkToNode, numbersLine, sentences } from "../reuse/facts.js";
-import { mediumOf } from "./library.js";
+import { explanation, numbersLine } from "../reuse/report.js";
+import { mediumFigure, mediumOf } from "./library.js";
 import { copyFrom, rendered } from "./markdown.js";
-import { mediumFigure } from "./media.js";
 
 const FINISHED = {
   length: "The answer reached its maximum length.",
   stopped: "Stopped.",
-  error: null,
 };
 
 export class TurnView {
   #turn;
   #actions;
-  #asked = null;
+  #showSoon = onceAFrame(() => this.#turn.answer.finish === null && this.#show());
 
   /**
    * @param {object} turn see conversation.js
    * @param {{retry: Function, edit: Function, giveResults: Function, showVersion: Function}} actions
    *   called with the turn
-   * @param {{number: number, count: number}} version see branches.js
+   * @param {{number: number, count: number}} version which one of how many, from 1
    */
   constructor(turn, actions, version) {
     this.#turn = turn;
     this.#actions = actions;
-    this.text = h("div", { class: "markdown", on: { click: (event) => copyFrom(event.target) } });
+    this.text = h("div.markdown", { on: { click: (event) => copyFrom(event.target) } });
     this.folded = h("div");
-    this.below = h("div", { class: "below" });
+    this.below = h("div.below");
     this.answer = h(
-      "article",
-      { class: "answer", "aria-label": "Answer" },
+      "article.answer",
+      { "aria-label": "Answer" },
       this.folded,
       this.text,
       this.below,
     );
     this.element = h(
-      "li",
-      { class: "turn" },
+      "li.turn",
       this.#question(),
-      version.count > 1 ? this.#versions(version) : null,
+      version.count > 1 && this.#versions(version),
       this.answer,
     );
     this.update();
@@ -51,15 +48,8 @@ export class TurnView {
 
   /** Shows how far the answer is. Called often: what takes long is done once a frame at most. */
   update() {
-    this.#asked ??= requestAnimationFrame(() => {
-      this.#asked = null;
-      this.#show();
-    });
-    if (this.#turn.answer.finish !== null) {
-      cancelAnimationFrame(this.#asked);
-      this.#asked = null;
-      this.#show();
-    }
+    if (this.#turn.answer.finish === null) this.#showSoon();
+    else this.#show();
   }
 
   /** Shows the text anew, with what has been loaded for it meanwhile. */
@@ -69,59 +59,56 @@ export class TurnView {
   }
 
   #versions({ number, count }) {
-    const to = (other) => () => this.#actions.showVersion(this.#turn, other);
+    const arrow = (name, iconName, other) =>
+      iconButton(name, iconName, () => this.#actions.showVersion(this.#turn, other), {
+        disabled: other < 1 || other > count,
+      });
     return h(
-      "div",
-      { class: "versions", role: "group", "aria-label": "Versions of this question" },
-      button("Earlier version", icon("back"), to(number - 1), { bare: true, disabled: number === 1 }),
+      "div.versions",
+      { role: "group", "aria-label": "Versions of this question" },
+      arrow("Earlier version", "back", number - 1),
       h("span", { role: "status" }, `${number} of ${count}`),
-      button("Later version", icon("forth"), to(number + 1), { bare: true, disabled: number === count }),
+      arrow("Later version", "forth", number + 1),
     );
   }
 
   #question() {
-    const turn = this.#turn;
-    if (turn.results !== null) {
-      const rows = Object.entries(turn.results).map(([id, text]) =>
-        h("div", null, h("code", null, id), h("pre", { tabindex: "0" }, text)),
+    const { text, media, results } = this.#turn;
+    if (results !== null) {
+      const rows = Object.entries(results).map(([id, result]) =>
+        h("div", h("code", id), h("pre", { tabindex: "0" }, result)),
       );
-      return h("article", { class: "question", "aria-label": "Results of tools" }, rows);
+      return h("article.question", { "aria-label": "Results of tools" }, rows);
     }
-    const figures = turn.media.map((id) => mediumFigure(mediumOf(id)));
+    const figures = media.map((id) => mediumFigure(mediumOf(id)));
+    const edit = () => this.#actions.edit(this.#turn);
     return h(
-      "article",
-      { class: "question", "aria-label": "Question" },
-      figures.length ? h("div", { class: "figures" }, figures) : null,
-      turn.text ? h("p", { class: "typed" }, turn.text) : null,
-      h(
-        "div",
-        { class: "tools" },
-        button("Edit this question", icon("edit"), () => this.#actions.edit(turn), { bare: true }),
-      ),
+      "article.question",
+      { "aria-label": "Question" },
+      figures.length > 0 && h("div.figures", figures),
+      text && h("p.typed", text),
+      h("div.tools", iconButton("Edit this question", "edit", edit)),
     );
   }
 
   #show() {
-    const { answer } = this.#turn;
-    const waiting = answer.finish === null;
+    const { text, finish } = this.#turn.answer;
+    const waiting = finish === null;
     this.answer.setAttribute("aria-busy", String(waiting));
-    replace(
-      this.text,
-      answer.text ? rendered(answer.text) : waiting ? h("span", { class: "waiting" }, "…") : null,
-    );
+    replace(this.text, text ? rendered(text) : waiting && h("span.waiting", "…"));
     this.#showFolded();
     if (!waiting) replace(this.below, this.#ending());
   }
 
   #showFolded() {
-    const { answer } = this.#turn;
-    const parts = answer.reasoning ? [["Reasoning", answer.reasoning]] : [];
-    for (const call of answer.calls) parts.push([`Call of ${call.name}`, indented(call.arguments)]);
+    const { reasoning, calls } = this.#turn.answer;
+    const parts = reasoning ? [["Reasoning", reasoning]] : [];
+    for (const call of calls) parts.push([`Call of ${call.name}`, indented(call.arguments)]);
     if (this.folded.childElementCount !== parts.length) {
       replace(
         this.folded,
         parts.map(([title]) =>
-          h("details", { class: "folded" }, h("summary", null, title), h("pre", { tabindex: "0" })),
+          h("details.folded", h("summary", title), h("pre", { tabindex: "0" })),
         ),
       );
     }
@@ -130,66 +117,46 @@ export class TurnView {
   }
 
   #ending() {
-    const turn = this.#turn;
-    const { answer } = turn;
-    const note = answer.error ?? FINISHED[answer.finish];
+    const { text, error, finish, report } = this.#turn.answer;
     return [
-      note
-        ? h(
-            "p",
-            { class: answer.error ? "problem" : "note", role: answer.error ? "alert" : null },
-            note,
-          )
-        : null,
-      answer.finish === "tool_calls" ? this.#resultForm() : null,
-      answer.report ? reuseOf(answer) : null,
+      error
+        ? h("p.problem", { role: "alert" }, error)
+        : FINISHED[finish] && h("p.note", FINISHED[finish]),
+      finish === "tool_calls" && this.#resultForm(),
+      report && reuseOf(this.#turn.answer),
       h(
-        "div",
-        { class: "tools" },
-        answer.text
-          ? button("Copy this answer", icon("copy"), () => copy(answer.text), { bare: true })
-          : null,
-        button("Ask again", icon("retry"), () => this.#actions.retry(turn), { bare: true }),
+        "div.tools",
+        text && iconButton("Copy this answer", "copy", () => copy(text)),
+        iconButton("Ask again", "retry", () => this.#actions.retry(this.#turn)),
       ),
     ];
   }
 
   #resultForm() {
-    const inputs = this.#turn.answer.calls.map((call) => [
-      call.id,
-      h("textarea", { rows: 2 }),
-      call.name,
-    ]);
-    const give = () =>
-      this.#actions.giveResults(
-        this.#turn,
-        Object.fromEntries(inputs.map(([id, input]) => [id, input.value])),
-      );
+    const inputs = this.#turn.answer.calls.map((call) => [call, h("textarea", { rows: 2 })]);
+    const give = () => {
+      const results = inputs.map(([{ id }, input]) => [id, input.value]);
+      this.#actions.giveResults(this.#turn, Object.fromEntries(results));
+    };
     return h(
-      "div",
-      { class: "results" },
-      inputs.map(([, input, name]) => field(`Result of ${name}`, input)),
+      "div.results",
+      inputs.map(([{ name }, input]) => field(`Result of ${name}`, input)),
       button("Send results", null, give),
     );
   }
 }
 
 function reuseOf(answer) {
+  const numbers = numbersLine(answer).map((text) => h("span", text));
   return h(
-    "details",
-    { class: "reuse-of" },
+    "details.reuse-of",
     h(
       "summary",
-      null,
       promptBar(answer.report),
       legend(answer.report, "span"),
-      h(
-        "span",
-        { class: "numbers-line" },
-        numbersLine(answer).map((text) => h("span", null, text)),
-      ),
+      h("span.numbers-line", numbers),
     ),
-    h("div", { class: "sentences" }, sentences(answer.report), linkToNode(answer.report)),
+    explanation(answer.report),
   );
 }
 

@@ -1,27 +1,32 @@
 // The view "Chat": the list of conversations, the one that is open, and the composer.
 
-import { h, replace } from "../shared/dom.js";
-import { served } from "../shared/served.js";
+import { iconButton } from "../shared/controls.js";
+import { h } from "../shared/dom.js";
 import { Value } from "../shared/value.js";
-import { ask } from "./answering.js";
-import { attach, roomOf } from "./attaching.js";
-import { branch, endWhatWasRunning, everyTurn, showVersion, versionAt } from "./branches.js";
-import { conversationBar } from "./bar.js";
-import * as commands from "./commands.js";
-import { Composer } from "./composer.js";
-import { mediaOf, newAnswer, newConversation, newTurn, titleOf } from "./conversation.js";
-import { Following } from "./following.js";
+import { attach, Composer } from "./composer.js";
+import {
+  branch,
+  endWhatWasRunning,
+  everyTurn,
+  mediaOf,
+  newAnswer,
+  newConversation,
+  newTurn,
+  showVersion,
+  titleOf,
+} from "./conversation.js";
+import { readFile, saveAsFile } from "./exchange.js";
 import { forget, keepFor, mediumOf } from "./library.js";
-import { arrived } from "./loading.js";
+import { askForOptions } from "./options.js";
+import { ask, copyAsCurl } from "./request.js";
 import { Sidebar } from "./sidebar.js";
 import { conversations, isLasting } from "./store.js";
-import { TurnView } from "./turn.js";
+import { Thread } from "./thread.js";
 import { followUps, welcome } from "./welcome.js";
 
 export class ChatView {
   #list = [];
   #running = new Map();
-  #turnViews = new Map();
   #edited = null;
   #tabs = new BroadcastChannel("vlm-serve-conversations");
 
@@ -31,56 +36,72 @@ export class ChatView {
     /** Counts answers that have ended. */
     this.answered = new Value(0);
     this.sidebar = new Sidebar({
-      open: (each) => this.#open(each),
+      open: (conversation) => this.#open(conversation),
       add: () => this.begin(),
-      remove: (each) => this.#remove(each),
-      rename: (each) => this.#rename(each),
+      remove: (conversation) => this.#remove(conversation),
+      rename: (conversation, title) => this.#rename(conversation, title),
       read: (file) => this.#import(file),
     });
     this.composer = new Composer({
       send: (text, media) => this.#send(text, media),
       stop: () => this.#stop(),
-      room: () => roomOf(this.current.get()),
+      media: () => this.#media(),
       editLast: () => this.#editLast(),
       leave: () => this.#leaveEdit(),
     });
-    this.welcome = welcome((question, files) => this.#tryExample(question, files));
-    this.turns = h("ol", { class: "turns", "aria-label": "Conversation" });
-    this.thread = h(
-      "div",
-      { class: "thread", tabindex: "0", role: "region", "aria-label": "Messages" },
-      this.turns,
+    const actions = {
+      retry: (turn) => this.#retry(turn),
+      edit: (turn) => this.#edit(turn),
+      giveResults: (turn, results) => this.#ask(newTurn("", [], results)),
+      showVersion: (turn, number) => this.#showVersion(turn, number),
+    };
+    this.thread = new Thread(
+      actions,
+      welcome((question, files) => this.#tryExample(question, files)),
     );
-    this.following = new Following(this.thread, this.turns);
     this.title = h("h1");
     const main = h(
-      "main",
-      { class: "conversation", tabindex: "-1" },
-      conversationBar(this.title, {
-        list: () => this.view.classList.toggle("with-sidebar"),
-        options: () => this.#options(),
-        copy: () => this.#copyCurl(),
-        save: () => commands.saveAsFile(this.current.get()),
-      }),
-      this.thread,
+      "main.conversation",
+      { tabindex: "-1" },
+      this.#bar(),
+      this.thread.element,
       this.composer.element,
     );
-    this.view = h("div", { class: "chat" }, this.sidebar.element, main);
+    this.view = h("div.chat", this.sidebar.element, main);
     this.composer.takeDropsOn(main);
-    served.subscribe(() => this.welcome.update());
-    arrived.subscribe(() => this.#turnViews.forEach((each) => each.renew()));
     this.#tabs.onmessage = ({ data }) => this.#changedElsewhere(data);
+  }
+
+  /** What stands above a conversation: its title, and what may be done with it as a whole. */
+  #bar() {
+    const list = () => this.view.classList.toggle("with-sidebar");
+    const copy = async () => this.composer.say(await copyAsCurl(this.current.get()));
+    const save = () => saveAsFile(this.current.get());
+    return h(
+      "header.conversation-bar",
+      iconButton("Conversations", "menu", list, { class: "bare menu" }),
+      this.title,
+      iconButton("Options", "options", () => this.#options()),
+      iconButton("Copy as a curl command", "copy", copy),
+      iconButton("Export as JSON", "save", save),
+    );
   }
 
   /** Shows what earlier visits have left. */
   async load() {
-    this.#list = await conversations.all();
-    const open = this.#list.find((each) => each.id === sessionStorage.getItem("vlm-serve-open"));
-    for (const each of this.#list) endWhatWasRunning(each);
+    await this.#readList();
+    const id = sessionStorage.getItem("vlm-serve-open");
+    const open = this.#list.find((conversation) => conversation.id === id);
     this.sidebar.note.textContent = (await isLasting())
       ? ""
       : "This browser stores nothing: conversations end with the tab.";
     this.#open(open ?? this.#list[0] ?? newConversation());
+  }
+
+  async #readList() {
+    const stored = await conversations.all();
+    this.#list = stored.sort((a, b) => b.updated - a.updated);
+    this.#list.forEach(endWhatWasRunning);
   }
 
   begin() {
@@ -96,7 +117,7 @@ export class ChatView {
   /** Stops the answer, else leaves the change of a question, else leads to the box. */
   escape() {
     this.view.classList.remove("with-sidebar");
-    if (this.#running.has(this.current.get().id)) this.#stop();
+    if (this.#isBusy()) this.#stop();
     else if (this.#edited !== null) this.#leaveEdit();
     this.composer.text.focus();
   }
@@ -107,92 +128,84 @@ export class ChatView {
     if (this.#edited !== null) this.#leaveEdit();
     this.current.set(conversation);
     this.#showTurns();
-    this.following.begin();
+    this.thread.follow();
     if (!this.view.hidden && !document.querySelector("dialog[open]")) this.composer.text.focus();
   }
 
   #showTurns() {
-    const conversation = this.current.get();
-    const actions = {
-      retry: (turn) => this.#retry(turn),
-      edit: (turn) => this.#edit(turn),
-      giveResults: (turn, results) => this.#ask(newTurn("", [], results)),
-      showVersion: (turn, number) => this.#showVersion(turn, number),
-    };
-    this.#turnViews = new Map(
-      conversation.turns.map((turn, index) => [
-        turn.id,
-        new TurnView(turn, actions, versionAt(conversation, index)),
-      ]),
-    );
-    const views = [...this.#turnViews.values()].map((each) => each.element);
-    replace(this.turns, views.length ? views : this.welcome.element);
+    this.thread.show(this.current.get());
     this.#showAround();
   }
 
   #showAround() {
     const conversation = this.current.get();
     this.title.textContent = titleOf(conversation);
-    const busy = this.#running.has(conversation.id);
+    const busy = this.#isBusy();
     this.composer.setBusy(busy);
     this.composer.offer(busy ? [] : followUps(conversation));
     this.sidebar.show(this.#list, conversation);
   }
 
+  /** Whether an answer of the open conversation streams. */
+  #isBusy() {
+    return this.#running.has(this.current.get().id);
+  }
+
+  /** The media of the open conversation. */
+  #media() {
+    return mediaOf(this.current.get().turns).map(mediumOf).filter(Boolean);
+  }
+
   async #tryExample(question, files) {
-    const { media, refusals } = await attach(files, roomOf(this.current.get()));
+    const { media, refusals } = await attach(files, this.#media());
     for (const medium of media) medium.example = true;
     if (refusals.length) this.composer.say(refusals.join(" "));
     else this.#send(question, media);
   }
 
   #send(text, media) {
+    if (this.#isBusy()) return;
     const conversation = this.current.get();
-    if (this.#running.has(conversation.id)) return;
     const index = conversation.turns.findIndex((turn) => turn.id === this.#edited);
     if (index >= 0) branch(conversation, index);
     this.#edited = null;
-    this.#ask(
-      newTurn(
-        text,
-        media.map((medium) => medium.id),
-      ),
-    );
+    const ids = media.map((medium) => medium.id);
+    this.#ask(newTurn(text, ids));
   }
 
   #ask(turn) {
-    const conversation = this.current.get();
-    if (this.#running.has(conversation.id)) return;
-    conversation.turns.push(turn);
+    if (this.#isBusy()) return;
+    this.current.get().turns.push(turn);
     this.#showTurns();
-    this.#answer(conversation, turn);
+    this.#answer(turn);
   }
 
   /** Asks again. An answer that came is kept as another version; an error is not. */
   #retry(turn) {
+    if (this.#isBusy()) return;
     const conversation = this.current.get();
-    if (this.#running.has(conversation.id)) return;
-    const index = conversation.turns.indexOf(turn);
     if (turn.answer.error && turn === conversation.turns.at(-1)) {
+      conversation.turns.pop();
       turn.answer = newAnswer();
     } else {
-      branch(conversation, index);
+      branch(conversation, conversation.turns.indexOf(turn));
       turn = newTurn(turn.text, turn.media, turn.results);
-      conversation.turns.push(turn);
     }
-    this.#showTurns();
-    this.#answer(conversation, turn);
+    this.#ask(turn);
   }
 
   #edit(turn) {
     this.#edited = turn.id;
     this.composer.edit(turn.text, turn.media.map(mediumOf).filter(Boolean));
-    this.composer.say("Sending makes another version of this question; the one that is there is kept.", true);
+    this.composer.say(
+      "Sending makes another version of this question; the one that is there is kept.",
+      true,
+    );
   }
 
   #editLast() {
     const last = this.current.get().turns.findLast((turn) => turn.results === null);
-    if (last && !this.#running.has(this.current.get().id)) this.#edit(last);
+    if (last && !this.#isBusy()) this.#edit(last);
   }
 
   #leaveEdit() {
@@ -202,30 +215,32 @@ export class ChatView {
   }
 
   async #showVersion(turn, number) {
+    if (this.#isBusy()) return;
     const conversation = this.current.get();
-    if (this.#running.has(conversation.id)) return;
     const index = conversation.turns.indexOf(turn);
     showVersion(conversation, index, number);
     this.#showTurns();
-    this.following.stop();
-    const shown = this.#turnViews.get(conversation.turns[index].id);
-    shown.element.scrollIntoView({ block: "nearest" });
-    shown.element.querySelector(".versions button:enabled")?.focus();
+    this.thread.reveal(conversation.turns[index]);
     await this.#keep(conversation);
   }
 
-  async #answer(conversation, turn) {
+  async #answer(turn) {
+    const conversation = this.current.get();
     const controller = new AbortController();
     this.#running.set(conversation.id, controller);
-    this.#list = [conversation, ...this.#list.filter((each) => each.id !== conversation.id)];
+    this.#list = [conversation, ...this.#listWithout(conversation)];
     this.#showAround();
-    this.following.begin();
+    this.thread.follow();
     await this.#keep(conversation);
-    await ask(conversation, controller.signal, () => this.#turnViews.get(turn.id)?.update());
+    await ask(conversation, controller.signal, () => this.thread.update(turn));
     this.#running.delete(conversation.id);
     await this.#keep(conversation);
     this.#showAround();
     this.answered.set(this.answered.get() + 1);
+  }
+
+  #listWithout(conversation) {
+    return this.#list.filter(({ id }) => id !== conversation.id);
   }
 
   #stop() {
@@ -234,44 +249,37 @@ export class ChatView {
 
   async #keep(conversation) {
     conversation.updated = Date.now();
-    await keepFor(
-      conversation.id,
-      mediaOf(everyTurn(conversation)),
-    );
+    await keepFor(conversation.id, mediaOf(everyTurn(conversation)));
     await conversations.put(conversation);
     this.#tabs.postMessage(conversation.id);
   }
 
   async #changedElsewhere(id) {
     if (this.#running.size) return;
-    this.#list = await conversations.all();
-    for (const each of this.#list) endWhatWasRunning(each);
+    await this.#readList();
     const mine = this.current.get();
-    const other = this.#list.find((each) => each.id === id);
+    const other = this.#list.find((conversation) => conversation.id === id);
     if (mine.id === id && other) this.#open(other);
     else this.sidebar.show(this.#list, mine);
   }
 
   async #remove(conversation) {
-    if (!(await commands.mayRemove(conversation))) return;
     this.#running.get(conversation.id)?.abort();
     await conversations.remove(conversation.id);
-    forget(conversation.id);
-    this.#list = this.#list.filter((each) => each.id !== conversation.id);
+    await forget(conversation.id);
+    this.#list = this.#listWithout(conversation);
     if (conversation.id === this.current.get().id) this.#open(this.#list[0] ?? newConversation());
     else this.#showAround();
   }
 
-  async #rename(conversation) {
-    const title = await commands.otherTitle(conversation);
-    if (title === null) return;
+  async #rename(conversation, title) {
     conversation.title = title;
     await this.#keep(conversation);
     this.#showAround();
   }
 
   async #import(file) {
-    const { conversation, problem } = await commands.readFile(file);
+    const { conversation, problem } = await readFile(file);
     if (problem !== null) {
       this.view.classList.remove("with-sidebar");
       this.composer.say(problem);
@@ -284,13 +292,9 @@ export class ChatView {
 
   async #options() {
     const conversation = this.current.get();
-    const changed = await commands.otherOptions(conversation);
+    const changed = await askForOptions(conversation);
     if (changed === null) return;
     Object.assign(conversation, changed);
     if (conversation.turns.length) await this.#keep(conversation);
-  }
-
-  async #copyCurl() {
-    this.composer.say(await commands.copyAsCurl(this.current.get()));
   }
 }

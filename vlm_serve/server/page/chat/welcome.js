@@ -1,8 +1,8 @@
 // What an empty conversation shows: pictures and questions to begin with; and what may be asked next.
 
-import { h } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
-import { served } from "../shared/served.js";
+import { icon } from "../shared/controls.js";
+import { h, replace } from "../shared/dom.js";
+import { served } from "../shared/api.js";
 import { mediumOf } from "./library.js";
 
 const FOLDER = new URL("../examples/", import.meta.url);
@@ -28,60 +28,55 @@ const TEXTS = [
 ];
 
 /**
+ * The first entry of an empty conversation; it follows what is known of the server.
  * @param {(question: string, files: File[]) => void} onChoose called with a chosen example
- * @returns {{element: Element, update: () => void}} `update` follows what is known of the server
  */
 export function welcome(onChoose) {
   const body = h("div");
-  const update = () => {
-    const sees = served.get().sees !== false;
-    body.replaceChildren(...(sees ? withPictures(onChoose) : withoutPictures(onChoose)));
-  };
-  update();
-  return { element: h("li", { class: "welcome" }, body), update };
+  served.subscribe(({ sees }) =>
+    replace(body, sees === false ? withoutPictures(onChoose) : withPictures(onChoose)),
+  );
+  return h("li.welcome", body);
 }
 
 function withPictures(onChoose) {
   return [
-    h("h2", null, "Ask about a picture, then ask again."),
+    h("h2", "Ask about a picture, then ask again."),
     h(
       "p",
-      null,
       "Drop, paste or choose pictures, videos and texts. The second answer shows how much of the first one's work was reused, and why not more.",
     ),
-    h("p", { class: "try" }, "Or try one of these:"),
-    h("ul", { class: "examples" }, PICTURES.map((each) => h("li", null, card(each, onChoose)))),
+    h("p.try", "Or try one of these:"),
+    examples(PICTURES.map((example) => card(example, onChoose))),
   ];
 }
 
 function withoutPictures(onChoose) {
-  const buttons = TEXTS.map((question) =>
-    h(
-      "li",
-      null,
-      h("button", { type: "button", on: { click: () => onChoose(question, []) } }, question),
-    ),
-  );
+  const ask = (question) => ({ type: "button", on: { click: () => onChoose(question, []) } });
   return [
-    h("h2", null, "Ask something, then ask again."),
-    h("p", null, "This model reads text alone. Below each answer stands how much of earlier work was reused."),
-    h("ul", { class: "examples" }, buttons),
+    h("h2", "Ask something, then ask again."),
+    h(
+      "p",
+      "This model reads text alone. Below each answer stands how much of earlier work was reused.",
+    ),
+    examples(TEXTS.map((question) => h("button", ask(question), question))),
   ];
+}
+
+function examples(buttons) {
+  const items = buttons.map((button) => h("li", button));
+  return h("ul.examples", items);
 }
 
 function card({ files, shown = files, questions }, onChoose) {
   const [question] = questions;
   const choose = async () => onChoose(question, await Promise.all(files.map(fetched)));
+  const images = shown.map((name) => h("img", { src: new URL(name, FOLDER).href, alt: "" }));
   return h(
-    "button",
-    { type: "button", class: "example", on: { click: choose } },
-    h(
-      "span",
-      { class: "thumbs" },
-      shown.map((name) => h("img", { src: new URL(name, FOLDER).href, alt: "" })),
-      shown === files ? null : icon("play"),
-    ),
-    h("span", null, question),
+    "button.example",
+    { type: "button", on: { click: choose } },
+    h("span.thumbs", images, shown !== files && icon("play")),
+    h("span", question),
   );
 }
 

@@ -8,26 +8,25 @@ const NAME = "vlm-serve-events";
 const PAUSE_MS = 2000;
 
 export class Connection {
-  #onMessage;
-  #onState;
+  #actions;
   #tabs = new BroadcastChannel(NAME);
   #looking = null;
   #reading = null;
-  #wholeFor = null;
 
   /**
-   * @param {(message: {event: string, data: object}) => void} onMessage
-   * @param {(text: string) => void} onState what there is to say of the connection; "" if it is fine
+   * @param {{onMessage: (message: {event: string, data: object}) => void,
+   *   onState: (text: string) => void, tellAll: () => void}} actions
+   *   `onState`: with what there is to say of the connection, or "" if it is fine; `tellAll`: is to
+   *   `tell` what there is, for another tab has begun to look
    */
-  constructor(onMessage, onState) {
-    this.#onMessage = onMessage;
-    this.#onState = onState;
+  constructor(actions) {
+    this.#actions = actions;
     this.#tabs.onmessage = ({ data }) => this.#fromTab(data);
   }
 
-  /** Says what this tab can tell another one that comes later: `whole` gets what sends a message. */
-  answerWith(whole) {
-    this.#wholeFor = whole;
+  /** Sends a message to the other tabs. */
+  tell(event, data) {
+    this.#tabs.postMessage({ message: { event, data } });
   }
 
   /** Begins or ends looking. */
@@ -50,10 +49,7 @@ export class Connection {
 
   async #lead(signal) {
     // Locks are there in secure contexts only; on a LAN address each tab reads for itself.
-    if (!navigator.locks) {
-      await this.#read(signal);
-      return;
-    }
+    if (!navigator.locks) return this.#read(signal);
     try {
       await navigator.locks.request(NAME, { signal }, () => this.#read(signal));
     } catch (error) {
@@ -70,7 +66,7 @@ export class Connection {
         this.#say("");
         for await (const { event, data } of serverSentEvents(response)) {
           const message = { event, data: JSON.parse(data) };
-          this.#onMessage(message);
+          this.#actions.onMessage(message);
           this.#tabs.postMessage({ message });
         }
       } catch (error) {
@@ -84,17 +80,16 @@ export class Connection {
   }
 
   #say(text) {
-    this.#onState(text);
+    this.#actions.onState(text);
     this.#tabs.postMessage({ state: text });
   }
 
   #fromTab({ ask, message, state }) {
     if (ask === "tree") {
-      if (this.#reading !== null)
-        this.#wholeFor?.((event, data) => this.#tabs.postMessage({ message: { event, data } }));
+      if (this.#reading !== null) this.#actions.tellAll();
     } else if (this.#looking !== null) {
-      if (message) this.#onMessage(message);
-      else this.#onState(state);
+      if (message) this.#actions.onMessage(message);
+      else this.#actions.onState(state);
     }
   }
 }

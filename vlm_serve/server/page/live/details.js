@@ -1,15 +1,16 @@
 // One node: what it holds, and what can be done with it.
 
-import { request, requestJson } from "../shared/api.js";
-import { button, h, replace } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
+import { requestJson } from "../shared/api.js";
+import { button } from "../shared/controls.js";
+import { h, replace, termList } from "../shared/dom.js";
 import { bytes, count, counted } from "../shared/words.js";
-import { mediumOfHash } from "../chat/library.js";
-import { mediumFigure } from "../chat/media.js";
+import { mediumFigure, mediumOfHash } from "../chat/library.js";
 import { TIERS } from "./layout.js";
 
 const PIN_SECONDS = 600;
-const PLACES = {
+
+/** Tiers in words. */
+export const PLACES = {
   device: "in memory",
   host: "in host memory",
   disk: "on disk",
@@ -20,30 +21,24 @@ export class Details {
   #key = null;
 
   constructor() {
-    this.body = h("div");
-    this.said = h("p", { class: "note", role: "status" });
+    this.body = h("div", h("p.note", "Choose a bar or a row to see its contents."));
+    this.tokens = h("div");
+    this.outcome = h("p.note", { role: "status" });
     this.element = h(
-      "section",
-      { class: "details", "aria-label": "The selected part of the cache" },
+      "section.details",
+      { "aria-label": "The selected part of the cache" },
       this.body,
-      this.said,
+      this.outcome,
     );
-    replace(this.body, h("p", { class: "note" }, "Choose a bar or a row to see its contents."));
   }
 
   /** Shows run `run` of a layout; asks the server about its last node if it is another one. */
   show(layout, run) {
     const key = layout.key[run];
-    replace(
-      this.body,
-      this.#facts(layout, run),
-      this.#media(layout, run),
-      this.#actions(key),
-      (this.tokens ??= h("div")),
-    );
+    replace(this.body, facts(layout, run), media(layout, run), this.#actions(key), this.tokens);
     if (key === this.#key) return;
     this.#key = key;
-    this.said.textContent = "";
+    this.outcome.textContent = "";
     replace(this.tokens);
     this.#askTokens(key);
   }
@@ -51,51 +46,7 @@ export class Details {
   /** The run is not there any more. */
   gone() {
     this.#key = null;
-    replace(this.body, h("p", { class: "note" }, "The selected part is no longer in the cache."));
-  }
-
-  #facts(l, run) {
-    const snapshots = [...l.marks.subarray(l.firstMark[run], l.firstMark[run + 1])];
-    const rows = [
-      ["tokens", `${count(l.start[run])} to ${count(l.end[run])}`],
-      ["blocks", count(l.nodes[run])],
-      ["place", PLACES[TIERS[l.tier[run]]]],
-      ["size", bytes(l.bytes[run])],
-      ["hits", count(l.hits[run])],
-      ["users now", count(l.pins[run])],
-      [
-        "state kept after",
-        snapshots.map((at) => `token ${count(at)}`).join(", ") || "none",
-      ],
-      ["key", h("code", null, l.key[run].slice(0, 16))],
-    ];
-    return h(
-      "dl",
-      { class: "numbers" },
-      rows.map(([term, value]) => h("div", null, h("dt", null, term), h("dd", null, value))),
-    );
-  }
-
-  #media(l, run) {
-    const spans = l.media.slice(l.firstMedium[run], l.firstMedium[run + 1]);
-    const mine = [...new Set(spans.map(({ hash }) => hash && mediumOfHash(hash)).filter(Boolean))];
-    if (!spans.length) return null;
-    const pictures = spans.filter(({ kind }) => kind === "image").length;
-    const parts = [
-      pictures && counted(pictures, "picture"),
-      spans.length > pictures &&
-        counted(spans.length - pictures, "part of a video", "parts of videos"),
-    ];
-    return h(
-      "div",
-      { class: "figures" },
-      h(
-        "p",
-        null,
-        `${parts.filter(Boolean).join(", ")}${mine.length ? "" : ", not from this browser"}`,
-      ),
-      mine.map(mediumFigure),
-    );
+    replace(this.body, h("p.note", "The selected part is no longer in the cache."));
   }
 
   #actions(key) {
@@ -108,46 +59,66 @@ export class Details {
           ? `${counted(number, "token")} are pinned for ${PIN_SECONDS / 60} minutes.`
           : "Nothing was pinned: the limit of pinned memory is reached.";
       });
-    return h(
-      "div",
-      { class: "actions" },
-      button(`Pin for ${PIN_SECONDS / 60} minutes`, icon("pin"), pin),
-    );
+    return h("div.actions", button(`Pin for ${PIN_SECONDS / 60} minutes`, "pin", pin));
   }
 
   async #act(action) {
     try {
-      this.said.textContent = await action();
+      this.outcome.textContent = await action();
     } catch (error) {
-      this.said.textContent = error.message;
+      this.outcome.textContent = error.message;
     }
   }
 
   async #askTokens(key) {
-    let told;
+    let tokens;
     try {
-      told = await requestJson(`/v1/cache/nodes/${key}`);
+      tokens = (await requestJson(`/v1/cache/nodes/${key}`)).token_ids;
     } catch {
       return; // evicted meanwhile, or not for this key to see
     }
-    if (key !== this.#key || !told.token_ids) return;
-    const ids = h("pre", { tabindex: "0" }, told.token_ids.join(" "));
+    if (key !== this.#key || !tokens) return;
+    const ids = h("pre", { tabindex: "0" }, tokens.join(" "));
     const read = () =>
       this.#act(async () => {
-        const { prompt } = await requestJson("/detokenize", { body: { tokens: told.token_ids } });
-        ids.textContent = prompt;
+        ids.textContent = (await requestJson("/detokenize", { body: { tokens } })).prompt;
         return "";
       });
-    replace(
-      this.tokens,
-      h("h3", null, `Tokens of its last block`),
-      ids,
-      button("As text", null, read),
-    );
+    replace(this.tokens, h("h3", "Tokens of its last block"), ids, button("As text", null, read));
   }
 }
 
-/** Forgets all that nobody holds. */
-export async function flush() {
-  await request("/v1/cache/flush", { body: {} });
+function facts(layout, run) {
+  const states = layout.snapshots[run].map((at) => `token ${count(at)}`);
+  return termList("numbers", [
+    ["tokens", `${count(layout.start[run])} to ${count(layout.end[run])}`],
+    ["blocks", count(layout.nodes[run])],
+    ["place", PLACES[TIERS[layout.tier[run]]]],
+    ["size", bytes(layout.bytes[run])],
+    ["hits", count(layout.hits[run])],
+    ["users now", count(layout.pins[run])],
+    ["state kept after", states.join(", ") || "none"],
+    ["key", h("code", layout.key[run].slice(0, 16))],
+  ]);
+}
+
+function media(layout, run) {
+  const spans = layout.media[run];
+  if (!spans.length) return null;
+  const known = spans.map(({ hash }) => hash && mediumOfHash(hash)).filter(Boolean);
+  const origin = known.length ? "" : ", not from this browser";
+  return h(
+    "div.figures",
+    h("p", `${mediaWords(spans, "part of a video", "parts of videos")}${origin}`),
+    [...new Set(known)].map(mediumFigure),
+  );
+}
+
+/** "2 pictures, 1 video part", with what to call one span of a video and several; empty if none. */
+export function mediaWords(spans, ...videoPart) {
+  const pictures = spans.filter(({ kind }) => kind === "image").length;
+  const parts = spans.length - pictures;
+  return [pictures && counted(pictures, "picture"), parts && counted(parts, ...videoPart)]
+    .filter(Boolean)
+    .join(", ");
 }

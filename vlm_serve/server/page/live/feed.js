@@ -1,25 +1,43 @@
 // What happens in the cache, newest first, in words.
 
-import { h, replace } from "../shared/dom.js";
+import { h } from "../shared/dom.js";
 import { count, counted } from "../shared/words.js";
-import { sentenceOf } from "../reuse/reasons.js";
+import { sentenceOf } from "../reuse/report.js";
 
 const MOST = 60;
-const KINDS = ["node_added", "node_evicted", "snapshot_ready", "snapshot_evicted"];
+
+/** Each kind of event in words, in the order in which the events of one step are told. */
+const WORDS = {
+  hit: ({ prompt_tokens: all, cached_tokens: cached, reason, joined_tokens: joined }) => {
+    const waited = joined ? `, ${count(joined)} of them after a wait for another request` : "";
+    return `${count(cached)} of ${counted(all, "prompt token")} reused${waited}. ${sentenceOf(reason)}`;
+  },
+  node_added: ({ tokens, nodes }) =>
+    `cached ${counted(tokens, "token")} in ${counted(nodes, "block")}`,
+  node_evicted: ({ tokens, nodes }) =>
+    `evicted ${counted(tokens, "token")} in ${counted(nodes, "block")}`,
+  snapshot_ready: ({ nodes, ends }) =>
+    ends
+      ? `state kept after ${ends.map((end) => `token ${count(end)}`).join(", ")}`
+      : `kept ${counted(nodes, "state snapshot")}`,
+  snapshot_evicted: ({ nodes }) => `evicted ${counted(nodes, "state snapshot")}`,
+};
 
 export class Feed {
   #events = []; // {time, type, ...}, oldest first; `time` in milliseconds since 1970
 
   constructor() {
     this.list = h("ol", { tabindex: "0", "aria-label": "Events of the cache, newest first" });
-    this.element = h("section", { class: "feed" }, h("h2", null, "Events"), this.list);
+    this.element = h("section.feed", h("h2", "Events"), this.list);
   }
 
   /** @param {object[]} changes of one step, as the worker tells them */
   add(changes) {
-    const hits = changes.filter((change) => change.type === "hit");
-    for (const event of [...hits, ...KINDS.map((type) => summary(type, changes)).filter(Boolean)])
-      this.#put({ ...event, time: Date.now() });
+    for (const type of Object.keys(WORDS)) {
+      const events = changes.filter((change) => change.type === type);
+      const told = type === "hit" || !events.length ? events : [summary(type, events)];
+      for (const event of told) this.#put({ ...event, time: Date.now() });
+    }
   }
 
   /** What happened before this view was opened; `age_seconds` in each. */
@@ -37,16 +55,10 @@ export class Feed {
     }));
   }
 
-  /** Forgets everything: another server, or another key. */
-  clear() {
-    this.#events = [];
-    replace(this.list);
-  }
-
   #put(event) {
     this.#events.push(event);
     const time = new Date(event.time).toLocaleTimeString("en-GB");
-    this.list.prepend(h("li", { class: event.type }, h("time", null, time), " ", wordsOf(event)));
+    this.list.prepend(h(`li.${event.type}`, h("time", time), " ", WORDS[event.type](event)));
     while (this.list.childElementCount > MOST) {
       this.list.lastChild.remove();
       this.#events.shift();
@@ -54,31 +66,8 @@ export class Feed {
   }
 }
 
-/** All changes of one kind as one event, or null if there are none. */
+/** Changes of one kind as one event. */
 function summary(type, changes) {
-  const some = changes.filter((change) => change.type === type);
-  const tokens = some.reduce((sum, { start, end }) => sum + end - start, 0);
-  return some.length ? { type, nodes: some.length, tokens, ends: some.map(({ end }) => end) } : null;
-}
-
-function wordsOf({ type, nodes, tokens, ends, ...hit }) {
-  switch (type) {
-    case "node_added":
-      return `cached ${counted(tokens, "token")} in ${counted(nodes, "block")}`;
-    case "node_evicted":
-      return `evicted ${counted(tokens, "token")} in ${counted(nodes, "block")}`;
-    case "snapshot_ready":
-      return ends
-        ? `state kept after ${ends.map((end) => `token ${count(end)}`).join(", ")}`
-        : `kept ${counted(nodes, "state snapshot")}`;
-    case "snapshot_evicted":
-      return `evicted ${counted(nodes, "state snapshot")}`;
-    default:
-      return hitWords(hit);
-  }
-}
-
-function hitWords({ prompt_tokens: all, cached_tokens: cached, reason, joined_tokens: joined }) {
-  const waited = joined ? `, ${count(joined)} of them after a wait for another request` : "";
-  return `${count(cached)} of ${counted(all, "prompt token")} reused${waited}. ${sentenceOf(reason)}`;
+  const tokens = changes.reduce((sum, { start, end }) => sum + end - start, 0);
+  return { type, nodes: changes.length, tokens, ends: changes.map(({ end }) => end) };
 }

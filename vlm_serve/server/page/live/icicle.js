@@ -1,8 +1,8 @@
 // The tree as an icicle on a canvas: positions of the prompts from left to right, branches from top
 // to bottom. The canvas is as large as what is seen of it; scrolling and zooming only draw it anew.
 
-import { button, h } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
+import { iconButton } from "../shared/controls.js";
+import { h, onceAFrame } from "../shared/dom.js";
 import { theme } from "../shared/theme.js";
 import { count, counted } from "../shared/words.js";
 import { drawRuns, palette } from "./drawing.js";
@@ -19,19 +19,20 @@ export class Icicle {
   #zoom = 1;
   #selected = -1;
   #flashes = new Map();
-  #asked = false;
-  #colours = null;
+  #colour = null;
   #onSelect;
+
+  /** Asks for a drawing in the next frame. */
+  draw = onceAFrame(() => this.#draw());
 
   /** @param {(run: number) => void} onSelect called with the index of a run that was clicked on */
   constructor(onSelect) {
     this.#onSelect = onSelect;
     this.canvas = h("canvas", { "aria-hidden": "true" });
-    this.space = h("div", { class: "icicle-space" }, this.canvas);
+    this.space = h("div.icicle-space", this.canvas);
     this.scroller = h(
-      "div",
+      "div.icicle",
       {
-        class: "icicle",
         tabindex: "0",
         role: "group",
         "aria-label":
@@ -47,15 +48,14 @@ export class Icicle {
       this.space,
     );
     this.scroller.addEventListener("wheel", (event) => this.#onWheel(event), { passive: false });
-    this.tip = h("div", { class: "tip", hidden: true });
+    this.tip = h("div.tip", { hidden: true });
     this.tools = h(
-      "div",
-      { class: "tools" },
-      button("Zoom in", icon("plus"), () => this.zoomBy(STEP), { bare: true }),
-      button("Zoom out", icon("minus"), () => this.zoomBy(1 / STEP), { bare: true }),
-      button("Show all", icon("fit"), () => this.zoomBy(0), { bare: true }),
+      "div.tools",
+      iconButton("Zoom in", "plus", () => this.zoomBy(STEP)),
+      iconButton("Zoom out", "minus", () => this.zoomBy(1 / STEP)),
+      iconButton("Show all", "fit", () => this.zoomBy(0)),
     );
-    this.element = h("div", { class: "icicle-frame" }, this.scroller, this.tip, this.tools);
+    this.element = h("div.icicle-frame", this.scroller, this.tip, this.tools);
     new ResizeObserver(() => this.#fit()).observe(this.scroller);
     theme.subscribe(() => this.#repaint());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#repaint());
@@ -104,13 +104,6 @@ export class Icicle {
     scroller.scrollTo(left, top);
   }
 
-  /** Asks for a drawing in the next frame. */
-  draw() {
-    if (this.#asked) return;
-    this.#asked = true;
-    requestAnimationFrame(() => this.#draw());
-  }
-
   #scale() {
     const { clientWidth, clientHeight } = this.scroller;
     const { length, rows } = this.#layout;
@@ -130,35 +123,33 @@ export class Icicle {
   }
 
   #repaint() {
-    this.#colours = null;
+    this.#colour = null;
     this.draw();
   }
 
   #draw() {
-    this.#asked = false;
     const { canvas, scroller } = this;
     const { clientWidth: width, clientHeight: height } = scroller;
     if (!this.#layout || !width) return;
     const start = performance.now();
     const ratio = window.devicePixelRatio;
-    if (
-      canvas.width !== Math.round(width * ratio) ||
-      canvas.height !== Math.round(height * ratio)
-    ) {
-      canvas.width = Math.round(width * ratio);
-      canvas.height = Math.round(height * ratio);
+    const [columns, rows] = [Math.round(width * ratio), Math.round(height * ratio)];
+    // Setting a size clears the canvas, even to the same one.
+    if (canvas.width !== columns || canvas.height !== rows) {
+      canvas.width = columns;
+      canvas.height = rows;
       canvas.style.width = `${width}px`;
       canvas.style.height = `${height}px`;
     }
     const context = canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, width, height);
-    this.#colours ??= palette(scroller);
+    this.#colour ??= palette(scroller);
     const seen = { left: scroller.scrollLeft, top: scroller.scrollTop, width, height };
     drawRuns(context, this.#layout, {
       seen,
       scale: this.#scale(),
-      colours: this.#colours,
+      colour: this.#colour,
       selected: this.#selected,
       glow: (key) => this.#glow(key),
       onLoad: () => this.draw(),

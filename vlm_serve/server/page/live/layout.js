@@ -3,6 +3,25 @@
 
 export const TIERS = ["device", "host", "disk", "leaving"];
 
+/** A run of which nothing is known yet: all its fields. */
+const EMPTY_RUN = {
+  key: "",
+  parent: -1,
+  next: 0,
+  level: 0,
+  start: 0,
+  end: 0,
+  top: 0,
+  bottom: 0,
+  tier: 0,
+  pins: 0,
+  hits: 0,
+  nodes: 0,
+  bytes: 0,
+  snapshots: [],
+  media: [],
+};
+
 /**
  * Lays a tree out.
  * @param {import("./tree.js").Tree} tree
@@ -10,9 +29,9 @@ export const TIERS = ["device", "host", "disk", "leaving"];
  *   an entry for each run, parents first and children in order:
  *   `key` of its last node, `parent` (index or -1), `next` (index behind its last descendant),
  *   `level`, `start` and `end` (positions), `top` and `bottom` (rows), `tier` (index into TIERS),
- *   `pins`, `hits`, `nodes`, `bytes`; `snapshots` of run i are `marks[firstMark[i] .. firstMark[i+1]]`,
- *   its media `media[firstMedium[i] .. firstMedium[i+1]]` as {at, length, kind, hash, begins} (whether it begins there). Besides:
- *   `count` of runs, `rows`, `length` (greatest position), `numNodes`, `sequence`.
+ *   `pins`, `hits`, `nodes`, `bytes`, `snapshots` (positions), `media` ({at, length, kind, hash,
+ *   begins}: whether it begins there). Besides: `count` of runs, `rows`, `length` (greatest
+ *   position), `numNodes`.
  */
 export function layOut(tree) {
   const runs = [];
@@ -25,7 +44,6 @@ export function layOut(tree) {
     .flatMap((root) =>
       [...root.children.values()].reverse().map((node) => ({ node, parent: -1, going: [] })),
     );
-  const path = [];
   while (open.length) {
     const task = open.pop();
     if (task.close !== undefined) {
@@ -48,14 +66,7 @@ export function layOut(tree) {
       .map((span) => rest(span, run.end));
     for (const node of children.reverse()) open.push({ node, parent: index, going });
   }
-  const layout = {
-    ...columns(runs),
-    count: runs.length,
-    rows,
-    length,
-    numNodes: tree.nodes.size,
-    sequence: tree.sequence,
-  };
+  const layout = { ...columns(runs), count: runs.length, rows, length, numNodes: tree.nodes.size };
   return { layout, owner };
 }
 
@@ -65,28 +76,13 @@ function rest(span, position) {
 }
 
 /** The run that begins with a node, and what comes after it. `going`: media that go on into it;
- * `own` is told its nodes' keys. */
-function followed(node, going, own) {
-  const run = {
-    key: node.facts.key,
-    start: node.facts.start,
-    end: node.facts.end,
-    tier: tierOf(node),
-    pins: 0,
-    hits: 0,
-    nodes: 0,
-    bytes: 0,
-    snapshots: [],
-    media: [...going],
-    parent: -1,
-    next: 0,
-    level: 0,
-    top: 0,
-    bottom: 0,
-  };
+ * `onNode` is called with its nodes' keys. */
+function followed(node, going, onNode) {
+  const { start } = node.facts;
+  const run = { ...EMPTY_RUN, start, tier: tierOf(node), snapshots: [], media: [...going] };
   for (;;) {
     const { facts, children } = node;
-    own(facts.key);
+    onNode(facts.key);
     run.key = facts.key;
     run.end = facts.end;
     run.pins = Math.max(run.pins, facts.pins);
@@ -94,14 +90,8 @@ function followed(node, going, own) {
     run.nodes += 1;
     run.bytes += facts.num_bytes;
     if (facts.snapshot) run.snapshots.push(facts.end);
-    for (const span of facts.media ?? [])
-      run.media.push({
-        at: facts.start + span.offset,
-        length: span.length,
-        kind: span.kind,
-        hash: span.hash,
-        begins: true,
-      });
+    for (const { offset, length, kind, hash } of facts.media ?? [])
+      run.media.push({ at: facts.start + offset, length, kind, hash, begins: true });
     const only = children.size === 1 ? children.values().next().value : null;
     if (only === null || tierOf(only) !== run.tier)
       return { run, children: [...children.values()] };
@@ -114,45 +104,16 @@ function tierOf({ facts, leaving }) {
   return Math.max(0, TIERS.indexOf(facts.tier));
 }
 
+/** An array for each field of the runs; those of numbers are typed, which are fast to pass on. */
 function columns(runs) {
-  const whole = (name) => Int32Array.from(runs, (run) => run[name]);
-  const names = [
-    "parent",
-    "next",
-    "level",
-    "start",
-    "end",
-    "top",
-    "bottom",
-    "tier",
-    "pins",
-    "hits",
-    "nodes",
-  ];
-  const [marks, firstMark] = flattened(runs, "snapshots");
-  const [media, firstMedium] = flattened(runs, "media");
-  return {
-    ...Object.fromEntries(names.map((name) => [name, whole(name)])),
-    key: runs.map((run) => run.key),
-    bytes: Float64Array.from(runs, (run) => run.bytes),
-    marks: Int32Array.from(marks),
-    firstMark,
-    media,
-    firstMedium,
+  const column = (name) => {
+    const values = runs.map((run) => run[name]);
+    return typeof EMPTY_RUN[name] === "number" ? Float64Array.from(values) : values;
   };
+  return Object.fromEntries(Object.keys(EMPTY_RUN).map((name) => [name, column(name)]));
 }
 
-function flattened(runs, name) {
-  const first = new Int32Array(runs.length + 1);
-  const all = [];
-  for (const [index, run] of runs.entries()) {
-    all.push(...run[name]);
-    first[index + 1] = all.length;
-  }
-  return [all, first];
-}
-
-/** Indexes of the runs that hold a position `x` and a row `y`, or -1. */
+/** The index of the run that holds a position `x` and a row `y`, or -1. */
 export function runAt(layout, x, y) {
   let index = 0;
   while (index < layout.count) {

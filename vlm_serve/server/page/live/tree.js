@@ -1,18 +1,15 @@
 // The cache's tree as the server tells it: nodes by key, children in the order of their coming.
 // What is evicted stays for a moment, marked, so that it can be seen to go.
 
-export const LEAVING_MS = 1200;
+const LEAVING_MS = 1200;
 
 export class Tree {
-  sequence = 0;
-
   /** Nodes and roots by key: {facts, children: Map, leaving: when it goes, or 0}. */
   nodes = new Map();
   roots = new Map();
 
   /** Takes the whole. */
-  reset({ sequence, roots, nodes }) {
-    this.sequence = sequence;
+  reset({ roots, nodes }) {
     this.nodes.clear();
     this.roots.clear();
     for (const { key } of roots) this.#root(key);
@@ -20,8 +17,7 @@ export class Tree {
   }
 
   /** Takes one batch of changes; `now` in milliseconds. */
-  apply({ sequence, changes }, now) {
-    this.sequence = sequence;
+  apply({ changes }, now) {
     for (const change of changes) this.#change(change, now);
   }
 
@@ -39,13 +35,10 @@ export class Tree {
 
   /** The whole, as `reset` takes it. */
   whole() {
-    const nodes = [...this.nodes.values()]
-      .filter((node) => !node.leaving)
-      .map((node) => node.facts);
+    const staying = [...this.nodes.values()].filter((node) => !node.leaving);
     return {
-      sequence: this.sequence,
       roots: [...this.roots.keys()].map((key) => ({ key })),
-      nodes,
+      nodes: staying.map((node) => node.facts),
     };
   }
 

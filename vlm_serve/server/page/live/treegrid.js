@@ -1,8 +1,9 @@
 // The tree as a table for keyboards and screen readers: a row for each run, of which only those in
 // sight exist. Follows the treegrid pattern of the ARIA practices, with aria-activedescendant.
 
-import { h, replace } from "../shared/dom.js";
-import { bytes, count, counted } from "../shared/words.js";
+import { h, onceAFrame, replace } from "../shared/dom.js";
+import { bytes, count } from "../shared/words.js";
+import { mediaWords } from "./details.js";
 import { TIERS } from "./layout.js";
 
 const ROW = 30;
@@ -17,21 +18,20 @@ export class TreeGrid {
   #active = 0;
   #selected = -1;
   #onSelect;
-  #asked = false;
+  #draw = onceAFrame(() => this.#drawNow());
 
   /** @param {(run: number) => void} onSelect */
   constructor(onSelect) {
     this.#onSelect = onSelect;
     const heading = h(
-      "div",
-      { role: "row", class: "heading", "aria-rowindex": "1" },
+      "div.heading",
+      { role: "row", "aria-rowindex": "1" },
       HEADINGS.map((text) => h("span", { role: "columnheader" }, text)),
     );
-    this.body = h("div", { role: "rowgroup", class: "rows" });
+    this.body = h("div.rows", { role: "rowgroup" });
     this.element = h(
-      "div",
+      "div.treegrid",
       {
-        class: "treegrid",
         role: "treegrid",
         tabindex: "0",
         "aria-label": "Nodes of the cache",
@@ -42,7 +42,7 @@ export class TreeGrid {
           click: (event) => this.#onClick(event),
         },
       },
-      h("div", { role: "rowgroup", class: "headings" }, heading),
+      h("div.headings", { role: "rowgroup" }, heading),
       this.body,
     );
     new ResizeObserver(() => this.#draw()).observe(this.element);
@@ -80,15 +80,6 @@ export class TreeGrid {
     this.body.style.height = `${rows.length * ROW}px`;
   }
 
-  #draw() {
-    if (this.#asked) return;
-    this.#asked = true;
-    requestAnimationFrame(() => {
-      this.#asked = false;
-      this.#drawNow();
-    });
-  }
-
   #drawNow() {
     if (!this.#layout) return;
     const { scrollTop, clientHeight } = this.element;
@@ -107,61 +98,44 @@ export class TreeGrid {
 
   #row(place) {
     const run = this.#rows[place];
-    const l = this.#layout;
-    const hasBelow = l.next[run] > run + 1;
-    const tier = TIERS[l.tier[run]];
-    const cells = [
-      `${count(l.start[run])}–${count(l.end[run])}`,
-      count(l.nodes[run]),
-      this.#media(run),
-      l.firstMark[run + 1] - l.firstMark[run] || "–",
-      PLACES[tier],
-      count(l.hits[run]),
-      count(l.pins[run]),
-      bytes(l.bytes[run]),
+    const layout = this.#layout;
+    const tier = TIERS[layout.tier[run]];
+    const begun = layout.media[run].filter((span) => span.begins);
+    const contents = [
+      [this.#twisty(run), `${count(layout.start[run])}–${count(layout.end[run])}`],
+      count(layout.nodes[run]),
+      mediaWords(begun, "video part") || "–",
+      layout.snapshots[run].length || "–",
+      [h(`span.swatch.${tier}`), PLACES[tier]],
+      count(layout.hits[run]),
+      count(layout.pins[run]),
+      bytes(layout.bytes[run]),
     ];
-    const [head, ...rest] = cells.map((text, index) =>
-      h(
-        "span",
-        { role: "gridcell" },
-        index === 4 ? h("span", { class: `swatch ${tier}` }) : null,
-        text,
-      ),
-    );
-    head.style.setProperty("padding-left", `${Math.min(12, l.level[run]) * 12 - 4}px`);
-    head.prepend(
-      h(
-        "span",
-        { class: "twisty", "aria-hidden": "true" },
-        hasBelow ? (this.#isClosed(run) ? "▸" : "▾") : "·",
-      ),
-    );
+    const cells = contents.map((content) => h("span", { role: "gridcell" }, content));
+    cells[0].style.setProperty("padding-left", `${Math.min(12, layout.level[run]) * 12 - 4}px`);
     return h(
-      "div",
+      place === this.#active ? "div.active" : "div",
       {
         id: `node-${place}`,
         role: "row",
-        class: place === this.#active ? "active" : null,
-        "aria-level": l.level[run],
+        "aria-level": layout.level[run],
         "aria-rowindex": place + 2,
         "aria-selected": String(run === this.#selected),
-        "aria-expanded": hasBelow ? String(!this.#isClosed(run)) : null,
+        "aria-expanded": this.#hasBelow(run) && String(!this.#isClosed(run)),
         style: { transform: `translateY(${place * ROW}px)` },
       },
-      head,
-      rest,
+      cells,
     );
   }
 
-  #media(run) {
-    const { media, firstMedium } = this.#layout;
-    const spans = media.slice(firstMedium[run], firstMedium[run + 1]).filter((span) => span.begins);
-    const images = spans.filter((span) => span.kind === "image").length;
-    const parts = [
-      images ? counted(images, "picture") : null,
-      spans.length > images ? counted(spans.length - images, "video part") : null,
-    ];
-    return parts.filter(Boolean).join(", ") || "–";
+  #twisty(run) {
+    const sign = this.#isClosed(run) ? "▸" : "▾";
+    return h("span.twisty", { "aria-hidden": "true" }, this.#hasBelow(run) ? sign : "·");
+  }
+
+  /** Whether runs branch off from a run. */
+  #hasBelow(run) {
+    return this.#layout.next[run] > run + 1;
   }
 
   #isClosed(run) {
@@ -180,7 +154,7 @@ export class TreeGrid {
     const row = event.target.closest("[role=row][id]");
     if (!row) return;
     const run = this.#rows[Number(row.id.slice("node-".length))];
-    if (event.target.classList.contains("twisty") && this.#layout.next[run] > run + 1)
+    if (event.target.classList.contains("twisty") && this.#hasBelow(run))
       this.#setClosed(run, !this.#isClosed(run));
     else this.#onSelect(run);
   }
@@ -206,13 +180,13 @@ export class TreeGrid {
   }
 
   #right(run) {
-    if (this.#layout.next[run] === run + 1) return;
+    if (!this.#hasBelow(run)) return;
     if (this.#isClosed(run)) this.#setClosed(run, false);
     else this.#move(this.#active + 1);
   }
 
   #left(run) {
-    const isOpen = this.#layout.next[run] > run + 1 && !this.#isClosed(run);
+    const isOpen = this.#hasBelow(run) && !this.#isClosed(run);
     if (isOpen) this.#setClosed(run, true);
     else if (this.#layout.parent[run] >= 0)
       this.#move(this.#rows.indexOf(this.#layout.parent[run]));

@@ -1,12 +1,13 @@
 // The view "Live cache": the map, the table, the chosen node, the gauges and what happens.
 
 import { known } from "../chat/library.js";
+import { request } from "../shared/api.js";
+import { button } from "../shared/controls.js";
 import { confirmed } from "../shared/dialogs.js";
-import { button, h } from "../shared/dom.js";
-import { icon } from "../shared/icons.js";
+import { h } from "../shared/dom.js";
 import { counted } from "../shared/words.js";
 import { Connection } from "./connection.js";
-import { Details, flush } from "./details.js";
+import { Details, PLACES } from "./details.js";
 import { Feed } from "./feed.js";
 import { Gauges } from "./gauges.js";
 import { Icicle } from "./icicle.js";
@@ -27,7 +28,6 @@ export class LiveView {
   #choice = null;
   #revealing = false;
   #shown = false;
-  #askers = [];
   #worker = new Worker(workerPolicy ? workerPolicy.createScriptURL(WORKER) : WORKER, {
     type: "module",
   });
@@ -38,36 +38,34 @@ export class LiveView {
     this.details = new Details();
     this.gauges = new Gauges();
     this.feed = new Feed();
-    this.size = h("p", { class: "lead", role: "status" });
-    this.state = h("p", { class: "problem", hidden: true });
+    this.size = h("p.lead", { role: "status" });
+    this.state = h("p.problem", { hidden: true });
     this.view = h(
-      "main",
-      { class: "live", hidden: true, tabindex: "0" },
+      "main.live",
+      { hidden: true, tabindex: "0" },
       h(
-        "div",
-        { class: "live-bar" },
-        h("h1", null, "Live cache"),
+        "div.live-bar",
+        h("h1", "Live cache"),
         this.size,
-        button("Flush all", icon("trash"), () => this.#flush()),
+        button("Flush all", "trash", () => this.#flush()),
       ),
       this.state,
       this.gauges.element,
       h(
-        "div",
-        { class: "tree" },
-        h("div", { class: "maps" }, legend(), this.icicle.element, this.grid.element),
-        h("div", { class: "side" }, this.details.element, this.feed.element),
+        "div.tree",
+        h("div.maps", legend(), this.icicle.element, this.grid.element),
+        h("div.side", this.details.element, this.feed.element),
       ),
     );
     this.#worker.onmessage = ({ data }) => this.#fromWorker(data);
-    this.connection = new Connection(
-      (message) => this.#onMessage(message),
-      (text) => this.#say(text),
-    );
-    this.connection.answerWith((tell) => {
-      tell("history", { statuses: this.gauges.past(), events: this.feed.past() });
-      this.#askers.push((tree) => tell("tree", tree));
-      this.#worker.postMessage({ ask: "tree" });
+    this.connection = new Connection({
+      onMessage: (message) => this.#onMessage(message),
+      onState: (text) => this.#say(text),
+      tellAll: () => {
+        const [statuses, events] = [this.gauges.past(), this.feed.past()];
+        this.connection.tell("history", { statuses, events });
+        this.#worker.postMessage({ ask: "tree" });
+      },
     });
     document.addEventListener("visibilitychange", () => this.#look());
     known.subscribe(() => this.icicle.draw());
@@ -97,20 +95,17 @@ export class LiveView {
     this.state.hidden = !text;
   }
 
-  #onMessage(message) {
-    if (message.event === "status") this.gauges.add(message.data);
-    else if (message.event === "history") this.#onHistory(message.data);
-    else if (message.event === "tree" || message.event === "changes")
-      this.#worker.postMessage(message);
-  }
-
-  #onHistory({ statuses, events }) {
-    this.gauges.addPast(statuses);
-    this.feed.addPast(events);
+  #onMessage({ event, data }) {
+    if (event === "status") this.gauges.add(data);
+    else if (event === "tree" || event === "changes") this.#worker.postMessage({ event, data });
+    else if (event === "history") {
+      this.gauges.addPast(data.statuses);
+      this.feed.addPast(data.events);
+    }
   }
 
   #fromWorker({ layout, choice, chosen, happened, tree }) {
-    if (tree) for (const tell of this.#askers.splice(0)) tell(tree);
+    if (tree) this.connection.tell("tree", tree);
     if (happened) this.#happened(happened);
     if (layout) this.#show(layout);
     // A layout that was on its way when something was chosen says nothing of that.
@@ -124,21 +119,22 @@ export class LiveView {
     this.#layout = layout;
     this.icicle.show(layout);
     this.grid.show(layout);
+    const nodes = counted(layout.numNodes, "node");
+    const runs = counted(layout.count, "run");
+    const branches = counted(layout.rows, "branch", "branches");
     this.size.textContent = layout.count
-      ? `${counted(layout.numNodes, "node")} in ${counted(layout.count, "run")}, ${counted(layout.rows, "branch", "branches")}`
+      ? `${nodes} in ${runs}, ${branches}`
       : "The cache is empty.";
   }
 
   #happened(changes) {
     this.feed.add(changes);
-    const hit = new Set(
-      changes.filter((change) => change.type === "hit").map((change) => change.run),
-    );
-    if (!this.#layout || !hit.size) return;
-    const lit = [];
-    for (const key of hit)
-      for (let run = this.#layout.key.indexOf(key); run >= 0; run = this.#layout.parent[run])
-        lit.push(run);
+    const hits = changes.filter(({ type }) => type === "hit");
+    if (!this.#layout || !hits.length) return;
+    const { key, parent } = this.#layout;
+    const lit = new Set();
+    for (const hit of hits)
+      for (let run = key.indexOf(hit.run); run >= 0; run = parent[run]) lit.add(run);
     this.icicle.flash(lit);
   }
 
@@ -157,9 +153,12 @@ export class LiveView {
   #showChosen(run) {
     this.icicle.select(run);
     this.grid.select(run);
-    if (run >= 0) this.details.show(this.#layout, run);
-    else this.details.gone();
-    if (run < 0) this.#choice = null;
+    if (run >= 0) {
+      this.details.show(this.#layout, run);
+    } else {
+      this.details.gone();
+      this.#choice = null;
+    }
   }
 
   async #flush() {
@@ -167,7 +166,7 @@ export class LiveView {
       "Everything not in use by a running request is removed, for all users of this server. The next answers are computed from the start.";
     if (!(await confirmed("Flush the whole cache?", question, "Flush all"))) return;
     try {
-      await flush();
+      await request("/v1/cache/flush", { body: {} });
     } catch (error) {
       this.#say(error.message);
     }
@@ -175,18 +174,16 @@ export class LiveView {
 }
 
 function legend() {
-  const entries = [
-    ["device", "in memory"],
-    ["host", "in host memory"],
-    ["disk", "on disk"],
-    ["medium", "picture or video"],
-    ["snapshot", "recurrent state kept"],
-    ["pin", "in use or pinned"],
-    ["leaving", "just evicted"],
-  ];
-  return h(
-    "ul",
-    { class: "legend" },
-    entries.map(([name, text]) => h("li", null, h("span", { class: `swatch ${name}` }), text)),
+  const { leaving, ...tiers } = PLACES;
+  const texts = {
+    ...tiers,
+    medium: "picture or video",
+    snapshot: "recurrent state kept",
+    pin: "in use or pinned",
+    leaving,
+  };
+  const items = Object.entries(texts).map(([name, text]) =>
+    h("li", h(`span.swatch.${name}`), text),
   );
+  return h("ul.legend", items);
 }

@@ -2,8 +2,8 @@
 //
 // Takes {event: "tree" | "changes", data} as the server sends them, and {ask: "tree"},
 // and {choose: key of a node}.
-// Gives {layout, choice: the last key, chosen: its node's run or -1}, {choice, chosen} once a choice has arrived and is there,
-// {happened: changes with where they are}, and {tree} when asked.
+// Gives {layout, choice: the last key, chosen: its node's run or -1}, {choice, chosen} once a choice
+// has arrived and is there, {happened: changes with where they are}, and {tree} when asked.
 
 import { layOut } from "./layout.js";
 import { Tree } from "./tree.js";
@@ -25,7 +25,7 @@ self.onmessage = ({ data: { event, data, ask, choose } }) => {
     tree.reset(data);
     give();
   } else {
-    self.postMessage({ happened: data.changes.map(told) });
+    self.postMessage({ happened: data.changes.map(located) });
     tree.apply(data, Date.now());
     due ??= setTimeout(give, PAUSE_MS);
   }
@@ -44,7 +44,7 @@ function chosen() {
   return latest.owner.get(choice) ?? -1;
 }
 
-function told(change) {
+function located(change) {
   const facts = change.node ?? tree.nodes.get(change.key)?.facts;
   const run = latest?.layout.key[latest.owner.get(change.key)] ?? null;
   return { ...change, node: undefined, run, start: facts?.start ?? 0, end: facts?.end ?? 0 };

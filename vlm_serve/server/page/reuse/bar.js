@@ -3,8 +3,7 @@
 import { h } from "../shared/dom.js";
 import { count, counted } from "../shared/words.js";
 import { mediumOfHash, urlOf } from "../chat/library.js";
-import { sourceName } from "./reasons.js";
-import { segmentsOf, spoken, totalsOf } from "./report.js";
+import { segmentsOf, sourceName, spoken, totalsOf } from "./report.js";
 
 /**
  * @param {object} report a cache report
@@ -17,30 +16,20 @@ export function promptBar(report, { scale = report.prompt_tokens, detailed = fal
   const media = (report.media ?? []).map((span) =>
     mediaMark(span, place(span.offset, span.offset + span.length), detailed),
   );
-  const parts = segmentsOf(report).map(({ start, end, source }) =>
-    h("span", {
-      class: `part ${classOf(source)}`,
-      style: place(start, end),
-      title: `tokens ${count(start)} to ${count(end)}: ${sourceName(source)}`,
-    }),
-  );
-  const snapshots = (report.snapshots ?? []).map((at) =>
-    h("span", {
-      class: "snapshot-mark",
-      style: { left: share(at) },
-      title: `recurrent state kept after token ${count(at)}`,
-    }),
-  );
+  const parts = segmentsOf(report).map(({ start, end, source }) => {
+    const title = `tokens ${count(start)} to ${count(end)}: ${sourceName(source)}`;
+    return h(`span.part.${classOf(source)}`, { style: place(start, end), title });
+  });
+  const snapshots = (report.snapshots ?? []).map((at) => {
+    const title = `recurrent state kept after token ${count(at)}`;
+    return h("span.snapshot-mark", { style: { left: share(at) }, title });
+  });
   return h(
-    "div",
-    {
-      class: detailed ? "prompt-bar detailed" : "prompt-bar",
-      role: "img",
-      "aria-label": spoken(report),
-    },
-    media.length || detailed ? h("div", { class: "media-line" }, media) : null,
-    h("div", { class: "parts" }, parts),
-    snapshots.length || detailed ? h("div", { class: "snapshot-line" }, snapshots) : null,
+    detailed ? "div.prompt-bar.detailed" : "div.prompt-bar",
+    { role: "img", "aria-label": spoken(report) },
+    (media.length > 0 || detailed) && h("div.media-line", media),
+    h("div.parts", parts),
+    (snapshots.length > 0 || detailed) && h("div.snapshot-line", snapshots),
   );
 }
 
@@ -49,49 +38,38 @@ export function promptBar(report, { scale = report.prompt_tokens, detailed = fal
  * @param {"ul"|"span"} tag "span" where a list may not stand
  */
 export function legend(report, tag = "ul") {
-  const item = tag === "ul" ? "li" : "span";
-  const entries = totalsOf(report).map(([source, tokens]) =>
-    h(
-      item,
-      null,
-      h("span", { class: `swatch ${classOf(source)}` }),
-      `${sourceName(source)}: ${counted(tokens, "token")}`,
+  const item = (swatch, text) => h(tag === "ul" ? "li" : "span", h(`span.swatch.${swatch}`), text);
+  const has = (encoded) => report.media?.some((span) => (span.source === "encoded") === encoded);
+  return h(
+    `${tag}.legend`,
+    totalsOf(report).map(([source, tokens]) =>
+      item(classOf(source), `${sourceName(source)}: ${counted(tokens, "token")}`),
     ),
+    has(true) && item("line.encoded", "picture or video, encoded now"),
+    has(false) && item("line", "picture or video, encoded before"),
+    report.snapshots?.length > 0 && item("snapshot", "recurrent state kept here"),
   );
-  for (const [encoded, told] of [
-    [true, "picture or video, encoded now"],
-    [false, "picture or video, encoded before"],
-  ]) {
-    const mark = encoded ? "swatch line encoded" : "swatch line";
-    if (report.media?.some((span) => (span.source === "encoded") === encoded))
-      entries.push(h(item, null, h("span", { class: mark }), told));
-  }
-  if (report.snapshots?.length)
-    entries.push(
-      h(item, null, h("span", { class: "swatch snapshot" }), "recurrent state kept here"),
-    );
-  return h(tag, { class: "legend" }, entries);
 }
 
 /** The class that colours a source. */
-export function classOf(source) {
+function classOf(source) {
   return ["device", "host", "disk", "computed"].includes(source) ? source : "host";
 }
 
 function mediaMark(span, style, detailed) {
   const medium = mediumOfHash(span.hash);
-  const told = {
+  const encoded = span.source === "encoded";
+  const sources = {
     encoded: "went through the vision encoder",
     cached: "encoded before",
     reused: "reused with the prompt",
   };
-  const source = told[span.source] ?? `encoded before, came up from the ${span.source} tier`;
+  const source = sources[span.source] ?? `encoded before, came up from the ${span.source} tier`;
   const title = `${span.kind} of ${counted(span.length, "token")}: ${source}`;
-  const shown = detailed && medium !== null ? picture(medium) : null;
   return h(
-    "span",
-    { class: `medium-mark ${span.source === "encoded" ? "encoded" : ""}`, style, title },
-    shown,
+    encoded ? "span.medium-mark.encoded" : "span.medium-mark",
+    { style, title },
+    detailed && medium && picture(medium),
   );
 }
 

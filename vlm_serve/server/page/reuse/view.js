@@ -4,15 +4,15 @@ import { h, replace } from "../shared/dom.js";
 import { count } from "../shared/words.js";
 import { titleOf } from "../chat/conversation.js";
 import { legend, promptBar } from "./bar.js";
-import { linkToNode, numbersList, sentences } from "./facts.js";
+import { explanation, numbersList } from "./report.js";
 
 /**
  * @param {import("../shared/value.js").Value} current the conversation that is open
  * @param {{subscribe: Function}[]} causes what changes the view besides
  */
 export function reuseView(current, causes) {
-  const body = h("div", { class: "reuse-body" });
-  const view = h("main", { class: "reuse", hidden: true, tabindex: "0" }, body);
+  const body = h("div.reuse-body");
+  const view = h("main.reuse", { hidden: true, tabindex: "0" }, body);
   const show = () => !view.hidden && replace(body, contents(current.get()));
   for (const cause of [current, ...causes]) cause.subscribe(show);
   return { view, show };
@@ -20,45 +20,24 @@ export function reuseView(current, causes) {
 
 function contents(conversation) {
   const answered = conversation.turns.filter((turn) => turn.answer.report);
-  const title = h("h1", null, "What was reused");
-  if (!answered.length) {
-    return [
-      title,
-      h(
-        "p",
-        { class: "lead" },
-        "Ask something about a picture, then ask again. For each answer this page shows which part of its prompt was reused, which part was computed, and why not more was reused.",
-      ),
-    ];
-  }
   const scale = Math.max(...answered.map((turn) => turn.answer.report.prompt_tokens));
+  const lead = answered.length
+    ? `The prompts of “${titleOf(conversation)}”, each a bar on one scale of ${count(scale)} tokens.`
+    : "Ask something about a picture, then ask again. For each answer this page shows which part of its prompt was reused, which part was computed, and why not more was reused.";
+  const entries = answered.map((turn) => entry(turn, scale));
   return [
-    title,
-    h(
-      "p",
-      { class: "lead" },
-      `The prompts of “${titleOf(conversation)}”, each a bar on one scale of ${count(scale)} tokens.`,
-    ),
-    h(
-      "ol",
-      { class: "reports" },
-      answered.map((turn) => entry(turn, scale)),
-    ),
+    h("h1", "What was reused"),
+    h("p.lead", lead),
+    answered.length > 0 && h("ol.reports", entries),
   ];
 }
 
 function entry({ text, answer }, scale) {
   return h(
     "li",
-    null,
-    h("h2", null, text || "(no text)"),
+    h("h2", text || "(no text)"),
     promptBar(answer.report, { scale, detailed: true }),
     legend(answer.report),
-    h(
-      "div",
-      { class: "told" },
-      h("div", { class: "sentences" }, sentences(answer.report), linkToNode(answer.report)),
-      numbersList(answer),
-    ),
+    h("div.told", explanation(answer.report), numbersList(answer)),
   );
 }

@@ -1,31 +1,39 @@
-// Requests to the server that the page came from, and what is known of it.
+// Requests to the server that the page came from, the key for them, and what is known of it.
 
-import { authorization } from "./key.js";
 import { Value } from "./value.js";
 
 const PATIENCE_MS = 1500;
-
-/** The server has answered, and not with what was asked for. */
-export class ApiError extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
-
-/** Nobody has answered. */
-export class UnreachableError extends Error {
-  constructor() {
-    super("The server does not answer.");
-  }
-}
+const KEY_NAME = "vlm-serve-key";
 
 /** "ok", "gone" (nobody answers) or "key" (it asks for a key, or for another one). */
 export const server = new Value("ok");
 
+/** What is served: {name, sees, limit}. `sees` (whether the model takes pictures) is null and
+ * `limit` (bytes of a request) infinite as long as the server has not said. */
+export const served = new Value({ name: "", sees: null, limit: Infinity });
+
+/** The API key of this tab: in sessionStorage and in the Authorization header, nowhere else. */
+export function storedKey() {
+  return sessionStorage.getItem(KEY_NAME) ?? "";
+}
+
+export function storeKey(key) {
+  if (key) sessionStorage.setItem(KEY_NAME, key);
+  else sessionStorage.removeItem(KEY_NAME);
+}
+
+/** Headers that a request needs. A header holds Latin-1 only; of any other key the server is told
+ * the percent-encoded form, which it refuses like any wrong one. */
+function authorization() {
+  const key = storedKey();
+  if (!key) return {};
+  return { Authorization: `Bearer ${/^[\x21-\x7e]+$/.test(key) ? key : encodeURIComponent(key)}` };
+}
+
 /**
  * The server's response to a request with this tab's key.
- * @throws {ApiError|UnreachableError|DOMException} the last where `signal` has ended it
+ * @throws {Error} with a sentence: the server does not answer, or not with what was asked for
+ * @throws {DOMException} `signal` has ended it
  */
 export async function request(path, { body, signal, method } = {}) {
   const init = {
@@ -49,7 +57,7 @@ export async function request(path, { body, signal, method } = {}) {
     return response;
   }
   if (response.status === 401) server.set("key");
-  throw new ApiError(response.status, await told(response));
+  throw new Error(await complaint(response));
 }
 
 /** The JSON body of the response to a request. */
@@ -62,15 +70,29 @@ export async function requestJson(path, options) {
   }
 }
 
+/** Asks the server what it serves. @throws what `request` does */
+export async function learnServed() {
+  const { data } = await requestJson("/v1/models");
+  const info = { name: data[0].id, sees: null, limit: Infinity };
+  try {
+    const model = await requestJson("/get_model_info");
+    info.sees = model.has_image_understanding;
+    info.limit = model.max_body_bytes ?? Infinity;
+  } catch {
+    // A gateway may not have the route; the server then says itself what it does not take.
+  }
+  served.set(info);
+}
+
 /** What a failed fetch, or reading its body, means. */
 export function failure(error) {
   if (error instanceof DOMException && error.name === "AbortError") return error;
   if (!(error instanceof TypeError)) return error;
   lost();
-  return new UnreachableError();
+  return new Error("The server does not answer.");
 }
 
-async function told(response) {
+async function complaint(response) {
   try {
     const { error } = await response.json();
     return error.message;

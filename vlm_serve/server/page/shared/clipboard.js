@@ -7,7 +7,7 @@ export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
-    const area = h("textarea", { class: "unseen", "aria-hidden": "true", value: text });
+    const area = h("textarea.unseen", { "aria-hidden": "true", value: text });
     document.body.append(area);
     area.select();
     document.execCommand("copy");

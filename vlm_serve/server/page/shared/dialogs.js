@@ -1,8 +1,8 @@
 // Questions that come before everything else.
 
-import { button, field, h } from "./dom.js";
-import { icon } from "./icons.js";
-import { storeKey, storedKey } from "./key.js";
+import { button, field, iconButton } from "./controls.js";
+import { h } from "./dom.js";
+import { storedKey, storeKey } from "./api.js";
 
 /**
  * A modal dialog that is gone when it is closed.
@@ -15,9 +15,8 @@ export function dialog(title, contents) {
     const close = (value = "") => shown.close(value);
     const heading = h(
       "header",
-      null,
       h("h2", { id: "dialog-title" }, title),
-      button("Close", icon("close"), () => close(), { bare: true }),
+      iconButton("Close", "close", () => close()),
     );
     const shown = h("dialog", { "aria-labelledby": "dialog-title" }, heading, contents(close));
     shown.addEventListener("close", () => {
@@ -32,10 +31,9 @@ export function dialog(title, contents) {
 /** Whether the reader agrees to what cannot be undone. */
 export async function confirmed(title, text, action) {
   const answer = await dialog(title, (close) => [
-    h("p", null, text),
+    h("p", text),
     h(
       "footer",
-      null,
       button("Cancel", null, () => close()),
       button(action, null, () => close("yes"), { class: "danger" }),
     ),
@@ -43,22 +41,24 @@ export async function confirmed(title, text, action) {
   return answer === "yes";
 }
 
-/** Asks for one line of text. Resolves to it, or to null if the dialog was dismissed. */
-export async function askForText(title, label, value, action) {
-  const input = h("input", { type: "text", value, maxlength: "200", autocomplete: "off" });
-  const give = (close) => (event) => {
-    event.preventDefault();
-    close("yes");
-  };
-  const answer = await dialog(title, (close) => [
-    h(
-      "form",
-      { on: { submit: give(close) } },
-      field(label, input),
-      h("footer", null, h("button", { type: "submit", class: "primary" }, action)),
-    ),
-  ]);
-  return answer === "yes" ? input.value.trim() : null;
+/**
+ * Asks with a form.
+ * @param {string} title
+ * @param {string} action the text of the button that sends it
+ * @param {(Node|null|false)[]} contents
+ * @param {() => boolean} accepts whether what is in it may be sent; else it stays open
+ * @returns {Promise<boolean>} false if it was dismissed
+ */
+export async function askWithForm(title, action, contents, accepts = () => true) {
+  const answer = await dialog(title, (close) => {
+    const submit = (event) => {
+      event.preventDefault();
+      if (accepts()) close("yes");
+    };
+    const send = h("button.primary", { type: "submit" }, action);
+    return [h("form", { on: { submit } }, contents, h("footer", send))];
+  });
+  return answer === "yes";
 }
 
 /** Asks for the API key of this tab. Resolves to whether one was given. */
@@ -69,28 +69,11 @@ export async function askForKey(wrong) {
     spellcheck: "false",
     value: storedKey(),
   });
-  const answer = await dialog("API key", (close) => [
-    h(
-      "form",
-      {
-        on: {
-          submit: (event) => {
-            event.preventDefault();
-            storeKey(input.value.trim());
-            close("yes");
-          },
-        },
-      },
-      wrong
-        ? h("p", { class: "problem", role: "alert" }, "The server does not accept this key.")
-        : null,
-      field(
-        "Key",
-        input,
-        "It is kept for this tab until the tab is closed, and sent to this server only.",
-      ),
-      h("footer", null, h("button", { type: "submit", class: "primary" }, "Use this key")),
-    ),
+  const hint = "It is kept for this tab until the tab is closed, and sent to this server only.";
+  const given = await askWithForm("API key", "Use this key", [
+    wrong && h("p.problem", { role: "alert" }, "The server does not accept this key."),
+    field("Key", input, hint),
   ]);
-  return answer === "yes";
+  if (given) storeKey(input.value.trim());
+  return given;
 }

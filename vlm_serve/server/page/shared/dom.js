@@ -5,17 +5,17 @@ const PROPERTIES = new Set(["checked", "disabled", "hidden", "multiple", "open",
 
 /**
  * An HTML element.
- * @param {string} tag
- * @param {object} [facts] attributes; `on` has listeners by event, `style` has CSS properties
- * @param {...(Node|string|null|false)} children
+ * @param {string} selector its tag, and classes after a point each: "p.note"
+ * @param {...(object|Node|string|null|false)} contents attributes as a plain object, which may be
+ *   left out, and children; of the attributes `on` has listeners by event, `style` CSS properties
  */
-export function h(tag, facts, ...children) {
-  return filled(document.createElement(tag), facts, children);
+export function h(selector, ...contents) {
+  return filled((tag) => document.createElement(tag), selector, contents);
 }
 
 /** An SVG element, as `h` makes HTML ones. */
-export function svg(tag, facts, ...children) {
-  return filled(document.createElementNS(SVG, tag), facts, children);
+export function svg(selector, ...contents) {
+  return filled((tag) => document.createElementNS(SVG, tag), selector, contents);
 }
 
 /** Puts other children in place of those that an element has. */
@@ -24,8 +24,12 @@ export function replace(element, ...children) {
   return element;
 }
 
-function filled(element, facts, children) {
-  for (const [name, value] of Object.entries(facts ?? {})) {
+function filled(create, selector, contents) {
+  const [tag, ...classes] = selector.split(".");
+  const element = create(tag);
+  if (classes.length) element.setAttribute("class", classes.join(" "));
+  const attributes = contents[0]?.constructor === Object ? contents.shift() : {};
+  for (const [name, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
     if (name === "on") {
       for (const [type, listener] of Object.entries(value))
@@ -38,14 +42,26 @@ function filled(element, facts, children) {
       element.setAttribute(name, value === true ? "" : value);
     }
   }
-  element.append(...present(children));
+  element.append(...present(contents));
   return element;
 }
 
+/** Children without what stands for none. */
 function present(children) {
-  return children
-    .flat(3)
-    .filter((child) => child !== null && child !== undefined && child !== false);
+  return children.flat(3).filter((child) => child || child === 0);
+}
+
+/** A function that has `draw` called once in the next frame, however often it is called itself. */
+export function onceAFrame(draw) {
+  let asked = false;
+  return () => {
+    if (asked) return;
+    asked = true;
+    requestAnimationFrame(() => {
+      asked = false;
+      draw();
+    });
+  };
 }
 
 let numIds = 0;
@@ -56,33 +72,8 @@ export function freshId(stem) {
   return `${stem}-${numIds}`;
 }
 
-/** A button with an icon and a name; the name is shown unless `bare`. */
-export function button(name, icon, onClick, { bare = false, ...facts } = {}) {
-  return h(
-    "button",
-    {
-      type: "button",
-      class: bare ? "bare" : null,
-      "aria-label": bare ? name : null,
-      title: bare ? name : null,
-      on: onClick ? { click: onClick } : {},
-      ...facts,
-    },
-    icon,
-    bare ? null : h("span", null, name),
-  );
-}
-
-/** A labelled field of a form. */
-export function field(label, input, hint) {
-  const id = freshId("field");
-  input.id = id;
-  if (hint) input.setAttribute("aria-describedby", `${id}-hint`);
-  return h(
-    "div",
-    { class: "field" },
-    h("label", { for: id }, label),
-    input,
-    hint ? h("small", { id: `${id}-hint` }, hint) : null,
-  );
+/** Terms with what is said of them, from pairs. */
+export function termList(className, rows) {
+  const items = rows.map(([term, value]) => h("div", h("dt", term), h("dd", value)));
+  return h(`dl.${className}`, items);
 }

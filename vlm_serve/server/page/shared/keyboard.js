@@ -2,7 +2,7 @@
 // with speech input would press by chance.
 
 import { dialog } from "./dialogs.js";
-import { h } from "./dom.js";
+import { h, termList } from "./dom.js";
 
 const GROUPS = {
   "On the whole page": [
@@ -29,21 +29,22 @@ export async function showShortcuts() {
   if (document.querySelector("dialog[open]")) return;
   await dialog("Keyboard shortcuts", () =>
     Object.entries(GROUPS).map(([title, rows]) => [
-      h("h3", null, title),
-      h(
-        "dl",
-        { class: "shortcuts" },
-        rows.map(([keys, text]) => h("div", null, h("dt", null, keyNames(keys)), h("dd", null, text))),
+      h("h3", title),
+      termList(
+        "shortcuts",
+        rows.map(([keys, text]) => [keyNames(keys), text]),
       ),
     ]),
   );
 }
 
 function keyNames(text) {
-  return text.split(", ").flatMap((one, index) => [
-    index ? ", " : null,
-    one.split(" ").map((key, place) => [place ? " + " : null, h("kbd", null, key)]),
-  ]);
+  return text
+    .split(", ")
+    .flatMap((one, index) => [
+      index ? ", " : null,
+      one.split(" ").map((key, place) => [place ? " + " : null, h("kbd", key)]),
+    ]);
 }
 
 /**
@@ -52,7 +53,8 @@ function keyNames(text) {
  */
 export function onShortcuts(actions) {
   document.addEventListener("keydown", (event) => {
-    if (event.defaultPrevented || event.isComposing || document.querySelector("dialog[open]")) return;
+    if (event.defaultPrevented || event.isComposing || document.querySelector("dialog[open]"))
+      return;
     const control = event.ctrlKey || event.metaKey;
     if (control && event.altKey) return; // AltGr, which types signs
     const held = control ? "Ctrl+" : event.altKey ? "Alt+" : "";

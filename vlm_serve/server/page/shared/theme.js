@@ -1,7 +1,7 @@
 // Light, dark, or as the system says.
 
-import { button, replace } from "./dom.js";
-import { icon } from "./icons.js";
+import { icon, iconButton } from "./controls.js";
+import { replace } from "./dom.js";
 import { Value } from "./value.js";
 
 const NAME = "vlm-serve-theme";
@@ -18,11 +18,8 @@ theme.subscribe((name) => {
 });
 
 export function themeButton() {
-  const shown = button(
-    "",
-    null,
-    () => theme.set(THEMES[(THEMES.indexOf(theme.get()) + 1) % THEMES.length]),
-    { bare: true },
+  const shown = iconButton("", null, () =>
+    theme.set(THEMES[(THEMES.indexOf(theme.get()) + 1) % THEMES.length]),
   );
   theme.subscribe((name) => {
     const text = `Colours: ${name === "auto" ? "as the system" : name}`;

@@ -2,7 +2,7 @@
 
 export class Value {
   #value;
-  #listeners = new Set();
+  #listeners = [];
 
   constructor(value) {
     this.#value = value;
@@ -15,13 +15,12 @@ export class Value {
   set(value) {
     if (Object.is(value, this.#value)) return;
     this.#value = value;
-    for (const listener of [...this.#listeners]) listener(value);
+    for (const listener of this.#listeners) listener(value);
   }
 
-  /** Calls the listener now and at every change; returns what ends that. */
+  /** Calls the listener now and at every change. */
   subscribe(listener) {
-    this.#listeners.add(listener);
+    this.#listeners.push(listener);
     listener(this.#value);
-    return () => this.#listeners.delete(listener);
   }
 }
