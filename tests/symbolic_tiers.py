@@ -48,7 +48,7 @@ class FaultyStore(HostStore):
             if self._rng.random() < self._error_rate:
                 del found[entry_id]
                 if self._rng.random() < 0.5:
-                    await self.delete([entry_id])
+                    await self.discard([entry_id])
                 else:
                     damaged = bytearray(stored.payload)
                     damaged[self._rng.randrange(len(damaged))] ^= 1

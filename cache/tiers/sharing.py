@@ -21,7 +21,7 @@ from vlm_serve.cache.records import Node, Snapshot
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Sealed, seal
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
-from vlm_serve.cache.tiers.transfer import Transfer, expert_layout
+from vlm_serve.cache.tiers.transfer import Transfer, read_entry
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -152,34 +152,17 @@ class Sharer:
         """Remove entries from the list and read them, about PIECE_BYTES."""
         entries, size = list[Entry](), 0
         while wanted and size < PIECE_BYTES:
-            entry = self._read(*wanted.popleft())
+            entry_id, source = wanted.popleft()
+            if isinstance(source, Entry):
+                entry: Entry | None = source
+            else:
+                entry = read_entry(self._transfer, entry_id, source)
             if entry is not None:
                 entries.append(entry)
                 size += entry.num_bytes
             else:
                 self._stack.counts["unshared"] += 1
         return entries
-
-    def _read(self, entry_id: EntryId, source: Source) -> Entry | None:
-        """Return the content of a source; None if it has been evicted."""
-        transfer = self._transfer
-        if isinstance(source, Entry):
-            return source
-        if isinstance(source, Snapshot):
-            if source.node is None:
-                return None
-            layout, payload = transfer.layout(Kind.STATE, 0), transfer.read_state(source.row)
-            return Entry(entry_id, source.position, source.exact, layout, payload)
-        if source.parent.children.get(source.key) is not source:
-            return None
-        count = source.num_tokens
-        if entry_id.kind is Kind.EXPERTS:
-            rows = source.experts
-            if rows is None:
-                return None
-            return Entry(entry_id, count, source.exact, expert_layout(rows), rows.tobytes())
-        layout, payload = transfer.layout(Kind.KV, count), transfer.read_kv(source.block.id, count)
-        return Entry(entry_id, count, source.exact, layout, payload)
 
     # On any thread
 

@@ -28,7 +28,7 @@ from vlm_serve.cache.tiers.entry import (
     seal,
     unseal,
 )
-from vlm_serve.cache.tiers.store import Store
+from vlm_serve.cache.tiers.store import Store, in_batches
 from vlm_serve.cache.tiers.store_calls import (
     OPEN_SECONDS,
     REST_SECONDS,
@@ -290,7 +290,7 @@ class TierStack:
         self.counts["bad"] += len(ids)
         with self._changed:
             self._filed.difference_update(ids)
-        await self.caller.call(store, store.delete if store.private else store.doubt, ids)
+        await self.caller.call(store, store.discard, ids)
 
     # Filing
 
@@ -390,13 +390,4 @@ _Sized = TypeVar("_Sized", Entry, Sealed)
 
 def _batches(entries: Mapping[EntryId, _Sized]) -> Iterator[dict[EntryId, _Sized]]:
     """Yield entries in batches of about BATCH_BYTES, in order."""
-    batch: dict[EntryId, _Sized] = {}
-    size = 0
-    for entry_id, content in entries.items():
-        batch[entry_id] = content
-        size += content.num_bytes
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = {}, 0
-    if batch:
-        yield batch
+    return map(dict, in_batches(entries.items(), lambda entry: entry[1].num_bytes, BATCH_BYTES))

@@ -45,6 +45,10 @@ class SharedStore(HostStore):
         await self._begin("put")
         return await super().put(entries)
 
+    async def discard(self, ids: Collection[EntryId]) -> None:
+        """Leave other servers' entries where they are."""
+        self.calls.append("discard")
+
     async def _begin(self, call: str) -> None:
         self.calls.append(call)
         self.threads.add(threading.get_ident())
@@ -168,7 +172,7 @@ def test_foreign_and_damaged_entries_are_misses_and_stay(
         assert locate(tiers, number) == ["shared"]
         assert get(tiers, number) is None
         assert not tiers.holds(entry(number).id), "it is written again when it is evicted"
-    assert tiers.counts["bad"] == 3
+    assert tiers.counts["bad"] == 3 and shared.calls.count("discard") == 3
     assert tiers.submit(shared.contains(bad)).result() == bad.keys(), "nobody's to delete"
 
 
