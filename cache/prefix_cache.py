@@ -24,7 +24,7 @@ from vlm_serve.cache.placement import Places
 from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.publishing import LeftState, Publisher, give_row
 from vlm_serve.cache.records import Hit, Lease, LeaseState, Node, Rows, Snapshot
-from vlm_serve.cache.suspension import Suspended, Suspensions
+from vlm_serve.cache.suspension import Suspended, Suspensions, change_holds
 from vlm_serve.cache.tiers.lookup import TierQuery
 from vlm_serve.cache.timed_pins import TimedPins
 
@@ -448,13 +448,7 @@ class PrefixCache:
             now = ledger.tick()
             for node in lease.path:
                 ledger.touch(node, now)
-        for node in reversed(lease.path):
-            ledger.unpin(node)
-        for block in lease.own_blocks:
-            ledger.let_go(ledger.blocks[block])
-        if lease.row >= 0:
-            ledger.rows.change(lease.row, RowState.LIVE, RowState.FREE)
-        lease.state = LeaseState.CLOSED
+        change_holds(ledger, lease, ledger.unpin, ledger.let_go, LeaseState.CLOSED)
         del self.leases[lease]
 
     def fork(self, parent: Lease) -> Lease | None:

@@ -6,7 +6,7 @@ import pytest
 from cache_texts import END_OF_TURN, Image, Text
 from cache_world import World, listed, make_world
 
-from vlm_serve.cache.candidates import LruPolicy, Use, ValuePolicy, make_policy
+from vlm_serve.cache.candidates import EvictionPolicy, Use
 
 
 def numbers(count: int, first: int = 10) -> list[int]:
@@ -203,7 +203,7 @@ def test_reuse_raises_the_value() -> None:
 
 
 def test_old_value_gives_way_in_the_end() -> None:
-    policy = ValuePolicy()
+    policy = EvictionPolicy("value")
     once = policy.value(Use(0, policy.age, saved_tokens=1000, reuse=3, num_bytes=10))
     for _ in range(31):
         policy.evicted(policy.value(Use(0, policy.age, saved_tokens=100, reuse=1, num_bytes=10)))
@@ -215,12 +215,11 @@ def test_old_value_gives_way_in_the_end() -> None:
 
 
 def test_policies_by_name() -> None:
-    assert isinstance(make_policy("value"), ValuePolicy)
-    lru = make_policy("lru")
-    assert isinstance(lru, LruPolicy)
-    lru.evicted(7.0)
     use = Use(last_used=3, credit=9.0, saved_tokens=99, reuse=9, num_bytes=1)
-    assert (lru.age, lru.value(use)) == (0.0, 3.0)
+    by_use, by_value = (EvictionPolicy("lru"), (0.0, 3.0)), (EvictionPolicy("value"), (7.0, 900.0))
+    for policy, outcome in (by_use, by_value):
+        policy.evicted(7.0)
+        assert (policy.age, policy.value(use)) == outcome
 
 
 @pytest.mark.parametrize("policy", ["lru", "value"])
