@@ -52,8 +52,7 @@ class Expansion:
     Attributes:
         token_ids, spans, media_ends, message_ends: as in `Prompt`.
         piece_starts: number of tokens before each piece.
-        modalities, layouts: modality and slice layout of every medium so far; filled for families
-            with slices.
+        records: of every medium so far.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -61,8 +60,7 @@ class Expansion:
     media_ends: list[int] = field(default_factory=list)
     message_ends: list[int] = field(default_factory=list)
     piece_starts: list[int] = field(default_factory=list)
-    modalities: list[Modality] = field(default_factory=list)
-    layouts: list[Slices | None] = field(default_factory=list)
+    records: list[MediaRecord] = field(default_factory=list)
 
 
 class Expander:
@@ -112,10 +110,8 @@ class Expander:
                     self._add_text(out, text)
                     text = ""
                 out.piece_starts.append(len(out.token_ids))
-                if modality == "image":
-                    self._add_image(out, media[item].record, item)
-                else:
-                    self._add_video(out, text, media[item].record, item)
+                self._add_medium(out, text, media[item].record, item)
+                out.records.append(media[item].record)
                 out.media_ends.append(out.spans[-1].end)
                 item += 1
             text = ""
@@ -151,17 +147,24 @@ class Expander:
         """Return the hash that, with a span's size, determines its tokens and positions."""
         return record.hashes[patch]
 
-    def _add_image(self, out: Expansion, record: MediaRecord, item: int) -> None:
-        self._add_span(out, record, item, 0)
-
-    def _add_video(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
+    def _add_medium(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
+        """Add a medium; of a video, `text` stands before its first timestamp."""
+        if record.modality == "image":
+            self._add_span(out, record, item, 0)
+            return
         assert self._vision is not None
+        around = (self._vision.vision_start, self._vision.vision_end)
         for patch, seconds in enumerate(record.times):
             self._add_text(out, text + self._tokenizer.family.timestamp.format(seconds))
             text = ""
-            out.token_ids.append(self._vision.vision_start)
-            self._add_span(out, record, item, patch)
-            out.token_ids.append(self._vision.vision_end)
+            self._add_between(out, around, record, item, patch)
+
+    def _add_between(
+        self, out: Expansion, around: tuple[int, int], record: MediaRecord, item: int, patch: int
+    ) -> None:
+        out.token_ids.append(around[0])
+        self._add_span(out, record, item, patch)
+        out.token_ids.append(around[1])
 
 
 def _misplaced() -> InvalidRequestError:
@@ -303,23 +306,16 @@ class SliceExpander(Expander):
         markers = {around.vision_start, around.vision_end, slices.slice_start, slices.slice_end}
         if slices.line is not None:
             markers.add(slices.line)
-        return _canvas_positions(expansion.token_ids, expansion.spans, expansion.layouts, markers)
+        layouts = [record.slices for record in expansion.records]
+        return _canvas_positions(expansion.token_ids, expansion.spans, layouts, markers)
 
-    def _add_image(self, out: Expansion, record: MediaRecord, item: int) -> None:
-        self._add_medium(out, record, item)
-
-    def _add_video(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
+    def _add_medium(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
         assert not text
-        self._add_medium(out, record, item)
-
-    def _add_medium(self, out: Expansion, record: MediaRecord, item: int) -> None:
         if record.modality in self._numbered:
-            number = sum(modality == record.modality for modality in out.modalities)
+            number = sum(other.modality == record.modality for other in out.records)
             out.token_ids.append(self._slices.id_start)
             self._add_text(out, str(number))
             out.token_ids.append(self._slices.id_end)
-        out.modalities.append(record.modality)
-        out.layouts.append(record.slices)
         size = 1 if record.slices is None else 1 + record.slices.count
         for first in range(0, len(record.hashes), size):
             self._add_picture(out, record, item, first)
@@ -338,13 +334,6 @@ class SliceExpander(Expander):
                 patch = first + 1 + row * slices.columns + column
                 around = (self._slices.slice_start, self._slices.slice_end)
                 self._add_between(out, around, record, item, patch)
-
-    def _add_between(
-        self, out: Expansion, around: tuple[int, int], record: MediaRecord, item: int, patch: int
-    ) -> None:
-        out.token_ids.append(around[0])
-        self._add_span(out, record, item, patch)
-        out.token_ids.append(around[1])
 
     def _identity(self, record: MediaRecord, patch: int) -> bytes:
         """Return the content hash; on a canvas, hash the slice layout of a whole picture with it.
