@@ -188,17 +188,6 @@ class PromptKeys:
         "vision_root",
     )
 
-    block_size: int
-    root: bytes
-    vision_root: bytes
-    block_keys: list[bytes]
-    cuts: list[int]
-    tails: dict[int, bytes]
-    span_bounds: tuple[tuple[int, int], ...]
-    span_continues: tuple[bool, ...]
-    span_kinds: tuple[str, ...]
-    span_hashes: tuple[bytes, ...]
-
     def __init__(
         self,
         root: bytes,
@@ -245,7 +234,7 @@ class PromptKeys:
         overlaps = _overlaps(spans, size)
         count = _COUNT.pack(size)
         parent = self.root
-        keys = []
+        keys = list[bytes]()
         for block in range(self._length // size):
             at = block * size * 4
             data = parent + count + packed[at : at + size * 4]
@@ -254,7 +243,7 @@ class PromptKeys:
             parent = blake3(data).digest()
             keys.append(parent)
         self.block_keys = keys
-        self.tails = {}
+        self.tails = dict[int, bytes]()
         for cut in self.cuts:
             if cut % size:
                 block = cut // size

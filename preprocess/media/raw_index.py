@@ -110,23 +110,13 @@ class RawIndex(SizedIndex[MediaRecord]):
     """
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
+        super().__init__(max_bytes, self.cost)
         self.frames = FrameIndex(max_bytes)
 
     @staticmethod
     def cost(record: MediaRecord) -> int:
         """Return the bytes that an entry counts for."""
         return _ENTRY_BYTES + _HASH_BYTES * len(record.hashes)
-
-    def get(self, key: bytes) -> MediaRecord | None:
-        """Return the record of a key and mark it as most recently used; None if there is none."""
-        with self._lock:
-            return self._find(key)
-
-    def put(self, key: bytes, record: MediaRecord) -> None:
-        """Store a record, unless it is larger than the whole index."""
-        with self._lock:
-            self._keep(key, record, self.cost(record))
 
     def clear(self) -> None:
         """Remove all records, and all knowledge of frames."""

@@ -31,7 +31,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
 from vlm_serve.preprocess.text.tokenizer import read_json
 
@@ -368,12 +368,12 @@ class ContentForms:
         A single text part becomes a string if the prompt stays the same.
         """
         if isinstance(content, str):
-            return content if self.text else [_text(content)]
+            return content if self.text else [text_part(content)]
         several = len(content) > 1 or not self.alike
         if any(part["type"] != "text" for part in content) or (self.parts and several):
             return content
         joined = "\n".join(part["text"] for part in content)
-        return joined if self.text else [_text(joined)]
+        return joined if self.text else [text_part(joined)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,10 +438,6 @@ class TemplateTraits:
                     param=nontext[0].param,
                 )
         return message | {"content": forms.fit(content)}
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
 
 
 def _without_content(message: Message, how: NoContent, forms: ContentForms) -> Message:
@@ -512,7 +508,7 @@ def _find_forms(
         return _rendered(render, [*before, message, *after]).lower()
 
     # No template reads the key "probe": it shows up only if a part is printed as a Python object.
-    first, second = (_text(word) | {"probe": _WHOLE} for word in (_FIRST, _SECOND))
+    first, second = (text_part(word) | {"probe": _WHOLE} for word in (_FIRST, _SECOND))
     text, one, two = rendered(_FIRST), rendered([first]), rendered([first, second])
     shows_parts = 0 <= two.find(_FIRST) < two.find(_SECOND) and _WHOLE not in two
     if _FIRST in text or shows_parts or (_FIRST in one and _WHOLE not in one):
