@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.expand import (
@@ -36,10 +36,10 @@ from vlm_serve.preprocess.media.documents import Documents
 from vlm_serve.preprocess.media.fetch import Holding
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.preprocess.media.loading import LoadedMedia, MediaLoader, is_remote
-from vlm_serve.preprocess.media.media_processors import find_processors, missing_files
+from vlm_serve.preprocess.media.media_processors import find_processors
 from vlm_serve.preprocess.media.part_options import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media.raw_index import RawIndex, UploadRecords
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, Modality
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.reading.turns import fit_systems
 from vlm_serve.preprocess.text.family import Family
@@ -122,10 +122,12 @@ class Preprocessor:
         images, videos = (None, None)
         self._expander = Expander(self.tokenizer, None)
         self.media_token_ids: frozenset[int] = frozenset()
-        missing: dict[Literal["image", "video"], str] = {}
+        missing: dict[Modality, str] = {}
         if config.get("vision_config"):
             images, videos = find_processors(directory, config, self.tokenizer.family)
-            missing = missing_files(images, videos)
+            missing = {} if images is not None else {"image": "preprocessor_config.json"}
+            if videos is None:
+                missing["video"] = "video_preprocessor_config.json"
             for modality, file in missing.items():
                 _log.warning("the checkpoint has no %s: the model takes no %ss", file, modality)
             vision = find_vision_tokens(self.tokenizer, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vlm_serve.preprocess.media.part_options import (
     image_options,
@@ -52,18 +52,6 @@ class Processor:
     def process(self, decoded: Any, options: Any) -> Processed:
         """See `run`."""
         return self.run(decoded, options, self.config)
-
-
-def missing_files(
-    images: Processor | None, videos: Processor | None
-) -> dict[Literal["image", "video"], str]:
-    """Return the kinds of media without a processor, each with the file that it lacks."""
-    missing: dict[Literal["image", "video"], str] = {}
-    if images is None:
-        missing["image"] = "preprocessor_config.json"
-    if videos is None:
-        missing["video"] = "video_preprocessor_config.json"
-    return missing
 
 
 def find_processors(
