@@ -65,7 +65,6 @@ class TierStack:
         queue_bytes: most bytes that wait to be stored; more are dropped.
         rest_seconds: pause after a store's failure.
         open_seconds: how long the start waits for stores; later they open in the background.
-        background: False: no thread and no pause, everything happens in the caller (simulations).
 
     Attributes:
         share: called with entries of media, which every server may need.
@@ -80,17 +79,15 @@ class TierStack:
         queue_bytes: int = 256 << 20,
         rest_seconds: float = REST_SECONDS,
         open_seconds: float = OPEN_SECONDS,
-        background: bool = True,
     ) -> None:
         self.origin = origin
         self.stores = (*stores, *([shared] if shared is not None else ()))
         self.shared = shared
         self.share: Callable[[Entry], None] | None = None
         self.counts: Counter[str] = Counter()
-        self.caller = StoreCaller(self.counts, rest_seconds if background else None)
+        self.caller = StoreCaller(self.counts, rest_seconds)
         self._filing_into = tuple(stores)
         self._queue_bytes = queue_bytes
-        self._background = background
         self._queue: dict[EntryId, Entry] = {}
         self._queued = 0
         self._touched: dict[EntryId, None] = {}
@@ -105,15 +102,12 @@ class TierStack:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="vlm-serve-tiers", daemon=True
         )
-        if background:
-            self._thread.start()
-            self._tend(open_seconds)
-        else:
-            for store in self.stores:
-                self._opened(self._loop.run_until_complete(store.open()))
+        self._start(open_seconds)
 
-    def _tend(self, seconds: float) -> None:
-        """Start opening the stores, and wait a limited time until each has been tried once."""
+    def _start(self, seconds: float) -> None:
+        """Start the thread, and opening the stores; wait a limited time until each has been tried
+        once."""
+        self._thread.start()
         tried: list[Future[None]] = [Future() for _ in self.stores]
         for store, first in zip(self.stores, tried, strict=True):
             self.submit(self.caller.tend(store, self._opened, first))
@@ -129,14 +123,7 @@ class TierStack:
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Start work on the stack's thread."""
-        if self._background:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        future: Future[_T] = Future()
-        try:
-            future.set_result(self._loop.run_until_complete(work))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def holds(self, entry_id: EntryId) -> bool:
         """Return True if the index lists an entry: it was stored or found, and not missed since.
@@ -216,9 +203,8 @@ class TierStack:
             self._closing = True
             self._queue.clear()
         self.submit(self._close()).result()
-        if self._background:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._loop.close()
 
     # On the stack's thread
