@@ -280,16 +280,6 @@ def stacked(pictures: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(pictures)) if pictures else torch.empty(0, dtype=torch.uint8)
 
 
-def grid_frames(times: Sequence[float], sample_fps: float, max_frames: int) -> Sequence[int]:
-    """See `grid_indices`. Raises MediaError for more frames than are allowed."""
-    indices = grid_indices(times, sample_fps, max_frames)
-    if len(indices) > max_frames:
-        raise MediaError(
-            f"the video has over {max_frames} frames at {sample_fps:g} a second; lower sample_fps"
-        )
-    return indices
-
-
 def counted_indices(
     total: int, fps: float, wanted: int, sample_fps: float | None, max_frames: int
 ) -> Sequence[int]:
@@ -311,12 +301,20 @@ def counted_indices(
 def _sampled(
     video: Video, options: VideoOptions | SliceVideoOptions, config: PictureConfig
 ) -> tuple[Sequence[int], Sequence[float]]:
-    """Return the frames to take, and the seconds of every temporal patch if prompts tell them."""
+    """Return the frames to take, and the seconds of every temporal patch if prompts tell them.
+
+    Raises MediaError for more frames than are allowed.
+    """
     sliced = isinstance(options, SliceVideoOptions)
     if options.sampling == "fps_grid":
         assert options.sample_fps is not None
-        indices: Sequence[int] = grid_frames(video.times, options.sample_fps, options.max_frames)
-        times = [index / options.sample_fps for index in range(len(indices))]
+        rate, most = options.sample_fps, options.max_frames
+        indices: Sequence[int] = grid_indices(video.times, rate, most)
+        if len(indices) > most:
+            raise MediaError(
+                f"the video has over {most} frames at {rate:g} a second; lower sample_fps"
+            )
+        times = [index / rate for index in range(len(indices))]
     else:
         indices = _uniform(len(video.times), video.fps, options, config)
         # Multiples of the exact rate, if the video keeps it.
