@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 
 from vlm_serve.errors import CheckpointError, InvalidRequestError
-from vlm_serve.preprocess.identity.keys import tagged
+from vlm_serve.preprocess.identity.keys import hasher_of
 from vlm_serve.preprocess.identity.prompt import MediaSpan
 from vlm_serve.preprocess.media.loading import LoadedMedia
 from vlm_serve.preprocess.media.media_processors import Processor
@@ -345,12 +344,8 @@ class SliceExpander(Expander):
         if not self._on_canvas or slices is None or patch % (1 + slices.count):
             return known
         layout = (slices.rows, slices.columns, *slices.grid)
-        fields = (
-            tagged("domain", _DOMAIN),
-            tagged("content", known),
-            tagged("slices", ",".join(map(str, layout))),
-        )
-        return blake3(b"".join(fields)).digest()
+        cut = ",".join(map(str, layout))
+        return hasher_of(_DOMAIN, content=known, slices=cut).digest()
 
 
 def find_vision_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> VisionTokens:

@@ -303,7 +303,7 @@ class Preprocessor:
             last_tokens: without media, the end of the prompt with so many tokens is enough; the
                 messages may be longer than the context.
         """
-        only_end = last_tokens is not None and not conversation.media
+        wanted = None if conversation.media else last_tokens
         roots = self._roots(cache_salt, adapter)
         if conversation.media:
             conversation = self._with_pages(conversation)
@@ -311,7 +311,7 @@ class Preprocessor:
         request = ChatRequest(conversation, self._template)
         media = self._with_defaults(conversation) if conversation.names_media else []
         self._template.check_kwargs(request.kwargs)
-        if not only_end:
+        if wanted is None:
             self.tokenizer.check_length(texts_of(request.messages))
         self.tokenizer.check_length([request.tools_text()], "tools")
         typed = TypedText(
@@ -321,11 +321,11 @@ class Preprocessor:
         )
         text = request.render(typed)
         pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
-        if not only_end:
+        if wanted is None:
             self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
-            return Rendering(roots, cache_salt, adapter, request, media, typed, text, pieces)
-        assert last_tokens is not None
-        kept = tuple(last_pieces(self.tokenizer, typed, pieces, last_tokens))
+            kept = pieces
+        else:
+            kept = tuple(last_pieces(self.tokenizer, typed, pieces, wanted))
         cut = kept != pieces
         return Rendering(roots, cache_salt, adapter, request, media, typed, text, kept, cut=cut)
 

@@ -23,10 +23,9 @@ from itertools import chain
 
 import numpy as np
 import torch
-from blake3 import blake3
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.identity.keys import tagged
+from vlm_serve.preprocess.identity.keys import hasher_of
 from vlm_serve.preprocess.media.frames import Video
 from vlm_serve.preprocess.media.images import Pixels
 from vlm_serve.preprocess.media.known_frames import Hashes, KnownVideo
@@ -447,14 +446,13 @@ def content_hash(modality: Modality, pixels: torch.Tensor, grid: tuple[int, int,
         grid: (1, h, w) in patches.
     """
     assert pixels.dtype == torch.uint8 and pixels.is_contiguous()
-    fields = (
-        tagged("domain", _DOMAIN),
-        tagged("modality", modality),
-        tagged("dtype", "uint8"),
-        tagged("shape", ",".join(map(str, pixels.shape))),
-        tagged("grid", ",".join(map(str, grid))),
+    hasher = hasher_of(
+        _DOMAIN,
+        modality=modality,
+        dtype="uint8",
+        shape=",".join(map(str, pixels.shape)),
+        grid=",".join(map(str, grid)),
     )
-    hasher = blake3(b"".join(fields))
     # The pixels come last and the shape gives their length: no prefix and no copy is needed.
     hasher.update(pixels.numpy().reshape(-1).data)
     return hasher.digest()
@@ -469,8 +467,7 @@ def patch_hash(frames: Sequence[bytes], size: int) -> bytes:
         frames: at most `size` hashes; the last frame is repeated to fill the patch.
     """
     filled = [*frames, *[frames[-1]] * (size - len(frames))]
-    fields = (tagged("domain", _PATCH_DOMAIN), tagged("frames", b"".join(filled)))
-    return blake3(b"".join(fields)).digest()
+    return hasher_of(_PATCH_DOMAIN, frames=b"".join(filled)).digest()
 
 
 def _places_to_decode(
