@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -82,25 +81,6 @@ class LazyHeap(Generic[Item]):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """The facts about an entry that a policy may use.
-
-    Attributes:
-        last_used: counter at its last use.
-        credit: the policy's age at its last use.
-        saved_tokens: tokens that need no recomputation thanks to the entry.
-        reuse: number of uses, and the expected one that its creation stands for.
-        num_bytes: bytes that its eviction frees.
-    """
-
-    last_used: int
-    credit: float
-    saved_tokens: int
-    reuse: float
-    num_bytes: int
-
-
 class EvictionPolicy:
     """Rates entries; the least valuable one is evicted first.
 
@@ -117,10 +97,17 @@ class EvictionPolicy:
         self.age = 0.0
         self._by_value = name == "value"
 
-    def value(self, use: Use) -> float:
-        if not self._by_value:
-            return float(use.last_used)
-        return use.credit + use.saved_tokens * use.reuse / use.num_bytes
+    def value(self, last_used: int, credit: float, worth: float, num_bytes: int) -> float:
+        """Return the value of an entry.
+
+        Args:
+            last_used: counter at its last use.
+            credit: age at its last use.
+            worth: tokens that need no recomputation thanks to the entry, times its uses; the one
+                that its creation stands for counts too.
+            num_bytes: bytes that its eviction frees.
+        """
+        return credit + worth / num_bytes if self._by_value else float(last_used)
 
     def evicted(self, value: float) -> None:
         """Record that an entry of this value was evicted."""
