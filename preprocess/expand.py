@@ -30,12 +30,12 @@ _DOMAIN = b"vlm-serve picture on a canvas 1"
 
 @dataclass(frozen=True, slots=True)
 class VisionTokens:
-    """Ids of media placeholders and of the tokens around them."""
+    """Ids of media placeholders and of the tokens around them; -1: the checkpoint has none."""
 
-    image_pad: int
-    video_pad: int
-    vision_start: int
-    vision_end: int
+    image_pad: int = -1
+    video_pad: int = -1
+    vision_start: int = -1
+    vision_end: int = -1
 
     def modality(self, token_id: int) -> Modality | None:
         """Return the modality of a placeholder, None for any other token."""
@@ -67,13 +67,13 @@ class Expander:
 
     Args:
         tokenizer: the checkpoint's.
-        vision: the checkpoint's vision tokens; None for a text-only one.
+        vision: the checkpoint's vision tokens.
     """
 
     joins_text: frozenset[Modality] = frozenset({"video"})
     """Media whose first timestamp is tokenised together with the text before it."""
 
-    def __init__(self, tokenizer: Tokenizer, vision: VisionTokens | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, vision: VisionTokens) -> None:
         self._tokenizer = tokenizer
         self._vision = vision
 
@@ -95,7 +95,7 @@ class Expander:
                 text = typed.restore(piece.text)
                 continue
             token_id = self._tokenizer.special_tokens[piece.text]
-            modality = self._vision.modality(token_id) if self._vision is not None else None
+            modality = self._vision.modality(token_id)
             if modality is None:
                 self._add_text(out, text)
                 out.piece_starts.append(len(out.token_ids))
@@ -123,7 +123,6 @@ class Expander:
         out.token_ids += self._tokenizer.encode_plain(text)
 
     def _add_span(self, out: Expansion, record: MediaRecord, item: int, patch: int) -> None:
-        assert self._vision is not None
         _, rows, columns = record.span(patch)
         pad = self._vision.image_pad if record.modality == "image" else self._vision.video_pad
         start = len(out.token_ids)
@@ -151,7 +150,6 @@ class Expander:
         if record.modality == "image":
             self._add_span(out, record, item, 0)
             return
-        assert self._vision is not None
         around = (self._vision.vision_start, self._vision.vision_end)
         for patch, seconds in enumerate(record.times):
             self._add_text(out, text + self._tokenizer.family.timestamp.format(seconds))
@@ -294,14 +292,14 @@ class SliceExpander(Expander):
         self, tokenizer: Tokenizer, vision: VisionTokens, slices: SliceTokens, *, numbered: bool
     ) -> None:
         super().__init__(tokenizer, vision)
-        self._around, self._slices = vision, slices
+        self._slices = slices
         self._numbered = tokenizer.family.numbered if numbered else ()
         self._on_canvas = tokenizer.family.positions == "canvas"
 
     def positions(self, expansion: Expansion) -> tuple[torch.Tensor, int]:
         if not self._on_canvas:
             return mrope_positions(len(expansion.token_ids), ())
-        around, slices = self._around, self._slices
+        around, slices = self._vision, self._slices
         markers = {around.vision_start, around.vision_end, slices.slice_start, slices.slice_end}
         if slices.line is not None:
             markers.add(slices.line)
@@ -321,9 +319,8 @@ class SliceExpander(Expander):
 
     def _add_picture(self, out: Expansion, record: MediaRecord, item: int, first: int) -> None:
         slices = record.slices
-        self._add_between(
-            out, (self._around.vision_start, self._around.vision_end), record, item, first
-        )
+        around = (self._vision.vision_start, self._vision.vision_end)
+        self._add_between(out, around, record, item, first)
         if slices is None:
             return
         for row in range(slices.rows):

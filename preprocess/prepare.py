@@ -17,6 +17,7 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.expand import (
     Expander,
     Expansion,
+    VisionTokens,
     common_length,
     find_expander,
     find_vision_tokens,
@@ -120,7 +121,7 @@ class Preprocessor:
         else:
             self._template = load_template(template_file, names, template_kwargs)
         images, videos = (None, None)
-        self._expander = Expander(self.tokenizer, None)
+        self._expander = Expander(self.tokenizer, VisionTokens())
         self.media_token_ids: frozenset[int] = frozenset()
         missing: dict[Modality, str] = {}
         if config.get("vision_config"):
