@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -61,6 +61,17 @@ class LazyHeap(Generic[Item]):
             heappop(self._entries)
         return None
 
+    def cheapest(self, priority_of: Callable[[Item], Priority]) -> tuple[Priority, Item] | None:
+        """Return the item of least priority, left in place, after moving those whose priority has
+        grown since; None if empty."""
+        while (top := self.peek()) is not None:
+            priority, item = top
+            current = priority_of(item)
+            if current <= priority:
+                return current, item
+            self.push(item, current)
+        return None
+
     def items(self) -> dict[int, tuple[Priority, Item]]:
         """Return the valid entries by ticket, for `check()`."""
         return {
@@ -70,67 +81,35 @@ class LazyHeap(Generic[Item]):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """The facts about an entry that a policy may use.
+class EvictionPolicy:
+    """Rates entries; the least valuable one is evicted first.
+
+    By "lru" that is the least recently used one. By "value" it is the one with the least recompute
+    saved x reuse / bytes, aged: Greedy-Dual-Size-Frequency (Cherkasova, 1998). The age rises to the
+    value of each victim and is added to every later use. An entry of great value long ago is
+    therefore evicted eventually. No clock is needed.
 
     Attributes:
-        last_used: counter at its last use.
-        credit: the policy's age at its last use.
-        saved_tokens: tokens that need no recomputation thanks to the entry.
-        reuse: number of uses, and the expected one that its creation stands for.
-        num_bytes: bytes that its eviction frees.
+        age: stored as an entry's credit at each use.
     """
 
-    last_used: int
-    credit: float
-    saved_tokens: int
-    reuse: float
-    num_bytes: int
+    def __init__(self, name: Literal["value", "lru"]) -> None:
+        self.age = 0.0
+        self._by_value = name == "value"
 
+    def value(self, last_used: int, credit: float, worth: float, num_bytes: int) -> float:
+        """Return the value of an entry.
 
-class EvictionPolicy(Protocol):
-    """Rates entries; the least valuable one is evicted first."""
-
-    age: float
-    """Stored as an entry's credit at each use."""
-
-    def value(self, use: Use) -> float: ...
+        Args:
+            last_used: counter at its last use.
+            credit: age at its last use.
+            worth: tokens that need no recomputation thanks to the entry, times its uses; the one
+                that its creation stands for counts too.
+            num_bytes: bytes that its eviction frees.
+        """
+        return credit + worth / num_bytes if self._by_value else float(last_used)
 
     def evicted(self, value: float) -> None:
         """Record that an entry of this value was evicted."""
-        ...
-
-
-class LruPolicy:
-    """Least recently used first."""
-
-    def __init__(self) -> None:
-        self.age = 0.0
-
-    def value(self, use: Use) -> float:
-        return float(use.last_used)
-
-    def evicted(self, value: float) -> None:
-        pass
-
-
-class ValuePolicy:
-    """Recompute saved x reuse / bytes, aged: Greedy-Dual-Size-Frequency (Cherkasova, 1998).
-
-    The age rises to the value of each victim and is added to every later use. An entry of great
-    value long ago is therefore evicted eventually. No clock is needed.
-    """
-
-    def __init__(self) -> None:
-        self.age = 0.0
-
-    def value(self, use: Use) -> float:
-        return use.credit + use.saved_tokens * use.reuse / use.num_bytes
-
-    def evicted(self, value: float) -> None:
-        self.age = max(self.age, value)
-
-
-def make_policy(name: Literal["value", "lru"]) -> EvictionPolicy:
-    return ValuePolicy() if name == "value" else LruPolicy()
+        if self._by_value:
+            self.age = max(self.age, value)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from vlm_serve.cache.ledger import WORTHLESS
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.candidates import Priority
     from vlm_serve.cache.ledger import Ledger
-    from vlm_serve.cache.records import Block, Snapshot
+    from vlm_serve.cache.records import Block
     from vlm_serve.cache.suspension import Suspensions
 
 
@@ -51,10 +50,12 @@ class Evictor:
             return True
         if worth is not None and not self._is_cheap(worth):
             return False
-        snapshot = self._cheapest_snapshot()
-        if snapshot is None:
+        spare = ledger.spare_snapshots.cheapest(ledger.snapshot_priority)
+        if spare is None:
             return False
-        self._ledger.remove_snapshot(snapshot)
+        (_, value, _), snapshot = spare
+        ledger.row_policy.evicted(value)
+        ledger.remove_snapshot(snapshot)
         return True
 
     def _is_cheap(self, worth: float) -> bool:
@@ -77,7 +78,7 @@ class Evictor:
 
     def _free_some_block(self) -> None:
         """Evict one candidate, as a step towards a free block."""
-        unit = self._cheapest_unit()
+        unit = self._ledger.units.cheapest(self._ledger.unit_priority)
         if (unit is None or unit[0][0] != WORTHLESS) and self._suspensions.evict_oldest():
             return
         assert unit is not None, "reclaimable blocks without a candidate"
@@ -89,25 +90,3 @@ class Evictor:
         """Evict every node on a block, which frees it."""
         for node in block.nodes:
             self._ledger.remove_node(node)
-
-    def _cheapest_unit(self) -> tuple[Priority, Block] | None:
-        """Return the block of least priority, re-queueing those whose value has grown since."""
-        ledger = self._ledger
-        while (top := ledger.units.peek()) is not None:
-            priority, block = top
-            current = ledger.unit_priority(block)
-            if current <= priority:
-                return current, block
-            ledger.units.push(block, current)
-        return None
-
-    def _cheapest_snapshot(self) -> Snapshot | None:
-        ledger = self._ledger
-        while (top := ledger.spare_snapshots.peek()) is not None:
-            priority, snapshot = top
-            current = ledger.snapshot_priority(snapshot)
-            if current <= priority:
-                ledger.row_policy.evicted(current[1])
-                return snapshot
-            ledger.spare_snapshots.push(snapshot, current)
-        return None

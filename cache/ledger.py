@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.candidates import LazyHeap, Priority, Use, make_policy
+from vlm_serve.cache.candidates import EvictionPolicy, LazyHeap, Priority
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.logprobs import RowKeeper
 from vlm_serve.cache.pools import BlockPool, RowPool, RowState
@@ -72,8 +72,8 @@ class Ledger:
         self.trie = Trie(config.block_size)
         self.units: LazyHeap[Block] = LazyHeap()
         self.spare_snapshots: LazyHeap[Snapshot] = LazyHeap()
-        self.block_policy = make_policy(config.policy)
-        self.row_policy = make_policy(config.policy)
+        self.block_policy = EvictionPolicy(config.policy)
+        self.row_policy = EvictionPolicy(config.policy)
         ghosts = config.num_blocks if config.ghost_entries is None else config.ghost_entries
         self.evicted_nodes = GhostMemory(ghosts)
         self.evicted_snapshots = GhostMemory(ghosts)
@@ -90,14 +90,15 @@ class Ledger:
         node.pins += 1
         self.blocks.harden(node.block)
         self.units.discard(node.block)
-        if node.logprobs is not None:
-            self.logprobs.refresh(node)
-        self.used(node)
+        self._pins_changed(node)
 
     def unpin(self, node: Node) -> None:
         assert node.pins > 0, "a node was unpinned twice"
         node.pins -= 1
         self.let_go(node.block)
+        self._pins_changed(node)
+
+    def _pins_changed(self, node: Node) -> None:
         if node.logprobs is not None:
             self.logprobs.refresh(node)
         self.used(node)
@@ -112,17 +113,13 @@ class Ledger:
         node.pins -= 1
         node.parked += 1
         self.blocks.park(node.block)
-        if node.logprobs is not None:
-            self.logprobs.refresh(node)
-        self.used(node)
+        self._pins_changed(node)
 
     def unpark(self, node: Node) -> None:
         node.parked -= 1
         node.pins += 1
         self.blocks.unpark(node.block)
-        if node.logprobs is not None:
-            self.logprobs.refresh(node)
-        self.used(node)
+        self._pins_changed(node)
 
     def drop_parked(self, node: Node) -> None:
         node.parked -= 1
@@ -273,25 +270,21 @@ class Ledger:
                 saved, reuse = 0, 0.0
             else:
                 saved, reuse = node.snapshot.saved_tokens, _uses(node.snapshot)
-        use = Use(node.last_used, node.credit, saved, reuse, self.config.block_bytes)
-        return (VALUED if saved else WORTHLESS, self.block_policy.value(use), node.last_used)
+        size, policy = self.config.block_bytes, self.block_policy
+        value = policy.value(node.last_used, node.credit, saved * reuse, size)
+        return (VALUED if saved else WORTHLESS, value, node.last_used)
 
     def snapshot_priority(self, snapshot: Snapshot) -> Priority:
-        use = Use(
-            snapshot.last_used,
-            snapshot.credit,
-            snapshot.saved_tokens,
-            _uses(snapshot),
-            self.config.snapshot_bytes,
-        )
-        return (VALUED, self.row_policy.value(use), snapshot.last_used)
+        last_used, size = snapshot.last_used, self.config.snapshot_bytes
+        worth = snapshot.saved_tokens * _uses(snapshot)
+        return (VALUED, self.row_policy.value(last_used, snapshot.credit, worth, size), last_used)
 
     def new_priority(self, worth: float) -> Priority:
         """Return the priority of a snapshot that is made now and saves `worth` tokens, times its
         expected uses."""
-        policy, size = self.row_policy, self.config.snapshot_bytes
-        use = Use(self._counter, policy.age, 1, worth, size)
-        return (VALUED, policy.value(use), self._counter)
+        policy, now = self.row_policy, self._counter
+        value = policy.value(now, policy.age, worth, self.config.snapshot_bytes)
+        return (VALUED, value, now)
 
 
 def _uses(snapshot: Snapshot) -> float:

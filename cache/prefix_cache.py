@@ -7,6 +7,7 @@ wrote can be matched before its `commit`.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
 from vlm_serve.cache.answer_ends import AnswerEnds
@@ -23,8 +24,8 @@ from vlm_serve.cache.placement import Places
 from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.publishing import LeftState, Publisher, give_row
 from vlm_serve.cache.records import Hit, Lease, LeaseState, Node, Rows, Snapshot
-from vlm_serve.cache.suspension import Suspended, Suspensions
-from vlm_serve.cache.tiers.lookup import TierQuery, make_tier_query
+from vlm_serve.cache.suspension import Suspended, Suspensions, change_holds
+from vlm_serve.cache.tiers.lookup import TierQuery
 from vlm_serve.cache.timed_pins import TimedPins
 
 if TYPE_CHECKING:
@@ -448,13 +449,7 @@ class PrefixCache:
             now = ledger.tick()
             for node in lease.path:
                 ledger.touch(node, now)
-        for node in reversed(lease.path):
-            ledger.unpin(node)
-        for block in lease.own_blocks:
-            ledger.let_go(ledger.blocks[block])
-        if lease.row >= 0:
-            ledger.rows.change(lease.row, RowState.LIVE, RowState.FREE)
-        lease.state = LeaseState.CLOSED
+        change_holds(ledger, lease, ledger.unpin, ledger.let_go, LeaseState.CLOSED)
         del self.leases[lease]
 
     def fork(self, parent: Lease) -> Lease | None:
@@ -560,12 +555,17 @@ class PrefixCache:
         blocks, from `least` up to `limit`. Returns None if nothing. Pure."""
         if not self.config.enabled:
             return None
-        gain = self.config.min_snapshot_gain * self.config.block_size
-        least = max(match.boundary + gain, least)
-        trie, has_state = self.ledger.trie, self.config.has_state
-        return make_tier_query(
-            trie, match, keys, limit, least=least, has_state=has_state, origin=origin
-        )
+        size, depth = self.config.block_size, len(match.nodes)
+        least = max(match.boundary + self.config.min_snapshot_gain * size, least)
+        last = bisect_right(keys.cuts, limit)
+        if last == 0 or keys.cuts[last - 1] < least:
+            return None
+        branch = match.nodes[-1] if depth else self.ledger.trie.root(keys.root)
+        cuts = keys.cuts[bisect_right(keys.cuts, depth * size) :]
+        tails = [keys.tails[cut] for cut in cuts[: bisect_left(cuts, (depth + 1) * size)]]
+        above = frozenset(key for key in tails if branch is not None and key in branch.children)
+        has_state = self.config.has_state
+        return TierQuery(keys, match.boundary, least, limit, depth, above, has_state, origin)
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node with its snapshot, parents before children. Read-only."""

@@ -7,10 +7,43 @@ from typing import TYPE_CHECKING
 
 from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.publishing import LeftState, give_row
-from vlm_serve.cache.records import Lease, LeaseState
+from vlm_serve.cache.records import Block, Lease, LeaseState, Node
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vlm_serve.cache.ledger import Ledger
+
+
+_ROWS = {
+    LeaseState.OPEN: RowState.LIVE,
+    LeaseState.SUSPENDED: RowState.PRIVATE,
+    LeaseState.CLOSED: RowState.FREE,
+}
+"""The state of a lease's row."""
+
+
+def change_holds(
+    ledger: Ledger,
+    lease: Lease,
+    change_node: Callable[[Node], None],
+    change_block: Callable[[Block], None],
+    state: LeaseState,
+) -> None:
+    """Move a lease to another state, with all that it holds.
+
+    Args:
+        change_node: changes its hold on a node of the path; of a closed lease the deepest goes
+            first.
+        change_block: changes its hold on an own block.
+    """
+    for node in reversed(lease.path) if state is LeaseState.CLOSED else lease.path:
+        change_node(node)
+    for block in lease.own_blocks:
+        change_block(ledger.blocks[block])
+    if lease.row >= 0:
+        ledger.rows.change(lease.row, _ROWS[lease.state], _ROWS[state])
+    lease.state = state
 
 
 @dataclass(eq=False, slots=True)
@@ -47,29 +80,16 @@ class Suspensions:
     def add(self, lease: Lease) -> Suspended:
         """Turn a running request's holds into ones that eviction may revoke."""
         ledger = self._ledger
-        for node in lease.path:
-            ledger.park(node)
-        for block in lease.own_blocks:
-            ledger.blocks.park(ledger.blocks[block])
-        if lease.row >= 0:
-            ledger.rows.change(lease.row, RowState.LIVE, RowState.PRIVATE)
-        lease.state = LeaseState.SUSPENDED
+        change_holds(ledger, lease, ledger.park, ledger.blocks.park, LeaseState.SUSPENDED)
         suspended = Suspended(lease)
         self.leases[suspended] = lease
         return suspended
 
     def resume(self, suspended: Suspended) -> Lease:
         """Reverse `add`."""
-        ledger = self._ledger
-        lease = self.leases.pop(suspended)
+        ledger, lease = self._ledger, self.leases.pop(suspended)
         suspended.lease = None
-        for node in lease.path:
-            ledger.unpark(node)
-        for block in lease.own_blocks:
-            ledger.blocks.unpark(ledger.blocks[block])
-        if lease.row >= 0:
-            ledger.rows.change(lease.row, RowState.PRIVATE, RowState.LIVE)
-        lease.state = LeaseState.OPEN
+        change_holds(ledger, lease, ledger.unpark, ledger.blocks.unpark, LeaseState.OPEN)
         return lease
 
     def drop(self, suspended: Suspended, left: LeftState | None = None) -> None:
@@ -78,18 +98,12 @@ class Suspensions:
         Args:
             left: as for `PrefixCache.close`.
         """
-        ledger = self._ledger
-        lease = self.leases.pop(suspended)
+        ledger, lease = self._ledger, self.leases.pop(suspended)
         suspended.lease = None
         if left is not None:
             give_row(ledger, lease, left)
-        for node in reversed(lease.path):
-            ledger.drop_parked(node)
-        for block in lease.own_blocks:
-            ledger.drop_parked_block(ledger.blocks[block])
-        if lease.row >= 0:
-            ledger.rows.change(lease.row, RowState.PRIVATE, RowState.FREE)
-        lease.state = LeaseState.CLOSED
+        drop_block = ledger.drop_parked_block
+        change_holds(ledger, lease, ledger.drop_parked, drop_block, LeaseState.CLOSED)
 
     def evict_oldest(self) -> bool:
         """Drop the request that was suspended first: the scheduler preempts the least urgent

@@ -43,21 +43,12 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Content:
-    """The read content: all required entries, and the available expert rows."""
-
-    entries: dict[EntryId, Entry]
-    staged: dict[EntryId, Any]
-    experts: dict[bytes, Rows]
-
-
-@dataclass(frozen=True)
 class TierReading:
-    """The result of a read. `deeper`: what the tiers have; None: nothing useful. `content`: None
-    if it is gone or bad."""
+    """The result of a read. `deeper`: what the tiers have; None: nothing useful. `arrival`: its
+    content; None if it is gone or bad."""
 
     deeper: Deeper | None = None
-    content: Content | None = None
+    arrival: Arrival | None = None
 
 
 class TierFetcher:
@@ -111,12 +102,12 @@ class TierFetcher:
     def finish(self, fetch: Fetch, reading: TierReading | None) -> None:
         """Publish what was read (None: reading raised) and let the waiting sequence continue."""
         self._num_waiting -= 1
-        deeper, content = (reading.deeper, reading.content) if reading is not None else (None, None)
-        failed = content is None and (reading is None or deeper is not None)
+        deeper, arrival = (reading.deeper, reading.arrival) if reading is not None else (None, None)
+        failed = arrival is None and (reading is None or deeper is not None)
         adopted = False
-        if deeper is not None and content is not None and fetch.generation == self._generation:
+        if arrival is not None and fetch.generation == self._generation:
             try:
-                adopted = self._adopt(fetch.query.keys, deeper, content)
+                adopted = self._adopt(fetch.query.keys, arrival)
             except Exception:
                 failed = True
                 _log.exception("entries of a lower tier could not be taken in")
@@ -174,30 +165,22 @@ class TierFetcher:
             for entry_id in deeper.experts
             if entry_id in entries
         }
-        experts = {key: expert_ids for key, expert_ids in rows.items() if expert_ids is not None}
-        return TierReading(deeper, Content(entries, staged, experts))
-
-    def _adopt(self, keys: PromptKeys, deeper: Deeper, content: Content) -> bool:
-        kv = {
-            entry_id.key: content.staged[entry_id]
-            for entry_id in deeper.needed
-            if entry_id.kind is Kind.KV
-        }
-
-        def fill(places: Destinations) -> None:
-            for key, block in places.blocks.items():
-                self._transfer.write_kv(block, kv[key])
-            if places.row >= 0:
-                assert deeper.state is not None
-                self._transfer.write_state(places.row, content.staged[deeper.state])
-
         arrival = Arrival(
             boundary=deeper.boundary,
-            kv=frozenset(kv),
-            state=deeper.state is not None,
-            exact_until=_exact_until(deeper, content.entries, self._cache.config.block_size),
-            experts=content.experts,
+            kv={entry_id.key: staged[entry_id] for entry_id in needed if entry_id.kind is Kind.KV},
+            state=staged[deeper.state] if deeper.state is not None else None,
+            exact_until=_exact_until(deeper, entries, self._cache.config.block_size),
+            experts={key: expert_ids for key, expert_ids in rows.items() if expert_ids is not None},
         )
+        return TierReading(deeper, arrival)
+
+    def _adopt(self, keys: PromptKeys, arrival: Arrival) -> bool:
+        def fill(places: Destinations) -> None:
+            for key, block in places.blocks.items():
+                self._transfer.write_kv(block, arrival.kv[key])
+            if places.row >= 0:
+                self._transfer.write_state(places.row, arrival.state)
+
         return adopt(self._cache, keys, arrival, fill)
 
 
@@ -218,15 +201,15 @@ class Arrival:
 
     Attributes:
         boundary: position up to which the prompt will be covered.
-        kv: keys of nodes whose KV was read.
-        state: whether the snapshot at `boundary` was read.
+        kv: staged KV by node key.
+        state: the staged snapshot at `boundary`; None if it was not read.
         exact_until: everything before this position was computed by prefill alone.
         experts: expert rows by node key.
     """
 
     boundary: int
-    kv: frozenset[bytes]
-    state: bool
+    kv: Mapping[bytes, Any]
+    state: Any | None
     exact_until: int
     experts: Mapping[bytes, Rows] = field(default_factory=dict)
 
@@ -280,7 +263,7 @@ def _reserve(
     wanted = {keys.block_keys[index]: index for index in range(present, full)}
     if rest and full >= present and ledger.trie.node_at(lease.path, keys, boundary) is None:
         wanted[key_at(keys, boundary)] = full
-    if not arrival.kv.issuperset(wanted) or (config.has_state and not arrival.state):
+    if not arrival.kv.keys() >= wanted.keys() or (config.has_state and arrival.state is None):
         return None
     count = max(wanted.values()) + 1 - present if wanted else 0
     if count > cache.available_block_count:

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 
 from vlm_serve.errors import CheckpointError, InvalidRequestError
-from vlm_serve.preprocess.identity.keys import tagged
+from vlm_serve.preprocess.identity.keys import hasher_of
 from vlm_serve.preprocess.identity.prompt import MediaSpan
 from vlm_serve.preprocess.media.loading import LoadedMedia
 from vlm_serve.preprocess.media.media_processors import Processor
@@ -31,12 +30,12 @@ _DOMAIN = b"vlm-serve picture on a canvas 1"
 
 @dataclass(frozen=True, slots=True)
 class VisionTokens:
-    """Ids of media placeholders and of the tokens around them."""
+    """Ids of media placeholders and of the tokens around them; -1: the checkpoint has none."""
 
-    image_pad: int
-    video_pad: int
-    vision_start: int
-    vision_end: int
+    image_pad: int = -1
+    video_pad: int = -1
+    vision_start: int = -1
+    vision_end: int = -1
 
     def modality(self, token_id: int) -> Modality | None:
         """Return the modality of a placeholder, None for any other token."""
@@ -52,8 +51,7 @@ class Expansion:
     Attributes:
         token_ids, spans, media_ends, message_ends: as in `Prompt`.
         piece_starts: number of tokens before each piece.
-        modalities, layouts: modality and slice layout of every medium so far; filled for families
-            with slices.
+        records: of every medium so far.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -61,8 +59,7 @@ class Expansion:
     media_ends: list[int] = field(default_factory=list)
     message_ends: list[int] = field(default_factory=list)
     piece_starts: list[int] = field(default_factory=list)
-    modalities: list[Modality] = field(default_factory=list)
-    layouts: list[Slices | None] = field(default_factory=list)
+    records: list[MediaRecord] = field(default_factory=list)
 
 
 class Expander:
@@ -70,13 +67,13 @@ class Expander:
 
     Args:
         tokenizer: the checkpoint's.
-        vision: the checkpoint's vision tokens; None for a text-only one.
+        vision: the checkpoint's vision tokens.
     """
 
     joins_text: frozenset[Modality] = frozenset({"video"})
     """Media whose first timestamp is tokenised together with the text before it."""
 
-    def __init__(self, tokenizer: Tokenizer, vision: VisionTokens | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, vision: VisionTokens) -> None:
         self._tokenizer = tokenizer
         self._vision = vision
 
@@ -98,7 +95,7 @@ class Expander:
                 text = typed.restore(piece.text)
                 continue
             token_id = self._tokenizer.special_tokens[piece.text]
-            modality = self._vision.modality(token_id) if self._vision is not None else None
+            modality = self._vision.modality(token_id)
             if modality is None:
                 self._add_text(out, text)
                 out.piece_starts.append(len(out.token_ids))
@@ -112,10 +109,8 @@ class Expander:
                     self._add_text(out, text)
                     text = ""
                 out.piece_starts.append(len(out.token_ids))
-                if modality == "image":
-                    self._add_image(out, media[item].record, item)
-                else:
-                    self._add_video(out, text, media[item].record, item)
+                self._add_medium(out, text, media[item].record, item)
+                out.records.append(media[item].record)
                 out.media_ends.append(out.spans[-1].end)
                 item += 1
             text = ""
@@ -128,7 +123,6 @@ class Expander:
         out.token_ids += self._tokenizer.encode_plain(text)
 
     def _add_span(self, out: Expansion, record: MediaRecord, item: int, patch: int) -> None:
-        assert self._vision is not None
         _, rows, columns = record.span(patch)
         pad = self._vision.image_pad if record.modality == "image" else self._vision.video_pad
         start = len(out.token_ids)
@@ -151,17 +145,23 @@ class Expander:
         """Return the hash that, with a span's size, determines its tokens and positions."""
         return record.hashes[patch]
 
-    def _add_image(self, out: Expansion, record: MediaRecord, item: int) -> None:
-        self._add_span(out, record, item, 0)
-
-    def _add_video(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
-        assert self._vision is not None
+    def _add_medium(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
+        """Add a medium; of a video, `text` stands before its first timestamp."""
+        if record.modality == "image":
+            self._add_span(out, record, item, 0)
+            return
+        around = (self._vision.vision_start, self._vision.vision_end)
         for patch, seconds in enumerate(record.times):
             self._add_text(out, text + self._tokenizer.family.timestamp.format(seconds))
             text = ""
-            out.token_ids.append(self._vision.vision_start)
-            self._add_span(out, record, item, patch)
-            out.token_ids.append(self._vision.vision_end)
+            self._add_between(out, around, record, item, patch)
+
+    def _add_between(
+        self, out: Expansion, around: tuple[int, int], record: MediaRecord, item: int, patch: int
+    ) -> None:
+        out.token_ids.append(around[0])
+        self._add_span(out, record, item, patch)
+        out.token_ids.append(around[1])
 
 
 def _misplaced() -> InvalidRequestError:
@@ -292,43 +292,35 @@ class SliceExpander(Expander):
         self, tokenizer: Tokenizer, vision: VisionTokens, slices: SliceTokens, *, numbered: bool
     ) -> None:
         super().__init__(tokenizer, vision)
-        self._around, self._slices = vision, slices
+        self._slices = slices
         self._numbered = tokenizer.family.numbered if numbered else ()
         self._on_canvas = tokenizer.family.positions == "canvas"
 
     def positions(self, expansion: Expansion) -> tuple[torch.Tensor, int]:
         if not self._on_canvas:
             return mrope_positions(len(expansion.token_ids), ())
-        around, slices = self._around, self._slices
+        around, slices = self._vision, self._slices
         markers = {around.vision_start, around.vision_end, slices.slice_start, slices.slice_end}
         if slices.line is not None:
             markers.add(slices.line)
-        return _canvas_positions(expansion.token_ids, expansion.spans, expansion.layouts, markers)
+        layouts = [record.slices for record in expansion.records]
+        return _canvas_positions(expansion.token_ids, expansion.spans, layouts, markers)
 
-    def _add_image(self, out: Expansion, record: MediaRecord, item: int) -> None:
-        self._add_medium(out, record, item)
-
-    def _add_video(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
+    def _add_medium(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
         assert not text
-        self._add_medium(out, record, item)
-
-    def _add_medium(self, out: Expansion, record: MediaRecord, item: int) -> None:
         if record.modality in self._numbered:
-            number = sum(modality == record.modality for modality in out.modalities)
+            number = sum(other.modality == record.modality for other in out.records)
             out.token_ids.append(self._slices.id_start)
             self._add_text(out, str(number))
             out.token_ids.append(self._slices.id_end)
-        out.modalities.append(record.modality)
-        out.layouts.append(record.slices)
         size = 1 if record.slices is None else 1 + record.slices.count
         for first in range(0, len(record.hashes), size):
             self._add_picture(out, record, item, first)
 
     def _add_picture(self, out: Expansion, record: MediaRecord, item: int, first: int) -> None:
         slices = record.slices
-        self._add_between(
-            out, (self._around.vision_start, self._around.vision_end), record, item, first
-        )
+        around = (self._vision.vision_start, self._vision.vision_end)
+        self._add_between(out, around, record, item, first)
         if slices is None:
             return
         for row in range(slices.rows):
@@ -338,13 +330,6 @@ class SliceExpander(Expander):
                 patch = first + 1 + row * slices.columns + column
                 around = (self._slices.slice_start, self._slices.slice_end)
                 self._add_between(out, around, record, item, patch)
-
-    def _add_between(
-        self, out: Expansion, around: tuple[int, int], record: MediaRecord, item: int, patch: int
-    ) -> None:
-        out.token_ids.append(around[0])
-        self._add_span(out, record, item, patch)
-        out.token_ids.append(around[1])
 
     def _identity(self, record: MediaRecord, patch: int) -> bytes:
         """Return the content hash; on a canvas, hash the slice layout of a whole picture with it.
@@ -356,12 +341,8 @@ class SliceExpander(Expander):
         if not self._on_canvas or slices is None or patch % (1 + slices.count):
             return known
         layout = (slices.rows, slices.columns, *slices.grid)
-        fields = (
-            tagged("domain", _DOMAIN),
-            tagged("content", known),
-            tagged("slices", ",".join(map(str, layout))),
-        )
-        return blake3(b"".join(fields)).digest()
+        cut = ",".join(map(str, layout))
+        return hasher_of(_DOMAIN, content=known, slices=cut).digest()
 
 
 def find_vision_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> VisionTokens:

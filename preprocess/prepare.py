@@ -11,12 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.expand import (
     Expander,
     Expansion,
+    VisionTokens,
     common_length,
     find_expander,
     find_vision_tokens,
@@ -36,10 +37,10 @@ from vlm_serve.preprocess.media.documents import Documents
 from vlm_serve.preprocess.media.fetch import Holding
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.preprocess.media.loading import LoadedMedia, MediaLoader, is_remote
-from vlm_serve.preprocess.media.media_processors import find_processors, missing_files
+from vlm_serve.preprocess.media.media_processors import find_processors
 from vlm_serve.preprocess.media.part_options import ONE_OF_EACH, MediaDefaults
 from vlm_serve.preprocess.media.raw_index import RawIndex, UploadRecords
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, Modality
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.reading.turns import fit_systems
 from vlm_serve.preprocess.text.family import Family
@@ -120,12 +121,14 @@ class Preprocessor:
         else:
             self._template = load_template(template_file, names, template_kwargs)
         images, videos = (None, None)
-        self._expander = Expander(self.tokenizer, None)
+        self._expander = Expander(self.tokenizer, VisionTokens())
         self.media_token_ids: frozenset[int] = frozenset()
-        missing: dict[Literal["image", "video"], str] = {}
+        missing: dict[Modality, str] = {}
         if config.get("vision_config"):
             images, videos = find_processors(directory, config, self.tokenizer.family)
-            missing = missing_files(images, videos)
+            missing = {} if images is not None else {"image": "preprocessor_config.json"}
+            if videos is None:
+                missing["video"] = "video_preprocessor_config.json"
             for modality, file in missing.items():
                 _log.warning("the checkpoint has no %s: the model takes no %ss", file, modality)
             vision = find_vision_tokens(self.tokenizer, config)
@@ -301,7 +304,7 @@ class Preprocessor:
             last_tokens: without media, the end of the prompt with so many tokens is enough; the
                 messages may be longer than the context.
         """
-        only_end = last_tokens is not None and not conversation.media
+        wanted = None if conversation.media else last_tokens
         roots = self._roots(cache_salt, adapter)
         if conversation.media:
             conversation = self._with_pages(conversation)
@@ -309,7 +312,7 @@ class Preprocessor:
         request = ChatRequest(conversation, self._template)
         media = self._with_defaults(conversation) if conversation.names_media else []
         self._template.check_kwargs(request.kwargs)
-        if not only_end:
+        if wanted is None:
             self.tokenizer.check_length(texts_of(request.messages))
         self.tokenizer.check_length([request.tools_text()], "tools")
         typed = TypedText(
@@ -319,11 +322,11 @@ class Preprocessor:
         )
         text = request.render(typed)
         pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
-        if not only_end:
+        if wanted is None:
             self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
-            return Rendering(roots, cache_salt, adapter, request, media, typed, text, pieces)
-        assert last_tokens is not None
-        kept = tuple(last_pieces(self.tokenizer, typed, pieces, last_tokens))
+            kept = pieces
+        else:
+            kept = tuple(last_pieces(self.tokenizer, typed, pieces, wanted))
         cut = kept != pieces
         return Rendering(roots, cache_salt, adapter, request, media, typed, text, kept, cut=cut)
 

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 import torch
 from queued_symbolic import QueuedSymbolic
 from symbolic import InjectedFailure, SymbolicExecutor
+from tier_entries import StackInCaller
 
 from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.cache.tier_fetching import Fetch, TierFetcher
 from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Origin, Sealed
 from vlm_serve.cache.tiers.host import HostStore
-from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.engine.core.media_tiers import EmbeddingFetch, EmbeddingForm, EmbeddingTiers
 
 DIGEST_BYTES = 12
@@ -48,7 +48,7 @@ class FaultyStore(HostStore):
             if self._rng.random() < self._error_rate:
                 del found[entry_id]
                 if self._rng.random() < 0.5:
-                    await self.delete([entry_id])
+                    await self.discard([entry_id])
                 else:
                     damaged = bytearray(stored.payload)
                     damaged[self._rng.randrange(len(damaged))] ^= 1
@@ -134,7 +134,7 @@ class SymbolicTiers:
         self._reading: list[Fetch] = []
         self._reading_embeddings: list[EmbeddingFetch] = []
         if self.stores and cache.config.enabled:
-            self.stack = TierStack(Origin(bytes(32)), self.stores, background=False)
+            self.stack = StackInCaller(Origin(bytes(32)), self.stores)
             self.counts = self.stack.counts
             self.saver = TierSaver(self.stack, self.transfer, cache.config)
             self.saver.listen(cache.events)

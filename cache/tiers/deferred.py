@@ -77,11 +77,8 @@ class DeferredStore:
     async def touch(self, ids: Collection[EntryId]) -> None:
         await self._store.touch(ids)
 
-    async def delete(self, ids: Collection[EntryId]) -> None:
-        await self._store.delete(ids)
-
-    async def doubt(self, ids: Collection[EntryId]) -> None:
-        await self._store.doubt(ids)
+    async def discard(self, ids: Collection[EntryId]) -> None:
+        await self._store.discard(ids)
 
     async def sink(self) -> dict[EntryId, Sealed]:
         return {}

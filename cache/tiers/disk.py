@@ -539,11 +539,8 @@ class DiskStore(DiskFile):
     async def touch(self, ids: Collection[EntryId]) -> None:
         self.use(ids)
 
-    async def delete(self, ids: Collection[EntryId]) -> None:
+    async def discard(self, ids: Collection[EntryId]) -> None:
         await self._in_thread(partial(self.remove, ids))
-
-    async def doubt(self, ids: Collection[EntryId]) -> None:
-        pass
 
     async def sink(self) -> dict[EntryId, Sealed]:
         return {}

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from vlm_serve.cache.config import CacheConfig
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.records import Node, Snapshot
-from vlm_serve.cache.tiers.entry import Entry, Kind
+from vlm_serve.cache.tiers.entry import Kind
 from vlm_serve.cache.tiers.stack import TierStack
-from vlm_serve.cache.tiers.transfer import Transfer, expert_layout
+from vlm_serve.cache.tiers.transfer import Transfer, read_entry
 
 _log = logging.getLogger(__name__)
 
@@ -63,35 +63,20 @@ class TierSaver:
         state = self._stack.origin.id(Kind.STATE, node.key)
         if tail and self._config.has_state and not self._stack.holds(state):
             return  # no request could start from it
-        if self._is_new(Kind.KV, node):
-            payload = self._transfer.read_kv(node.block.id, node.num_tokens)
-            layout = self._transfer.layout(Kind.KV, node.num_tokens)
-            self._put(Kind.KV, node, node.num_tokens, node.exact, layout, payload)
-        rows = node.experts
-        if rows is not None and self._is_new(Kind.EXPERTS, node):
-            layout = expert_layout(rows)
-            self._put(Kind.EXPERTS, node, node.num_tokens, node.exact, layout, rows.tobytes())
+        self._put(Kind.KV, node.key, node)
+        if node.experts is not None:
+            self._put(Kind.EXPERTS, node.key, node)
 
     def _put_snapshot(self, snapshot: Snapshot) -> None:
-        node = snapshot.node
-        assert node is not None, "the snapshot has gone already"
-        if self._is_new(Kind.STATE, node):
-            payload = self._transfer.read_state(snapshot.row)
-            layout = self._transfer.layout(Kind.STATE, 0)
-            self._put(Kind.STATE, node, snapshot.position, snapshot.exact, layout, payload)
+        assert snapshot.node is not None, "the snapshot has gone already"
+        self._put(Kind.STATE, snapshot.node.key, snapshot)
 
-    def _put(
-        self, kind: Kind, node: Node, num_tokens: int, exact: bool, layout: str, payload: bytes
-    ) -> None:
-        entry_id = self._stack.origin.id(kind, node.key)
-        entry = Entry(entry_id, num_tokens, exact, layout, payload)
+    def _put(self, kind: Kind, key: bytes, source: Node | Snapshot) -> None:
+        """Hand an entry to the tiers. One that has it is told that it was in use until now."""
+        entry_id = self._stack.origin.id(kind, key)
+        if self._stack.holds(entry_id):
+            self._stack.touch(entry_id)
+            return
+        entry = read_entry(self._transfer, entry_id, source)
+        assert entry is not None, "the source has gone already"
         self._stack.put(entry, self._wait_seconds)
-
-    def _is_new(self, kind: Kind, node: Node) -> bool:
-        """Return True if no tier has the entry. A tier that has it is told that it was in use until
-        now."""
-        entry_id = self._stack.origin.id(kind, node.key)
-        if not self._stack.holds(entry_id):
-            return True
-        self._stack.touch(entry_id)
-        return False

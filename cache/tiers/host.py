@@ -57,7 +57,7 @@ class HostStore:
     async def put(self, entries: Mapping[EntryId, Sealed]) -> dict[EntryId, Sealed | None]:
         overflow: dict[EntryId, Sealed | None] = {}
         for entry_id, sealed in entries.items():
-            await self.delete([entry_id])
+            self._remove(entry_id)
             if sealed.num_bytes > self.max_bytes:
                 overflow[entry_id] = sealed
                 continue
@@ -66,7 +66,7 @@ class HostStore:
             while self.num_bytes > self.max_bytes:
                 oldest = next(iter(self._entries))
                 overflow[oldest] = self._entries[oldest]
-                await self.delete([oldest])
+                self._remove(oldest)
         return overflow
 
     async def touch(self, ids: Collection[EntryId]) -> None:
@@ -74,13 +74,9 @@ class HostStore:
             if entry_id in self._entries:
                 self._entries[entry_id] = self._entries.pop(entry_id)
 
-    async def delete(self, ids: Collection[EntryId]) -> None:
+    async def discard(self, ids: Collection[EntryId]) -> None:
         for entry_id in ids:
-            sealed = self._entries.pop(entry_id, None)
-            self.num_bytes -= sealed.num_bytes if sealed is not None else 0
-
-    async def doubt(self, ids: Collection[EntryId]) -> None:
-        pass
+            self._remove(entry_id)
 
     async def sink(self) -> dict[EntryId, Sealed]:
         entries = self._entries
@@ -93,3 +89,7 @@ class HostStore:
 
     async def close(self) -> None:
         await self.clear()
+
+    def _remove(self, entry_id: EntryId) -> None:
+        sealed = self._entries.pop(entry_id, None)
+        self.num_bytes -= sealed.num_bytes if sealed is not None else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,9 +11,6 @@ from vlm_serve.cache.matching import key_at
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Origin
 
 if TYPE_CHECKING:
-    from vlm_serve.cache.matching import Match
-    from vlm_serve.cache.records import Branch
-    from vlm_serve.cache.trie import Trie
     from vlm_serve.preprocess.identity.keys import PromptKeys
 
 Segment = tuple[int, int, str]
@@ -149,26 +146,3 @@ class TierQuery:
             end = min(boundary, start // size * size + size)
             yield start, end, below.get(start // size, otherwise)
             start = end
-
-
-def make_tier_query(
-    trie: Trie,
-    match: Match,
-    keys: PromptKeys,
-    limit: int,
-    *,
-    least: int,
-    has_state: bool,
-    origin: Origin,
-) -> TierQuery | None:
-    """Describe a look-up for a fresh match; return None if nothing could be gained."""
-    last = bisect_right(keys.cuts, limit)
-    if last == 0 or keys.cuts[last - 1] < least:
-        return None
-    depth = len(match.nodes)
-    branch: Branch | None = match.nodes[-1] if depth else trie.root(keys.root)
-    first = bisect_right(keys.cuts, depth * keys.block_size)
-    after = bisect_left(keys.cuts, (depth + 1) * keys.block_size)
-    tails = [keys.tails[cut] for cut in keys.cuts[first:after]]
-    above = frozenset(key for key in tails if branch is not None and key in branch.children)
-    return TierQuery(keys, match.boundary, least, limit, depth, above, has_state, origin)

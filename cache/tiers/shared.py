@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
@@ -25,6 +25,7 @@ from vlm_serve.cache.tiers.shared_format import (
     lies_in_manifest,
     new_epoch,
 )
+from vlm_serve.cache.tiers.store import in_batches
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -47,6 +48,8 @@ MAX_OTHER_BYTES = 256 << 20
 """Most bytes of an entry whose size the model's layout does not determine."""
 READ_BYTES = 64 << 20
 """Approximate bytes of one pipeline's replies."""
+WRITE_BYTES = 1 << 20
+"""Approximate bytes of one pipeline's chunks."""
 
 
 class SharedStore:
@@ -139,7 +142,8 @@ class SharedStore:
             self._count_found(len(looked_up), len(rest))
             manifests |= looked_up
         sealed = {}
-        for batch in batches(manifests):
+        sized = in_batches(manifests.items(), lambda read: read[1].outline.num_bytes, READ_BYTES)
+        for batch in map(dict, sized):
             parts = [
                 (entry_id, self._keys.chunk_name(manifest.digest, index), size)
                 for entry_id, manifest in batch.items()
@@ -152,7 +156,7 @@ class SharedStore:
                 if isinstance(reply, bytes) and len(reply) == size:
                     pieces[entry_id].append(reply)
             for entry_id, manifest in batch.items():
-                payload = manifest.payload or joined(pieces[entry_id])
+                payload = manifest.payload or b"".join(pieces[entry_id])
                 if len(payload) == manifest.outline.num_bytes:
                     sealed[entry_id] = Sealed(manifest.header, payload)
                     self._counts["read_bytes"] += len(payload)
@@ -252,8 +256,9 @@ class SharedStore:
             for index, piece in enumerate(() if whole else chunks(sealed.payload)):
                 chunk = self._keys.chunk_name(digest, index)
                 pieces.append(("SET", chunk, piece, "EX", self._lifetime))
-        for command in one_by_one(pieces):
-            if self._has_refused(await run(self._client, command)):
+        # In batches of about a full chunk's size, so that a full store refuses early.
+        for commands in in_batches(pieces, lambda command: len(command[2]), WRITE_BYTES):
+            if self._has_refused(await run(self._client, commands)):
                 return dict(entries)
         if manifests and self._has_refused(await run(self._client, manifests)):
             return dict(entries)
@@ -283,11 +288,9 @@ class SharedStore:
         """Do nothing: the store tracks its own use, and `claim` renews entries that are published
         again."""
 
-    async def delete(self, ids: Collection[EntryId]) -> None:
-        """Do nothing: other servers may use the entries."""
-
-    async def doubt(self, ids: Collection[EntryId]) -> None:
-        """Let the next server that writes one of these replace it."""
+    async def discard(self, ids: Collection[EntryId]) -> None:
+        """Remove nothing, because other servers may use the entries; let the next server that
+        writes one of these replace it."""
         for entry_id in ids:
             self._doubt(entry_id)
 
@@ -411,34 +414,3 @@ def manifest_of(entry_id: EntryId, name: bytes) -> tuple[Any, ...]:
     oversized one shows."""
     payload = MAX_RECORD_BYTES if lies_in_manifest(entry_id) else 0
     return ("GETRANGE", name, 0, MAX_MANIFEST_BYTES + payload)
-
-
-def joined(pieces: list[bytes]) -> bytes:
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def batches(manifests: Mapping[EntryId, Manifest]) -> Iterator[dict[EntryId, Manifest]]:
-    """Yield manifests in batches with about READ_BYTES of payload."""
-    batch, size = dict[EntryId, Manifest](), 0
-    for entry_id, manifest in manifests.items():
-        batch[entry_id] = manifest
-        size += manifest.outline.num_bytes
-        if size >= READ_BYTES:
-            yield batch
-            batch, size = {}, 0
-    if batch:
-        yield batch
-
-
-def one_by_one(commands: Sequence[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
-    """Yield SET commands in batches of about a full chunk's size, so that a full store refuses
-    early."""
-    batch, size = list[tuple[Any, ...]](), 0
-    for command in commands:
-        batch.append(command)
-        size += len(command[2])
-        if size >= 1 << 20:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

@@ -21,7 +21,7 @@ from vlm_serve.cache.records import Node, Snapshot
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Sealed, seal
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
-from vlm_serve.cache.tiers.transfer import Transfer, expert_layout
+from vlm_serve.cache.tiers.transfer import Transfer, read_entry
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -53,21 +53,6 @@ class WritableStore(Store, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SharingPolicy:
-    """The sharing policy.
-
-    Attributes:
-        kinds: of snapshots to share; None: all.
-        exact_only: skip entries made by decoding, whose bits are not those of prefill.
-        bandwidth: most bytes per second to write.
-    """
-
-    kinds: frozenset[str] | None
-    exact_only: bool
-    bandwidth: float
-
-
-@dataclass(frozen=True, slots=True)
 class WriteRequest:
     """A write request. `nodes`: from the root on, or a single one in a model without states.
     `snapshot`: of the last node."""
@@ -87,7 +72,9 @@ class Sharer:
         stack: whose store and thread are used.
         store: that store.
         transfer: reads blocks and rows, on the engine's thread.
-        sharing: the policy.
+        kinds: of snapshots to share; None: all.
+        exact_only: skip entries made by decoding, whose bits are not those of prefill.
+        bandwidth: most bytes per second to write.
         has_state: False for a model without state layers: each of its blocks is shared.
 
     Attributes:
@@ -99,15 +86,17 @@ class Sharer:
         stack: TierStack,
         store: WritableStore,
         transfer: Transfer,
-        sharing: SharingPolicy,
         *,
+        kinds: frozenset[str] | None,
+        exact_only: bool,
+        bandwidth: float,
         has_state: bool,
     ) -> None:
         self.post: Callable[[Callable[[], None]], None] | None = None
         self._stack = stack
         self._store = store
         self._transfer = transfer
-        self._sharing = sharing
+        self._kinds, self._exact_only, self._bandwidth = kinds, exact_only, bandwidth
         self._has_state = has_state
         self._lock = threading.Lock()
         self._requests: deque[WriteRequest | Entry] = deque()
@@ -133,18 +122,17 @@ class Sharer:
             self._offered = 0
 
     def _node_added(self, node: Node) -> None:
-        if node.exact or not self._sharing.exact_only:
+        if node.exact or not self._exact_only:
             self._add(WriteRequest((node,), None))
 
     def _snapshot_ready(self, snapshot: Snapshot) -> None:
-        kinds, node = self._sharing.kinds, snapshot.node
-        if kinds is not None and snapshot.kind not in kinds:
+        if self._kinds is not None and snapshot.kind not in self._kinds:
             return
-        path = list[Node]()
+        path, node = list[Node](), snapshot.node
         while isinstance(node, Node):
             path.append(node)
             node = node.parent  # type: ignore[assignment]
-        if self._sharing.exact_only and not (snapshot.exact and all(node.exact for node in path)):
+        if self._exact_only and not (snapshot.exact and all(node.exact for node in path)):
             return
         self._add(WriteRequest(tuple(reversed(path)), snapshot))
 
@@ -152,34 +140,17 @@ class Sharer:
         """Remove entries from the list and read them, about PIECE_BYTES."""
         entries, size = list[Entry](), 0
         while wanted and size < PIECE_BYTES:
-            entry = self._read(*wanted.popleft())
+            entry_id, source = wanted.popleft()
+            if isinstance(source, Entry):
+                entry: Entry | None = source
+            else:
+                entry = read_entry(self._transfer, entry_id, source)
             if entry is not None:
                 entries.append(entry)
                 size += entry.num_bytes
             else:
                 self._stack.counts["unshared"] += 1
         return entries
-
-    def _read(self, entry_id: EntryId, source: Source) -> Entry | None:
-        """Return the content of a source; None if it has been evicted."""
-        transfer = self._transfer
-        if isinstance(source, Entry):
-            return source
-        if isinstance(source, Snapshot):
-            if source.node is None:
-                return None
-            layout, payload = transfer.layout(Kind.STATE, 0), transfer.read_state(source.row)
-            return Entry(entry_id, source.position, source.exact, layout, payload)
-        if source.parent.children.get(source.key) is not source:
-            return None
-        count = source.num_tokens
-        if entry_id.kind is Kind.EXPERTS:
-            rows = source.experts
-            if rows is None:
-                return None
-            return Entry(entry_id, count, source.exact, expert_layout(rows), rows.tobytes())
-        layout, payload = transfer.layout(Kind.KV, count), transfer.read_kv(source.block.id, count)
-        return Entry(entry_id, count, source.exact, layout, payload)
 
     # On any thread
 
@@ -280,5 +251,5 @@ class Sharer:
         put: Any = await self._stack.caller.call(store, store.put, sealed, limit=WRITE_SECONDS)
         self._stack.counts["unshared"] += len(sealed if put is None else put)
         size = sum(content.num_bytes for content in sealed.values())
-        self._free_at = max(loop.time(), self._free_at) + size / self._sharing.bandwidth
+        self._free_at = max(loop.time(), self._free_at) + size / self._bandwidth
         await asyncio.sleep(max(0.0, self._free_at - loop.time()))

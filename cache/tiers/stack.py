@@ -28,7 +28,7 @@ from vlm_serve.cache.tiers.entry import (
     seal,
     unseal,
 )
-from vlm_serve.cache.tiers.store import Store
+from vlm_serve.cache.tiers.store import Store, in_batches
 from vlm_serve.cache.tiers.store_calls import (
     OPEN_SECONDS,
     REST_SECONDS,
@@ -65,7 +65,6 @@ class TierStack:
         queue_bytes: most bytes that wait to be stored; more are dropped.
         rest_seconds: pause after a store's failure.
         open_seconds: how long the start waits for stores; later they open in the background.
-        background: False: no thread and no pause, everything happens in the caller (simulations).
 
     Attributes:
         share: called with entries of media, which every server may need.
@@ -80,17 +79,15 @@ class TierStack:
         queue_bytes: int = 256 << 20,
         rest_seconds: float = REST_SECONDS,
         open_seconds: float = OPEN_SECONDS,
-        background: bool = True,
     ) -> None:
         self.origin = origin
         self.stores = (*stores, *([shared] if shared is not None else ()))
         self.shared = shared
         self.share: Callable[[Entry], None] | None = None
         self.counts: Counter[str] = Counter()
-        self.caller = StoreCaller(self.counts, rest_seconds if background else None)
+        self.caller = StoreCaller(self.counts, rest_seconds)
         self._filing_into = tuple(stores)
         self._queue_bytes = queue_bytes
-        self._background = background
         self._queue: dict[EntryId, Entry] = {}
         self._queued = 0
         self._touched: dict[EntryId, None] = {}
@@ -105,15 +102,12 @@ class TierStack:
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="vlm-serve-tiers", daemon=True
         )
-        if background:
-            self._thread.start()
-            self._tend(open_seconds)
-        else:
-            for store in self.stores:
-                self._opened(self._loop.run_until_complete(store.open()))
+        self._start(open_seconds)
 
-    def _tend(self, seconds: float) -> None:
-        """Start opening the stores, and wait a limited time until each has been tried once."""
+    def _start(self, seconds: float) -> None:
+        """Start the thread, and opening the stores; wait a limited time until each has been tried
+        once."""
+        self._thread.start()
         tried: list[Future[None]] = [Future() for _ in self.stores]
         for store, first in zip(self.stores, tried, strict=True):
             self.submit(self.caller.tend(store, self._opened, first))
@@ -129,14 +123,7 @@ class TierStack:
 
     def submit(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Start work on the stack's thread."""
-        if self._background:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        future: Future[_T] = Future()
-        try:
-            future.set_result(self._loop.run_until_complete(work))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def holds(self, entry_id: EntryId) -> bool:
         """Return True if the index lists an entry: it was stored or found, and not missed since.
@@ -216,9 +203,8 @@ class TierStack:
             self._closing = True
             self._queue.clear()
         self.submit(self._close()).result()
-        if self._background:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
         self._loop.close()
 
     # On the stack's thread
@@ -290,7 +276,7 @@ class TierStack:
         self.counts["bad"] += len(ids)
         with self._changed:
             self._filed.difference_update(ids)
-        await self.caller.call(store, store.delete if store.private else store.doubt, ids)
+        await self.caller.call(store, store.discard, ids)
 
     # Filing
 
@@ -390,13 +376,4 @@ _Sized = TypeVar("_Sized", Entry, Sealed)
 
 def _batches(entries: Mapping[EntryId, _Sized]) -> Iterator[dict[EntryId, _Sized]]:
     """Yield entries in batches of about BATCH_BYTES, in order."""
-    batch: dict[EntryId, _Sized] = {}
-    size = 0
-    for entry_id, content in entries.items():
-        batch[entry_id] = content
-        size += content.num_bytes
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = {}, 0
-    if batch:
-        yield batch
+    return map(dict, in_batches(entries.items(), lambda entry: entry[1].num_bytes, BATCH_BYTES))

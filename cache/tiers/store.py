@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Protocol, TypeVar
 
 from vlm_serve.cache.tiers.entry import EntryId, Sealed
+
+_T = TypeVar("_T")
 
 TIME_LIMIT = 30.0
 """Time limit for one call of a private store, in seconds. Only a broken one takes longer."""
@@ -66,13 +68,9 @@ class Store(Protocol):
         """Record that entries were in use until now."""
         ...
 
-    async def delete(self, ids: Collection[EntryId]) -> None:
-        """Remove entries; called for private stores only."""
-        ...
-
-    async def doubt(self, ids: Collection[EntryId]) -> None:
-        """Mark returned entries as bad: the next `put` replaces them. Called for stores that are
-        not private."""
+    async def discard(self, ids: Collection[EntryId]) -> None:
+        """Remove entries that are bad. A store that is not private lets the next `put` replace
+        them instead."""
         ...
 
     async def sink(self) -> dict[EntryId, Sealed]:
@@ -85,3 +83,18 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def in_batches(
+    items: Iterable[_T], size_of: Callable[[_T], int], num_bytes: int
+) -> Iterator[list[_T]]:
+    """Yield items in batches of about `num_bytes`, in order."""
+    batch, size = list[_T](), 0
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if size >= num_bytes:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

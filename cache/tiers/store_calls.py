@@ -107,11 +107,10 @@ class StoreCaller:
     Args:
         counts: counters by the store's name: "failed_*" calls, "opened_*" breakers and "skipped_*"
             calls.
-        rest_seconds: pause after a failure; None: neither pauses nor limits (simulations without a
-            clock).
+        rest_seconds: pause after a failure.
     """
 
-    def __init__(self, counts: Counter[str], rest_seconds: float | None) -> None:
+    def __init__(self, counts: Counter[str], rest_seconds: float) -> None:
         self._counts = counts
         self._rest_seconds = rest_seconds
         self._breakers: dict[Store, Breaker] = {}
@@ -184,13 +183,6 @@ class StoreCaller:
             since: start of the time limit, by the loop's clock; None: now.
             limit: seconds; None: the store's own.
         """
-        if self._rest_seconds is None:
-            try:
-                return await call(argument)
-            except Exception:
-                self._counts[f"failed_{store.name}"] += 1
-                _log.exception("the cache tier %r failed", store.name)
-                return None
         loop, limit = asyncio.get_running_loop(), store.time_limit if limit is None else limit
         began, breaker = loop.time(), self._breaker(store)
         deadline = (began if since is None else since) + limit
@@ -229,7 +221,6 @@ class StoreCaller:
         return await self.call(store, call, argument, since=since, limit=limit)
 
     def _breaker(self, store: Store) -> Breaker:
-        assert self._rest_seconds is not None
         return self._breakers.setdefault(store, Breaker(self._rest_seconds))
 
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vlm_serve.cache.records import Rows
-from vlm_serve.cache.tiers.entry import Entry, Kind
+from vlm_serve.cache.records import Node, Rows, Snapshot
+from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind
 
 _EXPERT_TYPES = ("uint8", "int16", "uint16")
 
@@ -38,6 +38,27 @@ class Transfer(Protocol):
     def write_kv(self, block: int, staged: Any) -> None: ...
 
     def write_state(self, row: int, staged: Any) -> None: ...
+
+
+def read_entry(transfer: Transfer, entry_id: EntryId, source: Node | Snapshot) -> Entry | None:
+    """Return the content of a node or snapshot, read on the engine's thread; None if it has been
+    evicted, or has no such rows."""
+    if isinstance(source, Snapshot):
+        if source.node is None:
+            return None
+        layout, payload = transfer.layout(Kind.STATE, 0), transfer.read_state(source.row)
+        return Entry(entry_id, source.position, source.exact, layout, payload)
+    if source.parent.children.get(source.key) is not source:
+        return None
+    count = source.num_tokens
+    if entry_id.kind is Kind.EXPERTS:
+        rows = source.experts
+        if rows is None:
+            return None
+        layout, payload = expert_layout(rows), rows.tobytes()
+    else:
+        layout, payload = transfer.layout(Kind.KV, count), transfer.read_kv(source.block.id, count)
+    return Entry(entry_id, count, source.exact, layout, payload)
 
 
 def expert_layout(rows: Rows) -> str:

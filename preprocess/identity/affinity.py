@@ -27,9 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from blake3 import blake3
-
-from vlm_serve.preprocess.identity.keys import tagged
+from vlm_serve.preprocess.identity.keys import hasher_of, tagged
 from vlm_serve.preprocess.reading.conversation import REASONING_KEYS, Conversation, MediaPart
 from vlm_serve.preprocess.reading.reader import read_conversation
 
@@ -203,8 +201,7 @@ class _Chain:
     """Hashes a prompt from its beginning and takes a digest at every cut."""
 
     def __init__(self, salt: str, model: str) -> None:
-        fields = (tagged("domain", _DOMAIN), tagged("salt", salt), tagged("model", model))
-        self._hasher = blake3(b"".join(fields))
+        self._hasher = hasher_of(_DOMAIN, salt=salt, model=model)
         self._cuts: list[AffinityKey] = []
         self._text_bytes = 0
         self._media = 0

@@ -52,6 +52,12 @@ def tagged(name: str, value: bytes | str | int) -> bytes:
     return _COUNT.pack(len(tag)) + tag + struct.pack("<Q", len(raw)) + raw
 
 
+def hasher_of(domain: bytes, **fields: bytes | str | int) -> blake3:
+    """Return a hasher of named fields in the given order. Their names enter the digest, too."""
+    named = {"domain": domain, **fields}
+    return blake3(b"".join(tagged(name, value) for name, value in named.items()))
+
+
 class AdapterIdentity(NamedTuple):
     """Digests of an adapter of the weights, in hexadecimal; "" for none.
 
@@ -122,9 +128,8 @@ class RootFields:
 
     def key(self) -> bytes:
         """Return the 32-byte root key of all prompts with these fields."""
-        parts = [tagged("domain", _ROOT_DOMAIN)]
-        parts += [tagged(field.name, getattr(self, field.name)) for field in fields(self)]
-        return blake3(b"".join(parts)).digest()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return hasher_of(_ROOT_DOMAIN, **values).digest()
 
 
 def embedding_key(root: bytes, content_hash: bytes, merge_size: int) -> bytes:
@@ -136,13 +141,8 @@ def embedding_key(root: bytes, content_hash: bytes, merge_size: int) -> bytes:
         merge_size: patches per side that become one token; the same pixels can become more or fewer
             tokens.
     """
-    fields = (
-        tagged("domain", _EMBEDDING_DOMAIN),
-        tagged("root", root),
-        tagged("content", content_hash),
-        tagged("merge_size", merge_size),
-    )
-    return blake3(b"".join(fields)).digest()
+    hasher = hasher_of(_EMBEDDING_DOMAIN, root=root, content=content_hash, merge_size=merge_size)
+    return hasher.digest()
 
 
 class PromptKeys:
@@ -187,17 +187,6 @@ class PromptKeys:
         "tails",
         "vision_root",
     )
-
-    block_size: int
-    root: bytes
-    vision_root: bytes
-    block_keys: list[bytes]
-    cuts: list[int]
-    tails: dict[int, bytes]
-    span_bounds: tuple[tuple[int, int], ...]
-    span_continues: tuple[bool, ...]
-    span_kinds: tuple[str, ...]
-    span_hashes: tuple[bytes, ...]
 
     def __init__(
         self,
@@ -245,7 +234,7 @@ class PromptKeys:
         overlaps = _overlaps(spans, size)
         count = _COUNT.pack(size)
         parent = self.root
-        keys = []
+        keys = list[bytes]()
         for block in range(self._length // size):
             at = block * size * 4
             data = parent + count + packed[at : at + size * 4]
@@ -254,7 +243,7 @@ class PromptKeys:
             parent = blake3(data).digest()
             keys.append(parent)
         self.block_keys = keys
-        self.tails = {}
+        self.tails = dict[int, bytes]()
         for cut in self.cuts:
             if cut % size:
                 block = cut // size

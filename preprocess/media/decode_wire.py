@@ -13,7 +13,6 @@ import mmap
 import os
 import socket
 import struct
-import tempfile
 import time
 from typing import Any
 
@@ -117,11 +116,7 @@ def share(data: bytes) -> SharedArray:
 
 
 def _new_memory(size: int) -> int:
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("vlm-serve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
+    descriptor = os.memfd_create("vlm-serve", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)
     except BaseException:
@@ -137,10 +132,9 @@ def map_array(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> 
     mapped.
     """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    if hasattr(fcntl, "F_ADD_SEALS"):
-        # If the sender shrank the memory later, reading it would kill this process.
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    # If the sender shrank the memory later, reading it would kill this process.
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     if os.fstat(descriptor).st_size < size:
         raise GoneError
     try:
@@ -148,3 +142,11 @@ def map_array(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> 
     except OSError:
         raise MemoryError from None
     return np.frombuffer(memory, dtype, count=int(np.prod(shape))).reshape(shape)
+
+
+def take_array(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Map the array behind a descriptor and close the descriptor. Raises as `map_array` does."""
+    try:
+        return map_array(descriptor, shape, dtype)
+    finally:
+        os.close(descriptor)

@@ -21,7 +21,6 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +28,7 @@ import numpy as np
 import PIL.Image
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.media.decode_wire import GoneError, SharedArray, map_array, receive, send
+from vlm_serve.preprocess.media.decode_wire import GoneError, SharedArray, receive, send, take_array
 from vlm_serve.preprocess.media.images import (
     AnimatedPicture,
     MediaMemoryError,
@@ -83,13 +82,13 @@ def _work(sock: socket.socket, niceness: int) -> NoReturn:
 
 def _end_with_owner(sock: socket.socket) -> None:
     ours, theirs = os.pipe()
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(ours, fcntl.F_SETOWN, os.getpid())
-    if hasattr(fcntl, "F_SETSIG"):  # Elsewhere SIGIO, which does not end a stopped process.
-        fcntl.fcntl(ours, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(ours, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(ours, fcntl.F_SETFL, fcntl.fcntl(ours, fcntl.F_GETFL) | os.O_ASYNC)
-    with _closing(theirs):
+    try:
         send(sock, {"pid": os.getpid()}, theirs)
+    finally:
+        os.close(theirs)
 
 
 def _address_space() -> int:
@@ -114,8 +113,7 @@ def _serve(sock: socket.socket, task: dict[str, Any], descriptor: int, own_bytes
     # The file is mapped once; an image is also copied for Pillow.
     _limit_memory(own_bytes, task["max_bytes"] + 2 * size)
     try:
-        with _closing(descriptor):
-            data = map_array(descriptor, (size,), np.uint8)
+        data = take_array(descriptor, (size,), np.uint8)
         if task["kind"] == "image":
             _serve_image(sock, data.tobytes(), limits, task["max_work"])
         elif task["kind"] == "document":
@@ -127,14 +125,6 @@ def _serve(sock: socket.socket, task: dict[str, Any], descriptor: int, own_bytes
     except MemoryError:
         most_mib = limits.max_decode_bytes >> 20
         send(sock, {"error": f"the {task['kind']} takes over {most_mib} MiB to decode"})
-
-
-@contextlib.contextmanager
-def _closing(descriptor: int) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _serve_image(

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
-from vlm_serve.preprocess.media.decode_wire import GoneError, map_array, receive, send, share
+from vlm_serve.preprocess.media.decode_wire import GoneError, receive, send, share, take_array
 from vlm_serve.preprocess.media.images import Pixels, is_page
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.system import child, children
@@ -228,7 +228,7 @@ class DecodedVideo:
         message, descriptor = _receive(process, "video", seconds, self._deadline())
         self.fps = float(message["fps"])
         self.steady, self.cut_short = bool(message["steady"]), bool(message["cut_short"])
-        times = _take_array(descriptor, (int(message["count"]),), np.float64)
+        times = take_array(descriptor, (int(message["count"]),), np.float64)
         self.times: Sequence[float] = times.tolist()
         self.sound, self.num_decoded = True, 0
         self._open = True
@@ -546,12 +546,4 @@ class DecodeProcess:
 
 def _take_pixels(message: dict[str, Any], descriptor: int) -> npt.NDArray[np.uint8]:
     """Map the uint8 `[height, width, 3]` of a reply. Raises as `map_array` does."""
-    return _take_array(descriptor, tuple(map(int, message["shape"])), np.uint8)
-
-
-def _take_array(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Map the array behind a descriptor and close the descriptor. Raises as `map_array` does."""
-    try:
-        return map_array(descriptor, shape, dtype)
-    finally:
-        os.close(descriptor)
+    return take_array(descriptor, tuple(map(int, message["shape"])), np.uint8)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +11,8 @@ from blake3 import blake3
 from vlm_serve.errors import MediaError, UnsupportedFieldError
 from vlm_serve.preprocess.media.fetch import naming
 from vlm_serve.preprocess.media.images import MAX_PAGES, PdfPage, renderer
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.media.known_frames import SizedIndex
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
 from vlm_serve.preprocess.reading.data_url import read_data_url
 
 _KNOWN = 1024
@@ -33,8 +32,7 @@ class Documents:
 
     def __init__(self, count: CountPages, max_bytes: int) -> None:
         self._count, self._max_bytes = count, max_bytes
-        self._known: OrderedDict[bytes, int] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known = SizedIndex[int](_KNOWN, lambda number: 1)
 
     def expanded(self, conversation: Conversation) -> Conversation:
         """Return the conversation with each page as a picture.
@@ -67,7 +65,7 @@ class Documents:
             for page in self._pages(medium):
                 media.append(page)
                 assert isinstance(page.source, PdfPage)
-                yield {"type": "text", "text": f"\nPage {page.source.index + 1}:\n"}
+                yield text_part(f"\nPage {page.source.index + 1}:\n")
                 yield part
 
     def _pages(self, medium: MediaPart) -> Iterator[MediaPart]:
@@ -89,13 +87,8 @@ class Documents:
 
     def _number(self, data: bytes) -> int:
         key = blake3(data).digest(_COUNT_BYTES)
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-        number = self._count(data)
-        with self._lock:
-            self._known[key] = number
-            while len(self._known) > _KNOWN:
-                self._known.popitem(last=False)
+        number = self._known.get(key)
+        if number is None:
+            number = self._count(data)
+            self._known.put(key, number)
         return number

@@ -186,7 +186,7 @@ def _fetch_http(
     for _ in range(limits.max_redirects + 1):
         target = parse_target(url, limits)
         try:
-            with request(target, limits, deadline, stop) as response:
+            with _request(target, limits, deadline, stop) as response:
                 if response.status not in _REDIRECTS:
                     body = _read_response(response, max_bytes, deadline, hold)
                     stop.check()
@@ -413,18 +413,14 @@ def _connect(
 
 
 @contextlib.contextmanager
-def request(
-    target: FetchTarget,
-    limits: MediaLimits,
-    deadline: Deadline,
-    stop: Stop | None = None,
+def _request(
+    target: FetchTarget, limits: MediaLimits, deadline: Deadline, stop: Stop
 ) -> Iterator[http.client.HTTPResponse]:
     """Send a GET and yield the response, its body still unread.
 
     Raises MediaFetchError if the host is not allowed; OSError or HTTPException if the exchange
     fails, the deadline passes or the stop is set, at any point.
     """
-    stop = stop or Stop()
     sock = _connect(target, limits, deadline, stop)
 
     def cut_off() -> None:

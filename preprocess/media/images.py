@@ -92,12 +92,12 @@ _load_lock = threading.Lock()
 _DAMAGED = "the image is truncated or damaged"
 MP4 = "an MP4 or MOV video"
 PDF = "a PDF document"
-VIDEO_KINDS = (
+_VIDEO_KINDS = (
     *(MP4, "an AVI video", "a Matroska or WebM video", "an FLV video", "an ASF or WMV file"),
     "an MPEG program stream",
 )
-_ELSEWHERE = {PDF: "a part of the type file takes it"}
-_REMEDIES = {
+_REMEDIES = dict.fromkeys(_VIDEO_KINDS, "send it as a video") | {
+    PDF: "a part of the type file takes it",
     "a HEIC picture": "install vlm-serve[media] to read it",
     "a HEIF picture": "install vlm-serve[media] to read it",
     "a JPEG XL picture": "install pillow-jxl-plugin to read it",
@@ -259,8 +259,7 @@ def _unsupported(data: bytes) -> MediaError:
     kind = file_kind(data)
     known = f"not an image of a supported format ({', '.join(FORMATS)})"
     guess = f": it is {kind}" if kind else ""
-    remedies = dict.fromkeys(VIDEO_KINDS, "send it as a video") | _REMEDIES | _ELSEWHERE
-    remedy = f"; {remedies[kind]}" if kind in remedies else ""
+    remedy = f"; {_REMEDIES[kind]}" if kind in _REMEDIES else ""
     return MediaError(known + guess + remedy)
 
 

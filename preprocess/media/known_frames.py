@@ -53,16 +53,17 @@ class SizedIndex(Generic[Value]):
 
     Args:
         max_bytes: limit on the memory of all entries; 0 stores nothing.
+        cost: returns the bytes that a value counts for.
 
     Attributes:
         num_bytes: memory of all entries.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, cost: Callable[[Value], int]) -> None:
         assert max_bytes >= 0
-        self._max_bytes = max_bytes
+        self._max_bytes, self._cost = max_bytes, cost
         self._entries: OrderedDict[bytes, tuple[Value, int]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a change of a value reads and puts under it
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -79,23 +80,25 @@ class SizedIndex(Generic[Value]):
             self._entries.clear()
             self.num_bytes = 0
 
-    def _find(self, key: bytes) -> Value | None:
-        """Return a value, if known, and mark it as most recently used; under the lock."""
-        if key not in self._entries:
-            return None
-        self._entries.move_to_end(key)
-        return self._entries[key][0]
+    def get(self, key: bytes) -> Value | None:
+        """Return a value, if known, and mark it as most recently used."""
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key][0]
 
-    def _keep(self, key: bytes, value: Value, cost: int) -> None:
-        """Store a value of so many bytes, unless it is larger than the whole index; under the
-        lock."""
-        self._remove(key)
-        if cost > self._max_bytes:
-            return
-        while self.num_bytes + cost > self._max_bytes:
-            self._remove(next(iter(self._entries)))
-        self._entries[key] = value, cost
-        self.num_bytes += cost
+    def put(self, key: bytes, value: Value) -> None:
+        """Store a value, unless it is larger than the whole index."""
+        cost = self._cost(value)
+        with self._lock:
+            self._remove(key)
+            if cost > self._max_bytes:
+                return
+            while self.num_bytes + cost > self._max_bytes:
+                self._remove(next(iter(self._entries)))
+            self._entries[key] = value, cost
+            self.num_bytes += cost
 
     def _remove(self, key: bytes) -> None:
         _, cost = self._entries.pop(key, (None, 0))
@@ -111,7 +114,7 @@ class FrameIndex(SizedIndex[_File]):
     """
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
+        super().__init__(max_bytes, lambda file: file.cost)
         self.counts = Counter(shown=0, known=0, decoded=0)
 
     def timeline(self, key: bytes, fps: float | None) -> FrameTimes | None:
@@ -149,7 +152,7 @@ class FrameIndex(SizedIndex[_File]):
             known.timelines[fps] = replace(timeline, seconds=array("d", timeline.seconds))
             known.sizes[size[0]] = size[1]
             known.layouts.setdefault(layout, {}).update(hashes)
-            self._keep(key, known, known.cost)
+            self.put(key, known)
 
     def count(self, **frames: int) -> None:
         """Add to `counts`."""
@@ -157,7 +160,7 @@ class FrameIndex(SizedIndex[_File]):
             self.counts.update(frames)
 
     def _get(self, key: bytes) -> _File:
-        return self._find(key) or _File()
+        return self.get(key) or _File()
 
 
 class FileVideo(Video, Protocol):

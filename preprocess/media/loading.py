@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -48,14 +47,13 @@ from vlm_serve.preprocess.media.raw_index import (
     raw_key,
     upload_key,
 )
-from vlm_serve.preprocess.reading.conversation import MediaPart
+from vlm_serve.preprocess.reading.conversation import MediaPart, Modality
 from vlm_serve.system.host_threads import releasing
 from vlm_serve.system.stopping import Stop
 
 _CONVERSIONS = 2
 _ALL_FRAMES = b"frames"
 """In place of options in the key of a file whose frames are known; no options are equal to it."""
-_NOTHING: Mapping[Literal["image", "video"], str] = MappingProxyType({})
 
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
@@ -88,7 +86,7 @@ class MediaLoader:
         limits: MediaLimits,
         raw_index: RawIndex,
         decoders: Decoders,
-        missing: Mapping[Literal["image", "video"], str] = _NOTHING,
+        missing: Mapping[Modality, str],
     ) -> None:
         self._missing = missing
         self._images, self._videos, self._limits = images, videos, limits
@@ -116,7 +114,7 @@ class MediaLoader:
 
     def check_count(self, parts: list[MediaPart]) -> None:
         """Check the number and kinds of a prompt's media. Raises InvalidRequestError."""
-        kinds: tuple[tuple[Literal["image", "video"], Processor | None, int | None], ...] = (
+        kinds: tuple[tuple[Modality, Processor | None, int | None], ...] = (
             ("image", self._images, self._limits.max_images),
             ("video", self._videos, self._limits.max_videos),
         )

@@ -31,27 +31,11 @@ if TYPE_CHECKING:
 Sampling = Literal["uniform", "fps_grid"]
 
 _LOW_DETAIL_PIXELS = 512 * 512
+_SAMPLING = ("fps", "max_frames", "num_frames", "sample_fps", "sampling")
 _IMAGE_OPTIONS = ("detail", "max_pixels", "min_pixels")
-_VIDEO_OPTIONS = (
-    "fps",
-    "max_frame_pixels",
-    "max_frames",
-    "max_pixels",
-    "min_pixels",
-    "num_frames",
-    "sample_fps",
-    "sampling",
-)
+_VIDEO_OPTIONS = (*_SAMPLING, "max_frame_pixels", "max_pixels", "min_pixels")
 _SLICED_IMAGE_OPTIONS = ("detail", "downsample_mode", "max_slice_nums")
-_SLICED_VIDEO_OPTIONS = (
-    "downsample_mode",
-    "fps",
-    "max_frames",
-    "max_slice_nums",
-    "num_frames",
-    "sample_fps",
-    "sampling",
-)
+_SLICED_VIDEO_OPTIONS = (*_SAMPLING, "downsample_mode", "max_slice_nums")
 _MAX_FPS = 1000.0
 # The default cap of a grid frame is a video's pixel budget divided by this.
 _GRID_FRAMES = 192

@@ -1,5 +1,9 @@
 """Turns decoded pixels into the vision tower's input: samples, resizes and hashes them.
 
+Pictures are seen whole, or whole and in slices. The spans of an image in slices, and of every frame
+of such a video, are the reduced whole picture, then its slices row by row. All frames of a video
+are cut alike.
+
 A hash names the pixels that the model sees (docs/architecture.md#identity).
 
 Sizes of resized pictures, and the frames sampled from a video, follow transformers'
@@ -12,21 +16,32 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
-from blake3 import blake3
 
 from vlm_serve.errors import MediaError
-from vlm_serve.preprocess.identity.keys import tagged
+from vlm_serve.preprocess.identity.keys import hasher_of
 from vlm_serve.preprocess.media.frames import Video
 from vlm_serve.preprocess.media.images import Pixels
 from vlm_serve.preprocess.media.known_frames import Hashes, KnownVideo
-from vlm_serve.preprocess.media.part_options import ImageOptions, VideoOptions
-from vlm_serve.preprocess.media.processors import PixelConfig, VideoConfig, resize
+from vlm_serve.preprocess.media.part_options import (
+    ImageOptions,
+    SliceOptions,
+    SliceVideoOptions,
+    VideoOptions,
+)
+from vlm_serve.preprocess.media.processors import (
+    PictureConfig,
+    PixelConfig,
+    SliceConfig,
+    VideoConfig,
+    resize,
+)
 from vlm_serve.preprocess.reading.conversation import Modality
 
 _DOMAIN = b"vlm-serve content 1"
@@ -130,12 +145,62 @@ class Processed:
         return filled(self.pixels[first:last], patch_size)
 
 
-def channels_first(pixels: Pixels) -> torch.Tensor:
-    """View `[height, width, 3]` as `[3, height, width]`."""
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+@dataclass(frozen=True, slots=True)
+class PictureLayout:
+    """Size and cut of all pictures of a medium.
+
+    Attributes:
+        size: (height, width) of a whole picture after the resize.
+        merge_size: patches per side of one token.
+        cut: (rows, columns) of slices, None for no slices.
+        slice_shape: (height, width) of a slice.
+    """
+
+    modality: Modality
+    size: tuple[int, int]
+    merge_size: int
+    config: PictureConfig
+    cut: tuple[int, int] | None = None
+    slice_shape: tuple[int, int] = (0, 0)
+
+    @property
+    def key(self) -> str:
+        """Everything that decides the pictures of a frame, besides the processor."""
+        return f"{self.size} {self.cut} {self.slice_shape}"
+
+    def pictures(self, frame: Pixels) -> Pictures:
+        """Resize and cut one frame.
+
+        Raises MediaError if the processor does not resize, and a side does not fit its patches.
+        """
+        picture = torch.from_numpy(frame).permute(2, 0, 1)  # [3, height, width]
+        if not self.config.do_resize:
+            return (_kept(picture, self.config),)
+        whole = resize(picture, self.size, self.config)
+        if self.cut is None:
+            return (whole,)
+        (rows, columns), (height, width) = self.cut, self.slice_shape
+        large = resize(picture, (height * rows, width * columns), self.config)
+        return (whole, *_cut(large, rows, columns))
+
+    def hashes(self, pictures: Pictures) -> Hashes:
+        """Return the content hashes of a frame."""
+        return tuple(
+            content_hash(self.modality, span, (1, *self.config.grid(*span.shape[-2:])))
+            for span in pictures
+        )
+
+    def spans(self, frames: Sequence[Hashes]) -> Hashes:
+        """Return the hashes of the spans of frames that belong together."""
+        hashes = tuple(chain.from_iterable(frames))
+        if isinstance(self.config, SliceConfig):
+            return hashes
+        return (patch_hash(hashes, self.config.temporal_patch_size),)
 
 
-def process_image(pixels: Pixels, options: ImageOptions, config: PixelConfig) -> Processed:
+def process_image(
+    pixels: Pixels, options: ImageOptions | SliceOptions, config: PictureConfig
+) -> Processed:
     """Process one image.
 
     Args:
@@ -143,107 +208,75 @@ def process_image(pixels: Pixels, options: ImageOptions, config: PixelConfig) ->
 
     Raises MediaError if one side is over 200 times the other.
     """
-    size = image_size(
-        *pixels.shape[:2],
-        factor=config.factor,
-        min_pixels=options.min_pixels,
-        max_pixels=options.max_pixels,
-    )
-    resized = _resized(pixels, size, config)
-    grid = (1, *config.grid(*resized.shape[-2:]))
-    digest = content_hash("image", resized, grid)
-    record = MediaRecord("image", grid, (digest,), (), config.merge_size)
-    return Processed(record, resized[None])
+    layout = _lay_out("image", pixels.shape[:2], 1, options, config)
+    pictures = layout.pictures(pixels)
+    return _processed(layout, layout.hashes(pictures), [pictures])
 
 
-def process_video(video: Video, options: VideoOptions, config: VideoConfig) -> Processed:
-    """Process one video; frames are resized as they are decoded, so few are held at full size.
+def process_video(
+    video: Video, options: VideoOptions | SliceVideoOptions, config: PictureConfig
+) -> Processed:
+    """Process one video; frames are resized and hashed while later ones are decoded, so few are
+    held at full size.
 
-    Of a `KnownVideo`, only frames are decoded that are not known, see `sample`.
+    Of a `KnownVideo`, nothing is decoded if the hashes of all frames are known. Otherwise frames
+    are decoded unless their spans are known and have their embeddings at hand: those that need
+    pixels are decoded once, with the new ones.
 
     Raises MediaError if it is damaged, too long for the grid, or one side is over 200 times the
     other.
     """
-    if options.sampling == "fps_grid":
-        assert options.sample_fps is not None
-        indices: Sequence[int] = grid_frames(video.times, options.sample_fps, options.max_frames)
-        times = [index / options.sample_fps for index in range(len(indices))]
-    else:
-        indices = _uniform(len(video.times), video.fps, options, config)
-        # Multiples of the exact rate, if the video keeps it.
-        times = [index / video.fps if video.steady else video.times[index] for index in indices]
-    patch_size = config.temporal_patch_size
+    indices, seconds = _sampled(video, options, config)
+    together = config.temporal_patch_size
+    groups = [indices[at : at + together] for at in range(0, len(indices), together)]
+    lay_out = partial(_lay_out, "video", num_frames=len(indices), options=options, config=config)
+    memory = video if isinstance(video, KnownVideo) else None
+    kept: Sequence[int] = range(len(indices))
+    hashes: dict[int, Hashes] = {}
+    layout: PictureLayout | None = None
+    size = memory.size(indices[0]) if memory is not None else None
+    if memory is not None and size is not None:
+        layout = lay_out(size)
+        hashes = memory.hashes(layout.key)
+        kept = list(_places_to_decode(groups, together, layout, hashes, memory))
+    pictures: list[Pictures] = []
+    new_hashes: dict[int, Hashes] = {}
+    if kept:
+        wanted = [indices[place] for place in kept]
+        for index, frame in zip(wanted, video.frames(wanted), strict=True):
+            if layout is None:
+                size = frame.shape[0], frame.shape[1]
+                layout = lay_out(size)
+            pictures.append(layout.pictures(frame))
+            new_hashes[index] = layout.hashes(pictures[-1])
+    assert layout is not None and size is not None
+    if memory is not None:
+        memory.count(shown=len(indices), known=len(indices) - len(kept))
+        if new_hashes:
+            memory.learn((indices[0], size), layout.key, new_hashes)
+    hashes = hashes | new_hashes
+    spans = [layout.spans([hashes[index] for index in group]) for group in groups]
+    done = _processed(layout, tuple(chain.from_iterable(spans)), pictures)
+    record = replace(done.record, times=tuple(seconds), cut_short=video.cut_short)
+    return replace(done, record=record, kept=kept if len(kept) < len(indices) else None)
 
-    def lay_out(height: int, width: int) -> FrameLayout:
-        size = _frame_size(height, width, len(indices), options, config)
-        return FrameLayout(size if config.do_resize else (height, width), config)
 
-    sampled = sample(video, indices, patch_size, lay_out)
-    grid = (len(sampled.hashes), *config.grid(*sampled.layout.size))
-    record = MediaRecord(
-        "video",
-        grid,
-        sampled.hashes,
-        tuple(patch_times(times, patch_size)),
-        config.merge_size,
-        cut_short=video.cut_short,
-    )
-    pixels = stacked([whole for (whole,) in sampled.pictures])
-    return Processed(record, pixels, kept=sampled.kept)
-
-
-@dataclass(frozen=True, slots=True)
-class FrameLayout:
-    """A `PictureLayout` of frames seen whole.
-
-    Attributes:
-        size: (height, width) of every frame after the resize.
-    """
-
-    size: tuple[int, int]
-    config: VideoConfig
-
-    @property
-    def key(self) -> str:
-        """See `PictureLayout`."""
-        return "{}x{}".format(*self.size)
-
-    @property
-    def merge_size(self) -> int:
-        """See `PictureLayout`."""
-        return self.config.merge_size
-
-    def pictures(self, frame: Pixels) -> tuple[torch.Tensor, ...]:
-        """See `PictureLayout`.
-
-        Raises MediaError if the processor does not resize, and a side does not fit its patches.
-        """
-        return (_resized(frame, self.size, self.config),)
-
-    def hashes(self, pictures: tuple[torch.Tensor, ...]) -> tuple[bytes, ...]:
-        """See `PictureLayout`."""
-        (whole,) = pictures
-        return (content_hash("video", whole, (1, *self.config.grid(*whole.shape[-2:]))),)
-
-    def spans(self, frames: Sequence[tuple[bytes, ...]]) -> tuple[bytes, ...]:
-        """See `PictureLayout`."""
-        whole = [digest for (digest,) in frames]
-        return (patch_hash(whole, self.config.temporal_patch_size),)
+def _processed(layout: PictureLayout, hashes: Hashes, pictures: Sequence[Pictures]) -> Processed:
+    slices, details, config = None, None, layout.config
+    if layout.cut is not None:
+        slices = Slices(*layout.cut, config.grid(*layout.slice_shape))
+        details = stacked([torch.stack(details) for _, *details in pictures])
+    count = len(hashes) // (1 + (slices.count if slices is not None else 0))
+    grid = (count, *config.grid(*layout.size))
+    record = MediaRecord(layout.modality, grid, hashes, (), layout.merge_size, slices)
+    return Processed(record, stacked([whole for whole, *_ in pictures]), details)
 
 
 def stacked(pictures: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack pictures of one size; there may be none."""
+    """Stack pictures of one size; there may be none. A single one is not copied."""
+    if len(pictures) == 1:
+        return pictures[0][None]
     return torch.stack(list(pictures)) if pictures else torch.empty(0, dtype=torch.uint8)
-
-
-def grid_frames(times: Sequence[float], sample_fps: float, max_frames: int) -> Sequence[int]:
-    """See `grid_indices`. Raises MediaError for more frames than are allowed."""
-    indices = grid_indices(times, sample_fps, max_frames)
-    if len(indices) > max_frames:
-        raise MediaError(
-            f"the video has over {max_frames} frames at {sample_fps:g} a second; lower sample_fps"
-        )
-    return indices
 
 
 def counted_indices(
@@ -264,23 +297,84 @@ def counted_indices(
     return spread_indices(total, count)
 
 
-def _uniform(total: int, fps: float, options: VideoOptions, config: VideoConfig) -> Sequence[int]:
+def _sampled(
+    video: Video, options: VideoOptions | SliceVideoOptions, config: PictureConfig
+) -> tuple[Sequence[int], Sequence[float]]:
+    """Return the frames to take, and the seconds of every temporal patch if prompts tell them.
+
+    Raises MediaError for more frames than are allowed.
+    """
+    sliced = isinstance(options, SliceVideoOptions)
+    if options.sampling == "fps_grid":
+        assert options.sample_fps is not None
+        rate, most = options.sample_fps, options.max_frames
+        indices: Sequence[int] = grid_indices(video.times, rate, most)
+        if len(indices) > most:
+            raise MediaError(
+                f"the video has over {most} frames at {rate:g} a second; lower sample_fps"
+            )
+        times = [index / rate for index in range(len(indices))]
+    else:
+        indices = _uniform(len(video.times), video.fps, options, config)
+        # Multiples of the exact rate, if the video keeps it.
+        times = [index / video.fps if video.steady else video.times[index] for index in indices]
+    return indices, () if sliced else patch_times(times, config.temporal_patch_size)
+
+
+def _uniform(
+    total: int, fps: float, options: VideoOptions | SliceVideoOptions, config: PictureConfig
+) -> Sequence[int]:
+    sample_fps, most = options.sample_fps, options.max_frames
     if options.num_frames is not None:
-        return counted_indices(
-            total, fps, options.num_frames, options.sample_fps, options.max_frames
-        )
+        return counted_indices(total, fps, options.num_frames, sample_fps, most)
+    if isinstance(options, SliceVideoOptions):
+        if sample_fps is None:
+            return counted_indices(total, fps, -1, None, most)
+        return second_indices(total, fps, sample_fps=sample_fps, max_frames=most)
+    assert isinstance(config, VideoConfig)
     if not config.do_sample_frames:
-        return range(min(total, options.max_frames))
-    if options.sample_fps is not None:
-        return uniform_indices(
-            total,
-            fps,
-            sample_fps=options.sample_fps,
-            min_frames=config.min_frames,
-            max_frames=options.max_frames,
-        )
+        return range(min(total, most))
+    if sample_fps is not None:
+        least = config.min_frames
+        return uniform_indices(total, fps, sample_fps=sample_fps, min_frames=least, max_frames=most)
     assert config.num_frames is not None
-    return spread_indices(total, min(config.num_frames, options.max_frames))
+    return spread_indices(total, min(config.num_frames, most))
+
+
+def _lay_out(
+    modality: Modality,
+    size: tuple[int, ...],
+    num_frames: int,
+    options: ImageOptions | VideoOptions | SliceOptions,
+    config: PictureConfig,
+) -> PictureLayout:
+    """Return the layout of all pictures, from the (height, width) of the first one."""
+    height, width = size
+    if isinstance(options, SliceOptions):
+        assert isinstance(config, SliceConfig)
+        return _lay_out_slices(modality, height, width, options, config)
+    assert isinstance(config, PixelConfig)
+    if isinstance(options, ImageOptions):
+        low, high = options.min_pixels, options.max_pixels
+        fitted = image_size(height, width, factor=config.factor, min_pixels=low, max_pixels=high)
+    else:
+        assert isinstance(config, VideoConfig)
+        fitted = _frame_size(height, width, num_frames, options, config)
+    shown = fitted if config.do_resize else (height, width)
+    return PictureLayout(modality, shown, config.merge_size, config)
+
+
+def _lay_out_slices(
+    modality: Modality, height: int, width: int, options: SliceOptions, config: SliceConfig
+) -> PictureLayout:
+    check_ratio(height, width)
+    cut, slice_shape, factor = None, (0, 0), config.patch_size * options.merge_size
+    if options.max_slices > 1:
+        cut = slice_grid(height, width, max_slices=options.max_slices, side=config.side)
+    size = whole_size(height, width, side=config.side, factor=factor, enlarge=cut is None)
+    if cut is not None:
+        slice_shape = slice_size(height, width, cut, side=config.side, factor=factor)
+    return PictureLayout(modality, size, options.merge_size, config, cut, slice_shape)
 
 
 def _frame_size(
@@ -319,13 +413,20 @@ def _frame_size(
     )
 
 
-def _resized(picture: Pixels, size: tuple[int, int], config: PixelConfig) -> torch.Tensor:
-    if config.do_resize:
-        return resize(channels_first(picture), size, config)
-    kept = channels_first(picture).contiguous()
-    if kept.shape[-2] % config.factor or kept.shape[-1] % config.factor:
+def _kept(picture: torch.Tensor, config: PictureConfig) -> torch.Tensor:
+    """Return a picture as it is. Raises MediaError unless its sides fit the patches."""
+    assert isinstance(config, PixelConfig), "pictures with slices are resized"
+    if picture.shape[-2] % config.factor or picture.shape[-1] % config.factor:
         raise MediaError(f"sides must be multiples of {config.factor} pixels")
-    return kept
+    return picture.contiguous()
+
+
+def _cut(picture: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Cut `[3, height, width]` into `[rows * columns, 3, height / rows, width / columns]`."""
+    channels, height, width = picture.shape
+    height, width = height // rows, width // columns
+    cut = picture.view(channels, rows, height, columns, width).permute(1, 3, 0, 2, 4)
+    return cut.reshape(rows * columns, channels, height, width).contiguous()
 
 
 def filled(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
@@ -345,14 +446,13 @@ def content_hash(modality: Modality, pixels: torch.Tensor, grid: tuple[int, int,
         grid: (1, h, w) in patches.
     """
     assert pixels.dtype == torch.uint8 and pixels.is_contiguous()
-    fields = (
-        tagged("domain", _DOMAIN),
-        tagged("modality", modality),
-        tagged("dtype", "uint8"),
-        tagged("shape", ",".join(map(str, pixels.shape))),
-        tagged("grid", ",".join(map(str, grid))),
+    hasher = hasher_of(
+        _DOMAIN,
+        modality=modality,
+        dtype="uint8",
+        shape=",".join(map(str, pixels.shape)),
+        grid=",".join(map(str, grid)),
     )
-    hasher = blake3(b"".join(fields))
     # The pixels come last and the shape gives their length: no prefix and no copy is needed.
     hasher.update(pixels.numpy().reshape(-1).data)
     return hasher.digest()
@@ -367,100 +467,7 @@ def patch_hash(frames: Sequence[bytes], size: int) -> bytes:
         frames: at most `size` hashes; the last frame is repeated to fill the patch.
     """
     filled = [*frames, *[frames[-1]] * (size - len(frames))]
-    fields = (tagged("domain", _PATCH_DOMAIN), tagged("frames", b"".join(filled)))
-    return blake3(b"".join(fields)).digest()
-
-
-class PictureLayout(Protocol):
-    """Size and cut of all frames of a sampling."""
-
-    @property
-    def key(self) -> str:
-        """Everything that decides the pictures of a frame, besides the processor."""
-        ...
-
-    @property
-    def merge_size(self) -> int:
-        """Patches per side of one token."""
-        ...
-
-    def pictures(self, frame: Pixels) -> Pictures:
-        """Resize and cut one frame."""
-        ...
-
-    def hashes(self, pictures: Pictures) -> Hashes:
-        """Return the content hashes of a frame."""
-        ...
-
-    def spans(self, frames: Sequence[Hashes]) -> Hashes:
-        """Return the hashes of the spans of frames that belong together."""
-        ...
-
-
-L = TypeVar("L", bound=PictureLayout)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledFrames(Generic[L]):
-    """Frames of a video.
-
-    Attributes:
-        hashes: of all spans.
-        kept: places in the sampling of the decoded frames, ascending; None: these are all.
-        pictures: of those.
-    """
-
-    layout: L
-    hashes: Hashes
-    kept: Sequence[int] | None
-    pictures: list[Pictures]
-
-
-def sample(
-    video: Video, indices: Sequence[int], together: int, lay_out: Callable[[int, int], L]
-) -> SampledFrames[L]:
-    """Return frames; resize and hash each while later ones are decoded.
-
-    Nothing is decoded if the hashes of all frames are known. Otherwise frames are decoded unless
-    their spans are known and have their embeddings at hand: those that need pixels are decoded
-    once, with the new ones.
-
-    Args:
-        indices: of the frames, ascending.
-        together: frames of a span; their pixels are needed together.
-        lay_out: returns the layout of all frames from (height, width) of the first one.
-
-    Raises as `Video.frames` and `lay_out` do.
-    """
-    memory = video if isinstance(video, KnownVideo) else None
-    groups = [indices[at : at + together] for at in range(0, len(indices), together)]
-    kept: Sequence[int] = range(len(indices))
-    hashes: dict[int, Hashes] = {}
-    layout: L | None = None
-    size = memory.size(indices[0]) if memory is not None else None
-    if memory is not None and size is not None:
-        layout = lay_out(*size)
-        hashes = memory.hashes(layout.key)
-        kept = list(_places_to_decode(groups, together, layout, hashes, memory))
-    pictures: list[Pictures] = []
-    new_hashes: dict[int, Hashes] = {}
-    if kept:
-        wanted = [indices[place] for place in kept]
-        for index, frame in zip(wanted, video.frames(wanted), strict=True):
-            if layout is None:
-                size = frame.shape[0], frame.shape[1]
-                layout = lay_out(*size)
-            pictures.append(layout.pictures(frame))
-            new_hashes[index] = layout.hashes(pictures[-1])
-    assert layout is not None and size is not None
-    if memory is not None:
-        memory.count(shown=len(indices), known=len(indices) - len(kept))
-        if new_hashes:
-            memory.learn((indices[0], size), layout.key, new_hashes)
-    hashes = hashes | new_hashes
-    spans = [layout.spans([hashes[index] for index in group]) for group in groups]
-    some = kept if len(kept) < len(indices) else None
-    return SampledFrames(layout, tuple(digest for span in spans for digest in span), some, pictures)
+    return hasher_of(_PATCH_DOMAIN, frames=b"".join(filled)).digest()
 
 
 def _places_to_decode(

@@ -25,10 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import PIL
 import torch
-from blake3 import blake3
 from PIL import features
 
-from vlm_serve.preprocess.identity.keys import KEY_BYTES, tagged
+from vlm_serve.preprocess.identity.keys import KEY_BYTES, hasher_of
 from vlm_serve.preprocess.media.images import plugins, renderer
 from vlm_serve.preprocess.media.known_frames import FrameIndex, SizedIndex
 from vlm_serve.preprocess.media.limits import MediaLimits
@@ -76,7 +75,7 @@ def raw_digest(data: bytes | str | npt.NDArray[np.uint8]) -> bytes:
         shape, raw = "url", memoryview(data.encode("ascii"))
     else:
         shape, raw = "file", memoryview(data)
-    hasher = blake3(tagged("domain", _CONTENT_DOMAIN) + tagged("shape", shape))
+    hasher = hasher_of(_CONTENT_DOMAIN, shape=shape)
     hasher.update(raw)
     return hasher.digest()
 
@@ -91,15 +90,14 @@ def raw_key(
         options: all effective options (`options_key`).
         fingerprint: names the processors.
     """
-    fields = (
-        tagged("domain", _DOMAIN),
-        tagged("salt", cache_salt),
-        tagged("modality", modality),
-        tagged("options", options),
-        tagged("processors", fingerprint),
-        tagged("content", digest),
-    )
-    return blake3(b"".join(fields)).digest()
+    return hasher_of(
+        _DOMAIN,
+        salt=cache_salt,
+        modality=modality,
+        options=options,
+        processors=fingerprint,
+        content=digest,
+    ).digest()
 
 
 class RawIndex(SizedIndex[MediaRecord]):
@@ -110,23 +108,13 @@ class RawIndex(SizedIndex[MediaRecord]):
     """
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
+        super().__init__(max_bytes, self.cost)
         self.frames = FrameIndex(max_bytes)
 
     @staticmethod
     def cost(record: MediaRecord) -> int:
         """Return the bytes that an entry counts for."""
         return _ENTRY_BYTES + _HASH_BYTES * len(record.hashes)
-
-    def get(self, key: bytes) -> MediaRecord | None:
-        """Return the record of a key and mark it as most recently used; None if there is none."""
-        with self._lock:
-            return self._find(key)
-
-    def put(self, key: bytes, record: MediaRecord) -> None:
-        """Store a record, unless it is larger than the whole index."""
-        with self._lock:
-            self._keep(key, record, self.cost(record))
 
     def clear(self) -> None:
         """Remove all records, and all knowledge of frames."""
@@ -136,10 +124,8 @@ class RawIndex(SizedIndex[MediaRecord]):
 
 def decoding_path(limits: MediaLimits) -> bytes:
     """Return 32 bytes that name the decoders, the resize and the limits."""
-    fields = [tagged("domain", _PATH_DOMAIN)]
-    fields += [tagged(name, version) for name, version in sorted(libraries().items())]
-    fields += [tagged(name, str(getattr(limits, name))) for name in _LIMITS]
-    return blake3(b"".join(fields)).digest()
+    limiting = {name: str(getattr(limits, name)) for name in _LIMITS}
+    return hasher_of(_PATH_DOMAIN, **dict(sorted(libraries().items())), **limiting).digest()
 
 
 @cache
@@ -191,8 +177,7 @@ def upload_key(raw: bytes, path: bytes) -> bytes:
         raw: the upload's key (`raw_key`).
         path: names the decoders (`decoding_path`).
     """
-    fields = (tagged("domain", _RECORD_DOMAIN), tagged("raw", raw), tagged("path", path))
-    return blake3(b"".join(fields)).digest()
+    return hasher_of(_RECORD_DOMAIN, raw=raw, path=path).digest()
 
 
 def pack_record(record: MediaRecord) -> bytes:

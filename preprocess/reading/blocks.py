@@ -7,8 +7,8 @@ from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.reading.chat import read_tool_call
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
-from vlm_serve.preprocess.reading.parts import document, file_content, text_part
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
+from vlm_serve.preprocess.reading.parts import document, file_content
 from vlm_serve.preprocess.reading.values import list_of, object_of, text_of, unsupported
 from vlm_serve.preprocess.reading.vendor_tools import read_block_tools
 

@@ -12,6 +12,11 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which clients send an answer's reasoning and templates read it."""
 
 
+def text_part(text: str) -> dict[str, Any]:
+    """Return a text part as templates see it."""
+    return {"type": "text", "text": text}
+
+
 @dataclass(frozen=True, slots=True)
 class MediaPart:
     """One image or video as given in the request.
@@ -108,7 +113,7 @@ class Conversation:
         self, texts: Sequence[str], reasoning: str | None, calls: list[dict[str, Any]]
     ) -> None:
         """Append an earlier answer, with its calls as `read_tool_call` returns them."""
-        parts = [{"type": "text", "text": text} for text in texts]
+        parts = list(map(text_part, texts))
         content = parts if len(parts) > 1 else parts[0]["text"] if parts else None
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning is not None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError, UnsupportedFieldError
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, Modality
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, Modality, text_part
 from vlm_serve.preprocess.reading.data_url import read_data_url
 from vlm_serve.preprocess.reading.values import list_of, object_of, short_repr, text_of, unsupported
 
@@ -64,11 +64,6 @@ _REFUSED = frozenset(
         "total_pixels",
     }
 )
-
-
-def text_part(text: str) -> dict[str, Any]:
-    """Return a text part as templates see it."""
-    return {"type": "text", "text": text}
 
 
 def read_content(content: Any, where: str, conversation: Conversation) -> Any:
@@ -188,7 +183,7 @@ def file_content(data: str, name: str, where: str, conversation: Conversation) -
     if modality is not None:
         return conversation.medium(MediaPart(modality, url, {}, where, url_only=True))
     if kind.startswith("text/") or kind in _TEXTS:
-        return {"type": "text", "text": _text_of(url, where)}
+        return text_part(_text_of(url, where))
     if kind == "application/pdf":
         medium = MediaPart("image", url, {}, where, url_only=True, document=True)
         return conversation.medium(medium)
@@ -206,14 +201,10 @@ def document(inside: list[dict[str, Any]], named: Mapping[str, str]) -> list[dic
         named: what else is said of the document, such as its title, by tag.
     """
     head = "".join(f"<{name}>{text}</{name}>\n" for name, text in named.items())
-    parts = [
-        {"type": "text", "text": f"<document>\n{head}"},
-        *inside,
-        {"type": "text", "text": "\n</document>\n"},
-    ]
+    parts = [text_part(f"<document>\n{head}"), *inside, text_part("\n</document>\n")]
     if any(part["type"] != "text" for part in inside):
         return parts
-    return [{"type": "text", "text": "".join(part["text"] for part in parts)}]
+    return [text_part("".join(part["text"] for part in parts))]
 
 
 def _text_of(url: str, where: str) -> str:

@@ -16,8 +16,7 @@ from itertools import pairwise, takewhile
 from operator import itemgetter
 from typing import Any
 
-from vlm_serve.preprocess.reading.conversation import Conversation, Turn
-from vlm_serve.preprocess.reading.parts import text_part
+from vlm_serve.preprocess.reading.conversation import Conversation, Turn, text_part
 
 _Message = dict[str, Any]
 _Label = tuple[str | None, str | None]

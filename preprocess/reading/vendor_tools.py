@@ -60,49 +60,48 @@ _LINE_RANGE = {
 }
 
 
-def _editor(commands: Sequence[str]) -> dict[str, Any]:
+def _files(
+    required: Sequence[str], commands: Sequence[str], insert_line: str, **more: Any
+) -> dict[str, Any]:
+    """Return the input schema of a tool that edits files.
+
+    Args:
+        insert_line: describes the option of this name.
+        more: further options.
+    """
     return _object(
-        ("command", "path"),
+        required,
         command={"type": "string", "enum": list(commands)},
         path=_PATH,
         file_text=_text("For create: the content of the file."),
         old_str=_text("For str_replace: the text to replace."),
         new_str=_text("For str_replace: the new text."),
-        insert_line={
-            "type": "integer",
-            "description": "For insert: the number of the line behind which to insert; 0: at the "
-            "beginning.",
-        },
+        insert_line={"type": "integer", "description": insert_line},
         insert_text=_text("For insert: the text to insert."),
         view_range=_LINE_RANGE,
+        **more,
     )
 
 
+def _editor(*commands: str) -> tuple[str, dict[str, Any]]:
+    line = "For insert: the number of the line behind which to insert; 0: at the beginning."
+    schema = _files(("command", "path"), (*_EDITOR, *commands), line)
+    return "View, create and edit files.", schema
+
+
 _EDITOR = ("view", "create", "str_replace", "insert")
-_MEMORY = _object(
+_MEMORY = _files(
     ("command",),
-    command={"type": "string", "enum": [*_EDITOR, "delete", "rename"]},
-    path=_PATH,
-    file_text=_text("For create: the content of the file."),
-    old_str=_text("For str_replace: the text to replace."),
-    new_str=_text("For str_replace: the new text."),
-    insert_line={"type": "integer", "description": "For insert: the number of the line."},
-    insert_text=_text("For insert: the text to insert."),
-    view_range=_LINE_RANGE,
+    (*_EDITOR, "delete", "rename"),
+    "For insert: the number of the line.",
     old_path=_text("For rename: the present path."),
     new_path=_text("For rename: the new path."),
 )
 _CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bash_": ("Run a command in a shell that stays open between calls.", _BASH),
-    "text_editor_20241022": (
-        "View, create and edit files.",
-        _editor([*_EDITOR, "undo_edit"]),
-    ),
-    "text_editor_20250124": (
-        "View, create and edit files.",
-        _editor([*_EDITOR, "undo_edit"]),
-    ),
-    "text_editor_": ("View, create and edit files.", _editor(_EDITOR)),
+    "text_editor_20241022": _editor("undo_edit"),
+    "text_editor_20250124": _editor("undo_edit"),
+    "text_editor_": _editor(),
     "memory_": ("Keep notes in files under /memories, across conversations.", _MEMORY),
 }
 """Beginning of the type of a tool that the client runs -> its description and input schema."""

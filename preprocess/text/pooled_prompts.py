@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vlm_serve.errors import InvalidRequestError
+from vlm_serve.preprocess.reading.conversation import text_part
 
 Content = str | Sequence[Mapping[str, Any]]
 """A text, or parts of a message as in OpenAI's chat."""
@@ -33,7 +34,7 @@ def embedding_messages(content: Content, instruction: str | None = None) -> list
     if said and not unicodedata.category(said[-1]).startswith("P"):
         said += "."
     return [
-        {"role": "system", "content": [_text(said)]},
+        {"role": "system", "content": [text_part(said)]},
         {"role": "user", "content": _parts(content)},
     ]
 
@@ -48,10 +49,10 @@ def rerank_messages(
         instruction: what is asked of documents; None: the card's.
     """
     told = RERANK_INSTRUCTION if instruction is None else instruction
-    content = [_text(f"<Instruct>: {told}"), _text("<Query>:"), *_parts(query)]
-    content += [_text("\n<Document>:"), *_parts(document)]
+    content = [text_part(f"<Instruct>: {told}"), text_part("<Query>:"), *_parts(query)]
+    content += [text_part("\n<Document>:"), *_parts(document)]
     return [
-        {"role": "system", "content": [_text(_JUDGE)]},
+        {"role": "system", "content": [text_part(_JUDGE)]},
         {"role": "user", "content": content},
     ]
 
@@ -65,12 +66,8 @@ def contents_of(contents: Iterable[Content]) -> Iterable[Content]:
 
 def _parts(content: Content) -> list[dict[str, Any]]:
     if isinstance(content, str):
-        return [_text(content or _NOTHING)]
+        return [text_part(content or _NOTHING)]
     given: object = content
     if not isinstance(given, list | tuple) or not all(isinstance(x, Mapping) for x in given):
         raise InvalidRequestError("a content must be a text, or a list of parts of a message")
-    return [dict(part) for part in given] or [_text(_NOTHING)]
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
+    return [dict(part) for part in given] or [text_part(_NOTHING)]

@@ -31,7 +31,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
-from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
+from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
 from vlm_serve.preprocess.text.tokenizer import read_json
 
@@ -303,7 +303,6 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-Render = Callable[..., str]
 Message = dict[str, Any]
 NoContent = Literal["absent", "text", "none"]
 CallForm = Literal["qwen3_xml", "minicpm5", "hermes"]
@@ -368,12 +367,12 @@ class ContentForms:
         A single text part becomes a string if the prompt stays the same.
         """
         if isinstance(content, str):
-            return content if self.text else [_text(content)]
+            return content if self.text else [text_part(content)]
         several = len(content) > 1 or not self.alike
         if any(part["type"] != "text" for part in content) or (self.parts and several):
             return content
         joined = "\n".join(part["text"] for part in content)
-        return joined if self.text else [_text(joined)]
+        return joined if self.text else [text_part(joined)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,17 +439,13 @@ class TemplateTraits:
         return message | {"content": forms.fit(content)}
 
 
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
 def _without_content(message: Message, how: NoContent, forms: ContentForms) -> Message:
     rest = {key: value for key, value in message.items() if key != "content"}
     return rest if how == "absent" else rest | {"content": forms.fit("") if how == "text" else None}
 
 
 def find_traits(
-    render: Render, tree: jinja2.nodes.Template, variables: frozenset[str], source: str
+    render: Callable[..., str], tree: jinja2.nodes.Template, variables: frozenset[str], source: str
 ) -> TemplateTraits:
     """Probe what a template accepts.
 
@@ -460,23 +455,23 @@ def find_traits(
         variables: the names that it reads but does not set.
         source: its text, which decides where no tool call is rendered.
     """
+    shown = partial(_rendered, render)
     loops = _loops_over_content(tree)
-    user = _find_forms(render, loops, "user", [], [])
+    user = _find_forms(shown, loops, "user", [], [])
     question = {"role": "user", "content": user.fit("probe")}
-    answer = _find_forms(render, loops, "assistant", [question], [question])
-    no_content = _find_no_content(render, question, answer)
+    answer = _find_forms(shown, loops, "assistant", [question], [question])
+    no_content = _find_no_content(shown, question, answer)
     calling = _without_content({"role": "assistant", "tool_calls": [_CALL]}, no_content, answer)
-    system = _find_forms(render, loops, "system", [], [question])
+    system = _find_forms(shown, loops, "system", [], [question])
     first, second = ({"role": "system", "content": system.fit(w)} for w in (_FIRST, _SECOND))
     answered = {"role": "assistant", "content": answer.fit(_WHOLE)}
-    shown = partial(_rendered, render)
     return TemplateTraits(
         variables=variables,
         content={
             "system": system,
             "user": user,
             "assistant": answer,
-            "tool": _find_forms(render, loops, "tool", [question, calling], []),
+            "tool": _find_forms(shown, loops, "tool", [question, calling], []),
         },
         no_content=no_content,
         late_systems=_in_order(shown([first, question, answered, second, question])),
@@ -502,17 +497,17 @@ def _find_tool_form(text: str, source: str) -> CallForm:
 
 
 def _find_forms(
-    render: Render, loops: bool, role: str, before: list[Message], after: list[Message]
+    shown: Shown, loops: bool, role: str, before: list[Message], after: list[Message]
 ) -> ContentForms:
     """Find the content forms that work for a role's message between others."""
 
     def rendered(content: Any) -> str:
         message = {"role": role, "tool_call_id": _CALL["id"], "content": content}
         # Some templates write content in capitals.
-        return _rendered(render, [*before, message, *after]).lower()
+        return shown([*before, message, *after]).lower()
 
     # No template reads the key "probe": it shows up only if a part is printed as a Python object.
-    first, second = (_text(word) | {"probe": _WHOLE} for word in (_FIRST, _SECOND))
+    first, second = (text_part(word) | {"probe": _WHOLE} for word in (_FIRST, _SECOND))
     text, one, two = rendered(_FIRST), rendered([first]), rendered([first, second])
     shows_parts = 0 <= two.find(_FIRST) < two.find(_SECOND) and _WHOLE not in two
     if _FIRST in text or shows_parts or (_FIRST in one and _WHOLE not in one):
@@ -523,19 +518,19 @@ def _find_forms(
     return ContentForms(parts=loops or bool(text or two))
 
 
-def _find_no_content(render: Render, question: Message, forms: ContentForms) -> NoContent:
+def _find_no_content(shown: Shown, question: Message, forms: ContentForms) -> NoContent:
     """Find the way to write an answer without content that still renders its calls."""
     ways: tuple[NoContent, ...] = ("absent", "text", "none")
     for way in ways:
         answer = _without_content({"role": "assistant"}, way, forms)
-        called = _rendered(render, [question, answer | {"tool_calls": [_CALL]}])
-        plain = _rendered(render, [question, answer, question])
+        called = shown([question, answer | {"tool_calls": [_CALL]}])
+        plain = shown([question, answer, question])
         if _NAME in called and plain and "None" not in plain + called:
             return way
     return "text"
 
 
-def _rendered(render: Render, messages: list[Message], **options: Any) -> str:
+def _rendered(render: Callable[..., str], messages: list[Message], **options: Any) -> str:
     """Return the rendered text, "" if the template refuses the messages."""
     try:
         return render(messages, **options)

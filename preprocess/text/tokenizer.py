@@ -30,10 +30,6 @@ _MARGIN = 1.25
 MAX_CACHED_WORDS = 1000
 
 
-IdOf = Callable[[str], int | None]
-Known = Callable[[int], bool]
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file of the checkpoint; {} if there is no such file.
 
@@ -107,14 +103,45 @@ class Tokenizer:
         eos_token = self.special_names.get("eos_token", "")
         ids = map(self.token_to_id, (self.family.end_of_turn, eos_token))
         self.end_of_turn_ids = frozenset(token_id for token_id in ids if token_id is not None)
-        self.eos_ids = _find_ends(
-            eos_token,
-            self.family.end_of_turn,
-            read_json((generation or directory) / "generation_config.json"),
-            model_config,
-            id_of=self.token_to_id,
-            known=lambda token_id: self.id_to_token(token_id) is not None,
-        )
+        named = read_json((generation or directory) / "generation_config.json")
+        self.eos_ids = self._find_ends(eos_token, named, model_config)
+
+    def _find_ends(
+        self, eos_token: str, generation: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> frozenset[int]:
+        """Return the ids that end an answer: the tokenizer's own, and those of every config.
+
+        A checkpoint without generation_config.json may name in config.json only the end of a
+        document. Its tokenizer then names the end of a turn.
+
+        Args:
+            eos_token: the tokenizer's; "" if it names none: then the family's `end_of_turn` ends
+                too.
+            generation, config: contents of generation_config.json and config.json.
+
+        Raises CheckpointError for an unassigned id in the first file that names any.
+        """
+        eos_id = self.token_to_id(eos_token)
+        if eos_id is None:
+            eos_id = self.token_to_id(self.family.end_of_turn)
+        end_ids = set() if eos_id is None else {eos_id}
+        text_config = config.get("text_config")
+        inner = text_config.get("eos_token_id") if isinstance(text_config, dict) else None
+        given = [generation.get("eos_token_id"), config.get("eos_token_id"), inner]
+        decisive = next((value for value in given if value is not None), None)
+        for value in given:
+            for token_id in value if isinstance(value, list) else [value]:
+                if self._is_token(token_id):
+                    end_ids.add(token_id)
+                elif value is not None and value is decisive:
+                    raise CheckpointError(
+                        f"eos_token_id {token_id!r} is not a token of this checkpoint"
+                    )
+        return frozenset(end_ids)
+
+    def _is_token(self, token_id: Any) -> TypeGuard[int]:
+        whole = isinstance(token_id, int) and not isinstance(token_id, bool)
+        return whole and 0 <= token_id < 1 << 32 and self.id_to_token(token_id) is not None
 
     def encode(self, text: str) -> list[int]:
         """Encode text in which special tokens keep their meaning; add no tokens.
@@ -359,49 +386,3 @@ def special_names(*configs: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(content, str):
             names.setdefault(name, content)
     return names
-
-
-def _find_ends(
-    eos_token: str,
-    end_of_turn: str,
-    generation: Mapping[str, Any],
-    config: Mapping[str, Any],
-    *,
-    id_of: IdOf,
-    known: Known,
-) -> frozenset[int]:
-    """Return the ids that end an answer: the tokenizer's own, and those of every config.
-
-    A checkpoint without generation_config.json may name in config.json only the end of a document.
-    Its tokenizer then names the end of a turn.
-
-    Args:
-        eos_token: the tokenizer's; "" if it names none: then the family's `end_of_turn` ends too.
-        generation, config: contents of generation_config.json and config.json.
-        id_of: returns the id of a token.
-        known: returns True if a token has the id.
-
-    Raises CheckpointError for an unassigned id in the first file that names any.
-    """
-    eos_id = id_of(eos_token)
-    if eos_id is None:
-        eos_id = id_of(end_of_turn)
-    end_ids = set() if eos_id is None else {eos_id}
-    text_config = config.get("text_config")
-    inner = text_config.get("eos_token_id") if isinstance(text_config, dict) else None
-    given = [generation.get("eos_token_id"), config.get("eos_token_id"), inner]
-    decisive = next((value for value in given if value is not None), None)
-    for value in given:
-        for token_id in value if isinstance(value, list) else [value]:
-            if _is_token(token_id, known):
-                end_ids.add(token_id)
-            elif value is not None and value is decisive:
-                raise CheckpointError(
-                    f"eos_token_id {token_id!r} is not a token of this checkpoint"
-                )
-    return frozenset(end_ids)
-
-
-def _is_token(token_id: Any, known: Known) -> TypeGuard[int]:
-    whole = isinstance(token_id, int) and not isinstance(token_id, bool)
-    return whole and 0 <= token_id < 1 << 32 and known(token_id)

@@ -23,7 +23,7 @@ def arrival(boundary: int, *, exact_until: int | None = None) -> Arrival:
     """All that TEXT needs up to a boundary."""
     keys = {key_at(TEXT.keys, cut) for cut in TEXT.keys.cuts if cut <= boundary}
     exact = boundary if exact_until is None else exact_until
-    return Arrival(boundary, frozenset(keys), True, exact)
+    return Arrival(boundary, dict.fromkeys(keys, b""), b"", exact)
 
 
 def fill(world: World, boundary: int) -> tuple[list[Destinations], Callable[[Destinations], None]]:
@@ -80,8 +80,8 @@ def test_nothing_is_published_if_something_is_missing() -> None:
     _, write = fill(world, 32)
     complete = arrival(32)
     for lacking in [
-        replace(complete, state=False),
-        replace(complete, kv=complete.kv - {TEXT.keys.block_keys[3]}),
+        replace(complete, state=None),
+        replace(complete, kv={key: b"" for key in complete.kv if key != TEXT.keys.block_keys[3]}),
     ]:
         assert not adopt(world.cache, TEXT.keys, lacking, write)
         world.cache.check()

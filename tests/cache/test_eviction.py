@@ -6,7 +6,7 @@ import pytest
 from cache_texts import END_OF_TURN, Image, Text
 from cache_world import World, listed, make_world
 
-from vlm_serve.cache.candidates import LruPolicy, Use, ValuePolicy, make_policy
+from vlm_serve.cache.candidates import EvictionPolicy
 
 
 def numbers(count: int, first: int = 10) -> list[int]:
@@ -203,11 +203,11 @@ def test_reuse_raises_the_value() -> None:
 
 
 def test_old_value_gives_way_in_the_end() -> None:
-    policy = ValuePolicy()
-    once = policy.value(Use(0, policy.age, saved_tokens=1000, reuse=3, num_bytes=10))
+    policy = EvictionPolicy("value")
+    once = policy.value(0, policy.age, worth=1000 * 3, num_bytes=10)
     for _ in range(31):
-        policy.evicted(policy.value(Use(0, policy.age, saved_tokens=100, reuse=1, num_bytes=10)))
-    fresh = policy.value(Use(0, policy.age, saved_tokens=1, reuse=1, num_bytes=10))
+        policy.evicted(policy.value(0, policy.age, worth=100, num_bytes=10))
+    fresh = policy.value(0, policy.age, worth=1, num_bytes=10)
     assert once == 300 < fresh
     age = policy.age
     policy.evicted(5.0)
@@ -215,12 +215,10 @@ def test_old_value_gives_way_in_the_end() -> None:
 
 
 def test_policies_by_name() -> None:
-    assert isinstance(make_policy("value"), ValuePolicy)
-    lru = make_policy("lru")
-    assert isinstance(lru, LruPolicy)
-    lru.evicted(7.0)
-    use = Use(last_used=3, credit=9.0, saved_tokens=99, reuse=9, num_bytes=1)
-    assert (lru.age, lru.value(use)) == (0.0, 3.0)
+    by_use, by_value = (EvictionPolicy("lru"), (0.0, 3.0)), (EvictionPolicy("value"), (7.0, 900.0))
+    for policy, outcome in (by_use, by_value):
+        policy.evicted(7.0)
+        assert (policy.age, policy.value(3, 9.0, 99 * 9, 1)) == outcome
 
 
 @pytest.mark.parametrize("policy", ["lru", "value"])

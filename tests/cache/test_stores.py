@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 
 import pytest
-from tier_entries import ORIGIN, entry, get, locate, sealed
+from tier_entries import ORIGIN, StackInCaller, entry, get, locate, sealed
 
 from vlm_serve.cache.tiers.entry import EntryId, Origin, Sealed, seal
 from vlm_serve.cache.tiers.host import HostStore
@@ -45,6 +45,10 @@ class SharedStore(HostStore):
         await self._begin("put")
         return await super().put(entries)
 
+    async def discard(self, ids: Collection[EntryId]) -> None:
+        """Leave other servers' entries where they are."""
+        self.calls.append("discard")
+
     async def _begin(self, call: str) -> None:
         self.calls.append(call)
         self.threads.add(threading.get_ident())
@@ -77,7 +81,7 @@ def test_what_one_store_gives_up_moves_on_to_the_next() -> None:
     stores = [HostStore(2 * SIZE), SharedStore(3 * SIZE), SharedStore(SIZE)]
     for store, name in zip(stores, "abc", strict=True):
         store.name = name
-    tiers = TierStack(ORIGIN, stores, background=False)
+    tiers = StackInCaller(ORIGIN, stores)
     for number in range(7):
         tiers.put(entry(number))
     assert locate(tiers, *range(7)) == [None, "c", "b", "b", "b", "a", "a"]
@@ -168,13 +172,13 @@ def test_foreign_and_damaged_entries_are_misses_and_stay(
         assert locate(tiers, number) == ["shared"]
         assert get(tiers, number) is None
         assert not tiers.holds(entry(number).id), "it is written again when it is evicted"
-    assert tiers.counts["bad"] == 3
+    assert tiers.counts["bad"] == 3 and shared.calls.count("discard") == 3
     assert tiers.submit(shared.contains(bad)).result() == bad.keys(), "nobody's to delete"
 
 
 def test_a_bad_entry_of_our_own_is_removed() -> None:
     host = HostStore(1 << 20)
-    tiers = TierStack(ORIGIN, [host], background=False)
+    tiers = StackInCaller(ORIGIN, [host])
     tiers.submit(host.put({entry(0).id: next(iter(sealed(1).values()))})).result()
     assert get(tiers, 0) is None and len(host) == 0
     tiers.close()

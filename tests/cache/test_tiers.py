@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tier_entries import ORIGIN, entry, get, locate, sealed
+from tier_entries import ORIGIN, StackInCaller, entry, get, locate, sealed
 
 from vlm_serve.cache.tiers.disk import FILE_NAME, DiskStore
 from vlm_serve.cache.tiers.entry import (
@@ -37,7 +37,7 @@ def stack(folder: Path | None = None, *, host: int = 0, disk: int = 1 << 20) -> 
     stores: list[Store] = [HostStore(host)] if host else []
     if folder is not None:
         stores.append(DiskStore(folder, disk))
-    return TierStack(ORIGIN, stores, background=False)
+    return StackInCaller(ORIGIN, stores)
 
 
 # What is stored
@@ -255,7 +255,7 @@ def test_a_full_disk_is_told_once_and_costs_the_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = DiskStore(tmp_path, 1 << 20)
-    tiers = TierStack(ORIGIN, [disk], background=False)
+    tiers = StackInCaller(ORIGIN, [disk])
     tiers.put(entry(1))
     connection = disk._connection
     pages = connection.execute("PRAGMA page_count").fetchone()[0]
@@ -276,13 +276,13 @@ def test_a_full_disk_is_told_once_and_costs_the_batch(
 def test_parts_of_a_split_model_share_a_file_and_no_entry(tmp_path: Path) -> None:
     origins = [Origin(ORIGIN.model, rank, world) for rank, world in ((0, 1), (0, 2), (1, 2))]
     for index, origin in enumerate(origins):
-        tiers = TierStack(origin, [DiskStore(tmp_path, 1 << 20)], background=False)
+        tiers = StackInCaller(origin, [DiskStore(tmp_path, 1 << 20)])
         entry_id = origin.id(Kind.KV, bytes(32))
         assert not tiers.holds(entry_id)
         tiers.put(Entry(entry_id, 16, True, "", bytes([index])))
         tiers.close()
     for index, origin in enumerate(origins):
-        tiers = TierStack(origin, [DiskStore(tmp_path, 1 << 20)], background=False)
+        tiers = StackInCaller(origin, [DiskStore(tmp_path, 1 << 20)])
         entry_id = origin.id(Kind.KV, bytes(32))
         found = tiers.submit(tiers.get([entry_id])).result()
         assert found[entry_id].payload == bytes([index]) and not tiers.counts["bad"]
@@ -343,7 +343,7 @@ def test_a_killed_process_loses_the_batch_under_way_at_most(tmp_path: Path, batc
         writer.send_signal(signal.SIGKILL)
         last = max([last, *(int(line) for line in writer.stdout.readlines())])
     disk = DiskStore(tmp_path, 1 << 30)
-    tiers = TierStack(ORIGIN, [disk], background=False)
+    tiers = StackInCaller(ORIGIN, [disk])
     assert last + 1 <= len(disk) <= last + 4
     for number in range(last + 1):
         found = get(tiers, number)
@@ -357,9 +357,7 @@ def test_a_killed_process_loses_the_batch_under_way_at_most(tmp_path: Path, batc
 def test_a_wrong_entry_is_replaced_by_a_right_one(tmp_path: Path) -> None:
     """Putting it is not enough: a store keeps what it has."""
     for host, disk in ((0, 1 << 20), (1 << 20, 1 << 20)):
-        tiers = TierStack(
-            ORIGIN, [HostStore(host), DiskStore(tmp_path / str(host), disk)], background=True
-        )
+        tiers = TierStack(ORIGIN, [HostStore(host), DiskStore(tmp_path / str(host), disk)])
         wrong, right = entry(1), replace(entry(2), id=entry(1).id)
         tiers.put(wrong)
         assert tiers.drain(10)

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from tier_entries import StackInCaller
 
 from vlm_serve.cache.tiers.entry import Entry, EntryId, Kind, Origin
 from vlm_serve.cache.tiers.host import HostStore
@@ -34,7 +35,7 @@ def following(*numbers: int) -> list[tuple[bytes, int]]:
 
 @pytest.fixture
 def stack() -> Iterator[TierStack]:
-    made = TierStack(Origin(bytes(32)), [HostStore(1 << 20)], background=False)
+    made = StackInCaller(Origin(bytes(32)), [HostStore(1 << 20)])
     yield made
     made.close()
 

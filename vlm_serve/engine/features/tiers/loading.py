@@ -21,7 +21,7 @@ from vlm_serve.cache.tiers.disk import DiskStore
 from vlm_serve.cache.tiers.down import TierSaver
 from vlm_serve.cache.tiers.entry import Kind, Origin
 from vlm_serve.cache.tiers.host import HostStore
-from vlm_serve.cache.tiers.sharing import POLICIES, Sharer, SharingPolicy
+from vlm_serve.cache.tiers.sharing import POLICIES, Sharer
 from vlm_serve.cache.tiers.stack import TierStack
 from vlm_serve.cache.tiers.store import Store
 from vlm_serve.cache.tiers.transfer import Transfer
@@ -94,9 +94,15 @@ def make_tiers(
     if shared is not None:
         bandwidth = config.shared_store_write_bandwidth
         assert isinstance(bandwidth, int)
-        sharing = SharingPolicy(POLICIES[config.shared_store_write], not promised, bandwidth)
-        has_state = cache.config.has_state
-        sharer = Sharer(stack, shared, transfer, sharing, has_state=has_state)
+        sharer = Sharer(
+            stack,
+            shared,
+            transfer,
+            kinds=POLICIES[config.shared_store_write],
+            exact_only=not promised,
+            bandwidth=bandwidth,
+            has_state=cache.config.has_state,
+        )
         sharer.listen(cache.events)
         stack.share = sharer.offer
     return Tiers(stack, saver, TierFetcher(cache, stack, transfer), sharer)
