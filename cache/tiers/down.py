@@ -30,6 +30,7 @@ class TierSaver:
         self._transfer = transfer
         self._config = config
         self._wait_seconds = 0.0
+        self._silent = False
 
     def listen(self, events: CacheEvents) -> None:
         """Start saving evicted entries."""
@@ -37,14 +38,13 @@ class TierSaver:
         events.snapshot_evicted.subscribe(self._put_snapshot)
 
     @contextmanager
-    def silenced(self, events: CacheEvents) -> Iterator[None]:
+    def silenced(self) -> Iterator[None]:
         """Drop entries evicted within the block."""
-        events.node_evicted.unsubscribe(self._put_node)
-        events.snapshot_evicted.unsubscribe(self._put_snapshot)
+        self._silent = True
         try:
             yield
         finally:
-            self.listen(events)
+            self._silent = False
 
     def save(self, node: Node, wait_seconds: float) -> None:
         """Save a copy of a node and its snapshot at shutdown. Never raises; waits for space in the
@@ -73,6 +73,8 @@ class TierSaver:
 
     def _put(self, kind: Kind, key: bytes, source: Node | Snapshot) -> None:
         """Hand an entry to the tiers. One that has it is told that it was in use until now."""
+        if self._silent:
+            return
         entry_id = self._stack.origin.id(kind, key)
         if self._stack.holds(entry_id):
             self._stack.touch(entry_id)

@@ -185,6 +185,17 @@ def test_policies_write_what_they_say(dense: Path, store: StoreServer) -> None:
     assert 0 < written["media"] < written["stable"] < written["all"]
 
 
+def test_a_flush_has_nothing_read_for_tiers_that_are_not_there(
+    dense: Path, store: StoreServer
+) -> None:
+    """The store gets entries when they are written; what the device evicts is read for no one."""
+    with open_pipeline(dense, store) as pipe:
+        engine = pipe.engine
+        listeners = engine.call(lambda: engine._cache.events.node_evicted.subscribers)
+        engine.flush()
+        assert engine.call(lambda: engine._cache.events.node_evicted.subscribers) == listeners
+
+
 def test_a_flush_is_one_for_the_store_too(dense: Path, store: StoreServer) -> None:
     with open_pipeline(dense, store) as first, open_pipeline(dense, store) as second:
         cold = ask(first)

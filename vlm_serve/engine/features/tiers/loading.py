@@ -184,7 +184,7 @@ class TierLoading:
         if self._tiers is None:
             self._cache.flush()
             return None
-        with self._tiers.saver.silenced(self._cache.events):
+        with self._tiers.saver.silenced():
             self._cache.flush()
         self._tiers.fetcher.forget()
         if self._tiers.sharer is not None:
