@@ -334,3 +334,10 @@ def test_a_digest_of_many_replicas_takes_some_megabytes() -> None:
 def test_it_needs_neither_torch_nor_ray() -> None:
     code = "import sys, vlm_serve.routing.router; assert not {'torch', 'ray'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_work_and_its_scale_belong_together_after_a_long_time() -> None:
+    loads = Loads(10.0)
+    loads.sent("a", b"", 1e6, 0.0)
+    works, growth = loads.works(501.0)
+    assert works["a"] / growth < 1e-12, "what was sent 50 time constants ago counts"

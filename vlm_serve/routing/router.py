@@ -372,7 +372,8 @@ class Loads:
 
     def works(self, now: float) -> tuple[dict[str, float], float]:
         """Return recent tokens by replica, read-only, and their scale factor."""
-        return self._work, self._growth(now)
+        growth = self._growth(now)  # it may scale all work anew
+        return self._work, growth
 
     def _growth(self, now: float) -> float:
         age = (now - self._since) / self._memory_seconds
