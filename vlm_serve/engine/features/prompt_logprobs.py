@@ -16,7 +16,6 @@ from vlm_serve.cache.records import LogprobRows
 from vlm_serve.engine.core.hooks import Admission, Needs, StepRecords, StepRow
 from vlm_serve.engine.requests.outputs import Delta, PromptLogprobs
 from vlm_serve.engine.requests.plan import Slice, StepOutput
-from vlm_serve.engine.requests.request import Request
 from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 
 
@@ -105,10 +104,6 @@ class LogprobReports:
     def __init__(self, most: int) -> None:
         self._most = self._left = most
         self._logs: dict[SequenceGroup, PromptLog] = {}
-
-    @staticmethod
-    def concerns(request: Request) -> bool:
-        return request.params.prompt_logprobs is not None
 
     def on_added(self, group: SequenceGroup) -> None:
         params = group.request.params

@@ -20,7 +20,6 @@ from vlm_serve.cache.prefix_cache import PrefixCache
 from vlm_serve.engine.core.hooks import Admission, Needs, StepRecords, StepRow
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.plan import StepOutput
-from vlm_serve.engine.requests.request import Request
 from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 
 Gaps = tuple[tuple[int, int], ...]
@@ -101,10 +100,6 @@ class ExpertReports:
         self._cache = cache
         self._complete = complete
         self._logs: dict[int, ExpertLog] = {}
-
-    @staticmethod
-    def concerns(request: Request) -> bool:
-        return request.params.return_routed_experts
 
     def on_added(self, group: SequenceGroup) -> None:
         self._logs.update({sequence.number: ExpertLog() for sequence in group.sequences})

@@ -122,8 +122,12 @@ TABLE = (
     FeatureRow("endings", _endings),
     FeatureRow("fetching", _fetching),
     FeatureRow("drafts", _drafts),
-    FeatureRow("experts", _experts, concerns=ExpertReports.concerns),
-    FeatureRow("log-probabilities", _logprobs, concerns=LogprobReports.concerns),
+    FeatureRow("experts", _experts, concerns=lambda request: request.params.return_routed_experts),
+    FeatureRow(
+        "log-probabilities",
+        _logprobs,
+        concerns=lambda request: request.params.prompt_logprobs is not None,
+    ),
     # Whoever may start gets its adapter loaded, so nothing else may refuse it behind this.
     FeatureRow(
         "adapters", _adapters, concerns=lambda request: request.adapter is not None, commutes=False
