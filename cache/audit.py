@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from vlm_serve.cache.ledger import Ledger, is_unit
 from vlm_serve.cache.logprobs import check_rows
+from vlm_serve.cache.node_table import NOBODY
 from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.records import NO_MEDIA, Block, Lease, LeaseState, Node, Snapshot
 from vlm_serve.cache.suspension import Suspended
@@ -91,6 +92,7 @@ def audit(books: AuditedState, wanted: Callable[[], bool]) -> bool:
 def _check_trie(ledger: Ledger, nodes: list[Node]) -> None:
     trie, size = ledger.trie, ledger.config.block_size
     assert trie.num_nodes == len(nodes), "invariant 4: node count is wrong"
+    assert len({node.slot for node in nodes}) == len(nodes), "invariant 4: two nodes count as one"
     assert all(root.children for root in trie.roots.values()), "invariant 4: a root without nodes"
     for key, root in trie.roots.items():
         assert root.key == key and root.depth == 0 and root.end == 0, "invariant 4: broken root"
@@ -98,10 +100,21 @@ def _check_trie(ledger: Ledger, nodes: list[Node]) -> None:
     for node in nodes:
         parent = node.parent
         assert parent.children.get(node.key) is node, "invariant 4: parent does not name its child"
+        assert trie.nodes.get(node.key) is node, "invariant 4: the index does not name a node"
         assert node.depth == parent.depth + 1, "invariant 4: depth is not the parent's plus one"
         assert 1 <= node.num_tokens <= size, "invariant 4: a node covers at most one block"
         assert node.end == parent.end + node.num_tokens, "invariant 4: end is wrong"
         assert parent.end % size == 0, "invariant 4: a tail is not a leaf"
+        assert not node.exact or not isinstance(parent, Node) or parent.exact, (
+            "invariant 4: exact behind what is not"
+        )
+        columns = ledger.nodes
+        assert node.table is columns and node.slot != NOBODY, "invariant 4: a node without counters"
+        assert columns.blocks[node.slot] == node.block.id, "invariant 4: a column is out of date"
+        assert columns.answered[node.slot] == node.answered, "invariant 4: a column is out of date"
+        assert columns.has_snapshot[node.slot] == (node.snapshot is not None), (
+            "invariant 5: the column of snapshots is out of date"
+        )
         if node.media_offset != NO_MEDIA:
             media[parent.key, node.media_offset] += 1
     assert dict(media) == trie.media_starts, "invariant 4: media starts are wrong"

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vlm_serve.cache.candidates import EvictionPolicy, LazyHeap, Priority
 from vlm_serve.cache.events import CacheEvents
 from vlm_serve.cache.logprobs import RowKeeper
+from vlm_serve.cache.node_table import NodeTable
 from vlm_serve.cache.pools import BlockPool, RowPool, RowState
 from vlm_serve.cache.records import Block, Node, Snapshot
 from vlm_serve.cache.trie import Trie
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from vlm_serve.cache.config import CacheConfig
 
 WORTHLESS, VALUED = 0, 1
@@ -54,6 +59,7 @@ class Ledger:
     """State shared by the parts of the cache.
 
     Attributes:
+        nodes: counters of the trie's nodes.
         units: blocks whose nodes are all unpinned leaves: evicting one frees it.
         spare_snapshots: READY and unpinned snapshots.
         expert_bytes: size of all routed expert rows.
@@ -70,6 +76,7 @@ class Ledger:
         self.blocks = BlockPool(config.num_blocks, events.block_freed.publish)
         self.rows = RowPool(config.num_rows, config.num_live_rows, events.row_freed.publish)
         self.trie = Trie(config.block_size)
+        self.nodes = NodeTable()
         self.units: LazyHeap[Block] = LazyHeap()
         self.spare_snapshots: LazyHeap[Snapshot] = LazyHeap()
         self.block_policy = EvictionPolicy(config.policy)
@@ -87,43 +94,51 @@ class Ledger:
     # Pins
 
     def pin(self, node: Node) -> None:
-        node.pins += 1
+        self.nodes.pins[node.slot] += 1
         self.blocks.harden(node.block)
         self.units.discard(node.block)
-        self._pins_changed(node)
+        self._path_changed((node,))
 
     def unpin(self, node: Node) -> None:
         assert node.pins > 0, "a node was unpinned twice"
-        node.pins -= 1
+        self.nodes.pins[node.slot] -= 1
         self.let_go(node.block)
-        self._pins_changed(node)
+        self._path_changed((node,))
 
-    def _pins_changed(self, node: Node) -> None:
-        if node.logprobs is not None:
-            self.logprobs.refresh(node)
-        self.used(node)
+    def hold_path(self, path: Sequence[Node], *, pins: int = 0, parked: int = 0) -> None:
+        """Change the pins of a path from the root on: `pins` of running requests and `parked` ones
+        of suspended requests are added to each node's."""
+        if not path:
+            return
+        nodes, slots = self.nodes, self.nodes.slots(path)
+        nodes.pins[slots] += pins
+        nodes.parked[slots] += parked
+        assert not np.any(nodes.pins[slots] < 0), "a node was unpinned twice"
+        self.blocks.hold_path(nodes.blocks[slots], hard=pins, soft=parked)
+        # All but the last one have a child on the path, so their blocks are no candidates.
+        self.refresh_unit(path[-1].block)
+        self._path_changed(path)
+
+    def use_path(self, path: Sequence[Node], now: int, *, hits: int = 1) -> None:
+        """Count a use of distinct nodes at `now`, which adds `hits` to their hits."""
+        self.nodes.use(self.nodes.slots(path), now, self.block_policy.age, hits)
+        if hits:
+            self._path_changed(path)
+
+    def _path_changed(self, path: Iterable[Node]) -> None:
+        """Record that the pins or hits of nodes have changed."""
+        if self.logprobs.num_bytes:
+            for node in path:
+                if node.logprobs is not None:
+                    self.logprobs.refresh(node)
+        if self.events.node_used.subscribers:
+            for node in path:
+                self.events.node_used.publish(node)
 
     def let_go(self, block: Block) -> None:
         """Release a running request's hold on a block."""
         self.blocks.loosen(block)
         self.refresh_unit(block)
-
-    def park(self, node: Node) -> None:
-        """Turn a running request's pin into a suspended one's."""
-        node.pins -= 1
-        node.parked += 1
-        self.blocks.park(node.block)
-        self._pins_changed(node)
-
-    def unpark(self, node: Node) -> None:
-        node.parked -= 1
-        node.pins += 1
-        self.blocks.unpark(node.block)
-        self._pins_changed(node)
-
-    def drop_parked(self, node: Node) -> None:
-        node.parked -= 1
-        self.drop_parked_block(node.block)
 
     def drop_parked_block(self, block: Block) -> None:
         self.blocks.drop_parked(block)
@@ -151,10 +166,6 @@ class Ledger:
         self._counter += 1
         return self._counter
 
-    def touch(self, node: Node, now: int) -> None:
-        node.last_used = now
-        node.credit = self.block_policy.age
-
     def touch_snapshot(self, snapshot: Snapshot, now: int) -> None:
         snapshot.last_used = now
         snapshot.credit = self.row_policy.age
@@ -175,11 +186,13 @@ class Ledger:
         """Publish a node on a block that a running request holds."""
         self.additions += 1
         self.trie.insert(node)
+        node.table, node.slot = self.nodes, self.nodes.add(node.block.id, node.answered)
         self.blocks.attach(node.block, node)
         if isinstance(node.parent, Node):
             self.units.discard(node.parent.block)
         self.evicted_nodes.discard(node.key)
-        self.touch(node, self._counter)
+        self.nodes.last_used[node.slot] = self._counter
+        self.nodes.credit[node.slot] = self.block_policy.age
         if self.events.node_added.subscribers:
             self.events.node_added.publish(node)
 
@@ -197,6 +210,7 @@ class Ledger:
         if node.logprobs is not None:
             self.logprobs.drop(node)
         self.trie.remove(node)
+        self.nodes.remove(node)
         self.blocks.detach(node.block, node)
         self.refresh_unit(node.block)
         if isinstance(node.parent, Node):
@@ -209,6 +223,7 @@ class Ledger:
         self.rows.change(snapshot.row, RowState.RESERVED, RowState.READY)
         snapshot.node = node
         node.snapshot = snapshot
+        self.nodes.has_snapshot[node.slot] = True
         self.evicted_snapshots.discard(node.key)
         self.touch_snapshot(snapshot, self._counter)
         self.refresh_snapshot(snapshot)
@@ -241,6 +256,7 @@ class Ledger:
         self.spare_snapshots.discard(snapshot)
         snapshot.node = None
         node.snapshot = None
+        self.nodes.has_snapshot[node.slot] = False
         self.refresh_unit(node.block)
         self.used(node)
 

@@ -15,7 +15,7 @@ from vlm_serve.cache.records import NO_MEDIA, MediaStart
 if TYPE_CHECKING:
     from vlm_serve.cache.ledger import Ledger
     from vlm_serve.cache.logprobs import RowPiece
-    from vlm_serve.cache.records import Branch, Node, Snapshot
+    from vlm_serve.cache.records import Node, Snapshot
     from vlm_serve.cache.trie import Trie
     from vlm_serve.preprocess.identity.keys import PromptKeys
 
@@ -73,22 +73,6 @@ class Boundaries:
     usable: int = 0
     tail: Node | None = None
     snapshot: Snapshot | None = None
-
-
-def walk(root: Branch | None, keys: PromptKeys, depth: int | None = None) -> list[Node]:
-    """Return the full nodes from the root on, as deep as the prompt's keys match: at most `depth`
-    of them."""
-    path: list[Node] = []
-    branch = root
-    if branch is None:
-        return path
-    for key in keys.block_keys if depth is None else keys.block_keys[:depth]:
-        node = branch.children.get(key)
-        if node is None:
-            break
-        path.append(node)
-        branch = node
-    return path
 
 
 def find_boundaries(

@@ -5,10 +5,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from vlm_serve.cache.records import Block, Node
+import numpy as np
+
+from vlm_serve.cache.records import Block, Holds, Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy.typing as npt
 
 
 class BlockPool:
@@ -21,7 +25,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, on_free: Callable[[int], None] | None = None) -> None:
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._holds = holds = Holds(num_blocks)
+        self.blocks = [Block(block_id, holds) for block_id in range(num_blocks)]
         self.num_reclaimable = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._on_free = on_free
@@ -40,19 +45,19 @@ class BlockPool:
     def take(self) -> Block:
         """Return a free block, held once by a running request."""
         block = self.blocks[self._free.pop()]
-        block.hard = 1
+        self._holds.hard[block.id] = 1
         return block
 
     def harden(self, block: Block) -> None:
         """Add a running request's hold on the block, or its pin of a node there."""
         if block.hard == 0 and (block.soft or block.nodes):
             self.num_reclaimable -= 1
-        block.hard += 1
+        self._holds.hard[block.id] += 1
 
     def loosen(self, block: Block) -> None:
         """Remove a running request's hold; the block is freed if nothing else holds it."""
         assert block.hard > 0, f"block {block.id} let go twice"
-        block.hard -= 1
+        self._holds.hard[block.id] -= 1
         if block.hard == 0:
             if block.soft or block.nodes:
                 self.num_reclaimable += 1
@@ -61,20 +66,33 @@ class BlockPool:
 
     def park(self, block: Block) -> None:
         """Turn a running request's hold into a suspended one's."""
-        block.soft += 1
+        self._holds.soft[block.id] += 1
         self.loosen(block)
 
     def unpark(self, block: Block) -> None:
         """Turn a suspended request's hold into a running one's."""
         assert block.soft > 0, f"block {block.id} is not parked"
         self.harden(block)
-        block.soft -= 1
+        self._holds.soft[block.id] -= 1
 
     def drop_parked(self, block: Block) -> None:
         """Remove a suspended request's hold."""
         assert block.soft > 0, f"block {block.id} let go twice"
-        block.soft -= 1
+        self._holds.soft[block.id] -= 1
         self._settle(block)
+
+    def hold_path(self, blocks: npt.NDArray[np.int32], *, hard: int, soft: int) -> None:
+        """Change the holds of a path's blocks, which its nodes keep from being freed.
+
+        Args:
+            blocks: their ids, each once.
+            hard, soft: added to the holds of running and of suspended requests.
+        """
+        holds = self._holds
+        before = np.count_nonzero(holds.hard[blocks] == 0)
+        holds.hard[blocks] += hard
+        holds.soft[blocks] += soft
+        self.num_reclaimable += int(np.count_nonzero(holds.hard[blocks] == 0) - before)
 
     def attach(self, block: Block, node: Node) -> None:
         """Record a node published on a block that a running request holds."""

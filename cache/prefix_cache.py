@@ -10,6 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vlm_serve.cache.answer_ends import AnswerEnds
 from vlm_serve.cache.audit import AuditedState, audit
 from vlm_serve.cache.config import CacheConfig
@@ -19,7 +21,7 @@ from vlm_serve.cache.experts import ExpertPiece, cached_rows, record, seed
 from vlm_serve.cache.ledger import Ledger
 from vlm_serve.cache.listing import CacheUsage, usage
 from vlm_serve.cache.logprobs import RowPiece, WantedRows, keep, kept_rows
-from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, miss_reason, walk
+from vlm_serve.cache.matching import Boundaries, Match, find_boundaries, miss_reason
 from vlm_serve.cache.placement import Places
 from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.publishing import LeftState, Publisher, give_row
@@ -31,6 +33,7 @@ from vlm_serve.cache.timed_pins import TimedPins
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from vlm_serve.cache.node_table import Slots
     from vlm_serve.cache.tiers.entry import Origin
     from vlm_serve.preprocess.identity.keys import PromptKeys
 
@@ -111,8 +114,11 @@ class PrefixCache:
             free = bounds.usable
             bounds = self._boundaries(path, keys, limit, complete_experts=complete_experts)
             reason = "prompt_logprobs" if bounds.usable < free else reason
-        used = [*path, bounds.tail] if bounds.tail is not None else path
-        exact = bounds.snapshot is None or bounds.snapshot.exact
+        slots = ledger.nodes.slots(path)
+        # Nothing exact is published behind an inexact node.
+        exact = all(
+            part is None or part.exact for part in (*path[-1:], bounds.tail, bounds.snapshot)
+        )
         gain = self.config.min_snapshot_gain * self.config.block_size
         missing = len(path) < blocks
         return Match(
@@ -121,9 +127,9 @@ class PrefixCache:
             kv_tokens=len(path) * self.config.block_size,
             state_boundary=bounds.state,
             snapshot=bounds.snapshot,
-            exact=exact and all(node.exact for node in used),
+            exact=exact,
             reason=reason,
-            blocks=tuple([node.block.id for node in path]),
+            blocks=tuple(ledger.nodes.blocks[slots].tolist()),
             junction=self.config.has_state and bounds.kv - bounds.state >= gain,
             limit=limit,
             logprobs=kept,
@@ -132,17 +138,17 @@ class PrefixCache:
             pending_key=keys.block_keys[len(path)] if missing else None,
             version=ledger.version,
             root=keys.root,
-            answered=self._answered(path, bounds),
+            answered=self._answered(path, slots, bounds),
         )
 
-    def _answered(self, path: list[Node], bounds: Boundaries) -> int:
+    def _answered(self, path: list[Node], slots: Slots, bounds: Boundaries) -> int:
         """Return how many tokens up to the usable boundary the model generated."""
-        used = path[: bounds.usable // self.config.block_size]
+        used = slots[: bounds.usable // self.config.block_size]
         tail = 0 if bounds.tail is None else bounds.tail.answered
         if bounds.tail is None and bounds.usable % self.config.block_size:
             node = path[len(used)]
             tail = max(0, node.answered - (node.end - bounds.usable))
-        return sum(node.answered for node in used) + tail
+        return int(self.ledger.nodes.answered[used].sum()) + tail
 
     def record(
         self,
@@ -230,24 +236,17 @@ class PrefixCache:
 
     def snapshot_positions(self, keys: PromptKeys, limit: int) -> tuple[int, ...]:
         """Return the cut points up to `limit` that have a state."""
-        trie = self.ledger.trie
-        root = trie.root(keys.root)
-        if root is None or not self.config.has_state:
-            return ()
-        path, size, cuts = walk(root, keys), keys.block_size, list[int]()
-        for cut in keys.cuts:
-            depth, rest = divmod(cut, size)
-            if cut > limit or depth > len(path):
-                break
-            node = trie.node_at(path, keys, cut) if rest else path[depth - 1]
-            if node is not None and node.snapshot is not None:
-                cuts.append(cut)
-        return tuple(cuts)
+        trie, nodes, size = self.ledger.trie, self.ledger.nodes, keys.block_size
+        path = trie.path(keys, limit // size)
+        ends = (np.flatnonzero(nodes.has_snapshot[nodes.slots(path)]) + 1) * size
+        tails = ((cut, trie.nodes.get(key)) for cut, key in keys.tails.items() if cut <= limit)
+        inner = [cut for cut, node in tails if node is not None and node.snapshot is not None]
+        return tuple(sorted([*ends.tolist(), *inner]))
 
     def node_at(self, keys: PromptKeys, cut: int) -> Node | None:
         """Return the node ending at a cut point; None if it is not in the trie."""
         trie = self.ledger.trie
-        path = walk(trie.root(keys.root), keys, cut // keys.block_size)
+        path = trie.path(keys, cut // keys.block_size)
         return trie.node_at(path, keys, cut)
 
     # The life of a request
@@ -275,8 +274,7 @@ class PrefixCache:
         lease.tail = match.tail
         lease.answered = match.tail.answered if match.tail is not None else 0
         lease.snapshot = match.snapshot
-        for node in lease.path:
-            ledger.pin(node)
+        ledger.hold_path(lease.path, pins=1)
         if lease.tail is not None:
             ledger.pin(lease.tail)
         if lease.snapshot is not None:
@@ -446,10 +444,8 @@ class PrefixCache:
         self._release_restore(lease)
         self._expect(lease, None)
         if lease.committed:
-            now = ledger.tick()
-            for node in lease.path:
-                ledger.touch(node, now)
-        change_holds(ledger, lease, ledger.unpin, ledger.let_go, LeaseState.CLOSED)
+            ledger.use_path(lease.path, ledger.tick(), hits=0)
+        change_holds(ledger, lease, ledger.let_go, LeaseState.CLOSED)
         del self.leases[lease]
 
     def fork(self, parent: Lease) -> Lease | None:
@@ -483,8 +479,7 @@ class PrefixCache:
         )
         self.leases[lease] = None
         lease.shared_tokens = len(lease.blocks) * block_size
-        for node in lease.path:
-            ledger.pin(node)
+        ledger.hold_path(lease.path, pins=1)
         for block in lease.own_blocks:
             ledger.blocks.harden(ledger.blocks[block])
         if lease.shared_tokens < parent.length:
@@ -655,7 +650,7 @@ class PrefixCache:
         self, keys: PromptKeys, limit: int, *, depth: int | None = None, complete_experts: bool
     ) -> tuple[list[Node], Boundaries]:
         """Return the matched full nodes, at most `depth`, and the boundaries along them."""
-        path = walk(self.ledger.trie.root(keys.root), keys, depth)
+        path = self.ledger.trie.path(keys, depth)
         return path, self._boundaries(path, keys, limit, complete_experts=complete_experts)
 
     def _boundaries(
@@ -683,10 +678,9 @@ class PrefixCache:
 
     def _count_use(self, lease: Lease, now: int) -> None:
         """Count a hit as a use, after its first step has succeeded."""
-        for node in lease.path if lease.tail is None else [*lease.path, lease.tail]:
-            node.hits += 1
-            self.ledger.touch(node, now)
-            self.ledger.used(node)
+        self.ledger.use_path(lease.path, now)
+        if lease.tail is not None:
+            self.ledger.use_path((lease.tail,), now)
         if lease.snapshot is not None:
             lease.snapshot.hits += 1
             self.ledger.touch_snapshot(lease.snapshot, now)

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
+
+from vlm_serve.cache.node_table import NOBODY, UNPUBLISHED
 
 if TYPE_CHECKING:
     from vlm_serve.cache.placement import Planned
@@ -62,6 +65,7 @@ class Node(Branch):
         parent: the node before it, or the root.
         num_tokens: tokens covered; fewer than a block for a tail.
         block: the physical block that holds the KV rows.
+        slot: its place in the columns of `table`, which hold the counters below.
         pins: running requests (and timed pins) that rely on the node.
         parked: suspended requests that rely on it.
         snapshot: the state at exactly `end`, if there is one.
@@ -83,23 +87,20 @@ class Node(Branch):
     __slots__ = (
         "answered",
         "block",
-        "credit",
         "exact",
         "expected",
         "experts",
-        "hits",
         "inside_span",
-        "last_used",
         "logprobs",
         "media",
         "media_offset",
         "num_tokens",
         "packed_tokens",
         "parent",
-        "parked",
-        "pins",
         "planned",
+        "slot",
         "snapshot",
+        "table",
         "ticket",
     )
 
@@ -108,14 +109,11 @@ class Node(Branch):
         self.parent = parent
         self.num_tokens = num_tokens
         self.block = block
-        self.pins = 0
-        self.parked = 0
+        self.table = UNPUBLISHED
+        self.slot = NOBODY
         self.snapshot: Snapshot | None = None
         self.exact = True
-        self.hits = 0
         self.expected = 0
-        self.last_used = 0
-        self.credit = 0.0
         self.media_offset = NO_MEDIA
         self.media: tuple[MediaStart, ...] = ()
         self.packed_tokens = b""
@@ -125,6 +123,38 @@ class Node(Branch):
         self.logprobs: LogprobRows | None = None
         self.planned: Planned | None = None
         self.ticket = 0
+
+    @property
+    def pins(self) -> int:
+        return self.table.pins.item(self.slot)
+
+    @property
+    def parked(self) -> int:
+        return self.table.parked.item(self.slot)
+
+    @property
+    def hits(self) -> int:
+        return self.table.hits.item(self.slot)
+
+    @property
+    def last_used(self) -> int:
+        return self.table.last_used.item(self.slot)
+
+    @property
+    def credit(self) -> float:
+        return self.table.credit.item(self.slot)
+
+
+class Holds:
+    """Holds of all blocks, a column each; see `Block`.
+
+    Attributes:
+        hard, soft: int32 `[blocks]`.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.hard = np.zeros(num_blocks, np.int32)
+        self.soft = np.zeros(num_blocks, np.int32)
 
 
 class Block:
@@ -141,14 +171,21 @@ class Block:
         ticket: of its entry among the eviction candidates.
     """
 
-    __slots__ = ("hard", "id", "nodes", "soft", "ticket")
+    __slots__ = ("_holds", "id", "nodes", "ticket")
 
-    def __init__(self, block_id: int) -> None:
+    def __init__(self, block_id: int, holds: Holds) -> None:
         self.id = block_id
-        self.hard = 0
-        self.soft = 0
+        self._holds = holds
         self.nodes: tuple[Node, ...] = ()
         self.ticket = 0
+
+    @property
+    def hard(self) -> int:
+        return self._holds.hard.item(self.id)
+
+    @property
+    def soft(self) -> int:
+        return self._holds.soft.item(self.id)
 
 
 class Snapshot:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vlm_serve.cache.pools import RowState
 from vlm_serve.cache.publishing import LeftState, give_row
-from vlm_serve.cache.records import Block, Lease, LeaseState, Node
+from vlm_serve.cache.records import Block, Lease, LeaseState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,19 +26,17 @@ _ROWS = {
 def change_holds(
     ledger: Ledger,
     lease: Lease,
-    change_node: Callable[[Node], None],
     change_block: Callable[[Block], None],
     state: LeaseState,
 ) -> None:
     """Move a lease to another state, with all that it holds.
 
     Args:
-        change_node: changes its hold on a node of the path; of a closed lease the deepest goes
-            first.
         change_block: changes its hold on an own block.
     """
-    for node in reversed(lease.path) if state is LeaseState.CLOSED else lease.path:
-        change_node(node)
+    pins = (state is LeaseState.OPEN) - (lease.state is LeaseState.OPEN)
+    parked = (state is LeaseState.SUSPENDED) - (lease.state is LeaseState.SUSPENDED)
+    ledger.hold_path(lease.path, pins=pins, parked=parked)
     for block in lease.own_blocks:
         change_block(ledger.blocks[block])
     if lease.row >= 0:
@@ -80,7 +78,7 @@ class Suspensions:
     def add(self, lease: Lease) -> Suspended:
         """Turn a running request's holds into ones that eviction may revoke."""
         ledger = self._ledger
-        change_holds(ledger, lease, ledger.park, ledger.blocks.park, LeaseState.SUSPENDED)
+        change_holds(ledger, lease, ledger.blocks.park, LeaseState.SUSPENDED)
         suspended = Suspended(lease)
         self.leases[suspended] = lease
         return suspended
@@ -89,7 +87,7 @@ class Suspensions:
         """Reverse `add`."""
         ledger, lease = self._ledger, self.leases.pop(suspended)
         suspended.lease = None
-        change_holds(ledger, lease, ledger.unpark, ledger.blocks.unpark, LeaseState.OPEN)
+        change_holds(ledger, lease, ledger.blocks.unpark, LeaseState.OPEN)
         return lease
 
     def drop(self, suspended: Suspended, left: LeftState | None = None) -> None:
@@ -102,8 +100,7 @@ class Suspensions:
         suspended.lease = None
         if left is not None:
             give_row(ledger, lease, left)
-        drop_block = ledger.drop_parked_block
-        change_holds(ledger, lease, ledger.drop_parked, drop_block, LeaseState.CLOSED)
+        change_holds(ledger, lease, ledger.drop_parked_block, LeaseState.CLOSED)
 
     def evict_oldest(self) -> bool:
         """Drop the request that was suspended first: the scheduler preempts the least urgent

@@ -83,8 +83,7 @@ class TimedPins:
                     return False
                 del others[victim]
                 leaving.append(victim)
-        for node in new.nodes:
-            self._ledger.pin(node)
+        self._ledger.hold_path(new.nodes, pins=1)
         if new.snapshot is not None:
             self._ledger.pin_snapshot(new.snapshot)
         for name in (*leaving, key):
@@ -139,8 +138,7 @@ class TimedPins:
             return
         if pin.snapshot is not None:
             self._ledger.unpin_snapshot(pin.snapshot)
-        for node in reversed(pin.nodes):
-            self._ledger.unpin(node)
+        self._ledger.hold_path(pin.nodes, pins=-1)
 
 
 def _blocks(pins: Iterable[TimedPin]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from vlm_serve.cache.records import NO_MEDIA, Branch, Node
@@ -21,7 +22,8 @@ class Trie:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.roots: dict[bytes, Branch] = {}
-        self.num_nodes = 0
+        self.nodes: dict[bytes, Node] = {}
+        """Every node by its key, tails included."""
         self.media_starts: dict[tuple[bytes, int], int] = {}
         """(parent key, media offset) -> nodes: tells another medium from other text."""
 
@@ -37,7 +39,7 @@ class Trie:
             known = self.roots.setdefault(branch.key, branch)
             assert known is branch, "the root is entered already"
         branch.children[node.key] = node
-        self.num_nodes += 1
+        self.nodes[node.key] = node
         if node.media_offset != NO_MEDIA:
             place = (branch.key, node.media_offset)
             self.media_starts[place] = self.media_starts.get(place, 0) + 1
@@ -48,7 +50,7 @@ class Trie:
         branch = node.parent
         assert branch.children.get(node.key) is node, "the entry names another node"
         del branch.children[node.key]
-        self.num_nodes -= 1
+        del self.nodes[node.key]
         if branch.depth == 0 and not branch.children:
             del self.roots[branch.key]
         if node.media_offset != NO_MEDIA:
@@ -56,6 +58,19 @@ class Trie:
             self.media_starts[place] -= 1
             if not self.media_starts[place]:
                 del self.media_starts[place]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
+
+    def path(self, keys: PromptKeys, depth: int | None = None) -> list[Node]:
+        """Return the full nodes from the root on, as deep as the prompt's keys match: at most
+        `depth` of them."""
+        nodes, known = self.nodes, keys.block_keys
+        # A node's key covers its whole prefix, and the nodes of that stay as long as it does.
+        most = len(known) if depth is None else min(depth, len(known))
+        count = bisect_left(range(most), True, key=lambda index: known[index] not in nodes)
+        return list(map(nodes.__getitem__, known[:count]))
 
     def node_at(self, path: Sequence[Node], keys: PromptKeys, cut: int) -> Node | None:
         """Return the node that ends at a cut point of a prompt; None if there is none.

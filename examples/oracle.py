@@ -7,6 +7,7 @@ and importing it takes no more than their schemas, so those are defined here the
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -94,14 +95,27 @@ def _without_fla() -> Iterator[None]:
 
 
 @cache
+def prepare_models() -> None:
+    """Make transformers' models usable; call it before anything imports their code.
+
+    A model's code takes fla's kernels when it is first imported, and keeps them.
+    """
+    prepare_torchvision()
+    with _without_fla():
+        for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+            with suppress(ImportError):  # not every transformers has each of them
+                importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+@cache
 def model(path: Path | str, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of a checkpoint, in evaluation mode, with SDPA attention on the CPU."""
-    prepare_torchvision()
+    prepare_models()
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     multimodal = hasattr(AutoConfig.from_pretrained(str(path)), "vision_config")
     loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    with _without_fla():
+    with _without_fla():  # for models whose code is imported only now
         return loader.from_pretrained(str(path), dtype=dtype, attn_implementation="sdpa").eval()
 
 

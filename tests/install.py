@@ -81,7 +81,7 @@ def using_torchvision(checkout: Path) -> list[str]:
     Files about packages and about the house only speak of it.
     """
     uses = re.compile(
-        r"prepare_torchvision|torchvision\.ops|oracle\.(processor|model|greedy|logits)\b"
+        r"prepare_(torchvision|models)|torchvision\.ops|oracle\.(processor|model|greedy|logits)\b"
     )
     files = sorted((checkout / "tests").rglob("test_*.py"))
     return [

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from oracle import prepare_torchvision
+from oracle import prepare_models
 
 EPS = 1e-6
 
@@ -29,7 +29,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 @cache
 def modeling() -> Any:
     """transformers' module with Qwen3.5-MoE's layers; the dense model's are the same."""
-    prepare_torchvision()
+    prepare_models()
     from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
     return modeling_qwen3_5_moe

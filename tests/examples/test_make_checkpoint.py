@@ -49,7 +49,7 @@ def test_transformers_finds_and_knows_every_weight(tmp_path: Path, name: str) ->
     """Of families whose experts it merges or transposes."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    oracle.prepare_torchvision()
+    oracle.prepare_models()
     path = make_checkpoint(tmp_path, SPECS[name])
     multimodal = SPECS[name].vision_depth > 0
     loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM

@@ -48,7 +48,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {"Qwen3MoeConfig": {"norm_topk_prob": Tru
 
 
 def transformers_class(name: str) -> Any:
-    oracle.prepare_torchvision()
+    oracle.prepare_models()
     import transformers
 
     return getattr(transformers, name, None) or pytest.skip(f"this transformers has no {name}")

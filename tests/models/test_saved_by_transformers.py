@@ -48,7 +48,7 @@ def without(value: Any) -> Any:
 
 def save(name: str, folder: Path) -> Path:
     """A random model of transformers' class, saved by it with tokenizer and processor."""
-    oracle.prepare_torchvision()
+    oracle.prepare_models()
     import transformers
 
     config, model = (getattr(transformers, each) for each in CLASSES[name])

@@ -87,11 +87,15 @@ class EndReuse:
 
     def asked(self, keys: PromptKeys) -> None:
         """Count the deepest remembered end that a new prompt continues."""
-        for cut in reversed(keys.cuts):
-            group = self._ends.pop(key_at(keys, cut), None)
-            if group is not None:
-                self._count(group, continued=True)
-                return
+        known = self._ends.__contains__
+        # A prompt of a long conversation has thousands of blocks: no statement runs for each.
+        key = next(filter(known, reversed(keys.block_keys)), None)
+        tail = next(((cut, key) for cut, key in reversed(keys.tails.items()) if known(key)), None)
+        if tail is not None:
+            depth = 0 if key is None else keys.block_keys.index(key) + 1
+            key = tail[1] if tail[0] > depth * keys.block_size else key
+        if key is not None:
+            self._count(self._ends.pop(key), continued=True)
 
     def _count(self, group: Group, *, continued: bool) -> None:
         self._groups.setdefault(group, _Counts()).add(continued=continued)
