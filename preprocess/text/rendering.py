@@ -19,6 +19,7 @@ from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.identity.keys import AdapterIdentity, Roots
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
+from vlm_serve.preprocess.text.known_pieces import Encoded
 from vlm_serve.preprocess.text.template import ChatTemplate
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
@@ -162,6 +163,7 @@ class Rendering:
         typed: the special tokens typed by users.
         text: the template's text, with those hidden.
         pieces: that text, split at the template's special tokens.
+        encoded: tokens of every piece of text; None for special tokens.
         cut: there are only the last of them.
     """
 
@@ -173,6 +175,7 @@ class Rendering:
     typed: TypedText
     text: str
     pieces: tuple[PromptPiece, ...]
+    encoded: tuple[Encoded | None, ...]
     cut: bool = False
 
     def system_end(self, message_ends: Sequence[int]) -> int:
