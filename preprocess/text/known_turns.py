@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, cast
 
 import jinja2
@@ -28,9 +29,10 @@ FIND, KEEP = "_vlm_serve_find_turn", "_vlm_serve_keep_turn"
 _TURN, _TEXT = "_vlm_serve_turn", "_vlm_serve_text"
 _DOMAIN = b"vlm-serve known turn 1"
 # Memory of an entry without its text: measured, rounded up.
-_ENTRY_BYTES = 512
+_ENTRY_BYTES = 768
 _STATEMENTS = (nodes.Output, nodes.If, nodes.For, nodes.Assign, nodes.AssignBlock, nodes.Scope)
-_LOOP = frozenset({"index", "index0", "first", "last", "length", "previtem", "nextitem"})
+LOOP = frozenset({"index", "index0", "first", "last", "length", "previtem", "nextitem"})
+"""Attributes of a loop that have no effects."""
 _PURE_FILTERS = frozenset({"length", "count", "trim", "lower", "upper", "default", "d", "string"})
 _FUNCTIONS = frozenset({"raise_exception", "namespace", "range"})
 # Cheap, and without effects, in the parts that are evaluated first.
@@ -39,10 +41,30 @@ _PURE = (
     nodes.And, nodes.Or, nodes.Test, nodes.Add, nodes.Sub, nodes.Slice, nodes.CondExpr, nodes.Neg,
 )  # fmt: skip
 
+_dumped = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def _content(message: Any) -> str:
+    """Return a text that only an equal message has."""
+    if type(message) is dict and [*message] == ["role", "content"]:
+        role, content = message.values()
+        if type(content) is str and type(role) is str:
+            return f"{len(role)} {role}{content}"
+    return _dumped(message)
+
+
 _FAILURES = (
     jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
 )  # fmt: skip
 """What an expression may raise that the template itself would not have reached."""
+
+
+class _NoValue:
+    """What has none: it fails, or is not defined."""
+
+
+_FAILS, _UNDEFINED = _NoValue(), _NoValue()
+_PLAIN = frozenset({int, float, bool, str, type(None), _NoValue})
 
 Written = tuple[str, str]
 """A namespace outside of the loop and one of its attributes."""
@@ -53,15 +75,58 @@ class _Unknown(Exception):
 
 
 class TurnCompiler(jinja2.compiler.CodeGenerator):
-    """Compiles rewritten templates: an expression that is evaluated first may fail."""
+    """Compiles rewritten templates. What is read ahead passes by the sandbox's questions, and may
+    fail, so it becomes a function; nobody sees its values but a `Turns`."""
+
+    _ahead = False
 
     def visit_MarkSafeIfAutoescape(
         self, node: nodes.MarkSafeIfAutoescape, frame: jinja2.compiler.Frame
     ) -> None:
-        """Write a function; no template contains this node."""
-        self.write("(lambda: ")
+        """Write an expression that is read ahead; no other template contains this node."""
+        self._ahead = True
+        self.write("(" if _is_certain(node.expr) else "(lambda: ")
         self.visit(node.expr, frame)
         self.write(")")
+        self._ahead = False
+
+    def visit_Getattr(self, node: nodes.Getattr, frame: jinja2.compiler.Frame) -> None:
+        """Write an attribute that is read ahead directly."""
+        if not self._ahead:
+            super().visit_Getattr(node, frame)
+        elif _is_of_loop(node):
+            self.visit(node.node, frame)
+            self.write(f".{node.attr}")
+        else:
+            self.write("environment.read(")
+            self.visit(node.node, frame)
+            self.write(f", {node.attr!r})")
+
+    def visit_Call(
+        self, node: nodes.Call, frame: jinja2.compiler.Frame, forward_caller: bool = False
+    ) -> None:
+        """Call our own functions directly."""
+        if not isinstance(node.node, nodes.Name) or node.node.name not in (FIND, KEEP):
+            super().visit_Call(node, frame, forward_caller=forward_caller)
+            return
+        self.visit(node.node, frame)
+        self.write("(")
+        for argument in node.args:
+            self.visit(argument, frame)
+            self.write(", ")
+        self.write(")")
+
+
+def _is_of_loop(node: nodes.Node) -> bool:
+    named = isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name)
+    return named and node.node.name == "loop" and node.attr in LOOP
+
+
+def _is_certain(node: nodes.Node) -> bool:
+    """Return True if reading an expression cannot fail."""
+    if isinstance(node, nodes.Not | nodes.And | nodes.Or):
+        return all(map(_is_certain, node.iter_child_nodes()))
+    return isinstance(node, nodes.Name) or _is_of_loop(node)
 
 
 def rewrite(tree: nodes.Template) -> bool:
@@ -95,15 +160,16 @@ def _rewritten(
 ) -> list[nodes.Node]:
     """Return the loop's new body: find the turn, or else write it and keep it."""
     attributes = [nodes.Getattr(nodes.Name(n, "load"), a, "load") for n, a in written]
-    late: list[nodes.Expr] = [nodes.MarkSafeIfAutoescape(read) for read in reads]
+    ahead = [nodes.MarkSafeIfAutoescape(read) for read in (*attributes, *reads)]
     assert isinstance(loop.target, nodes.Name)
     message = nodes.Name(loop.target.name, "load")
-    seen = nodes.Tuple([*attributes, *late], "load")
+    seen = nodes.Tuple(list[nodes.Expr](ahead), "load")
     find = _call(FIND, message, seen)
     turn = nodes.Name(_TURN, "load")
-    keep = _call(KEEP, nodes.Name(_TEXT, "load"), nodes.Tuple(list(attributes), "load"))
+    after = nodes.Tuple(list[nodes.Expr](attributes), "load")
+    keep = _call(KEEP, nodes.Name(_TEXT, "load"), after)
     restored: list[nodes.Node] = [
-        nodes.Assign(nodes.NSRef(name, attribute), _item(turn, index + 1))
+        nodes.Assign(nodes.NSRef(name, attribute), _item(turn, index + 2))
         for index, (name, attribute) in enumerate(written)
     ]
     write = [
@@ -112,7 +178,7 @@ def _rewritten(
     ]
     return [
         nodes.Assign(nodes.Name(_TURN, "store"), find),
-        nodes.If(turn, [nodes.Output([_item(turn, 0)]), *restored], [], write),
+        nodes.If(turn, [nodes.Output([_item(turn, 1)]), *restored], [], write),
     ]
 
 
@@ -287,7 +353,7 @@ class _Body:
         if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name):
             name = node.node.name
             if name == "loop":
-                return scope.loop == "turns" and node.attr in _LOOP
+                return scope.loop == "turns" and node.attr in LOOP
             if name in self._namespaces and name not in scope.own:
                 return self._written_base(node) is None
         pure = isinstance(node, _PURE) or (
@@ -329,7 +395,12 @@ def _is_namespace(node: nodes.Node) -> bool:
 
 
 Kept = tuple[Any, ...]
-"""The text of a turn, then the attributes that it wrote."""
+"""All that a turn follows from, its text, and the attributes that it wrote."""
+
+
+def _cost(kept: Kept) -> int:
+    texts = [*kept[0], *kept[1:]]
+    return _ENTRY_BYTES + sum(sys.getsizeof(text) for text in texts if isinstance(text, str))
 
 
 class KnownTurns(SizedIndex[Kept]):
@@ -340,7 +411,7 @@ class KnownTurns(SizedIndex[Kept]):
     """
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes, lambda kept: _ENTRY_BYTES + sys.getsizeof(kept[0]))
+        super().__init__(max_bytes, _cost)
         self._secret = os.urandom(32)
 
     def of(self, cache_salt: str) -> Turns:
@@ -359,7 +430,7 @@ class Turns:
     def __init__(self, known: KnownTurns, key: bytes) -> None:
         self._known, self._tenant = known, key
         self._digests: dict[int, tuple[Any, bytes]] = {}  # with the messages, so that they stay
-        self._key: bytes | None = None
+        self._key: tuple[Any, ...] | None = None
 
     @property
     def variables(self) -> dict[str, Callable[..., Any]]:
@@ -373,37 +444,33 @@ class Turns:
             seen: what the body reads: values, and functions that return one.
         """
         self._key = None
-        values = [_value(each) for each in seen]
-        if None in values:
-            return None
-        digest = self._digest(message) + repr(values).encode("utf-8", "surrogatepass")
-        self._key = blake3(digest).digest()
+        values: list[Any] = []
+        for value in seen:
+            if type(value) is FunctionType:
+                try:
+                    value = value()
+                except _FAILURES:
+                    value = _FAILS
+            if type(value) not in _PLAIN:
+                if not isinstance(value, jinja2.Undefined):
+                    return None
+                value = _UNDEFINED
+            values.append(value)
+        # True equals 1, so the types belong to the key.
+        self._key = (self._digest(message), *values, *map(type, values))
         return self._known.get(self._key)
 
     def _digest(self, message: Any) -> bytes:
         known = self._digests.get(id(message))
         if known is None:
-            content = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            content = _content(message).encode("utf-8", "surrogatepass")
             known = message, blake3(content, key=self._tenant).digest()
             self._digests[id(message)] = known
         return known[1]
 
     def keep(self, text: str, written: Sequence[Any]) -> str:
         """Keep the turn that was not found, and return its text."""
-        plain = all(type(value) in (int, str, bool) for value in written)
+        plain = all(type(value) in _PLAIN for value in written)
         if self._key is not None and plain:
-            self._known.put(self._key, (str(text), *written))
+            self._known.put(self._key, (self._key, str(text), *written))
         return text
-
-
-def _value(seen: Any) -> tuple[str, Any] | None:
-    """Return a plain value that was read, with its type; None: it is not plain."""
-    if callable(seen):
-        try:
-            seen = seen()
-        except _FAILURES:
-            return "fails", None
-    if isinstance(seen, jinja2.Undefined):
-        return "undefined", None
-    kind = type(seen)
-    return (kind.__name__, seen) if kind in (int, float, bool, str, type(None)) else None

@@ -27,18 +27,20 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
 
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
-from vlm_serve.preprocess.text.known_turns import TurnCompiler, Turns, rewrite
+from vlm_serve.preprocess.text.known_turns import LOOP, TurnCompiler, Turns, rewrite
 from vlm_serve.preprocess.text.tokenizer import read_json
 
 MAX_OUTPUT_CHARACTERS = 1 << 24
 MAX_SECONDS = 10.0
 _PROBE = "probe"
+_OF_MAPPINGS = frozenset(dir(dict))
 _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
@@ -85,7 +87,24 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         self.check_deadline()
+        kind = type(obj)
+        # The most frequent ones by far, without the sandbox's questions; the answers are the same.
+        if kind is dict and attribute in obj and attribute not in _OF_MAPPINGS:
+            return obj[attribute]
+        if kind is jinja2.runtime.LoopContext and attribute in LOOP:
+            return getattr(obj, attribute)
+        if kind is _SafeNamespace and not attribute.startswith("_"):
+            return getattr(obj, attribute, None) or super().getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+    def read(self, obj: Any, attribute: str) -> Any:
+        """Return what a template sees of an attribute that is read ahead."""
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_MAPPINGS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if kind is _SafeNamespace and not attribute.startswith("_"):
+            return getattr(obj, attribute)
+        return self.getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         self.check_deadline()
