@@ -366,7 +366,8 @@ class Preprocessor:
             check()
             raise
         pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
-        kept, near = pieces, partial(check, pieces=pieces)
+        kept: tuple[PromptPiece, ...] = pieces
+        near: Callable[[], None] | None = partial(check, pieces=pieces)
         if wanted is not None:
             check()
             kept, near = tuple(last_pieces(self.tokenizer, typed, pieces, wanted)), None

@@ -204,7 +204,6 @@ class PromptKeys:
         shared: int = 0,
     ) -> None:
         assert len(root) == KEY_BYTES and block_size > 0
-        assert known is None or (known.root, known.block_size) == (root, block_size)
         self.root = root
         self.vision_root = root if vision_root is None else vision_root
         self.block_size = block_size
@@ -237,6 +236,7 @@ class PromptKeys:
 
     def _take(self, known: PromptKeys, blocks: int) -> None:
         """Take everything about the first blocks from the keys of another sequence."""
+        assert (known.root, known.block_size) == (self.root, self.block_size)
         end = blocks * self.block_size
         self.block_keys += known.block_keys[:blocks]
         self.cuts += known.cuts[: bisect_right(known.cuts, end)]
@@ -266,7 +266,7 @@ class PromptKeys:
         for block in range(len(keys), self._length // size):
             at = block * size * 4
             data = parent + count + packed[at : at + size * 4]
-            if block in overlaps:
+            if overlaps and block in overlaps:
                 data += overlaps[block]
             parent = blake3(data).digest()
             keys.append(parent)

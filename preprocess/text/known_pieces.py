@@ -10,20 +10,17 @@ from __future__ import annotations
 import os
 import random
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 from blake3 import blake3
 
 from vlm_serve.preprocess.identity.keys import hasher_of
 from vlm_serve.preprocess.sized_index import SizedIndex
 from vlm_serve.preprocess.text.seams import find_seams
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
-
-TokenIds = npt.NDArray[np.uint32]
 
 _DOMAIN = b"vlm-serve known text 1"
 _PART_CHARACTERS = 2048
@@ -43,7 +40,7 @@ class Encoded:
     """
 
     digests: bytes
-    parts: tuple[TokenIds, ...]
+    parts: tuple[array[int], ...]
 
     @property
     def ids(self) -> list[int]:
@@ -65,7 +62,9 @@ class KnownPieces:
     def __init__(self, tokenizer: Tokenizer, max_bytes: int) -> None:
         self._tokenizer = tokenizer
         self._seams = find_seams(tokenizer.backend)
-        self._index = SizedIndex[TokenIds](max_bytes, lambda ids: _ENTRY_BYTES + ids.nbytes)
+        self._index: SizedIndex[array[int]] = SizedIndex(
+            max_bytes, lambda ids: _ENTRY_BYTES + len(ids) * ids.itemsize
+        )
         self._secret = os.urandom(32)
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter(hits=0, misses=0)
@@ -123,7 +122,7 @@ class KnownPieces:
                 known += 1
             else:
                 room.expect(part)
-                ids = np.array(self._tokenizer.encode_plain(part), dtype=np.uint32)
+                ids = array("I", self._tokenizer.encode_plain(part))
                 self._index.put(digest, ids)
             room.take(len(ids))
             digests.append(digest)

@@ -118,8 +118,9 @@ class TurnCompiler(jinja2.compiler.CodeGenerator):
 
 
 def _is_of_loop(node: nodes.Node) -> bool:
-    named = isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name)
-    return named and node.node.name == "loop" and node.attr in LOOP
+    if not isinstance(node, nodes.Getattr) or not isinstance(node.node, nodes.Name):
+        return False
+    return node.node.name == "loop" and node.attr in LOOP
 
 
 def _is_certain(node: nodes.Node) -> bool:
@@ -147,6 +148,7 @@ def rewrite(tree: nodes.Template) -> bool:
     except _Unknown:
         return False
     loop.body = _rewritten(loop, reads, written)
+    assert tree.environment is not None
     tree.set_environment(tree.environment)
     return True
 
@@ -316,7 +318,7 @@ class _Body:
         for child in children:
             self._expression(child, scope)
 
-    def _function(self, function: nodes.Expr, scope: _Scope) -> None:
+    def _function(self, function: nodes.Node, scope: _Scope) -> None:
         """Go through what is called: a method, one of a few functions, or a macro."""
         if isinstance(function, nodes.Getattr):
             # Of texts, lists and mappings: the sandbox allows none that changes them.
