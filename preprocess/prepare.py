@@ -209,7 +209,8 @@ class Preprocessor:
 
     def _roots(self, cache_salt: str, adapter: AdapterIdentity) -> Roots:
         """Return a prompt's root keys. Adapters that leave the tower alone share embeddings."""
-        return Roots(*(self.root_key(cache_salt, digest) for digest in adapter))
+        keys = {digest: self.root_key(cache_salt, digest) for digest in {*adapter}}
+        return Roots(*(keys[digest] for digest in adapter))
 
     def encode(self, text: str, *, cache_salt: str = "") -> list[int]:
         """Encode a tenant's text in which special tokens keep their meaning; add no tokens.

@@ -209,8 +209,8 @@ class _Body:
             if isinstance(given.target, nodes.Name) and _is_namespace(given.node)
         }
         # Namespaces are reached by their own names alone.
-        parents = [*tree.find_all(nodes.Getattr), *tree.find_all(nodes.Getitem)]
-        direct = {id(parent.node) for parent in parents}
+        direct = {id(each.node) for each in tree.find_all(nodes.Getattr)}
+        direct |= {id(each.node) for each in tree.find_all(nodes.Getitem)}
         for name in tree.find_all(nodes.Name):
             if name.name in self._namespaces and name.ctx == "load" and id(name) not in direct:
                 raise _Unknown
@@ -225,8 +225,9 @@ class _Body:
         Raises _Unknown for anything else.
         """
         loop = self._loop
-        plain = isinstance(loop.target, nodes.Name) and loop.test is None and not loop.else_
-        if not plain or loop.recursive:
+        if not isinstance(loop.target, nodes.Name) or loop.test is not None:
+            raise _Unknown
+        if loop.recursive or loop.else_:
             raise _Unknown
         # First everything that is written, which no expression may read ahead.
         self._written = frozenset(self._find_written(loop.body, self._own, set()))

@@ -18,9 +18,8 @@ def tokenizer(checkpoint: Path) -> Tokenizer:
     return Tokenizer(checkpoint)
 
 
-@pytest.fixture
-def encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that the tokenizer has seen."""
+def watched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the texts that the tokenizer sees from now on."""
     seen: list[str] = []
     encode = tokenizer.encode_plain
 
@@ -30,6 +29,11 @@ def encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(tokenizer, "encode_plain", counting)
     return seen
+
+
+@pytest.fixture
+def encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return watched(tokenizer, monkeypatch)
 
 
 def test_a_piece_that_grew_is_encoded_from_its_last_part_on(
@@ -75,14 +79,10 @@ def test_a_text_that_cannot_be_cut_is_encoded_once(
     checkpoint: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = Tokenizer(checkpoint, max_tokens=1 << 20)
-    seen: list[int] = []
-    encode = tokenizer.encode_plain
-    monkeypatch.setattr(
-        tokenizer, "encode_plain", lambda part: seen.append(len(part)) or encode(part)
-    )
+    seen = watched(tokenizer, monkeypatch)
     known = KnownPieces(tokenizer, 1 << 20)
     known.encode_all([text], "", lambda: pytest.fail("it fits"))
-    assert seen == [len(text)]
+    assert seen == [text]
     assert known.num_bytes <= 1 << 20
 
 
@@ -90,18 +90,14 @@ def test_a_text_that_cannot_be_cut_and_cannot_fit_is_not_encoded(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = Tokenizer(checkpoint, max_tokens=20_000)
-    seen: list[int] = []
-    encode = tokenizer.encode_plain
-    monkeypatch.setattr(
-        tokenizer, "encode_plain", lambda part: seen.append(len(part)) or encode(part)
-    )
+    seen = watched(tokenizer, monkeypatch)
 
     def refuse() -> None:
         raise KeyError
 
     with pytest.raises(KeyError):
         KnownPieces(tokenizer, 1 << 20).encode_all(["\ua984" * 300_000], "", refuse)
-    assert sum(seen) < 10_000
+    assert sum(map(len, seen)) < 10_000
 
 
 def test_threads_may_share_it(tokenizer: Tokenizer) -> None:
