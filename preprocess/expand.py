@@ -7,23 +7,30 @@ slices but the last.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vlm_serve.errors import CheckpointError, InvalidRequestError
 from vlm_serve.preprocess.identity.keys import hasher_of
 from vlm_serve.preprocess.identity.prompt import MediaSpan
+from vlm_serve.preprocess.known_prompts import KnownPrompt, Names, Place
 from vlm_serve.preprocess.media.loading import LoadedMedia
 from vlm_serve.preprocess.media.media_processors import Processor
 from vlm_serve.preprocess.media.processing import MediaRecord, Slices
 from vlm_serve.preprocess.media.processors import SliceConfig
 from vlm_serve.preprocess.reading.conversation import Modality
+from vlm_serve.preprocess.text.known_pieces import Encoded
 from vlm_serve.preprocess.text.rendering import PromptPiece, TypedText
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
+
+EncodedPieces: TypeAlias = Sequence[tuple[PromptPiece, Encoded | None]]
+"""Pieces of a prompt with the tokens of text; None for special tokens."""
 
 _DOMAIN = b"vlm-serve picture on a canvas 1"
 
@@ -61,6 +68,18 @@ class Expansion:
     piece_starts: list[int] = field(default_factory=list)
     records: list[MediaRecord] = field(default_factory=list)
 
+    def until(self, place: Place) -> Expansion:
+        """Return a copy of the part before a place."""
+        length = self.piece_starts[place.pieces - 1] + 1
+        return Expansion(
+            self.token_ids[:length],
+            self.spans[: bisect_right(self.spans, length, key=lambda span: span.end)],
+            self.media_ends[: place.media],
+            self.message_ends[: bisect_right(self.message_ends, length)],
+            self.piece_starts[: place.pieces],
+            self.records[: place.media],
+        )
+
 
 class Expander:
     """Expands the placeholders of rendered prompts, as transformers' `Qwen3VLProcessor` does.
@@ -77,27 +96,57 @@ class Expander:
         self._tokenizer = tokenizer
         self._vision = vision
 
-    def positions(self, expansion: Expansion) -> tuple[torch.Tensor, int]:
+    def positions(
+        self, expansion: Expansion, known: KnownPrompt | None = None
+    ) -> tuple[torch.Tensor, int]:
         """See `mrope_positions`."""
-        return mrope_positions(len(expansion.token_ids), expansion.spans)
+        return mrope_positions(len(expansion.token_ids), expansion.spans, known)
+
+    def places(
+        self, root: bytes, texts: EncodedPieces, media: Sequence[LoadedMedia]
+    ) -> list[Place]:
+        """Return the places of a prompt at which another one may continue it."""
+        names, ids = Names(root), self._tokenizer.special_tokens
+        left = iter(media)
+        for piece, encoded in texts:
+            if encoded is not None:
+                names.add_text(encoded.digests)
+                continue
+            token_id = ids[piece.text]
+            if self._vision.modality(token_id) is None:
+                names.add_special(token_id, ends_turn=token_id in self._tokenizer.end_of_turn_ids)
+            elif (medium := next(left, None)) is not None:
+                names.add_medium(medium.record)
+            else:
+                break
+        return names.places
 
     def expand(
-        self, pieces: Sequence[PromptPiece], typed: TypedText, media: Sequence[LoadedMedia]
+        self,
+        texts: EncodedPieces,
+        typed: TypedText,
+        media: Sequence[LoadedMedia],
+        known: KnownPrompt | None = None,
     ) -> Expansion:
-        """Expand a prompt's placeholders and tokenise its text.
+        """Expand a prompt's placeholders and join the tokens of its texts.
+
+        Args:
+            known: a prompt that this one continues.
 
         Raises InvalidRequestError unless the template placed exactly these media in this order.
         """
-        out, text, item = Expansion(), "", 0
-        for piece in pieces:
-            if not piece.is_special:
+        out = Expansion() if known is None else known.expansion.until(known.place)
+        first, item = (0, 0) if known is None else known.place[:2]
+        text: tuple[PromptPiece, Encoded] | None = None
+        for piece, encoded in texts[first:]:
+            if encoded is not None:
                 out.piece_starts.append(len(out.token_ids))
-                text = typed.restore(piece.text)
+                text = piece, encoded
                 continue
             token_id = self._tokenizer.special_tokens[piece.text]
             modality = self._vision.modality(token_id)
             if modality is None:
-                self._add_text(out, text)
+                self._add_piece(out, text)
                 out.piece_starts.append(len(out.token_ids))
                 out.token_ids.append(token_id)
                 if token_id in self._tokenizer.end_of_turn_ids:
@@ -105,19 +154,26 @@ class Expander:
             else:
                 if item == len(media) or media[item].record.modality != modality:
                     raise _misplaced()
+                before = ""
                 if modality not in self.joins_text:
-                    self._add_text(out, text)
-                    text = ""
+                    self._add_piece(out, text)
+                elif text is not None:
+                    before = typed.restore(text[0].text)
                 out.piece_starts.append(len(out.token_ids))
-                self._add_medium(out, text, media[item].record, item)
+                self._add_medium(out, before, media[item].record, item)
                 out.records.append(media[item].record)
                 out.media_ends.append(out.spans[-1].end)
                 item += 1
-            text = ""
-        self._add_text(out, text)
+            text = None
+        self._add_piece(out, text)
         if item != len(media):
             raise _misplaced()
         return out
+
+    @staticmethod
+    def _add_piece(out: Expansion, text: tuple[PromptPiece, Encoded] | None) -> None:
+        if text is not None:
+            out.token_ids += text[1].ids
 
     def _add_text(self, out: Expansion, text: str) -> None:
         out.token_ids += self._tokenizer.encode_plain(text)
@@ -172,7 +228,7 @@ def _misplaced() -> InvalidRequestError:
 
 
 def shared_tokens(
-    tokenizer: Tokenizer,
+    encode: Callable[[str], list[int]],
     typed: TypedText,
     pieces: Sequence[PromptPiece],
     expansion: Expansion,
@@ -181,6 +237,7 @@ def shared_tokens(
     """Count the leading tokens that a prompt shares with a second rendering.
 
     Args:
+        encode: encodes text.
         pieces, expansion: the prompt.
         other: pieces of the second rendering, with the same media.
     """
@@ -191,9 +248,7 @@ def shared_tokens(
     if same == len(other) or pieces[same].is_special or other[same].is_special:
         return start
     # `start` precedes the text piece's tokens: they are added with the special token after it.
-    mine, theirs = (
-        tokenizer.encode_plain(typed.restore(piece.text)) for piece in (pieces[same], other[same])
-    )
+    mine, theirs = (encode(typed.restore(piece.text)) for piece in (pieces[same], other[same]))
     return start + common_length(mine, theirs)
 
 
@@ -203,11 +258,28 @@ def common_length(first: Sequence[object], second: Sequence[object]) -> int:
     return next((at for at, (mine, other) in pairs if mine != other), min(len(first), len(second)))
 
 
-def mrope_positions(length: int, spans: Sequence[MediaSpan]) -> tuple[torch.Tensor, int]:
+def _known_positions(
+    positions: npt.NDArray[np.int64], known: KnownPrompt | None
+) -> tuple[int, int]:
+    """Copy known positions; return the number of tokens that have some, and the next position."""
+    if known is None or known.positions is None:
+        return 0, 0
+    at = known.tokens
+    positions[:, :at] = known.positions[:, :at].numpy()
+    # An end of turn is text, which counts up on all axes alike.
+    return at, int(positions[0, at - 1]) + 1
+
+
+def mrope_positions(
+    length: int, spans: Sequence[MediaSpan], known: KnownPrompt | None = None
+) -> tuple[torch.Tensor, int]:
     """Compute the positions of every token on the three axes, and the offset of generated tokens.
 
     Follows transformers' `Qwen3_5Model.get_rope_index` for a prompt whose videos are split at their
     temporal patches.
+
+    Args:
+        known: a prompt that this one continues.
 
     Returns:
         int64 `[3, length]`, and the highest position plus one minus the length.
@@ -215,8 +287,8 @@ def mrope_positions(length: int, spans: Sequence[MediaSpan]) -> tuple[torch.Tens
     # NumPy instead of torch: every torch operation releases the GIL, and on a busy server
     # reacquiring it takes longer than this whole function.
     positions = np.empty((3, length), dtype=np.int64)
-    at, position = 0, 0
-    for span in spans:
+    at, position = _known_positions(positions, known)
+    for span in spans[bisect_left(spans, at, key=lambda span: span.start) :]:
         text = span.start - at
         positions[:, at : span.start] = np.arange(position, position + text)
         position += text
@@ -296,7 +368,9 @@ class SliceExpander(Expander):
         self._numbered = tokenizer.family.numbered if numbered else ()
         self._on_canvas = tokenizer.family.positions == "canvas"
 
-    def positions(self, expansion: Expansion) -> tuple[torch.Tensor, int]:
+    def positions(
+        self, expansion: Expansion, known: KnownPrompt | None = None
+    ) -> tuple[torch.Tensor, int]:
         if not self._on_canvas:
             return mrope_positions(len(expansion.token_ids), ())
         around, slices = self._vision, self._slices
@@ -304,7 +378,7 @@ class SliceExpander(Expander):
         if slices.line is not None:
             markers.add(slices.line)
         layouts = [record.slices for record in expansion.records]
-        return _canvas_positions(expansion.token_ids, expansion.spans, layouts, markers)
+        return _canvas_positions(expansion.token_ids, expansion.spans, layouts, markers, known)
 
     def _add_medium(self, out: Expansion, text: str, record: MediaRecord, item: int) -> None:
         assert not text
@@ -422,6 +496,7 @@ def _canvas_positions(
     spans: Sequence[MediaSpan],
     layouts: Sequence[Slices | None],
     markers: Collection[int],
+    known: KnownPrompt | None = None,
 ) -> tuple[torch.Tensor, int]:
     """Compute the positions of every token on the three axes, and the offset of generated tokens.
 
@@ -436,14 +511,17 @@ def _canvas_positions(
     Args:
         layouts: how the pictures of each medium are cut.
         markers: the tokens around pictures and slices, and the line break.
+        known: a prompt that this one continues.
 
     Returns:
         int64 `[3, length]`, and the highest position plus one minus the length.
     """
     length = len(token_ids)
     positions = torch.empty((3, length), dtype=torch.int64)
-    at, position = 0, 0
+    at, position = _known_positions(positions.numpy(), known)
     for picture in _pictures(spans, layouts):
+        if picture.start < at:
+            continue
         if picture.start > at:
             text = picture.start - at
             positions[:, at : picture.start] = torch.arange(position, position + text)

@@ -6,10 +6,11 @@ import contextlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from vlm_serve.preprocess.identity.keys import (
     Roots,
 )
 from vlm_serve.preprocess.identity.prompt import Prompt
+from vlm_serve.preprocess.known_prompts import KnownPrompt, KnownPrompts
 from vlm_serve.preprocess.media.decoders import Decoders
 from vlm_serve.preprocess.media.documents import Documents
 from vlm_serve.preprocess.media.fetch import Holding
@@ -44,6 +46,8 @@ from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, M
 from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.reading.turns import fit_systems
 from vlm_serve.preprocess.text.family import Family
+from vlm_serve.preprocess.text.known_pieces import KnownPieces
+from vlm_serve.preprocess.text.known_turns import KnownTurns
 from vlm_serve.preprocess.text.rendering import (
     ChatRequest,
     PromptPiece,
@@ -69,6 +73,11 @@ _THREADS = 64
 _DECODED_AT_ONCE = 8
 _FETCHED_AT_ONCE = 16
 DEFAULT_RAW_INDEX_BYTES = 16 << 20
+DEFAULT_KNOWN_TEXT_BYTES = 64 << 20
+# Of that memory, in eighths.
+_PROMPTS, _PIECES, _TURNS = 5, 2, 1
+# Of a character; no token has fewer than one byte.
+_MOST_BYTES = 4
 
 
 class Preprocessor:
@@ -83,6 +92,7 @@ class Preprocessor:
         config: what counts as the content of config.json; None: the file's.
         limits: limits on media.
         raw_index_bytes: memory for repeated uploads, and again for frames of videos; 0: none.
+        known_text_bytes: memory for earlier prompts and their pieces of text; 0: none.
         max_tokens, generation: see `Tokenizer`.
         template_file: a chat template instead of the checkpoint's.
         template_kwargs: default variables of the template.
@@ -90,6 +100,7 @@ class Preprocessor:
     Attributes:
         tokenizer: the checkpoint's.
         raw_index: the memory of uploads.
+        known_text: the memory of texts.
         takes_media: whether prompts may have pictures or videos.
 
     Raises CheckpointError if the checkpoint's files are missing or not supported.
@@ -105,6 +116,7 @@ class Preprocessor:
         config: Mapping[str, Any] | None = None,
         limits: MediaLimits | None = None,
         raw_index_bytes: int = DEFAULT_RAW_INDEX_BYTES,
+        known_text_bytes: int = DEFAULT_KNOWN_TEXT_BYTES,
         max_tokens: int | None = None,
         generation: Path | None = None,
         template_file: Path | str | None = None,
@@ -113,6 +125,7 @@ class Preprocessor:
         if config is None:
             config = read_json(Path(directory) / "config.json")
         self.tokenizer = Tokenizer(directory, family, max_tokens, generation, config)
+        self.known_text = KnownText(self.tokenizer, known_text_bytes)
         self.block_size = block_size
         self._root_key = root_key
         names = self.tokenizer.special_names
@@ -196,7 +209,25 @@ class Preprocessor:
 
     def _roots(self, cache_salt: str, adapter: AdapterIdentity) -> Roots:
         """Return a prompt's root keys. Adapters that leave the tower alone share embeddings."""
-        return Roots(*(self.root_key(cache_salt, digest) for digest in adapter))
+        keys = {digest: self.root_key(cache_salt, digest) for digest in {*adapter}}
+        return Roots(*(keys[digest] for digest in adapter))
+
+    def encode(self, text: str, *, cache_salt: str = "") -> list[int]:
+        """Encode a tenant's text in which special tokens keep their meaning; add no tokens.
+
+        Raises InvalidRequestError as `root_key` does, and ContextLengthError for a text far beyond
+        the context.
+        """
+        self.root_key(cache_salt)
+        encode_all = self.known_text.pieces.encode_all
+        pattern, ids = self.tokenizer.special_pattern, self.tokenizer.special_tokens
+        self.tokenizer.check_specials(text)
+        texts = pattern.split(text)
+        check = partial(self.tokenizer.check_length, texts)
+        pieces = encode_all(texts, cache_salt, check)
+        found = [ids[match.group()] for match in pattern.finditer(text)]
+        rest = ([token_id, *piece.ids] for token_id, piece in zip(found, pieces[1:], strict=True))
+        return [*pieces[0].ids, *chain.from_iterable(rest)]
 
     def prepare_tokens(
         self,
@@ -221,10 +252,18 @@ class Preprocessor:
             adapter=adapter,
         )
 
-    def _keys(self, roots: Roots, token_ids: Sequence[int], spans: Sequence[Any]) -> PromptKeys:
+    def _keys(
+        self,
+        roots: Roots,
+        token_ids: Sequence[int],
+        spans: Sequence[Any],
+        known: KnownPrompt | None = None,
+    ) -> PromptKeys:
         return PromptKeys(
             roots.prompt,
             token_ids,
+            known=None if known is None else known.keys,
+            shared=0 if known is None else known.tokens,
             vision_root=roots.vision,
             block_size=self.block_size,
             spans=spans,
@@ -309,26 +348,51 @@ class Preprocessor:
         if conversation.media:
             conversation = self._with_pages(conversation)
         conversation = fit_systems(conversation, anywhere=self._template.traits.late_systems)
-        request = ChatRequest(conversation, self._template)
+        turns = self.known_text.turns.of(cache_salt)
+        request = ChatRequest(conversation, self._template, turns)
         media = self._with_defaults(conversation) if conversation.names_media else []
         self._template.check_kwargs(request.kwargs)
-        if wanted is None:
+        check = partial(self._check_length, request, whole=wanted is None)
+        said = texts_of(request.messages) if wanted is None else []
+        if self.tokenizer.is_probably_too_long([request.tools_text(), *said]):
+            check()
+        try:
+            typed = TypedText(
+                [request.messages, request.tools, request.kwargs],
+                tuple(self.tokenizer.special_tokens),
+                self.tokenizer.special_pattern,
+            )
+            text = request.render(typed)
+        except InvalidRequestError:
+            check()
+            raise
+        pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
+        kept: tuple[PromptPiece, ...] = pieces
+        near: Callable[[], None] | None = partial(check, pieces=pieces)
+        if wanted is not None:
+            check()
+            kept, near = tuple(last_pieces(self.tokenizer, typed, pieces, wanted)), None
+        # A template may leave out texts, which count for the limit all the same.
+        unseen = max(sum(map(len, said)) - len(text), 0)
+        unseen *= 1 if all(map(str.isascii, said)) else _MOST_BYTES
+        texts = [typed.restore(piece.text) for piece in kept if not piece.is_special]
+        encoded = iter(self.known_text.pieces.encode_all(texts, cache_salt, near, unseen))
+        tokens = tuple(None if piece.is_special else next(encoded) for piece in kept)
+        cut = kept != pieces
+        return Rendering(roots, cache_salt, adapter, request, media, typed, text, kept, tokens, cut)
+
+    def _check_length(
+        self, request: ChatRequest, *, whole: bool, pieces: Iterable[PromptPiece] = ()
+    ) -> None:
+        """Raise ContextLengthError if a request, or its rendering, is far beyond the context.
+
+        Args:
+            whole: its messages count, too.
+        """
+        if whole:
             self.tokenizer.check_length(texts_of(request.messages))
         self.tokenizer.check_length([request.tools_text()], "tools")
-        typed = TypedText(
-            [request.messages, request.tools, request.kwargs],
-            tuple(self.tokenizer.special_tokens),
-            self.tokenizer.special_pattern,
-        )
-        text = request.render(typed)
-        pieces = tuple(split_pieces(text, self.tokenizer.special_pattern))
-        if wanted is None:
-            self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
-            kept = pieces
-        else:
-            kept = tuple(last_pieces(self.tokenizer, typed, pieces, wanted))
-        cut = kept != pieces
-        return Rendering(roots, cache_salt, adapter, request, media, typed, text, kept, cut=cut)
+        self.tokenizer.check_length(piece.text for piece in pieces if not piece.is_special)
 
     def _with_pages(self, conversation: Conversation) -> Conversation:
         """Return the conversation with documents as pictures. Raises as `prepare` does."""
@@ -370,15 +434,21 @@ class Preprocessor:
 
         Raises InvalidRequestError.
         """
-        expansion = self._expander.expand(rendering.pieces, rendering.typed, media)
+        texts = tuple(zip(rendering.pieces, rendering.encoded, strict=True))
+        places = self._expander.places(rendering.roots.prompt, texts, media)
+        known = self.known_text.prompts.find(places)
+        expansion = self._expander.expand(texts, rendering.typed, media, known)
         if not expansion.token_ids:
             raise InvalidRequestError("the messages give an empty prompt", param="messages")
-        positions, delta = self._expander.positions(expansion)
+        positions, delta = self._expander.positions(expansion, known)
+        keys = self._keys(rendering.roots, expansion.token_ids, expansion.spans, known)
+        kept = positions if expansion.spans else None
+        self.known_text.prompts.put(places, expansion, kept, keys)
         return Prompt(
             token_ids=tuple(expansion.token_ids),
             positions=positions,
             rope_delta=delta,
-            keys=self._keys(rendering.roots, expansion.token_ids, expansion.spans),
+            keys=keys,
             adapter=rendering.adapter,
             spans=tuple(expansion.spans),
             media=tuple(media),
@@ -388,7 +458,7 @@ class Preprocessor:
             stable_end=self._stable_end(rendering, expansion),
             next_turn=None
             if rendering.cut
-            else SharedByNextTurn(self.tokenizer, rendering, expansion),
+            else SharedByNextTurn(self.tokenizer, self.known_text.pieces, rendering, expansion),
             # The lookups run at the same time.
             waited=max((item.waited for item in media), default=0.0),
             text=rendering.typed.restore(rendering.text),
@@ -408,7 +478,50 @@ class Preprocessor:
         except InvalidRequestError:  # the template may refuse such a turn: then the end is unknown
             return 0
         other = tuple(split_pieces(text, self.tokenizer.special_pattern))
-        return shared_tokens(self.tokenizer, rendering.typed, rendering.pieces, expansion, other)
+        encode = partial(self.known_text.pieces.encode, cache_salt=rendering.cache_salt)
+        return shared_tokens(encode, rendering.typed, rendering.pieces, expansion, other)
+
+
+class KnownText:
+    """The memory of earlier prompts, within one limit.
+
+    Args:
+        tokenizer: the checkpoint's.
+        max_bytes: the limit; 0: nothing is kept.
+
+    Attributes:
+        pieces: tokens of texts.
+        prompts: prompts that others continue.
+        turns: what the template wrote for a message.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int) -> None:
+        share = max_bytes // 8
+        self.prompts = KnownPrompts(share * _PROMPTS)
+        self.pieces = KnownPieces(tokenizer, share * _PIECES)
+        self.turns = KnownTurns(share * _TURNS)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all that is kept."""
+        return self.prompts.num_bytes + self.pieces.num_bytes + self.turns.num_bytes
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was known or not: parts of texts, and beginnings of prompts."""
+        parts, prompts = self.pieces.counts, self.prompts.counts
+        return {
+            "part_hits": parts["hits"],
+            "part_misses": parts["misses"],
+            "prompt_hits": prompts["hits"],
+            "prompt_misses": prompts["misses"],
+        }
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self.pieces.clear()
+        self.prompts.clear()
+        self.turns.clear()
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int:
@@ -426,10 +539,12 @@ class SharedByNextTurn:
 
     Attributes:
         tokenizer: the checkpoint's.
+        known: encodes text.
         rendering, expansion: the prompt.
     """
 
     tokenizer: Tokenizer
+    known: KnownPieces
     rendering: Rendering
     expansion: Expansion
 
@@ -468,4 +583,5 @@ class SharedByNextTurn:
     def _encode(self, piece: PromptPiece) -> Sequence[int]:
         if piece.is_special:
             return (self.tokenizer.special_tokens[piece.text],)
-        return self.tokenizer.encode_plain(self.rendering.typed.restore(piece.text))
+        text = self.rendering.typed.restore(piece.text)
+        return self.known.encode(text, self.rendering.cache_salt)

@@ -49,6 +49,9 @@ class FakePreprocessor:
         self.template_traits = TemplateTraits(frozenset({"messages", "enable_thinking"}))
         self.gate.set()
 
+    def encode(self, text: str, *, cache_salt: str = "") -> list[int]:
+        return self.tokenizer.encode(text)
+
     def begin(self, conversation: Conversation, **options: Any) -> Any:
         """A draft whose media, if there were any, count as loaded."""
         messages, media = conversation.messages, [part.joined() for part in conversation.media]
@@ -214,6 +217,7 @@ class FakeEngine:
             "num_running": 1,
             "num_waiting": 0,
             "embedding_bytes": 0,
+            "known_text": {"part_hits": 3, "prompt_misses": 1},
             "num_preemptions": 2,
             "num_steps": 5,
             "adapters": {

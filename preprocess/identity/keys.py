@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -155,6 +156,8 @@ class PromptKeys:
         spans: media spans, sorted by start and disjoint.
         end_of_turn_ids: tokens followed by a cut point.
         vision_root: see below; None: the root.
+        known: keys of another sequence under the same root that begins alike; its keys are taken.
+        shared: number of tokens, and of spans before them, that both have; no span lies across.
 
     Attributes:
         vision_root: root of the keys of its media's embeddings.
@@ -197,6 +200,8 @@ class PromptKeys:
         spans: Sequence[SpanIdentity] = (),
         end_of_turn_ids: Collection[int] = (),
         vision_root: bytes | None = None,
+        known: PromptKeys | None = None,
+        shared: int = 0,
     ) -> None:
         assert len(root) == KEY_BYTES and block_size > 0
         self.root = root
@@ -213,38 +218,59 @@ class PromptKeys:
         edges = [edge for bounds in self.span_bounds for edge in bounds]
         assert edges == sorted(edges) and (not edges or edges[-1] <= self._length)
         assert all(start < end for start, end in self.span_bounds)
-        ids = array("I", token_ids)
+        self.block_keys = list[bytes]()
+        self.cuts = list[int]()
+        self.tails = dict[int, bytes]()
+        self._packed = bytearray()
+        if known is not None:
+            self._take(known, shared // block_size)
+        at = len(self.block_keys) * block_size
+        ids = array("I", token_ids[at:])
         assert ids.itemsize == 4
-        self.cuts = self._find_cuts(ids)
+        cuts = self._find_cuts(ids, at)
+        self.cuts += cuts
         if sys.byteorder == "big":
             ids.byteswap()
-        self._packed = bytearray(ids.tobytes())
-        self._hash_prompt(bytes(self._packed), spans)
+        self._packed += ids.tobytes()
+        self._hash_prompt(bytes(self._packed), spans, cuts)
 
-    def _find_cuts(self, ids: array[int]) -> list[int]:
-        cuts = set(range(self.block_size, self._length + 1, self.block_size))
-        cuts.update(self._span_ends)
+    def _take(self, known: PromptKeys, blocks: int) -> None:
+        """Take everything about the first blocks from the keys of another sequence."""
+        assert (known.root, known.block_size) == (self.root, self.block_size)
+        end = blocks * self.block_size
+        self.block_keys += known.block_keys[:blocks]
+        self.cuts += known.cuts[: bisect_right(known.cuts, end)]
+        # They are in the order of their cuts.
+        self.tails.update(takewhile(lambda tail: tail[0] <= end, known.tails.items()))
+        self._packed += memoryview(known._packed)[: end * 4]
+
+    def _find_cuts(self, ids: array[int], at: int) -> list[int]:
+        """Return the cut points behind a block's end, from the ids there on."""
+        cuts = set(range(at + self.block_size, self._length + 1, self.block_size))
+        cuts.update(self._span_ends[bisect_right(self._span_ends, at) :])
         tokens = np.frombuffer(ids, dtype=np.uint32)
         for end_of_turn in self._end_of_turn_ids:
-            cuts.update((np.flatnonzero(tokens == end_of_turn) + 1).tolist())
+            cuts.update((np.flatnonzero(tokens == end_of_turn) + at + 1).tolist())
         return sorted(cuts)
 
-    def _hash_prompt(self, packed: bytes, spans: Sequence[SpanIdentity]) -> None:
+    def _hash_prompt(
+        self, packed: bytes, spans: Sequence[SpanIdentity], cuts: Sequence[int]
+    ) -> None:
+        """Add the keys of the blocks behind the known ones, and of their cut points."""
         size = self.block_size
-        overlaps = _overlaps(spans, size)
+        keys = self.block_keys
+        at = len(keys) * size
+        overlaps = _overlaps(spans[bisect_right(self._span_ends, at) :], size)
         count = _COUNT.pack(size)
-        parent = self.root
-        keys = list[bytes]()
-        for block in range(self._length // size):
+        parent = keys[-1] if keys else self.root
+        for block in range(len(keys), self._length // size):
             at = block * size * 4
             data = parent + count + packed[at : at + size * 4]
-            if block in overlaps:
+            if overlaps and block in overlaps:
                 data += overlaps[block]
             parent = blake3(data).digest()
             keys.append(parent)
-        self.block_keys = keys
-        self.tails = dict[int, bytes]()
-        for cut in self.cuts:
+        for cut in cuts:
             if cut % size:
                 block = cut // size
                 at = block * size

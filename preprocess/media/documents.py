@@ -11,9 +11,9 @@ from blake3 import blake3
 from vlm_serve.errors import MediaError, UnsupportedFieldError
 from vlm_serve.preprocess.media.fetch import naming
 from vlm_serve.preprocess.media.images import MAX_PAGES, PdfPage, renderer
-from vlm_serve.preprocess.media.known_frames import SizedIndex
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
 from vlm_serve.preprocess.reading.data_url import read_data_url
+from vlm_serve.preprocess.sized_index import SizedIndex
 
 _KNOWN = 1024
 _COUNT_BYTES = 16

@@ -8,22 +8,21 @@ key of a layout is the size after the resize (docs/architecture.md#identity).
 from __future__ import annotations
 
 import contextlib
-import threading
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from vlm_serve.preprocess.media.frames import Video
 from vlm_serve.preprocess.media.images import Pixels
 from vlm_serve.preprocess.media.video_times import FrameTimes
+from vlm_serve.preprocess.sized_index import SizedIndex
 
 Hashes = tuple[bytes, ...]
 """Content hashes of one frame: of the whole picture, then of its slices."""
 
-Value = TypeVar("Value")
 # Memory of an entry, of a frame and of a hash: measured, rounded up.
 _ENTRY_BYTES, _FRAME_BYTES, _HASH_BYTES = 1024, 160, 80
 
@@ -46,63 +45,6 @@ class _File:
         hashes = sum(map(len, frames))
         sizes = _FRAME_BYTES * len(self.sizes)
         return _ENTRY_BYTES + times + sizes + _FRAME_BYTES * len(frames) + _HASH_BYTES * hashes
-
-
-class SizedIndex(Generic[Value]):
-    """Values by key, evicted in LRU order. Thread-safe.
-
-    Args:
-        max_bytes: limit on the memory of all entries; 0 stores nothing.
-        cost: returns the bytes that a value counts for.
-
-    Attributes:
-        num_bytes: memory of all entries.
-    """
-
-    def __init__(self, max_bytes: int, cost: Callable[[Value], int]) -> None:
-        assert max_bytes >= 0
-        self._max_bytes, self._cost = max_bytes, cost
-        self._entries: OrderedDict[bytes, tuple[Value, int]] = OrderedDict()
-        self._lock = threading.RLock()  # a change of a value reads and puts under it
-        self.num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def remove(self, key: bytes) -> None:
-        """Forget a value, if known."""
-        with self._lock:
-            self._remove(key)
-
-    def clear(self) -> None:
-        """Forget all values."""
-        with self._lock:
-            self._entries.clear()
-            self.num_bytes = 0
-
-    def get(self, key: bytes) -> Value | None:
-        """Return a value, if known, and mark it as most recently used."""
-        with self._lock:
-            if key not in self._entries:
-                return None
-            self._entries.move_to_end(key)
-            return self._entries[key][0]
-
-    def put(self, key: bytes, value: Value) -> None:
-        """Store a value, unless it is larger than the whole index."""
-        cost = self._cost(value)
-        with self._lock:
-            self._remove(key)
-            if cost > self._max_bytes:
-                return
-            while self.num_bytes + cost > self._max_bytes:
-                self._remove(next(iter(self._entries)))
-            self._entries[key] = value, cost
-            self.num_bytes += cost
-
-    def _remove(self, key: bytes) -> None:
-        _, cost = self._entries.pop(key, (None, 0))
-        self.num_bytes -= cost
 
 
 class FrameIndex(SizedIndex[_File]):

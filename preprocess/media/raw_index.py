@@ -29,10 +29,11 @@ from PIL import features
 
 from vlm_serve.preprocess.identity.keys import KEY_BYTES, hasher_of
 from vlm_serve.preprocess.media.images import plugins, renderer
-from vlm_serve.preprocess.media.known_frames import FrameIndex, SizedIndex
+from vlm_serve.preprocess.media.known_frames import FrameIndex
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.preprocess.media.processing import MediaRecord, Slices
 from vlm_serve.preprocess.reading.conversation import Modality
+from vlm_serve.preprocess.sized_index import SizedIndex
 
 _DOMAIN = b"vlm-serve raw media 2"
 _CONTENT_DOMAIN = b"vlm-serve raw content 1"

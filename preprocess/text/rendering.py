@@ -12,13 +12,15 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.identity.keys import AdapterIdentity, Roots
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
+from vlm_serve.preprocess.text.known_pieces import Encoded
+from vlm_serve.preprocess.text.known_turns import Turns
 from vlm_serve.preprocess.text.template import ChatTemplate
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
@@ -29,6 +31,9 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 class ChatRequest:
     """Messages, tools and template variables of a request.
 
+    Args:
+        turns: the tenant's known turns.
+
     Raises InvalidRequestError if the template does not accept these messages, or if the last one
     has nothing to continue.
 
@@ -38,8 +43,11 @@ class ChatRequest:
         kwargs: further variables of the template.
     """
 
-    def __init__(self, conversation: Conversation, template: ChatTemplate) -> None:
+    def __init__(
+        self, conversation: Conversation, template: ChatTemplate, turns: Turns | None = None
+    ) -> None:
         self._continuation = None
+        self._turns = turns
         if conversation.continue_final_message:
             marked = template.traits.thinking.marked
             self._continuation = Continuation(conversation.messages[-1], marked=marked)
@@ -50,6 +58,7 @@ class ChatRequest:
         self.tools = conversation.tools or None
         self.kwargs = conversation.template_kwargs
         self._add_generation_prompt = conversation.add_generation_prompt
+        self._hidden: tuple[TypedText, list[Message]] | None = None
 
     def tools_text(self) -> str:
         """Return the tools as JSON, about as long as their rendering."""
@@ -57,7 +66,7 @@ class ChatRequest:
 
     def render(self, typed: TypedText) -> str:
         """Render the prompt's text, with user text hidden by `typed`."""
-        messages = typed.hide(self.messages)
+        messages = self._hide(typed)
         if self._continuation is None:
             return self._render(typed, messages, self._add_generation_prompt)
         render = partial(self._render, typed, add_generation_prompt=False)
@@ -68,7 +77,7 @@ class ChatRequest:
         answered = self.messages[-1]["role"] == "assistant"
         roles = ("user",) if answered else ("assistant", "user")
         turns = [self._template.traits.fit_turn(role, "a") for role in roles]
-        return self._render(typed, typed.hide(self.messages) + turns, True)
+        return self._render(typed, self._hide(typed) + turns, True)
 
     def render_answered(self, typed: TypedText, answer: Conversation) -> str:
         """Render the next prompt: the conversation with an answer and one more turn. That is the
@@ -85,7 +94,14 @@ class ChatRequest:
         turns = [
             traits.fit_turn("tool", "a") | {"tool_call_id": call.get("id")} for call in calls
         ] or [traits.fit_turn("user", "a")]
-        return self._render(typed, typed.hide([*messages, said]) + turns, True)
+        hidden = self._hide(typed)[: len(messages)]
+        return self._render(typed, [*hidden, *typed.hide([said]), *turns], True)
+
+    def _hide(self, typed: TypedText) -> list[Message]:
+        """Return the messages with user text hidden, the same objects each time."""
+        if self._hidden is None or self._hidden[0] is not typed:
+            self._hidden = typed, typed.hide(self.messages)
+        return self._hidden[1]
 
     def _render(
         self,
@@ -98,6 +114,7 @@ class ChatRequest:
             tools=typed.hide(self.tools),
             add_generation_prompt=add_generation_prompt,
             kwargs=typed.hide(self.kwargs),
+            turns=self._turns,
         )
         try:
             text.encode()
@@ -108,8 +125,7 @@ class ChatRequest:
         return text
 
 
-@dataclass(frozen=True, slots=True)
-class PromptPiece:
+class PromptPiece(NamedTuple):
     """A piece of rendered text in hidden form: a special token, or the text between two of them."""
 
     text: str
@@ -162,6 +178,7 @@ class Rendering:
         typed: the special tokens typed by users.
         text: the template's text, with those hidden.
         pieces: that text, split at the template's special tokens.
+        encoded: tokens of every piece of text; None for special tokens.
         cut: there are only the last of them.
     """
 
@@ -173,6 +190,7 @@ class Rendering:
     typed: TypedText
     text: str
     pieces: tuple[PromptPiece, ...]
+    encoded: tuple[Encoded | None, ...]
     cut: bool = False
 
     def system_end(self, message_ends: Sequence[int]) -> int:
@@ -291,6 +309,8 @@ def _nothing_to_continue() -> InvalidRequestError:
     )
 
 
+# Shorter texts, such as keys and roles, come again and again.
+_SHORT = 16
 _PRIVATE_USE = re.compile("[\ue000-\uf8ff]")
 _ALL_PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))
 
@@ -317,8 +337,9 @@ class TypedText:
     """
 
     def __init__(self, data: Any, special_tokens: Sequence[str], pattern: re.Pattern[str]) -> None:
-        strings = list(_strings(data))
-        used = {character for text in strings for character in _PRIVATE_USE.findall(text)}
+        strings = _strings(data)
+        wide = [text for text in strings if not text.isascii()]
+        used = {character for text in wide for character in _PRIVATE_USE.findall(text)}
         free = (character for character in _ALL_PRIVATE_USE if character not in used)
         self._pattern = pattern
         try:
@@ -330,12 +351,9 @@ class TypedText:
         self._originals = {character: token for token, character in self._substitutes.items()}
         self._originals[self._break] = ""
         self._hidden = re.compile("[" + "".join(self._originals) + "]")
-        # Adjacent texts could form a special token together. So a text that ends with the beginning
-        # of one, or starts with the end of one, gets a break there, inside any trimmable white
-        # space.
-        sizes = [(token, size) for token in special_tokens for size in range(1, len(token))]
-        self._beginnings = tuple({token[:size] for token, size in sizes})
-        self._ends = tuple({token[size:] for token, size in sizes})
+        self._beginnings, self._ends = _halves(tuple(special_tokens))
+        self._hides = False
+        self._short: dict[str, str] = {}
 
     def hide(self, value: Any) -> Any:
         """Return the same plain data with special tokens replaced, in keys as well."""
@@ -348,13 +366,34 @@ class TypedText:
         return value
 
     def _hide_text(self, text: str) -> str:
+        short = len(text) < _SHORT
+        if short and text in self._short:
+            return self._short[text]
+        shown = text
         text = self._pattern.sub(lambda match: self._substitutes[match.group()], text)
         if (stripped := text.rstrip()).endswith(self._beginnings):
             text = stripped + self._break + text[len(stripped) :]
         if (stripped := text.lstrip()).startswith(self._ends):
             text = text[: len(text) - len(stripped)] + self._break + stripped
+        self._hides |= text != shown
+        if short:
+            self._short[shown] = text
         return text
 
     def restore(self, text: str) -> str:
         """Return the user's original text for a piece of rendered text."""
+        if not self._hides:
+            return text
         return self._hidden.sub(lambda match: self._originals[match.group()], text)
+
+
+@cache
+def _halves(special_tokens: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the beginnings and the ends of special tokens.
+
+    Adjacent texts could form one together. So a text that ends with a beginning, or starts with an
+    end, gets a break there, inside any trimmable white space.
+    """
+    sizes = [(token, size) for token in special_tokens for size in range(1, len(token))]
+    beginnings, ends = {token[:size] for token, size in sizes}, {t[size:] for t, size in sizes}
+    return tuple(beginnings), tuple(ends)

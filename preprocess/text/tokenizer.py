@@ -27,6 +27,8 @@ _PIECE_CHARACTERS = 1 << 14
 _NORMALISED = 3
 # Counting in pieces splits words and adds a few tokens, so refuse only well beyond the limit.
 _MARGIN = 1.25
+# Characters of a token that are rare on average.
+_LONG_TOKEN = 16
 MAX_CACHED_WORDS = 1000
 
 
@@ -67,6 +69,7 @@ class Tokenizer:
         eos_ids: ids that end a generation, see `_find_ends`.
         end_of_turn_ids: ids followed by a cut point.
         special_names: "eos_token" and the like -> content, as chat templates see them.
+        backend: the library's tokenizer.
 
     Raises CheckpointError if the files are missing or unusable.
     """
@@ -85,9 +88,9 @@ class Tokenizer:
             model_config = read_json(directory / "config.json")
         self.family = family or family_of(str(model_config.get("model_type", "")))
         self._max_tokens = max_tokens
-        self._backend = _load_backend(directory, config, self.family.split)
-        self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
-        added = self._backend.get_added_tokens_decoder()
+        self.backend = _load_backend(directory, config, self.family.split)
+        self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
+        added = self.backend.get_added_tokens_decoder()
         special = {token_id: token for token_id, token in added.items() if token.special}
         for token in special.values():
             if token.single_word or token.lstrip or token.rstrip:
@@ -148,7 +151,7 @@ class Tokenizer:
 
         Raises ContextLengthError for a text far beyond the context.
         """
-        self._check_specials(text)
+        self.check_specials(text)
         self.check_length(self.special_pattern.split(text))
         return self._encode(text)
 
@@ -213,6 +216,19 @@ class Tokenizer:
                     raise self._too_long(limit, param)
 
     @property
+    def tokens_before_check(self) -> int | None:
+        """So many tokens and more may be refused by `check_length`; None: it refuses none."""
+        limit = self._limit
+        # It counts by pieces, which has some tokens more than a text as a whole.
+        return None if limit is None else limit - limit // 16
+
+    def is_probably_too_long(self, texts: Iterable[str]) -> bool:
+        """Return True if texts can fit only with very long tokens, so that it pays to call
+        `check_length` before anything else."""
+        limit = self._limit
+        return limit is not None and sum(map(len, texts)) > limit * _LONG_TOKEN
+
+    @property
     def _limit(self) -> int | None:
         """Tokens far beyond the context; None for no limit."""
         return None if self._max_tokens is None else int(self._max_tokens * _MARGIN) + 256
@@ -222,7 +238,7 @@ class Tokenizer:
         need = f"the text has {length}"
         return ContextLengthError.beyond(int(self._max_tokens or 0), length, need, param)
 
-    def _check_specials(self, text: str) -> None:
+    def check_specials(self, text: str) -> None:
         """Raise ContextLengthError if the special tokens alone are far beyond the context."""
         limit = self._limit
         if limit is None or len(text) <= limit:
@@ -236,7 +252,7 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Bytes of the longest token. One character of a byte-level token is one byte."""
         return max(
-            max(map(len, self._backend.get_vocab(with_added_tokens=False)), default=1),
+            max(map(len, self.backend.get_vocab(with_added_tokens=False)), default=1),
             max((len(text.encode()) for text in self._added_text.values()), default=1),
         )
 
@@ -244,14 +260,14 @@ class Tokenizer:
         """Encode text in which special tokens are characters like any others."""
         if not text:
             return []
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode ids into text; invalid UTF-8 becomes U+FFFD."""
         if skip_special_tokens:
             token_ids = [i for i in token_ids if i not in self._special_ids]
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=False)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -271,12 +287,12 @@ class Tokenizer:
         added = self._added_text.get(token_id)
         if added is not None:
             return added.encode()
-        token = self._backend.id_to_token(token_id)
+        token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
         table = self._byte_of_character
         if any(character not in table for character in token):
-            return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
+            return str(self.backend.decode([token_id], skip_special_tokens=False)).encode()
         return bytes(table[character] for character in token)
 
     @cached_property
@@ -293,12 +309,12 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token, None if there is none."""
-        token_id: int | None = self._backend.token_to_id(token)
+        token_id: int | None = self.backend.token_to_id(token)
         return token_id
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it, None if the id is not in use."""
-        token: str | None = self._backend.id_to_token(token_id)
+        token: str | None = self.backend.id_to_token(token_id)
         return token
 
     def is_special(self, token_id: int) -> bool:

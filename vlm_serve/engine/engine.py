@@ -348,6 +348,7 @@ class Engine:
         self._scheduler.queues.reclaim()
         self._media.cache.flush()
         self.preprocessor.raw_index.clear()
+        self.preprocessor.known_text.clear()
         return self._tiers.flush()
 
     def _held_bytes(self) -> dict[str, int]:
@@ -362,6 +363,7 @@ class Engine:
             "adapters": self.adapters.num_bytes,
             "media_index": self.preprocessor.raw_index.num_bytes
             + self.preprocessor.raw_index.frames.num_bytes,
+            "known_text": self.preprocessor.known_text.num_bytes,
             "grammars": self.grammars.num_bytes,
         }
 
@@ -383,6 +385,7 @@ class Engine:
             "embeddings": dict(self._media.counts),
             "uploads": dict(self.preprocessor.media_counts),
             "video_frames": dict(self.preprocessor.raw_index.frames.counts),
+            "known_text": self.preprocessor.known_text.counts,
             "embedding_bytes": self._media.cache.used,
             "cache": self._cache.stats.as_dict(),
             "audit": dataclasses.asdict(self._auditor.counts),

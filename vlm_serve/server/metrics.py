@@ -69,6 +69,7 @@ ADAPTER_COUNTS = {
     "draft_tokens": "Tokens drafted for them",
     "accepted_tokens": "Of those, tokens that held",
 }
+KNOWN_TEXT = ("part_hits", "part_misses", "prompt_hits", "prompt_misses")
 EVICTED_KINDS = ("kv", "tail", "snapshot", "suspended", "timed_pin")
 
 Values = float | Mapping[str, float]
@@ -252,6 +253,9 @@ class EngineStats(Collector):
         yield self._counter("media_uploads", text, sources, "source")
         text = "Frames of video files: shown, of these known before, and decoded for the others"
         yield self._counter("video_frames", text, stats["video_frames"])
+        text = "Parts of texts, and beginnings of prompts, that were known (hits) or not (misses)"
+        found = dict.fromkeys(KNOWN_TEXT, 0) | stats["known_text"]
+        yield self._counter("known_text", text, found, "event")
         yield from self._tiers(stats["tiers"])
         yield from self._counters("audit")
 

@@ -193,3 +193,24 @@ def test_keys_are_the_same_in_every_process() -> None:
 def test_embedding_key_depends_on_root_content_and_how_many_rows_it_becomes() -> None:
     keys = {embedding_key(*key) for key in product((b"r", b"s"), (b"a", b"b"), (2, 4))}
     assert len(keys) == 8
+
+
+@given(prompts(), st.data())
+def test_known_keys_are_continued(prompt: tuple[list[int], int, list[Span]], data: Any) -> None:
+    ids, size, spans = prompt
+    whole = PromptKeys(ROOT, ids, block_size=size, spans=spans, end_of_turn_ids={END_OF_TURN})
+    shared = data.draw(st.integers(0, len(ids)))
+    if any(span.start < shared < span.end for span in spans):
+        return
+    before = [span for span in spans if span.end <= shared]
+    other = [*ids[:shared], *data.draw(st.lists(st.integers(0, 9), max_size=40))]
+    known = PromptKeys(ROOT, other, block_size=size, spans=before, end_of_turn_ids={END_OF_TURN})
+    keys = PromptKeys(
+        ROOT, ids, block_size=size, spans=spans, end_of_turn_ids={END_OF_TURN},
+        known=known, shared=shared,
+    )  # fmt: skip
+    for name in PromptKeys.__slots__:
+        assert getattr(keys, name) == getattr(whole, name), name
+    keys.extend([1, END_OF_TURN, 3])
+    whole.extend([1, END_OF_TURN, 3])
+    assert (keys.block_keys, keys.tails, keys.cuts) == (whole.block_keys, whole.tails, whole.cuts)

@@ -22,6 +22,7 @@ from vlm_serve.server.api.shared.fields import Tokens as TokenIds
 from vlm_serve.server.api.shared.logprobs import token_text
 from vlm_serve.server.api.shared.request_body import read_prompt, read_request
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
+from vlm_serve.server.http.auth import salt_of
 from vlm_serve.server.service import Service
 
 
@@ -54,18 +55,19 @@ async def tokenize(service: Service, request: Request) -> Response:
     Raises:
         InvalidRequestError: the request is invalid.
     """
+    scope = KeyScope(salt_of(request.scope, None))
     chat, answer = await read_prompt(
-        service, request, "chat", TokenizeRequest, partial(_tokenizing, service)
+        service, request, "chat", TokenizeRequest, partial(_tokenizing, service, scope)
     )
     with service.admission.admitted():
         if chat is None:
             return await service.workers.prepare(answer)
-        prompt = await service.prepare(partial(prepare, service, chat, KeyScope()))
+        prompt = await service.prepare(partial(prepare, service, chat, scope))
         return await service.workers.prepare(partial(answer, prompt))
 
 
 def _tokenizing(
-    service: Service, body: TokenizeRequest, conversation: Conversation
+    service: Service, scope: KeyScope, body: TokenizeRequest, conversation: Conversation
 ) -> tuple[Conversation | None, Callable[..., Response]]:
     """Return the conversation, if there is one, and a function from its prompt to the response."""
     ignored = ignored_fields(body.model_extra or {})
@@ -78,7 +80,8 @@ def _tokenizing(
 
     def answer(prompt: Prompt | None = None) -> Response:
         if prompt is None:
-            ids = service.tokenizer.encode(body.prompt or "")
+            salt = scope.cache_salt
+            ids = service.engine.preprocessor.encode(body.prompt or "", cache_salt=salt)
         else:
             ids = list(prompt.token_ids)
         texts = None

@@ -146,7 +146,7 @@ def prepare_tokens(
     if not isinstance(prompt, str):
         ids = prompt if count is None else prompt[-count:]
     elif count is None:
-        ids = preprocessor.tokenizer.encode(prompt)
+        ids = preprocessor.encode(prompt, cache_salt=scope.cache_salt)
     else:
         ids = preprocessor.tokenizer.encode_end(prompt, count)
     prepared: Prompt = preprocessor.prepare_tokens(ids, **scope.options)
