@@ -20,6 +20,7 @@ from vlm_serve.deploy.replica_pool import (
 )
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.tenants import TenantKey
 
 START: Message = {
     "type": "http.response.start",
@@ -62,7 +63,7 @@ async def post(
     gateway: Gateway, path: str = "/v1/chat/completions", **fields: Any
 ) -> httpx.Response:
     transport = httpx.ASGITransport(
-        cast(Any, guarded(gateway, gateway.config, {"tenant-key": "mine"})),
+        cast(Any, guarded(gateway, gateway.config, {"tenant-key": TenantKey("mine", 3)})),
         raise_app_exceptions=False,
     )
     headers = {"authorization": "Bearer tenant-key", **fields.pop("headers", {})}

@@ -261,7 +261,7 @@ class Engine:
         with contextlib.suppress(EngineClosedError):
             self._loop.post(lambda: self._loop.abort(request_id))
 
-    def hold(self, request_id: str, *, held: bool) -> None:
+    def hold(self, request_id: str, held: bool) -> None:
         """Suspend a request, whose client has to read first, or have it go on. Ignore unknown ids
         and a closed engine."""
 

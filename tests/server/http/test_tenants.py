@@ -16,7 +16,7 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import read_tenant_keys
+from vlm_serve.server.http.tenants import read_tenant_keys
 
 PICTURE = {
     "type": "image_url",

@@ -121,6 +121,11 @@ class SequenceQueues:
         waits = sequence.fetching or sequence.number in self.followers
         return waits or sequence.number in self.held or sequence.lease is not None
 
+    def is_copied(self, sequence: Sequence) -> bool:
+        """Return True if the next step copies a running sequence's row, or fills it by a copy."""
+        assert sequence.lease is not None
+        return any(sequence.lease.row in copy for copy in self.row_copies)
+
     def start(self, sequence: Sequence) -> None:
         """Move a sequence with a lease from waiting to running."""
         self.waiting.remove(sequence)

@@ -261,14 +261,11 @@ class Shares:
 
     def _may_yield(self, sequence: Sequence) -> bool:
         """Return True if a running sequence has computed enough since it last gave up its seat, and
-        no row that it has to copy first is its own."""
-        assert sequence.lease is not None
+        its row is its own."""
         mark = self._marks.get(sequence.number)
         if mark is not None and sequence.num_computed < mark + LEAST_TURN:
             return False
-        row = sequence.lease.row
-        copied = any(row in copy for copy in self._queues.row_copies)
-        return not (copied or sequence.suspect_until)
+        return not (sequence.suspect_until or self._queues.is_copied(sequence))
 
     def on_stopping(self, sequence: Sequence) -> None:
         """Note how far a sequence has come that is about to lose its lease."""

@@ -32,8 +32,9 @@ class Unread:
     def plan_open(self, room: int) -> int:
         """Have held sequences give up their seats; take no token."""
         if self._held:
-            for sequence in [each for each in self._queues.running if each.number in self._held]:
-                self._queues.preempt(sequence)
+            for sequence in list(self._queues.running):
+                if sequence.number in self._held and not self._queues.is_copied(sequence):
+                    self._queues.preempt(sequence)
         return 0
 
     def is_busy(self) -> bool:

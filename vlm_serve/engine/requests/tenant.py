@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-BACKGROUND = 1 << 33
-"""Least priority of work that runs behind everybody's requests, which cannot differ by as much."""
+BACKGROUND = 1 << 32
+"""Least priority of work that runs behind everybody's requests; no request has as much."""
 
 
 class Tenant(NamedTuple):
