@@ -26,6 +26,8 @@ from vlm_serve.engine.requests.tenant import NOBODY, Tenant
 from vlm_serve.sampling_params import SamplingParams
 
 BLOCK = 8
+CHECK_EVERY = 40
+"""Steps between two checks of the cache; `simulation.py` checks after each."""
 
 
 @dataclass
@@ -82,8 +84,10 @@ class FairWorld:
             blocks, seats + 400, BLOCK, random.Random(0), num_updates=updates
         )
         self.step, self.planned = 0, 0
+        self.finished: list[SequenceGroup] = []
         self.computed: Counter[str] = Counter()
         self.by_number: dict[int, str] = {}
+        self.asked: dict[str, Asked] = {}
         self.open: dict[str, Asked] = {}
         self._numbers = itertools.count()
         self._language = Language(
@@ -119,7 +123,8 @@ class FairWorld:
         for sequence in group.sequences:
             self.executor.register(sequence.info)
             self.by_number[sequence.number] = tenant.name
-        asked = self.open[request.request_id] = Asked(group, self.step)
+        asked = self.asked[request.request_id] = Asked(group, self.step)
+        self.open[request.request_id] = asked
         self.scheduler.add(group)
         return asked
 
@@ -137,14 +142,19 @@ class FairWorld:
             output = self.executor.run(plan)
             self.scheduler.learn(plan, output, 0.01)
             for group, delta in self.scheduler.commit(plan, output):
-                asked = self.open[group.request.request_id]
+                asked = self.asked[group.request.request_id]
                 asked.steps.setdefault(delta.index, []).append(self.step)
                 asked.tokens.setdefault(delta.index, []).extend(delta.token_ids)
-            for request_id in [each for each, asked in self.open.items() if asked.ended]:
-                del self.open[request_id]
+                if asked.ended and self.open.pop(group.request.request_id, None) is not None:
+                    self.finished.append(group)
             for number in self.scheduler.take_removed():
                 self.executor.forget(number)
-            self.cache.check()
+            if self.step % CHECK_EVERY == 0:
+                self.cache.check()
+
+    def open_of(self, tenant: Tenant) -> bool:
+        """Return True if a request of a tenant has not ended."""
+        return any(each.group.request.tenant is tenant for each in self.open.values())
 
     def seats(self, tenant: Tenant) -> int:
         """Return how many sequences of a tenant run."""

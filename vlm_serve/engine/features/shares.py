@@ -232,17 +232,7 @@ class Shares:
         if self._alone:
             return False
         account = self._of[sequence.number]
-        due = account.turn(+1)
-        best: tuple[_Turn, bool, tuple[int, int, int]] | None = None
-        victim = None
-        for other in self._queues.running:
-            payer = self._first(other)
-            turn = payer.turn(-1)
-            if payer is account or turn < due or not self._may_yield(other):
-                continue
-            rank = turn, not other.prefilling, order(other)
-            if best is None or rank > best:
-                best, victim = rank, other
+        victim = self._ahead_of(account, account.turn(+1), self._queues.running)
         if victim is None:
             return False
         self.given_up[self.usage.bounded(victim.request.tenant.label)] += 1
@@ -252,12 +242,30 @@ class Shares:
     def plan_victim(self, running: Rows[Sequence]) -> Sequence | None:
         """Return the running sequence to give up its blocks; None: the last one of all.
 
-        Who has lost work by that is spared until it has made up for it: two that do not fit beside
-        each other would else compute the same again and again.
+        That is the last one, too, if no other tenant is ahead by more than one seat, and of those
+        who have lost work before: two that do not fit beside each other would else compute the same
+        again and again.
         """
-        candidates = [] if self._alone else [each for each in running if self._may_yield(each)]
-        rank = {each: (self._first(each).turn(), order(each)) for each in candidates}
-        return max(candidates, key=rank.__getitem__, default=None)
+        if self._alone:
+            return None
+        account = self._first(max(running, key=order))
+        return self._ahead_of(account, account.turn(), running)
+
+    def _ahead_of(self, account: _Account, due: _Turn, running: Rows[Sequence]) -> Sequence | None:
+        """Return a sequence of the tenant that is furthest ahead, of those that would not come
+        before `due` with a seat less. Of one tenant prompts are spared, and then what came
+        first."""
+        best: tuple[_Turn, bool, tuple[int, int, int]] | None = None
+        found = None
+        for other in running:
+            payer = self._first(other)
+            turn = payer.turn(-1)
+            if payer is account or turn < due or not self._may_yield(other):
+                continue
+            rank = turn, not other.prefilling, order(other)
+            if best is None or rank > best:
+                best, found = rank, other
+        return found
 
     def _may_yield(self, sequence: Sequence) -> bool:
         """Return True if a running sequence has computed enough since it last gave up its seat, and
