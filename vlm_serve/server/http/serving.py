@@ -232,6 +232,7 @@ def uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # anybody on the host could name addresses, and have many shares
         timeout_keep_alive=connections.config.keep_alive_timeout,
         timeout_graceful_shutdown=GRACE_SECONDS,
         lifespan="on",
