@@ -203,7 +203,7 @@ def test_weights_stand_beside_salts(tmp_path: Path) -> None:
 
 
 def test_a_request_counts_for_its_key_whatever_it_says(server: RunningServer) -> None:
-    tenants = {}
+    tenants: dict[str, set[Tenant]] = {}
     for key in ("key-a", "key-b", "plain"):
         for fields in ({}, {"user": "other", "metadata": {"tenant": "other"}, "priority": -5}):
             salt_used(server, key, **fields)

@@ -343,7 +343,7 @@ class Planner:
             if sequence.suspect_until:
                 self._preempt_all()
             full = len(queues.running) >= self._config.max_num_seqs
-            if budget <= 0 or (full and not self._vacate(sequence)):
+            if budget <= 0 or (full and (whole or not self._vacate(sequence, budget))):
                 return budget
             alone = not queues.running
             admit = partial(self._admitter.admit, sequence, budget, alone=alone, whole=whole)
@@ -364,9 +364,11 @@ class Planner:
             self._offer_prompts()
         return budget
 
-    def _vacate(self, sequence: Sequence) -> bool:
-        """Have a running sequence give up its seat for a waiting one, if any does."""
-        return any(give(sequence) for give in self._hooks.give_seat)
+    def _vacate(self, sequence: Sequence, budget: int) -> bool:
+        """Have a running sequence give up its seat for a waiting one, if any does and the budget is
+        enough for it to begin."""
+        enough = budget >= self._config.block_size
+        return enough and any(give(sequence) for give in self._hooks.give_seat)
 
     def _may_start(self, sequence: Sequence) -> bool:
         """Return True unless a feature has a sequence wait, or ends it with an error."""
