@@ -21,6 +21,7 @@ from vlm_serve.engine.features.inspection import PinInfo
 from vlm_serve.engine.features.mirror import TreeMirror
 from vlm_serve.engine.numerics.arithmetic import Backend, decide
 from vlm_serve.engine.requests.outputs import CacheReport, Delta, Usage
+from vlm_serve.engine.requests.tenant import NOBODY, Tenant
 from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.engine.steps.memory import MemoryPlan
 from vlm_serve.errors import EngineClosedError, VlmServeError
@@ -135,6 +136,7 @@ class FakeEngine:
         self.max_model_len = 4096
         self.gate, self.check_gate = threading.Event(), threading.Event()
         self.num_checks = self.num_flushes = 0
+        self.holds: list[bool] = []
         self.mirror = TreeMirror(CacheEvents())
         self.step_times = StepTimes()
         self.alive = True
@@ -176,6 +178,7 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        tenant: Tenant = NOBODY,
         affinity: Sequence[bytes] = (),
         thought: Thought | None = None,
         **_: object,
@@ -187,7 +190,7 @@ class FakeEngine:
         name = request_id or str(next(self._names))
         self.num_submitted += 1
         request = FakeRequest(prompt, params, on_delta)
-        self.latest_params = params
+        self.latest_params, self.latest_tenant = params, tenant
         self.latest_thought = thought
         self.latest_affinity = tuple(affinity)
         self.requests[name] = request
@@ -198,6 +201,9 @@ class FakeEngine:
         request = self.requests.pop(request_id, None)
         if request is not None:
             request.aborted.set()
+
+    def hold(self, request_id: str, held: bool) -> None:
+        self.holds.append(held)
 
     def flush(self) -> None:
         self.num_flushes += 1
@@ -215,6 +221,16 @@ class FakeEngine:
         return {
             "num_joined": 3,
             "num_running": 1,
+            "num_unread": 1,
+            "tenants": {
+                "tenant 1": {
+                    "requests": 2,
+                    "prompt_tokens": 9,
+                    "cached_tokens": 4,
+                    "generated_tokens": 8,
+                    "given_up_seats": 1,
+                }
+            },
             "num_waiting": 0,
             "embedding_bytes": 0,
             "known_text": {"part_hits": 3, "prompt_misses": 1},

@@ -144,7 +144,7 @@ class AdapterSimulation(Simulation):
         super()._step()
 
     def _comes_up(self) -> bool:
-        return self.slots.busy
+        return self.slots.busy or super()._comes_up()
 
     def run(self, steps: int) -> Counter[str]:
         counts = super().run(steps)

@@ -25,6 +25,7 @@ from simulated_client import Client, cold_answer
 from simulated_drafts import Guesser
 from simulated_places import plant
 from simulated_prompts import Prompts
+from simulated_tenants import Tenants
 from simulated_turns import ENDING_MODES, AnyTurn, NextTurns
 from symbolic import END_OF_TURN, VOCABULARY, InjectedFailure, SymbolicExecutor
 from symbolic_tiers import SymbolicTiers, silence
@@ -40,7 +41,9 @@ from vlm_serve.engine.core.queues import UpdateSlots
 from vlm_serve.engine.core.scheduler import Event, Scheduler
 from vlm_serve.engine.features.drafts.drafting import Drafting
 from vlm_serve.engine.features.endings.endings import Endings
+from vlm_serve.engine.features.shares import Shares
 from vlm_serve.engine.features.table import TABLE, FeatureRow, Features, Options
+from vlm_serve.engine.features.unread import Unread
 from vlm_serve.engine.requests.outputs import Delta
 from vlm_serve.engine.requests.plan import StepOutput, StepPlan
 from vlm_serve.engine.requests.request import Language, Request
@@ -95,6 +98,7 @@ class Simulation:
         self._clock = random.Random(f"clock {seed}")
         self._bursts = random.Random(f"bursts {seed}")
         self._places = random.Random(f"places {seed}")
+        self._tenants = Tenants(seed)
         self._burst_rate = self._bursts.choice([0.0, 0.05, 0.2])
         self._compare_every = compare_every
         self.block_size = rng.choice([4, 8, 16])
@@ -222,6 +226,9 @@ class Simulation:
             client = rng.choice(list(self.clients.values()))
             self.counts["aborts"] += 1
             self._deliver(self.scheduler.end(client.group))
+        self._tenants.read(
+            self.features.get(Unread), [each.group for each in self.clients.values()]
+        )
         if rng.random() < 0.002:
             self.cache.flush()
             self.counts["flushes"] += 1
@@ -255,6 +262,7 @@ class Simulation:
             number,
             cold=rng.random() < 0.05,
             next_turn=self._ends.choice([None, AnyTurn()]),
+            tenant=self._tenants.take(),
         )
         request = self._with_adapter(request)
         if self._replays is not None and not request.cold and self._replays.random() < 0.5:
@@ -327,7 +335,7 @@ class Simulation:
         self._forget_removed()
 
     def _comes_up(self) -> bool:
-        return False
+        return bool(self.scheduler.queues.held)
 
     def _forget_removed(self) -> None:
         for number in self.scheduler.take_removed():
@@ -393,6 +401,7 @@ class Simulation:
         self._failure_rate = 0.0
         for _ in range(20_000):
             self.turns.step()
+            self._tenants.read_all(self.features.get(Unread), self.clients.values())
             if not self.scheduler.has_work and not self.turns.asked:
                 break
             self._step()
@@ -407,6 +416,7 @@ class Simulation:
         assert self.counts["hits"] <= self.cache.stats.requests <= self.counts["most hits"]
         assert self.cache.free_block_count == self.cache.config.num_blocks, "blocks leaked"
         assert not self.scheduler.queues.followers, "somebody waits for nobody"
+        assert not self.scheduler.queues.held, "somebody waits for nobody's client"
         assert not self.scheduler.queues.kept, "an ended answer keeps what it holds"
         self.counts.update(self.watch.counts)
         self.counts["rows left"] += self.cache.stats.saves["left"]
@@ -419,6 +429,11 @@ class Simulation:
         self.counts["query_tokens"] += self.cache.stats.query_tokens
         self.counts["computed_tokens"] += self.executor.tokens_computed
         self.counts["rows computed"] += self.executor.rows_computed
+        shares = self.features.get(Shares)
+        if shares is not None:
+            assert not shares._accounts and not shares._marks, "a tenant without requests"
+            self.counts["seats given up"] += sum(shares.given_up.values())
+        self.counts["held"] += self._tenants.num_held
         drafting = self.features.get(Drafting)
         if drafting is not None:
             self.counts["drafts"] += drafting.counts.draft_tokens

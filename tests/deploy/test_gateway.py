@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, cast
 
@@ -18,8 +19,10 @@ from vlm_serve.deploy.replica_pool import (
     ReplicaLostError,
     ReplicaPool,
 )
+from vlm_serve.engine.requests.tenant import NOBODY, Tenant
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.auth import guarded
+from vlm_serve.server.http.tenants import TenantKey, tenant_of
 
 START: Message = {
     "type": "http.response.start",
@@ -62,7 +65,7 @@ async def post(
     gateway: Gateway, path: str = "/v1/chat/completions", **fields: Any
 ) -> httpx.Response:
     transport = httpx.ASGITransport(
-        cast(Any, guarded(gateway, gateway.config, {"tenant-key": "mine"})),
+        cast(Any, guarded(gateway, gateway.config, {"tenant-key": TenantKey("mine", 3)})),
         raise_app_exceptions=False,
     )
     headers = {"authorization": "Bearer tenant-key", **fields.pop("headers", {})}
@@ -94,6 +97,7 @@ def test_what_the_gate_knows_travels_beside_the_headers() -> None:
         scope = pool.calls[0].scope
         assert scope["state"]["tenant_salt"] == "mine"
         assert scope["state"]["request_id"] == "mine"
+        assert tenant_of(pickle.loads(pickle.dumps(scope))) == Tenant("tenant 1", 3, "tenant 1")
         names = [name for name, _ in scope["headers"]]
         assert b"authorization" not in names and b"content-type" in names
         assert pool.calls[0].body == b'{"messages":[]}'
@@ -179,10 +183,13 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event(path: str, begin: str
 def test_the_limit_of_open_requests_is_the_gateways() -> None:
     async def work() -> None:
         gateway = gateway_of(ScriptedPool([*WHOLE]))
-        gateway.requests.num_open = 2  # one for each replica
-        answer = await post(gateway)
+        own = Tenant("tenant 1", 3)
+        with gateway.requests.counted(own), gateway.requests.counted(own):  # one for each replica
+            answer = await post(gateway)
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "queue_full"
+        with gateway.requests.counted(NOBODY), gateway.requests.counted(NOBODY):
+            assert (await post(gateway)).status_code == 200, "another tenant has a share of them"
 
     run(work)
 

@@ -28,6 +28,7 @@ PERMUTED: Counter[str] = Counter()
 HAPPENS = (
     *("hit_tokens", "aborts", "failures", "length", "stop", "expert answers", "came up"),
     *("rows reused", "overtaken", "joins", "rows left", "last tokens", "answer_end", "answer_part"),
+    *("seats given up", "held"),
 )
 WITH_ADAPTERS = ("adapted", "shared under two names", "unloaded in use", "loaded", "hit_tokens")
 EXACTLY = ("preemptions", "failures", "hit_tokens")

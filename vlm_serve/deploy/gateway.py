@@ -27,6 +27,7 @@ from vlm_serve.deploy.replica_pool import (
     no_replica,
 )
 from vlm_serve.deploy.request_keys import keys_of
+from vlm_serve.engine.requests.tenant import Tenant
 from vlm_serve.errors import OverloadedError, VlmServeError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.failover.attempt import TOKENS, Attempt, Delivery
@@ -43,6 +44,7 @@ from vlm_serve.server.http.errors import (
 from vlm_serve.server.http.request_id import request_id_of
 from vlm_serve.server.http.request_memory import Intake, RequestMemory
 from vlm_serve.server.http.streaming import cancelled, disconnected
+from vlm_serve.server.http.tenants import tenant_of
 
 ONE_REPLICA = ("/v1/cache/tree", "/v1/cache/events", "/v1/cache/nodes/", "/v1/cache/affinity")
 """Routes about a single replica: the one in `?replica=`, by default the first."""
@@ -132,7 +134,7 @@ class Gateway:
         """Admit a request and forward it to a replica."""
         single = scope["path"].startswith(ONE_REPLICA)
         query, replica = self._named_replica(scope, single)
-        with contextlib.nullcontext() if single else self._admitted():
+        with contextlib.nullcontext() if single else self._admitted(tenant_of(scope)):
             body = await read_body(Request(scope, receive), self.config.max_body_bytes)
             keys = await keys_of(scope, body, self._model, self._adapters)
             call = ReplicaCall(forwarded_scope(scope, query), body, keys, replica=replica)
@@ -188,17 +190,16 @@ class Gateway:
                 progress.record(message)
 
     @contextlib.contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """Count one request in and out. Raise DrainingError or OverloadedError on entry."""
+    def _admitted(self, tenant: Tenant) -> Iterator[None]:
+        """Count one request of a tenant in and out; raise DrainingError or OverloadedError on
+        entry."""
         if self.requests.draining:
             raise DrainingError("the server is shutting down", code="shutting_down")
         names = self.pool.names
         if not names:
             raise no_replica()
-        num_open = self.requests.num_open
-        if num_open >= self._max_open_per_replica * len(names):
-            raise OverloadedError(f"{num_open} requests are open already", code="queue_full")
-        with self.requests.counted():
+        self.requests.refuse_if_full(tenant, self._max_open_per_replica * len(names))
+        with self.requests.counted(tenant):
             yield
 
     def _named_replica(self, scope: Scope, single: bool) -> tuple[bytes, str | None]:

@@ -28,6 +28,7 @@ from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.admission import OpenRequests
 from vlm_serve.server.http.body import read_body
 from vlm_serve.server.http.request_memory import RequestMemory
+from vlm_serve.server.http.tenants import TENANT_STATE
 from vlm_serve.system.version import __version__
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -247,7 +248,7 @@ class _Families(Collector):
         return self._families
 
 
-STATE = ("request_id", "tenant_salt", "api_key_digest")
+STATE = ("request_id", "tenant_salt", "api_key_digest", TENANT_STATE)
 """Set by the gateway's authentication; clients cannot set it."""
 CREDENTIALS = (b"authorization", b"x-api-key")
 

@@ -26,8 +26,8 @@ from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import from_mapping, options_of
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import read_tenant_keys
 from vlm_serve.server.http.serving import public
+from vlm_serve.server.http.tenants import read_tenant_keys
 
 CONFIGS = (DeployConfig, ServerConfig, EngineConfig)
 PROXY_HOST = "0.0.0.0"

@@ -26,7 +26,6 @@ from vlm_serve.engine.features.adapters.options import named_adapters
 from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import read_tenant_keys
 from vlm_serve.server.http.connections import Connections
 from vlm_serve.server.http.serving import (
     DrainingServer,
@@ -40,6 +39,7 @@ from vlm_serve.server.http.serving import (
     url_of,
     uvicorn_config,
 )
+from vlm_serve.server.http.tenants import read_tenant_keys
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from vlm_serve.cache.listing import ListedNode, NodeInfo, TreePage, describe
 from vlm_serve.engine.core.loop import EngineLoop
-from vlm_serve.engine.features.adapters.store import AdapterCounts, ServedAdapter
+from vlm_serve.engine.features.adapters.store import OTHERS, ServedAdapter
 from vlm_serve.engine.features.affinity_map import AffinityMap
 from vlm_serve.engine.features.audits import Auditor
 from vlm_serve.engine.features.drafts.drafting import Drafting
@@ -22,11 +22,15 @@ from vlm_serve.engine.features.inspection import Inspector, PinInfo
 from vlm_serve.engine.features.joins import Joining
 from vlm_serve.engine.features.mirror import TreeMirror
 from vlm_serve.engine.features.replays import ReplayCounts, Replays
+from vlm_serve.engine.features.shares import Shares
 from vlm_serve.engine.features.tiers.loading import TierLoading
+from vlm_serve.engine.features.unread import Unread
+from vlm_serve.engine.features.usage import UsageByName
 from vlm_serve.engine.requests.outputs import CacheReport, Delta
 from vlm_serve.engine.requests.pooling import check_task
 from vlm_serve.engine.requests.request import NextTurn, Request, find_bad_words
 from vlm_serve.engine.requests.sequence import SequenceGroup
+from vlm_serve.engine.requests.tenant import NOBODY, Tenant
 from vlm_serve.engine.requests.thought import CLOSING, Thought
 from vlm_serve.engine.requests.validation import (
     check_forced,
@@ -82,7 +86,7 @@ class Engine:
             parts.preprocessor.tokenizer, language.vocabulary, language.stop_tokens
         )
         self.adapters = parts.adapters
-        self._adapter_counts = AdapterCounts()
+        self._adapter_counts = UsageByName(OTHERS)
         self._scheduler = parts.scheduler
         self._cache = parts.cache
         self._media = parts.media
@@ -133,6 +137,7 @@ class Engine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        tenant: Tenant = NOBODY,
         grammar: Grammar | None = None,
         affinity: Sequence[AffinityKey] = (),
         forced: Sequence[Sequence[int]] = (),
@@ -148,7 +153,8 @@ class Engine:
             params: sampling options.
             on_delta: receives the increments; the last one of every choice has a finish reason.
             request_id: id to use; by default a random one.
-            priority: lower values run first.
+            priority: lower values run first among the requests of a tenant.
+            tenant: who it counts for where requests compete for the model.
             grammar: compiled grammar of `params.structured_outputs`; None compiles it in this call.
                 Where the chat template marks thoughts and the prompt leaves one open, it begins
                 behind that thought.
@@ -191,6 +197,7 @@ class Engine:
             params=dataclasses.replace(params, prediction=""),
             on_delta=on_delta if served is None else self._counted(on_delta, served, params.n),
             priority=priority,
+            tenant=tenant,
             arrival=next(self._numbers),
             bad_words=find_bad_words(params.bad_words, encode),
             grammar=grammar,
@@ -253,6 +260,18 @@ class Engine:
         """End a request; its blocks are free after the step in progress. Ignore unknown ids."""
         with contextlib.suppress(EngineClosedError):
             self._loop.post(lambda: self._loop.abort(request_id))
+
+    def hold(self, request_id: str, held: bool) -> None:
+        """Suspend a request, whose client has to read first, or have it go on. Ignore unknown ids
+        and a closed engine."""
+
+        def change() -> None:
+            group, unread = self._loop.find(request_id), self._features.get(Unread)
+            if group is not None and unread is not None:
+                unread.hold(group, held=held)
+
+        with contextlib.suppress(EngineClosedError):
+            self._loop.post(change)
 
     def call(self, function: Callable[[], _T]) -> _T:
         """Run a function on the engine's thread between two steps and return its result."""
@@ -369,7 +388,7 @@ class Engine:
 
     def _stats(self) -> dict[str, Any]:
         joining, drafting = self._features.get(Joining), self._features.get(Drafting)
-        replays = self._features.get(Replays)
+        replays, shares = self._features.get(Replays), self._features.get(Shares)
         return {
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
@@ -378,6 +397,8 @@ class Engine:
             "num_steps": self.num_steps,
             "drafts": None if drafting is None else drafting.counts.as_dict(),
             "adapters": self._adapter_counts.as_dict(),
+            "tenants": {} if shares is None else shares.as_dict(),
+            "num_unread": len(self._scheduler.queues.held),
             "replays": (ReplayCounts() if replays is None else replays.counts).as_dict(),
             "step_times": self._loop.step_times.as_dict(),
             "num_encoded_spans": self._media.num_encoded_spans,

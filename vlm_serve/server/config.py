@@ -72,7 +72,7 @@ class ServerConfig:
     )
     tenant_keys: str | None = _server(
         None,
-        "YAML file of further API keys, each with a fixed cache salt for its requests",
+        "YAML file of further API keys, each with a fixed cache salt for its requests and a weight",
         metavar="FILE",
     )
     page: bool = _server(True, "serve the web page at /, with a chat and views of the cache")

@@ -21,7 +21,6 @@ from vlm_serve.server.answers.pieces import form_of, reasoning_form
 from vlm_serve.server.app import create_routes
 from vlm_serve.server.bounds import total
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import read_tenant_keys
 from vlm_serve.server.http.browsers import is_unguarded
 from vlm_serve.server.http.connections import Connections
 from vlm_serve.server.http.serving import (
@@ -36,6 +35,7 @@ from vlm_serve.server.http.serving import (
     url_of,
     uvicorn_config,
 )
+from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.service import Mount, Service
 
 if TYPE_CHECKING:

@@ -70,6 +70,13 @@ ADAPTER_COUNTS = {
     "accepted_tokens": "Of those, tokens that held",
 }
 KNOWN_TEXT = ("part_hits", "part_misses", "prompt_hits", "prompt_misses")
+TENANT_COUNTS = {
+    "requests": "Ended requests of a tenant",
+    "prompt_tokens": "Their prompt tokens, cached ones included",
+    "cached_tokens": "Of those, tokens found in the prefix cache",
+    "generated_tokens": "Their generated tokens",
+    "given_up_seats": "Times that a running sequence gave up its seat for another tenant",
+}
 EVICTED_KINDS = ("kv", "tail", "snapshot", "suspended", "timed_pin")
 
 Values = float | Mapping[str, float]
@@ -225,6 +232,11 @@ class EngineStats(Collector):
         for key, text in ADAPTER_COUNTS.items() if stats["adapters"] else ():
             used = {name: counts[key] for name, counts in stats["adapters"].items()}
             yield self._counter(f"lora_{key}", text, used, "adapter")
+        for key, text in TENANT_COUNTS.items() if stats["tenants"] else ():
+            used = {name: counts[key] for name, counts in stats["tenants"].items()}
+            yield self._counter(f"tenant_{key}", text, used, "tenant")
+        text = "Sequences that wait until their client has read"
+        yield self._gauge("num_requests_unread", text, float(stats["num_unread"]))
         yield from self._counters("replays")
         text = "Sequences that wait until another one has computed their prefix"
         yield self._gauge("num_requests_joined", text, float(stats["num_joined"]))

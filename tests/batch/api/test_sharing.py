@@ -123,7 +123,7 @@ def test_owners_do_not_wait_for_each_other(tokenizer: Tokenizer) -> None:
 
 
 def test_a_full_queue_is_waited_for(server: RunningServer, client: Batcher) -> None:
-    limit = server.service.config.max_queued_requests + server.engine.config.max_num_seqs
+    limit = 2 * (server.service.config.max_queued_requests + server.engine.config.max_num_seqs)
     server.service.requests.num_open += limit
     batch = client.start(line("a"))
     wait_for(lambda: client.api.batches.retrieve(batch.id).status == "in_progress")

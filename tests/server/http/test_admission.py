@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from vlm_serve.engine.requests.tenant import NOBODY
 from vlm_serve.server.http.admission import OpenRequests
 
 PATIENCE = 20.0
@@ -22,9 +23,9 @@ def with_requests(test: Callable[[OpenRequests], Awaitable[None]]) -> None:
 
 def test_requests_are_counted_also_when_they_fail() -> None:
     async def test(requests: OpenRequests) -> None:
-        with requests.counted(), requests.counted():
+        with requests.counted(NOBODY), requests.counted(NOBODY):
             assert requests.num_open == 2
-        with contextlib.suppress(ValueError), requests.counted():
+        with contextlib.suppress(ValueError), requests.counted(NOBODY):
             raise ValueError
         assert requests.num_open == 0
 
@@ -43,8 +44,8 @@ def test_draining_without_requests_is_done_at_once() -> None:
 def test_draining_waits_for_the_last_request() -> None:
     async def test(requests: OpenRequests) -> None:
         first, second = contextlib.ExitStack(), contextlib.ExitStack()
-        first.enter_context(requests.counted())
-        second.enter_context(requests.counted())
+        first.enter_context(requests.counted(NOBODY))
+        second.enter_context(requests.counted(NOBODY))
         drained = asyncio.create_task(requests.drain(PATIENCE))
         await asyncio.sleep(0)
         first.close()
@@ -61,9 +62,9 @@ def test_one_that_has_ended_before_is_no_reason_to_stop_waiting() -> None:
     """The sign of an earlier end must not be taken for the end of what runs now."""
 
     async def test(requests: OpenRequests) -> None:
-        with requests.counted():
+        with requests.counted(NOBODY):
             pass
-        with requests.counted():
+        with requests.counted(NOBODY):
             assert not await requests.drain(0.01)
         assert await requests.drain(0.01)
 
@@ -73,7 +74,7 @@ def test_one_that_has_ended_before_is_no_reason_to_stop_waiting() -> None:
 @pytest.mark.parametrize("timeout", [0.0, 0.01])
 def test_what_does_not_end_in_time_is_told(timeout: float) -> None:
     async def test(requests: OpenRequests) -> None:
-        with requests.counted():
+        with requests.counted(NOBODY):
             assert not await requests.drain(timeout)
             assert requests.num_open == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,26 @@ from hostile_files import data_url, image_of
 from serving import RunningServer, chat_body, running
 
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.requests.tenant import Tenant
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.server.config import ServerConfig
-from vlm_serve.server.http.auth import read_tenant_keys
+from vlm_serve.server.http.auth import Owner, bind, owner_of, state_of
+from vlm_serve.server.http.tenants import (
+    Places,
+    TenantKey,
+    read_tenant_keys,
+    tenant_at,
+    tenant_of,
+)
 
 PICTURE = {
     "type": "image_url",
     "image_url": {"url": data_url("image/png", image_of("PNG", 96, 96))},
 }
 QUESTION = {"type": "text", "text": "What do you see?"}
-KEYS = '"key-a": alice\nkey-b: bob\n'
+KEYS = '"key-a": alice\nkey-b: {salt: bob, weight: 2}\n'
 
 
 @pytest.fixture
@@ -144,7 +153,11 @@ def test_an_unknown_key_is_refused(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "- key", "key: 5", "5: salt", "key: ''", "key: a b", "key: {}", "key: [", "k: ü"]
+    "text",
+    [
+        *("", "- key", "key: 5", "5: salt", "key: ''", "key: a b", "key: {}", "key: [", "k: ü"),
+        *("key: {weight: 3}", "key: {salt: 5}", "key: {salt: [s]}"),
+    ],
 )
 def test_a_bad_file_is_refused_without_showing_keys(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys.yaml"
@@ -161,3 +174,109 @@ def test_a_bad_file_is_refused_without_showing_keys(tmp_path: Path, text: str) -
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_tenant_keys(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "1001", "1.5", "true", "'3'", "[3]", ".inf", "null"])
+def test_a_bad_weight_is_refused_by_its_entry(tmp_path: Path, weight: str) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"first: s\nsecret: {{salt: s, weight: {weight}}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="weight of entry 2 must be a whole number") as raised:
+        read_tenant_keys(str(file))
+    assert "secret" not in str(raised.value)
+
+
+def test_an_unknown_field_of_an_entry_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("secret: {salt: s, weigth: 3}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="entry 1 may have a salt and a weight and nothing else"):
+        read_tenant_keys(str(file))
+
+
+def test_weights_stand_beside_salts(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("a: one\nb: {salt: two}\nc: {salt: three, weight: 1000}\n", encoding="utf-8")
+    assert read_tenant_keys(str(file)) == {
+        "a": TenantKey("one", 1),
+        "b": TenantKey("two", 1),
+        "c": TenantKey("three", 1000),
+    }
+
+
+def test_a_request_counts_for_its_key_whatever_it_says(server: RunningServer) -> None:
+    tenants: dict[str, set[Tenant]] = {}
+    for key in ("key-a", "key-b", "plain"):
+        for fields in ({}, {"user": "other", "metadata": {"tenant": "other"}, "priority": -5}):
+            salt_used(server, key, **fields)
+            tenants.setdefault(key, set()).add(server.engine.latest_tenant)
+    salt_used(server, "plain", cache_salt="other")
+    tenants["plain"].add(server.engine.latest_tenant)
+    assert tenants == {
+        "key-a": {Tenant("tenant 1", 1, "tenant 1")},
+        "key-b": {Tenant("tenant 2", 2, "tenant 2")},
+        "plain": {Tenant("api_key 1", 1, "api_key 1")},
+    }
+
+
+def test_without_keys_the_address_counts(tokenizer: Tokenizer) -> None:
+    with running(FakeEngine(tokenizer), ServerConfig(port=0)) as server:
+        headers = {"X-Forwarded-For": "10.0.0.1", "Forwarded": "for=10.0.0.1"}
+        answer = server.post("/v1/chat/completions", chat_body(), headers=headers)
+        assert answer.status_code == 200
+        tenant = server.engine.latest_tenant
+        assert tenant.label == "addresses" and tenant.name.startswith("address ")
+        assert "10.0.0.1" not in tenant.name
+        assert "10.0.0.1" not in server.client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    "one, other, same",
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+    ],
+)
+def test_addresses_that_are_one_client(one: str, other: str, same: bool) -> None:
+    assert (tenant_at((one, 1)) == tenant_at((other, 2))) is same
+
+
+def test_a_unix_socket_is_one_client() -> None:
+    assert tenant_at(None) == tenant_at(("", 0))
+
+
+def test_an_owner_keeps_whom_its_requests_count_for() -> None:
+    scope: dict[str, Any] = {"state": {}}
+    bind(scope, b"digest", "alice", Tenant("tenant 1", 3, "tenant 1"))
+    owner = owner_of(scope, None)
+    assert tenant_of({"state": state_of(owner)}) == Tenant("tenant 1", 3, "tenant 1")
+    assert owner == Owner(b"digest", "tenant:alice"), "a change of weight changes no owner"
+
+
+def test_a_tenant_has_its_share_of_a_full_queue() -> None:
+    places, heavy, light = Places(), Tenant("heavy", 3), Tenant("light", 1)
+    places.add(heavy, 8)
+    assert places.may_add(heavy, 7, 8) and not places.may_add(heavy, 8, 8)
+    places.add(light, 1)
+    assert places.may_add(light, 9, 8)
+    places.add(light, 1)
+    assert not places.may_add(light, 10, 8), "a quarter is its share"
+    places.add(heavy, -3)
+    assert places.may_add(heavy, 8, 8)
+    assert not places.may_add(heavy, 16, 8), "nobody gets in beyond twice the limit"
+
+
+def test_others_fill_the_queue_of_all_but_not_ones_own_share(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(KEYS, encoding="utf-8")
+    engine = FakeEngine(tokenizer, EngineConfig(block_size=16, max_num_seqs=2))
+    config = ServerConfig(port=0, tenant_keys=str(file), max_queued_requests=2)
+    with running(engine, config) as server, ExitStack() as others:
+        for _ in range(4):
+            others.enter_context(server.service.requests.counted(Tenant("tenant 2", 2)))
+        body = chat_body()
+        assert server.post("/v1/chat/completions", body, **asked("key-b")).status_code == 503
+        assert server.post("/v1/chat/completions", body, **asked("key-a")).status_code == 200

@@ -12,7 +12,7 @@ open, decode, prompts, drafts, trail, (the core folds), close. *Reclaims* give m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -161,10 +161,16 @@ class Hooks:
         may_start: may a waiting sequence be admitted now? One that raises ends its request.
         may_use: may a sequence start from this match, or is a deeper one than `least` coming?
         may_follow: may a sequence wait for what another one's prefill leaves, given its own match?
+        may_overtake: may a short prompt come before this prefill, which takes several steps?
         may_prefill: how many of so many tokens may the next slice of a prompt have?
         may_leave: may a sequence whose answer has ended give up what it holds?
         plan_open: takes tokens of the step before all others do, at most as many as are given.
             Return their number.
+        take_turns: returns the running sequences, and the waiting ones if any are given, in the
+            order in which they may have what is left of the step.
+        give_seat: has a running sequence give up its seat for a waiting one. Return False if none
+            does.
+        plan_victim: returns the running sequence whose blocks are taken for others; None: any.
         plan_decode: extends the decode token of a sequence whose next tokens are known, by at most
             as many tokens as are given.
         plan_prefill: adds to a slice of a prompt that has been planned.
@@ -210,9 +216,15 @@ class Hooks:
     may_start: list[Callable[[Sequence], bool]] = field(default_factory=list)
     may_use: list[Callable[[Sequence, Match, int], bool]] = field(default_factory=list)
     may_follow: list[Callable[[Sequence, Sequence, Match], bool]] = field(default_factory=list)
+    may_overtake: list[Callable[[Sequence, Sequence], bool]] = field(default_factory=list)
     may_prefill: list[Callable[[Sequence, int], int]] = field(default_factory=list)
     may_leave: list[Callable[[Sequence], bool]] = field(default_factory=list)
     plan_open: list[Callable[[int], int]] = field(default_factory=list)
+    take_turns: list[Callable[[Rows[Sequence], Rows[Sequence]], Iterable[Sequence]]] = field(
+        default_factory=list
+    )
+    give_seat: list[Callable[[Sequence], bool]] = field(default_factory=list)
+    plan_victim: list[Callable[[Rows[Sequence]], Sequence | None]] = field(default_factory=list)
     plan_decode: list[Callable[[Sequence, Slice, int], Slice]] = field(default_factory=list)
     plan_prefill: list[Callable[[Sequence, Slice], Slice]] = field(default_factory=list)
     plan_prompts: list[Callable[[], None]] = field(default_factory=list)

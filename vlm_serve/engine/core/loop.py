@@ -169,9 +169,13 @@ class EngineLoop:
         """Queue a request that does not come from a caller."""
         self.add(self._make_group(request))
 
+    def find(self, request_id: str) -> SequenceGroup | None:
+        """Return a request that has not ended."""
+        return self._groups.get(request_id)
+
     def abort(self, request_id: str) -> None:
         """End a request. Ignore unknown ids."""
-        group = self._groups.get(request_id)
+        group = self.find(request_id)
         if group is not None:
             self._emit(self._scheduler.end(group))
 

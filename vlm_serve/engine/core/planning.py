@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Literal
 
 from vlm_serve.engine.core.admission import Admitter
@@ -158,6 +159,9 @@ class Planner:
     step gets its own step, without the long prefill; the next step is the long prefill's again.
     Otherwise, up to half of the step goes to prompts that fit into this half completely.
 
+    Features may put some sequences before others, prompts that wait before running prefills too,
+    and have running sequences give up their seats.
+
     After a failed step, its sequences are suspects. While there are suspects, the first of them
     runs alone.
 
@@ -169,6 +173,8 @@ class Planner:
     Attributes:
         pace: limits the prompt tokens of a step by its expected duration.
         failures: sequences that could not be planned, each with its error.
+        refused: the waiting sequence that found no space in the last plan; None: all did, or none
+            had its turn.
     """
 
     def __init__(self, queues: SequenceQueues, admitter: Admitter, config: SchedulerConfig) -> None:
@@ -180,6 +186,7 @@ class Planner:
         self._held_back = False
         self.pace = Pace(config.step_seconds, config.min_step_tokens)
         self.failures: list[tuple[Sequence, Exception]] = []
+        self.refused: Sequence | None = None
         self._admitter = admitter
 
     def plan(self) -> StepPlan | None:
@@ -193,6 +200,7 @@ class Planner:
     def _plan(self) -> StepPlan | None:
         queues, hooks = self._queues, self._hooks
         queues.begin_plan()
+        self.refused = None
         budget = self._config.max_num_batched_tokens
         kept = len(queues.running) + self._config.block_size
         for offer in hooks.plan_open[:]:
@@ -206,6 +214,7 @@ class Planner:
         for sequence in decoding:
             budget -= self._grant(sequence, budget)
         if later or queues.waiting:
+            later = list(self._in_turn(later, []))
             budget -= self._grant_prompts(later, self._prompt_limit(budget, later))
         for add_drafts in hooks.plan_drafts:
             add_drafts(max(0, budget))
@@ -243,14 +252,20 @@ class Planner:
     def _grant_prompts(self, running: list[Sequence], budget: int) -> int:
         """Plan slices of running prefills and replays, and admit waiting sequences. Return the
         number of tokens planned."""
-        left, kept = budget, 0
         self._offer_prompts()
         prefills = [sequence for sequence in running if sequence.prefilling]
+        first = self._admit(budget, self._before(prefills))
+        return budget - first + self._grant_others(running, first)
+
+    def _grant_others(self, running: list[Sequence], budget: int) -> int:
+        """Do the same behind those whose turn comes before that of the running prefills."""
+        left, kept = budget, 0
+        prefills = [prefill for prefill in running if prefill.prefilling and prefill.lease]
         held_back, self._held_back = self._held_back, False
         if self._may_be_overtaken(prefills, budget):
             if not held_back:
                 short = self._find_overtaking(prefills[0], budget // _SHORT_PROMPT_FACTOR)
-                taken = budget - self._admit(budget, short)
+                taken = budget - self._admit(budget, short, whole=True)
                 if taken:
                     self._held_back = True
                     return taken
@@ -264,7 +279,26 @@ class Planner:
         whole = kept > 0 and left - kept < self._config.block_size
         blocked = [sequence for sequence in self._queues.running if whole and sequence.prefilling]
         passing = self._find_overtaking(min(blocked, key=order)) if blocked else None
-        return budget - self._admit(left, passing)
+        if passing is not None:
+            return budget - self._admit(left, passing, whole=True)
+        queues = self._queues
+        waiting = queues.suspects[:1] or self._in_turn([], queues.waiting)
+        return budget - self._admit(left, waiting)
+
+    def _in_turn(self, running: list[Sequence], waiting: list[Sequence]) -> Iterable[Sequence]:
+        """Return the running sequences, and the waiting ones if any are given, in the order in
+        which they may have what is left of the step."""
+        for take in self._hooks.take_turns:
+            return take(running, waiting)
+        return (*running, *waiting)
+
+    def _before(self, prefills: list[Sequence]) -> Iterable[Sequence]:
+        """Return the waiting sequences whose turn comes before that of the running prefills."""
+        waiting = self._queues.waiting
+        if not prefills or not waiting or self._queues.suspects or not self._hooks.take_turns:
+            return ()
+        turns = self._in_turn(prefills, waiting)
+        return takewhile(lambda sequence: sequence not in prefills, turns)
 
     def _offer_prompts(self) -> None:
         for offer in self._hooks.plan_prompts:
@@ -287,22 +321,20 @@ class Planner:
             if lower or len(overtaking) == _MAX_OVERTAKING:
                 break
             free = sequence.overtakes and not self._queues.is_held(sequence)
-            if free and (most is None or sequence.num_tokens <= most):
+            free = free and (most is None or sequence.num_tokens <= most)
+            if free and all(may(sequence, prefill) for may in self._hooks.may_overtake):
                 overtaking.append(sequence)
         return overtaking
 
-    def _admit(self, budget: int, short: list[Sequence] | None) -> int:
+    def _admit(self, budget: int, waiting: Iterable[Sequence], *, whole: bool = False) -> int:
         """Admit waiting sequences; return the remaining budget.
 
         Args:
             budget: tokens.
-            short: if given, admit only these, and each only if its whole prompt fits; None means
-                all waiting sequences.
+            waiting: admit only these.
+            whole: admit each only if its whole prompt fits.
         """
-        queues, most, whole = self._queues, budget, short is not None
-        waiting = short
-        if waiting is None:
-            waiting = queues.suspects[:1] or list(queues.waiting)
+        queues, most = self._queues, budget
         for sequence in waiting:
             if queues.is_held(sequence):
                 continue  # the sequences behind it need not wait for a tier or a leader
@@ -311,7 +343,7 @@ class Planner:
             if sequence.suspect_until:
                 self._preempt_all()
             full = len(queues.running) >= self._config.max_num_seqs
-            if budget <= 0 or full:
+            if budget <= 0 or (full and (whole or not self._vacate(sequence, budget))):
                 return budget
             alone = not queues.running
             admit = partial(self._admitter.admit, sequence, budget, alone=alone, whole=whole)
@@ -323,6 +355,7 @@ class Planner:
                 if sequence.fetching:
                     continue
                 if not whole:
+                    self.refused = sequence
                     return budget
                 sequence.overtakes = budget < most
                 continue
@@ -330,6 +363,12 @@ class Planner:
             budget -= self._grant(sequence, budget)
             self._offer_prompts()
         return budget
+
+    def _vacate(self, sequence: Sequence, budget: int) -> bool:
+        """Have a running sequence give up its seat for a waiting one, if any does and the budget is
+        enough for it to begin."""
+        enough = budget >= self._config.block_size
+        return enough and any(give(sequence) for give in self._hooks.give_seat)
 
     def _may_start(self, sequence: Sequence) -> bool:
         """Return True unless a feature has a sequence wait, or ends it with an error."""
@@ -404,15 +443,17 @@ class Planner:
 
     def _ensure_blocks(self, sequence: Sequence, num_tokens: int) -> bool:
         """Grow the lease to `num_tokens`; preempt other sequences until it fits. Replaying
-        sequences are preempted first, then the last ones in scheduling order. Return False if the
-        sequence itself was preempted."""
+        sequences are preempted first, then those that features choose, then the last ones in
+        scheduling order. Return False if the sequence itself was preempted."""
         assert sequence.lease is not None
         queues = self._queues
         while not self._cache.grow(sequence.lease, num_tokens):
             if queues.reclaim():
                 continue
-            last = max(queues.running, key=lambda other: (other.replaying, order(other)))
             assert len(queues.running) > 1, "one sequence always fits: checked when submitted"
+            candidates = [other for other in queues.running if other.replaying] or queues.running
+            chosen = [choose(candidates) for choose in self._hooks.plan_victim]
+            last = next(filter(None, chosen), None) or max(candidates, key=order)
             queues.preempt(last)
             if last is sequence:
                 return False

@@ -18,7 +18,8 @@ from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
 
 
 def order(sequence: Sequence) -> tuple[int, int, int]:
-    """Return the sort key for FCFS with priorities; lower values run first."""
+    """Return the sort key for FCFS with priorities; lower values run first. Features may decide
+    between tenants."""
     return (sequence.priority, sequence.request.arrival, sequence.index)
 
 
@@ -32,6 +33,7 @@ class SequenceQueues:
         suspects: sequences of a failed step that have yet to run alone without a failure.
         followers: numbers of the waiting sequences that wait for what a running one computes, and
             so add nothing of their own to the next steps.
+        held: numbers of the sequences that features keep from running for now.
         kept: sequences whose answer has ended and that still have a lease, by number.
         planned: slices of the step being planned.
         partial_folds: copies of state rows for the step being planned.
@@ -63,6 +65,7 @@ class SequenceQueues:
         self.running: list[Sequence] = []
         self.suspects: list[Sequence] = []
         self.followers: set[int] = set()
+        self.held: set[int] = set()
         self.kept: dict[int, Sequence] = {}
         self.planned: list[Slice] = []
         self.partial_folds: tuple[PartialFold, ...] = ()
@@ -114,9 +117,14 @@ class SequenceQueues:
 
     def is_held(self, sequence: Sequence) -> bool:
         """Return True if a waiting sequence is not to be admitted now: it waits for a lower tier or
-        for a running prefill, or it has just been admitted."""
-        held = sequence.fetching or sequence.number in self.followers
-        return held or sequence.lease is not None
+        for a running prefill, a feature holds it, or it has just been admitted."""
+        waits = sequence.fetching or sequence.number in self.followers
+        return waits or sequence.number in self.held or sequence.lease is not None
+
+    def is_copied(self, sequence: Sequence) -> bool:
+        """Return True if the next step copies a running sequence's row, or fills it by a copy."""
+        assert sequence.lease is not None
+        return any(sequence.lease.row in copy for copy in self.row_copies)
 
     def start(self, sequence: Sequence) -> None:
         """Move a sequence with a lease from waiting to running."""

@@ -65,11 +65,11 @@ class Scheduler:
 
     @property
     def has_idle_callers(self) -> bool:
-        """Return True if a caller's request waits for anything but a running prefill."""
-        followers = self.queues.followers
+        """Return True if a caller's request waits for anything but a running prefill or its own
+        client."""
+        others = self.queues.followers | self.queues.held
         return any(
-            not sequence.request.cold and sequence.number not in followers
-            for sequence in self.waiting
+            not sequence.request.cold and sequence.number not in others for sequence in self.waiting
         )
 
     @property
@@ -286,7 +286,7 @@ class Scheduler:
         """End the first waiting request with an error: it does not fit although nothing else is
         running."""
         failure = OverloadedError("the request does not fit into the cache memory that is left")
-        return self.end(self.waiting[0].group, failure)
+        return self.end((self._planner.refused or self.waiting[0]).group, failure)
 
     def _accept(self, sequence: Sequence, output: StepOutput) -> list[Event]:
         group, events = sequence.group, list[Event]()

@@ -261,7 +261,7 @@ class Joins:
         self._followers.add(follower.number)
         if self._cache.config.has_state:
             self._want_snapshot(lead, cut)
-        self._lend_priority(lead)
+        self._note_followers(lead)
 
     def release(self, follower: Sequence) -> None:
         """End a follower's wait for now; it may join the same leader again."""
@@ -330,7 +330,7 @@ class Joins:
             if join.cut in lead.added and join.cut > join.leader.num_computed:
                 join.leader.snapshot_positions.pop(join.cut, None)
             lead.added.discard(join.cut)
-        self._lend_priority(lead)
+        self._note_followers(lead)
         if not lead.joins:
             del self._leads[join.leader.number]
 
@@ -344,10 +344,12 @@ class Joins:
         lead.leader.snapshot_positions = {cut: kind, **positions}
 
     @staticmethod
-    def _lend_priority(lead: _Lead) -> None:
-        priority = lead.leader.request.priority
-        priorities = [join.follower.request.priority for join in lead.joins.values()]
-        lead.leader.priority = min([priority, *priorities])
+    def _note_followers(lead: _Lead) -> None:
+        """Tell a leader who waits for it; it has the best priority of all."""
+        leader = lead.leader
+        leader.followers = tuple(join.follower for join in lead.joins.values())
+        requests = [sequence.request for sequence in (leader, *leader.followers)]
+        leader.priority = min(request.priority for request in requests)
 
     def _expect(self, history: _History, node: Node | None) -> None:
         """Count the coming use of a node in the value of its entries, instead of the last one's."""

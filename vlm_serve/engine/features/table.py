@@ -23,7 +23,9 @@ from vlm_serve.engine.features.joins import Joining
 from vlm_serve.engine.features.prompt_logprobs import LogprobReports
 from vlm_serve.engine.features.replays import Replays
 from vlm_serve.engine.features.routed_experts import ExpertReports
+from vlm_serve.engine.features.shares import Shares
 from vlm_serve.engine.features.tiers.fetching import Fetching
+from vlm_serve.engine.features.unread import Unread
 from vlm_serve.engine.requests.request import Request
 
 _T = TypeVar("_T")
@@ -104,6 +106,14 @@ def _fetching(scheduler: Scheduler, options: Options) -> Fetching | None:
     return None if options.fetcher is None else Fetching(options.fetcher, scheduler.hooks)
 
 
+def _shares(scheduler: Scheduler, options: Options) -> Shares:
+    return Shares(scheduler.queues)
+
+
+def _unread(scheduler: Scheduler, options: Options) -> Unread:
+    return Unread(scheduler.queues)
+
+
 def _experts(scheduler: Scheduler, options: Options) -> ExpertReports:
     return ExpertReports(scheduler.queues.cache, complete=options.config.complete_experts)
 
@@ -117,6 +127,8 @@ def _adapters(scheduler: Scheduler, options: Options) -> AdapterWaiting | None:
 
 
 TABLE = (
+    FeatureRow("shares", _shares),
+    FeatureRow("unread", _unread),
     FeatureRow("joins", _joins),
     FeatureRow("replays", _replays, concerns=lambda request: bool(request.forced)),
     FeatureRow("endings", _endings),

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from vlm_serve.engine.requests.detokenizer import TokenBytes
 from vlm_serve.engine.requests.outputs import Delta, FinishReason
+from vlm_serve.engine.requests.tenant import NOBODY, Tenant
 from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.models.adapters import Adapter
@@ -71,6 +72,8 @@ class Request:
     complete_experts: bool = False
     """If True, reuse only tokens with recorded experts, so that the report does not depend on the
     cache."""
+    tenant: Tenant = NOBODY
+    """Who it counts for."""
     next_turn: NextTurn | None = None
     """What a next turn shares with this one; None: prompt and answer, token by token."""
 

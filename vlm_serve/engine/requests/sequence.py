@@ -93,6 +93,7 @@ class Sequence:
         forced: tokens that its answer begins with, regardless of what is drawn.
         adapter_slot: the slot of its adapter while it runs; -1 without one.
         texts: the answer's text by pieces, if a next turn is expected.
+        followers: sequences that wait for what its prefill computes.
     """
 
     def __init__(self, number: int, group: SequenceGroup, index: int, answer: Answer) -> None:
@@ -126,6 +127,7 @@ class Sequence:
         self.adapter_slot = -1
         self.forced = request.forced[index] if index < len(request.forced) else ()
         self.texts: list[str] = []
+        self.followers: tuple[Sequence, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from vlm_serve.engine.requests.outputs import CacheReport, Delta, PromptLogprobs, Usage
 from vlm_serve.engine.requests.request import NextTurn
+from vlm_serve.engine.requests.tenant import BACKGROUND, NOBODY, Tenant
 from vlm_serve.engine.requests.thought import Thought
 from vlm_serve.engine.requests.validation import check_logprobs
 from vlm_serve.errors import EngineClosedError
@@ -30,6 +31,7 @@ from vlm_serve.server.answers.pieces import (
     reasoning_form,
     thought_behind,
 )
+from vlm_serve.server.answers.unread import MAX_UNREAD, UnreadDeltas
 from vlm_serve.server.failover.attempt import Attempt
 from vlm_serve.server.failover.covering import AttemptPart
 from vlm_serve.server.http.errors import RequestTimeoutError, renamed_params
@@ -66,6 +68,7 @@ class Task:
         next_turn: what the next turn shares with a prompt and its answer; None: see
             `Engine.submit`.
         share: digest of the API key, whose turn it is where requests wait for each other.
+        tenant: whom it counts for in the queue and in the model's steps.
     """
 
     prepare: Callable[[], Preparation]
@@ -85,6 +88,7 @@ class Task:
     pooled: bool = False
     next_turn: Callable[[Task, Prompt], NextTurn | None] | None = None
     share: bytes = b""
+    tenant: Tenant = NOBODY
 
 
 class Generation:
@@ -120,7 +124,7 @@ class Generation:
         self.finish_reason = "abort"
         self.unfinished = task.params.n
         self.clamped = False
-        self.queue: asyncio.Queue[Delta] = asyncio.Queue()
+        self.queue = UnreadDeltas(MAX_UNREAD * task.params.n)
         self.first_token_time: float | None = None
         self._state = service.state
         self.patient = patient
@@ -243,7 +247,9 @@ async def answering(
         VlmServeError: see `Service.prepare`, `GrammarQueue.compile` and `Engine.submit`.
     """
     loop, stop, admission = asyncio.get_running_loop(), Stop(), service.admission
-    with admission.admitted(resumed=task.attempt is not None and task.attempt.resumed > 0):
+    with admission.admitted(
+        task.tenant, resumed=task.attempt is not None and task.attempt.resumed > 0
+    ):
         limit = _time_limit(service, task)
         deadline = None if limit is None else task.arrival - time.monotonic() + loop.time() + limit
         try:
@@ -264,19 +270,20 @@ async def answering(
         queue = generation.queue
         with renamed_params(task.names):
             engine_id = _submit(service, generation, grammar)
-        admission.open_tokens += len(prompt)
+        if not patient:
+            queue.on_change = partial(service.engine.hold, engine_id)
         timer = None
         if deadline is not None:
             expiry = Delta(0, finish_reason="error", error=_timeout_error(service))
             timer = loop.call_at(deadline, queue.put_nowait, expiry)
         try:
-            yield generation
+            with admission.holding_tokens(task.tenant, len(prompt)):
+                yield generation
         finally:
             if generation.unfinished:
                 service.engine.abort(engine_id)
             if timer is not None:
                 timer.cancel()
-            admission.open_tokens -= len(prompt)
             service.state.record_finished(generation.finished())
 
 
@@ -292,6 +299,7 @@ def _submit(service: Service, generation: Generation, grammar: Grammar | None) -
         params,
         partial(service.mailbox.post, generation.queue, patient=generation.patient),
         priority=effective_priority(task.priority),
+        tenant=task.tenant,
         grammar=grammar,
         affinity=task.affinity,
         thought=thought_of(task, prompt),
@@ -350,8 +358,8 @@ def _timeout_error(service: Service) -> RequestTimeoutError:
     return RequestTimeoutError(f"the request took longer than {allowed}", code="timeout")
 
 
-BEHIND = 1 << 33
-"""Added to the priority of work in the background: more than requests can differ by."""
+BEHIND = 2 * BACKGROUND
+"""Added to the priority of work in the background, which may be below zero."""
 
 _offset: ContextVar[int] = ContextVar("priority_offset", default=0)
 

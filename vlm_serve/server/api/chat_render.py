@@ -59,7 +59,7 @@ async def render_chat(service: Service, request: Request) -> Response:
     """
     make = partial(_chat, Incoming(service, request.scope, time.monotonic()))
     body, chat, headers = await read_prompt(service, request, "chat", ChatCompletionRequest, make)
-    with service.admission.admitted(), renamed_params(chat.task.names):
+    with service.admission.admitted(chat.task.tenant), renamed_params(chat.task.names):
         prompt = await service.prepare(chat.task.prepare)
     answer = partial(_rendered, body, chat, prompt, headers)
     return await service.workers.prepare(answer)

@@ -54,6 +54,7 @@ from vlm_serve.server.api.shared.unknown_fields import (
 )
 from vlm_serve.server.http.auth import salt_of
 from vlm_serve.server.http.errors import messages_envelope, renamed_params
+from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Service
 from vlm_serve.structured_outputs import StructuredOutputs
 
@@ -297,7 +298,9 @@ async def count_message_tokens(service: Service, request: Request) -> Response:
         return *_parsed(service, body, conversation), salt
 
     headers, parsed, salt = await read_prompt(service, request, "messages", MessagesPrompt, parse)
-    answer = CountedTokens(input_tokens=await count_tokens(service, parsed, salt))
+    answer = CountedTokens(
+        input_tokens=await count_tokens(service, parsed, salt, tenant_of(request.scope))
+    )
     return JSONResponse(answer.model_dump(), headers=headers)
 
 

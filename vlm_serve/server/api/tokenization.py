@@ -23,6 +23,7 @@ from vlm_serve.server.api.shared.logprobs import token_text
 from vlm_serve.server.api.shared.request_body import read_prompt, read_request
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.auth import salt_of
+from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Service
 
 
@@ -59,7 +60,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     chat, answer = await read_prompt(
         service, request, "chat", TokenizeRequest, partial(_tokenizing, service, scope)
     )
-    with service.admission.admitted():
+    with service.admission.admitted(tenant_of(request.scope)):
         if chat is None:
             return await service.workers.prepare(answer)
         prompt = await service.prepare(partial(prepare, service, chat, scope))

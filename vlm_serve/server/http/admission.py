@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from vlm_serve.engine.requests.tenant import Tenant
 from vlm_serve.errors import EngineClosedError, OverloadedError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.errors import DrainingError
 from vlm_serve.server.http.request_memory import RequestMemory
+from vlm_serve.server.http.tenants import Places
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
@@ -29,6 +31,7 @@ class AdmissionControl:
         requests: counter of open requests.
         memory: budget for the bodies, media and prompts of open requests.
         open_tokens: prompt tokens of open requests.
+        tokens_of: those of each tenant.
         on_idle: called when the last open request has ended.
     """
 
@@ -38,15 +41,18 @@ class AdmissionControl:
         self.requests = OpenRequests()
         self.memory = RequestMemory(config.max_request_bytes, on_freed)
         self.open_tokens = 0
+        self.tokens_of = Places()
         self.on_idle: Callable[[], None] = lambda: None
         self._engine = engine
         self._config = config
 
     @contextlib.contextmanager
-    def admitted(self, *, resumed: bool = False) -> Iterator[None]:
-        """Admit one request for the duration of the block. It never waits.
+    def admitted(self, tenant: Tenant, *, resumed: bool = False) -> Iterator[None]:
+        """Admit one request for the duration of the block. It never waits. Where the limits are
+        reached, a tenant that holds less than its share of them may exceed them.
 
         Args:
+            tenant: whom it counts for.
             resumed: another replica began the answer. The request keeps the slot that it had in
                 that replica's queue: no more of them come than another replica had.
 
@@ -55,9 +61,9 @@ class AdmissionControl:
         """
         self._refuse_if_closed()
         if not resumed:
-            self._refuse_if_full()
+            self._refuse_if_full(tenant)
         try:
-            with self.requests.counted():
+            with self.requests.counted(tenant):
                 yield
         finally:
             if not self.requests.num_open:
@@ -69,15 +75,23 @@ class AdmissionControl:
         if not self._engine.alive:
             raise EngineClosedError("the engine has stopped", code="engine_stopped")
 
-    def _refuse_if_full(self) -> None:
+    @contextlib.contextmanager
+    def holding_tokens(self, tenant: Tenant, tokens: int) -> Iterator[None]:
+        """Count the tokens of a prompt as open inside the block."""
+        self.open_tokens += tokens
+        self.tokens_of.add(tenant, tokens)
+        try:
+            yield
+        finally:
+            self.open_tokens -= tokens
+            self.tokens_of.add(tenant, -tokens)
+
+    def _refuse_if_full(self, tenant: Tenant) -> None:
         limit = self._engine.config.max_num_seqs + self._config.max_queued_requests
-        if self.requests.num_open >= limit:
-            raise OverloadedError(f"{limit} requests are open already", code="queue_full")
-        if self.open_tokens >= self._config.max_queued_tokens:
-            raise OverloadedError(
-                f"{self._config.max_queued_tokens} prompt tokens are open already",
-                code="queue_full",
-            )
+        self.requests.refuse_if_full(tenant, limit)
+        most = self._config.max_queued_tokens
+        if not self.tokens_of.may_add(tenant, self.open_tokens, most):
+            raise OverloadedError(f"{most} prompt tokens are open already", code="queue_full")
 
 
 class OpenRequests:
@@ -94,15 +108,24 @@ class OpenRequests:
         self.num_open = 0
         self.on_drain: Callable[[], None] = lambda: None
         self._all_done = asyncio.Event()
+        self._places = Places()
+
+    def refuse_if_full(self, tenant: Tenant, limit: int) -> None:
+        """Raise OverloadedError if as many requests as allowed are open, unless the tenant has less
+        than its share of them."""
+        if not self._places.may_add(tenant, self.num_open, limit):
+            raise OverloadedError(f"{self.num_open} requests are open already", code="queue_full")
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
+    def counted(self, tenant: Tenant) -> Iterator[None]:
         """Count one request as open inside the block."""
         self.num_open += 1
+        self._places.add(tenant, 1)
         try:
             yield
         finally:
             self.num_open -= 1
+            self._places.add(tenant, -1)
             if not self.num_open:
                 self._all_done.set()
 

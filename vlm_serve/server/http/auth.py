@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlm_serve.errors import ConfigError, InvalidRequestError
-from vlm_serve.options.declared import read_mapping
+from vlm_serve.engine.requests.tenant import NOBODY, Tenant
+from vlm_serve.errors import InvalidRequestError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.errors import AuthenticationError, PermissionDeniedError, error_for
 from vlm_serve.server.http.request_id import request_id_of
 from vlm_serve.server.http.static_page import StaticPage
+from vlm_serve.server.http.tenants import (
+    TENANT_STATE,
+    TenantKey,
+    tenant_at,
+    tenant_of,
+    tenants_of_keys,
+)
 
 OPEN_PATHS = frozenset({b"/health", b"/ready", b"/metrics", b"/ping"})
 """Paths for probes and scrapers without a key; they show no client's data."""
 
 RESERVED_PREFIX = "tenant:"
 """Prefix of bound salts. Clients' own salts must not have it, so none can name a tenant's salt."""
-_SALT = re.compile(r"[A-Za-z0-9._:=+/@-]{1,100}", re.ASCII)
 _STATE = "tenant_salt"
 _KEY = "api_key_digest"
 
@@ -38,7 +43,7 @@ class Gate:
     Args:
         app: the application behind it.
         api_keys: keys without a cache salt.
-        tenants: {further key: its cache salt}.
+        tenants: {further key: its cache salt and weight}.
         open_paths: paths that need no key, besides OPEN_PATHS.
     """
 
@@ -46,16 +51,18 @@ class Gate:
         self,
         app: ASGIApp,
         api_keys: Iterable[str],
-        tenants: Mapping[str, str] | None = None,
+        tenants: Mapping[str, TenantKey] | None = None,
         *,
         open_paths: Collection[bytes] = (),
     ) -> None:
         self._app = app
         self._open_paths = OPEN_PATHS.union(open_paths)
-        salts: dict[str, str | None] = dict.fromkeys(api_keys)
-        salts |= tenants or {}  # a key in both is the tenant's
+        bound = tenants or {}  # a key in both is the tenant's
         # Digests have equal lengths, so comparing them reveals nothing about the keys' lengths.
-        self._salts = {_digest(key.encode()): salt for key, salt in salts.items()}
+        self._known = {
+            _digest(key.encode()): (bound[key].salt if key in bound else None, tenant)
+            for key, tenant in tenants_of_keys(api_keys, bound).items()
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,7 +78,9 @@ class Gate:
                 ]
             await send(message)
 
-        if self._salts and not self._allowed(scope):
+        if not self._known:
+            bind(scope, b"", None, tenant_at(scope.get("client")))
+        elif not self._allowed(scope):
             refusal = AuthenticationError(
                 "a valid API key is needed, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
@@ -88,14 +97,16 @@ class Gate:
             return False
         digest = _digest(key)
         # No early exit: the time must not reveal which key nearly matched.
-        matches = [known for known in self._salts if hmac.compare_digest(digest, known)]
+        matches = [known for known in self._known if hmac.compare_digest(digest, known)]
         if not matches:
             return False
-        bind(scope, matches[0], self._salts[matches[0]])
+        bind(scope, matches[0], *self._known[matches[0]])
         return True
 
 
-def guarded(app: ASGIApp, config: ServerConfig, tenants: Mapping[str, str] | None = None) -> Gate:
+def guarded(
+    app: ASGIApp, config: ServerConfig, tenants: Mapping[str, TenantKey] | None = None
+) -> Gate:
     """Return the application behind the page and authentication, as configured."""
     if not config.page:
         return Gate(app, config.api_key, tenants)
@@ -131,38 +142,19 @@ class Owner:
     Attributes:
         key: digest of the API key; empty if the server has none.
         salt: cache salt of the requests.
+        tenant: whom further requests for it count for.
     """
 
     key: bytes
     salt: str
+    tenant: Tenant = field(default=NOBODY, compare=False)
 
 
-def read_tenant_keys(path: str | None) -> dict[str, str]:
-    """Return {API key: salt} from a YAML file.
-
-    Raises:
-        ConfigError: the file is bad. The message never contains a key.
-    """
-    if path is None:
-        return {}
-    place, expected = f"tenant_keys {path}", "it must map keys to salts"
-    content = read_mapping(path, place, "tenant_keys", expected)
-    if not content:
-        raise ConfigError(f"{place}: {expected}", param="tenant_keys")
-    for number, (key, salt) in enumerate(content.items(), start=1):
-        if not (isinstance(key, str) and key and isinstance(salt, str) and _SALT.fullmatch(salt)):
-            raise ConfigError(
-                f"tenant_keys {path}: entry {number} must map a text to a salt of at most 100 "
-                "letters, digits or ._:=+/@- (numbers need quotes)",
-                param="tenant_keys",
-            )
-    return content
-
-
-def bind(scope: Any, key: bytes, salt: str | None) -> None:
-    """Store the digest of a request's API key, and the key's salt if it has one, in its scope."""
+def bind(scope: Any, key: bytes, salt: str | None, tenant: Tenant) -> None:
+    """Store the digest of a request's API key, empty if the server has none, the key's salt if it
+    has one, and the tenant in its scope."""
     state = scope.setdefault("state", {})
-    state[_KEY] = key
+    state[_KEY], state[TENANT_STATE] = key, tenant
     if salt is not None:
         state[_STATE] = salt
 
@@ -170,15 +162,17 @@ def bind(scope: Any, key: bytes, salt: str | None) -> None:
 def state_of(owner: Owner) -> dict[str, Any]:
     """Return the state of a scope whose request has that owner, as `bind` leaves it."""
     scope: dict[str, Any] = {}
-    tenant = owner.salt.startswith(RESERVED_PREFIX)
-    bind(scope, owner.key, owner.salt.removeprefix(RESERVED_PREFIX) if tenant else None)
+    bound = owner.salt.startswith(RESERVED_PREFIX)
+    salt = owner.salt.removeprefix(RESERVED_PREFIX) if bound else None
+    bind(scope, owner.key, salt, owner.tenant)
     state: dict[str, Any] = scope["state"]
     return state
 
 
 def owner_of(scope: Any, client_salt: str | None) -> Owner:
     """Return the owner of a request's stored responses; it raises as `salt_of` does."""
-    return Owner(scope.get("state", {}).get(_KEY, b""), salt_of(scope, client_salt))
+    key = scope.get("state", {}).get(_KEY, b"")
+    return Owner(key, salt_of(scope, client_salt), tenant_of(scope))
 
 
 def share_of(scope: Any) -> bytes:

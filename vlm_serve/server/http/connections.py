@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import resource
+import socket
 import ssl
 import time
 from collections import OrderedDict
@@ -31,6 +32,8 @@ SPARE_DESCRIPTORS = 128
 """Descriptors reserved for media, tiers, decoders and files."""
 MIN_CONNECTIONS = 8
 LOG_SECONDS = 60.0
+UNSENT_BYTES = 64 << 10
+"""Bytes that the kernel keeps for a client that does not read, beyond those on their way."""
 READ_BYTES = 64 << 10
 """Bytes read at once at most. A request sends no more before its route asks for the body."""
 
@@ -129,6 +132,16 @@ def _available_descriptors(wanted: int) -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return wanted if soft == resource.RLIM_INFINITY else soft - in_use - SPARE_DESCRIPTORS
+
+
+def _bound_unsent(transport: asyncio.Transport) -> None:
+    """Have the kernel take little more than the client's window: its buffers would else hold whole
+    answers that nobody reads, and nothing could tell."""
+    sock = transport.get_extra_info("socket")
+    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    if option is not None and sock is not None and sock.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
 
 
 class Handshake(asyncio.Protocol):
@@ -234,6 +247,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        _bound_unsent(transport)
         # uvicorn starts its timer only between two requests.
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler

@@ -28,10 +28,11 @@ from starlette.types import ASGIApp
 from vlm_serve.errors import ConfigError
 from vlm_serve.server.config import ServerConfig
 from vlm_serve.server.http.admission import OpenRequests
-from vlm_serve.server.http.auth import guarded, read_tenant_keys
+from vlm_serve.server.http.auth import guarded
 from vlm_serve.server.http.browsers import for_browsers
 from vlm_serve.server.http.connections import Connection, Connections, Handshake
 from vlm_serve.server.http.root_path import BelowRoot
+from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.system.log_output import start_logging
 
 SWITCH_SECONDS = 0.0005
@@ -231,6 +232,7 @@ def uvicorn_config(app: ASGIApp, connections: Connections) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # anybody on the host could name addresses, and have many shares
         timeout_keep_alive=connections.config.keep_alive_timeout,
         timeout_graceful_shutdown=GRACE_SECONDS,
         lifespan="on",

@@ -18,7 +18,8 @@ from parity_cases import photograph, random_ids, user
 from peft_folders import adapted, random_adapter
 
 from vlm_serve.engine.features.adapters.options import LoRA
-from vlm_serve.engine.features.adapters.store import MAX_ADAPTERS, MAX_NAMES, OTHERS, AdapterCounts
+from vlm_serve.engine.features.adapters.store import MAX_ADAPTERS, OTHERS
+from vlm_serve.engine.features.usage import MAX_NAMES, UsageByName
 from vlm_serve.engine.requests.outputs import Usage
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
 from vlm_serve.options.config import EngineConfig
@@ -226,7 +227,7 @@ def test_requests_are_counted_by_adapter(place: Path) -> None:
 
 
 def test_names_in_counts_are_bounded() -> None:
-    counts = AdapterCounts()
+    counts = UsageByName(OTHERS)
     for name in [*map(str, range(MAX_NAMES + 5)), "3"]:
         counts.add(name, Usage(7, accepted_prediction_tokens=2, rejected_prediction_tokens=3))
     found = counts.as_dict()

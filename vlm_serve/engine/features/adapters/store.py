@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import torch
 
 from vlm_serve.engine.features.adapters.options import LoRA
-from vlm_serve.engine.requests.outputs import Usage
 from vlm_serve.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
 from vlm_serve.models.adapters import Adapter, AdapterFile, Modules, place, read_adapter
 from vlm_serve.options.declared import format_size
@@ -20,9 +18,8 @@ from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity
 
 MAX_ADAPTERS = 1000
 """Most names of adapters at a time."""
-MAX_NAMES = 100
-"""Most names to count one by one; later ones are counted together, as OTHERS."""
 OTHERS = "other adapters"
+"""The name of those that are not counted one by one, see `UsageByName`."""
 
 
 @dataclass(eq=False)
@@ -225,30 +222,3 @@ class AdapterStore:
             laid_out = sorted((adapter.layout_bytes for adapter in self._distinct()), reverse=True)
             text += f"; up to {slots} laid out, {format_size(sum(laid_out[:slots]))} on top"
         return text
-
-
-class AdapterCounts:
-    """Sums over ended requests by names of adapters, which are bounded in number. Used by the
-    engine's thread."""
-
-    def __init__(self) -> None:
-        self._by_name: dict[str, Counter[str]] = {}
-
-    def add(self, name: str, usage: Usage) -> None:
-        """Count an ended request."""
-        if name not in self._by_name and len(self._by_name) >= MAX_NAMES:
-            name = OTHERS
-        accepted = usage.accepted_prediction_tokens
-        used = {
-            "requests": 1,
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "generated_tokens": usage.completion_tokens,
-            "draft_tokens": accepted + usage.rejected_prediction_tokens,
-            "accepted_tokens": accepted,
-        }
-        self._by_name.setdefault(name, Counter()).update(used)
-
-    def as_dict(self) -> dict[str, dict[str, int]]:
-        """Return the sums by name."""
-        return {name: dict(counts) for name, counts in list(self._by_name.items())}

@@ -33,6 +33,7 @@ from vlm_serve.server.api.shared.request_body import read_json, read_prompt
 from vlm_serve.server.api.shared.unknown_fields import ignored_header
 from vlm_serve.server.http.auth import is_tenant, refuse_tenants, salt_of
 from vlm_serve.server.http.errors import NotFoundError
+from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Preparation, Service
 
 DEFAULT_TREE_NODES = 100
@@ -121,7 +122,7 @@ async def probe(service: Service, request: Request) -> Response:
     preparation, headers = await read_prompt(
         service, request, "chat", ProbeRequest, partial(preparation_of, service, request)
     )
-    with service.admission.admitted():
+    with service.admission.admitted(tenant_of(request.scope)):
         prompt = await service.prepare(preparation)
         report = cache_report_body(await asyncio.to_thread(service.engine.probe, prompt))
     assert report is not None

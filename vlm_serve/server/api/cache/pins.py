@@ -31,6 +31,7 @@ from vlm_serve.server.api.shared.request_body import read_value
 from vlm_serve.server.http.auth import salt_of
 from vlm_serve.server.http.body import validate
 from vlm_serve.server.http.errors import NotFoundError
+from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Preparation, Service
 
 
@@ -77,7 +78,7 @@ async def pin(service: Service, request: Request) -> Response:
     """
     body, target, headers = await read_value(service, request, partial(_target, service, request))
     pins = service.engine.pins
-    with service.admission.admitted():
+    with service.admission.admitted(tenant_of(request.scope)):
         if isinstance(target, ListedNode):
             length, key = target.node.end, target.node.key
             owner = VisibleRoots(service, request).owner

@@ -50,6 +50,7 @@ from vlm_serve.server.api.shared.output_blocks import BlockStream, OutputBlock
 from vlm_serve.server.api.shared.request_body import read_prompt
 from vlm_serve.server.api.shared.unknown_fields import ignored_fields, ignored_header
 from vlm_serve.server.http.auth import owner_of
+from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Service
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -85,7 +86,9 @@ async def count_input_tokens(service: Service, request: Request) -> Response:
     headers, parsed, salt = await read_prompt(
         service, request, "responses", ResponsesRequest, parse, *_past(service, request)
     )
-    answer = InputTokens(input_tokens=await count_tokens(service, parsed, salt))
+    answer = InputTokens(
+        input_tokens=await count_tokens(service, parsed, salt, tenant_of(request.scope))
+    )
     return JSONResponse(answer.model_dump(), headers=headers)
 
 

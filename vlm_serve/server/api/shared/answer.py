@@ -30,6 +30,7 @@ from vlm_serve.server.http.auth import share_of
 from vlm_serve.server.http.errors import envelope, public_error
 from vlm_serve.server.http.request_id import request_id_of, trace_context_of
 from vlm_serve.server.http.streaming import Chunks, nothing, stream_response, until_disconnected
+from vlm_serve.server.http.tenants import tenant_of
 from vlm_serve.server.service import Preparation, Service
 
 B = TypeVar("B", bound=AnswerRequest)
@@ -131,6 +132,7 @@ class Incoming:
             trace=trace_context_of(self.scope),
             attempt=self.attempt,
             share=share_of(self.scope),
+            tenant=tenant_of(self.scope),
             **others,
         )
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from vlm_serve.engine.requests.request import NextTurn
+from vlm_serve.engine.requests.tenant import Tenant
 from vlm_serve.errors import ContextLengthError, FieldError, InvalidRequestError
 from vlm_serve.preprocess.identity.keys import KeyScope
 from vlm_serve.preprocess.identity.prompt import Prompt
@@ -184,13 +185,15 @@ class ParsedRequest:
         return prepared
 
 
-async def count_tokens(service: Service, parsed: ParsedRequest, cache_salt: str) -> int:
+async def count_tokens(
+    service: Service, parsed: ParsedRequest, cache_salt: str, tenant: Tenant
+) -> int:
     """Return the number of the prompt's tokens, media included. Nothing runs.
 
     Raises:
         VlmServeError: see `Admission.admitted` and `Service.prepare`.
     """
-    with service.admission.admitted(), renamed_params(parsed.names):
+    with service.admission.admitted(tenant), renamed_params(parsed.names):
         return len(await service.prepare(partial(parsed.prepare, service, KeyScope(cache_salt))))
 
 
