@@ -299,7 +299,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"the checkpoint has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problem = foreign(path) or "cannot be read as JSON"
         raise CheckpointError(f"{path.name} {problem}") from error
     if not isinstance(value, dict):

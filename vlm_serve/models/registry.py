@@ -207,7 +207,8 @@ def _without_lost_tower(spec: ModelSpec, path: Path) -> ModelSpec:
 
 def _names(path: Path) -> Collection[str]:
     """Return the names of all tensors."""
-    with suppress(CheckpointError, OSError, SafetensorError, ValueError, KeyError, TypeError):
+    faults = (CheckpointError, OSError, SafetensorError, ValueError, KeyError, TypeError)
+    with suppress(*faults, RecursionError):
         files = weight_files(path)
         if (path / INDEX_FILE).is_file():
             weight_map = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]

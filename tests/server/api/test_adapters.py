@@ -109,6 +109,29 @@ def test_lists_name_the_model_behind_an_adapter(server: RunningServer) -> None:
     assert missing.status_code == 404 and "test-model, tuned" in missing.text
 
 
+def test_files_of_an_adapter_lie_below_the_allowed_folder(
+    server: RunningServer, place: Path
+) -> None:
+    """A link may lead elsewhere below it, and the folder may change while it is loaded."""
+    inside = place / "allowed" / "linked"
+    inside.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (inside / name).symlink_to(f"../1/{name}")
+    load = {"lora_name": "linked", "lora_path": "linked"}
+    answer = server.post("/v1/load_lora_adapter", load)
+    assert answer.status_code == 200, answer.text
+    assert ask(server, "linked", cache_salt="linked")[0]
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "linked"}).status_code == 200
+    for name in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json"):
+        (inside / name).unlink(missing_ok=True)
+        (inside / name).symlink_to(f"../../elsewhere/{name}")
+        answer = server.post("/v1/load_lora_adapter", load)
+        assert answer.status_code == 400 and f"{name} leads out" in answer.text
+        (inside / name).unlink()
+        if name != "tokenizer.json":
+            (inside / name).symlink_to(f"../1/{name}")
+
+
 def test_adapters_come_and_go(server: RunningServer, place: Path) -> None:
     load = {"lora_name": "late", "lora_path": "1"}
     assert server.post("/v1/load_lora_adapter", load).status_code == 200

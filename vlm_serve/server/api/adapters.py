@@ -12,10 +12,12 @@ from starlette.responses import JSONResponse, Response
 
 from vlm_serve.engine.features.adapters.options import LoRA
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
+from vlm_serve.models.adapters.folder import FILES
 from vlm_serve.server.api.shared.fields import ExactModel
 from vlm_serve.server.api.shared.request_body import read_json
 from vlm_serve.server.http.auth import refuse_tenants
 from vlm_serve.server.http.browsers import refuse_foreign_scripts
+from vlm_serve.system.opened_files import files_below
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service
@@ -51,11 +53,16 @@ async def load_lora_adapter(service: Service, request: Request) -> Response:
     """
     allowed = _allowed(service, request)
     body = await read_json(service, request, LoadAdapter)
-    path = _below(allowed, body.lora_path)
+    root, path = _below(allowed, body.lora_path)
     names = service.state.model_names
     wanted = LoRA(body.lora_name, path)
+
+    def load() -> None:
+        with files_below(root, path, FILES) as files:
+            service.engine.adapters.load(wanted, taken=names, files=files)
+
     try:
-        await asyncio.to_thread(service.engine.adapters.load, wanted, taken=names)
+        await asyncio.to_thread(load)
     except (CheckpointError, ConfigError, ModelNotFoundError) as error:
         raise InvalidRequestError(error.message, param="lora_path") from error
     return _answer(f"the adapter {body.lora_name!r} is loaded")
@@ -87,8 +94,8 @@ def _allowed(service: Service, request: Request) -> Path:
     return Path(folder)
 
 
-def _below(allowed: Path, name: str) -> Path:
-    """Return the folder of that name, with links resolved."""
+def _below(allowed: Path, name: str) -> tuple[Path, Path]:
+    """Return the allowed folder and the one of that name, with links resolved."""
     problem = InvalidRequestError(
         "lora_path must name a folder below the server's allowed_lora_path", param="lora_path"
     )
@@ -99,7 +106,7 @@ def _below(allowed: Path, name: str) -> Path:
         raise problem from None
     if root not in path.parents or not path.is_dir():
         raise problem
-    return path
+    return root, path
 
 
 def _answer(message: str) -> Response:

@@ -79,12 +79,15 @@ class AdapterStore:
         self._changed = threading.Condition()
         self._by_name: dict[str, ServedAdapter] = {}
 
-    def load(self, wanted: LoRA, *, taken: tuple[str, ...] = ()) -> ServedAdapter:
+    def load(
+        self, wanted: LoRA, *, taken: tuple[str, ...] = (), files: Path | None = None
+    ) -> ServedAdapter:
         """Read an adapter and offer it under its name. Requests go on meanwhile.
 
         Args:
             wanted: its name and its folder.
             taken: names that mean something else.
+            files: a folder with its files; None: its folder.
 
         Raises:
             InvalidRequestError: the name is taken, or there are too many.
@@ -92,7 +95,7 @@ class AdapterStore:
                 above the limit.
         """
         self._check_free(wanted.name, taken)
-        adapter = self._read(wanted.path)
+        adapter = self._read(files or wanted.path)
         with self._changed:
             self._check_free(wanted.name, taken)
             known = self.with_digest(adapter.digest)
