@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,24 +26,22 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 import jinja2.utils
 
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
+from vlm_serve.preprocess.text.sandbox import Sandbox
+from vlm_serve.preprocess.text.sandbox import TooSlowError as _TooSlow
 from vlm_serve.preprocess.text.tokenizer import read_json
 
 MAX_OUTPUT_CHARACTERS = 1 << 24
 MAX_SECONDS = 10.0
+_MAX_MESSAGE = 1000
 _PROBE = "probe"
 _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
-
-
-class _TooSlow(Exception):
-    """Rendering passed its deadline. Not a TemplateError, so no template can swallow it."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -58,8 +55,8 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Checks the deadline whenever a template reads an attribute or an item or calls something."""
+class _Environment(Sandbox):
+    """The sandbox with what transformers offers to templates."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -67,30 +64,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_GenerationTag, jinja2.ext.loopcontrols],
         )
-        self._local = threading.local()
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["namespace"] = _SafeNamespace
-
-    def set_deadline(self, deadline: float) -> None:
-        self._local.deadline = deadline
-
-    def check_deadline(self) -> None:
-        if time.monotonic() > getattr(self._local, "deadline", float("inf")):
-            raise _TooSlow
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        self.check_deadline()
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        self.check_deadline()
-        return super().getitem(obj, argument)
-
-    def call(self, /, *args: Any, **kwargs: Any) -> Any:
-        self.check_deadline()
-        return super().call(*args, **kwargs)
 
 
 class _SafeNamespace(jinja2.utils.Namespace):
@@ -129,11 +106,11 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise jinja2.TemplateError(str(message)[:_MAX_MESSAGE])
 
 
 def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+    return datetime.now().strftime(format[:_MAX_MESSAGE])
 
 
 def named_chat_template(directory: Path | str) -> tuple[str, str]:
@@ -285,6 +262,8 @@ class ChatTemplate:
             problem = f"refuses these messages: {error.message}"
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             problem = f"cannot render these messages ({type(error).__name__})"
+        except MemoryError:
+            problem = "takes too much memory"
         except RecursionError:
             problem = "cannot render messages nested so deeply"
         raise InvalidRequestError(f"the chat template {problem}", param="messages")
