@@ -215,6 +215,7 @@ class FakeEngine:
             "num_waiting": 0,
             "embedding_bytes": 0,
             "num_preemptions": 2,
+            "num_unsound": 0,
             "num_steps": 5,
             "adapters": {
                 "tuned": {

@@ -61,7 +61,7 @@ _LEFT: ContextVar[list[int]] = ContextVar("left")
 """Bytes that the replies of this task's pipeline may still have."""
 
 
-class BoundedParser(_AsyncRESP2Parser):  # type: ignore[misc]
+class BoundedParser(_AsyncRESP2Parser):
     """Reads replies that are no longer than what was asked for. Lists nobody has asked for."""
 
     async def _readline(self) -> bytes:

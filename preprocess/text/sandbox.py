@@ -243,7 +243,7 @@ class _Counted(NodeTransformer):
         return _filter(node.node, "_slice", *(end or nodes.Const(None) for end in ends))
 
 
-def _filter(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Filter:
+def _filter(node: nodes.Node, name: str, *arguments: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)
 
 

@@ -26,7 +26,11 @@ def test_a_line_is_tried_a_few_times(
         busy = len(calls) <= faults
         error = {"error": {"message": "try again", "code": None}}
         body = json.dumps(error if busy else {"id": "x"}).encode()
-        start = {"type": "http.response.start", "status": 503 if busy else 200, "headers": []}
+        start: dict[str, Any] = {
+            "type": "http.response.start",
+            "status": 503 if busy else 200,
+            "headers": [],
+        }
         await send(start)
         await send({"type": "http.response.body", "body": body})
 

@@ -42,22 +42,27 @@ def test_files_are_read_as_they_were_opened(root: Path) -> None:
     assert not files.exists() and len(os.listdir("/dev/fd")) == before
 
 
+def linked(*targets: str) -> Callable[[Path], None]:
+    """Put a link in the place of a file, and others that it leads over into the same folder."""
+
+    def put(file: Path) -> None:
+        file.symlink_to(targets[0])
+        for number, target in enumerate(targets[1:], 1):
+            (file.parent / f"middle{number}").symlink_to(target)
+
+    return put
+
+
 OUT: dict[str, Callable[[Path], None]] = {
-    "an absolute link": lambda file: file.symlink_to("/etc/passwd"),
-    "a relative link": lambda file: file.symlink_to("../../../secret"),
-    "a link to a link": lambda file: (
-        (file.parent / "middle").symlink_to("../../../secret"),
-        file.symlink_to("middle"),
-    )[1],
-    "a folder that is a link": lambda file: (
-        (file.parent / "way").symlink_to("../../.."),
-        file.symlink_to("way/secret"),
-    )[1],
-    "a device": lambda file: file.symlink_to("/dev/zero"),
-    "a link to nothing outside": lambda file: file.symlink_to("/nowhere/at/all"),
-    "a circle": lambda file: file.symlink_to("two"),
-    "a pipe": lambda file: os.mkfifo(file),
-    "a folder": lambda file: file.mkdir(),
+    "an absolute link": linked("/etc/passwd"),
+    "a relative link": linked("../../../secret"),
+    "a link to a link": linked("middle1", "../../../secret"),
+    "a folder that is a link": linked("middle1/secret", "../../.."),
+    "a device": linked("/dev/zero"),
+    "a link to nothing outside": linked("/nowhere/at/all"),
+    "a circle": linked("two"),
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
 }
 
 

@@ -49,7 +49,7 @@ def _open_below(root: Path, path: Path) -> int:
         try:
             *folders, name = path.resolve().relative_to(root).parts
             parent: int | None = None
-            for part in (root, *folders):
+            for part in (str(root), *folders):
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
                 parent = os.open(part, flags, dir_fd=parent)
                 stack.callback(os.close, parent)

@@ -44,7 +44,7 @@ def pipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @contextmanager
 def poisoned(pipe: Pipeline, position: int, value: float) -> Iterator[None]:
     """Logits of sequences with the poison token in their prompt, from a position on, are wrong."""
-    known, sample = executor_of(pipe.engine)._known, local_executor.sample
+    known, sample = executor_of(pipe.engine)._known, local_executor.sample  # type: ignore[attr-defined]
 
     def faulty(logits: torch.Tensor, tasks: Any, samplers: Any, rows: Any, best: Any) -> Any:
         for task, row in zip(tasks, rows, strict=True):
@@ -93,7 +93,7 @@ def test_logprobs_of_a_prompt_are_numbers(pipe: Pipeline) -> None:
     from vlm_serve.engine.steps import prompt_rows
 
     bad = random_ids(60, seed=20, vocabulary=290)
-    softmax = prompt_rows.log_softmax
+    softmax = prompt_rows.log_softmax  # type: ignore[attr-defined]
 
     def faulty(logits: torch.Tensor) -> torch.Tensor:
         found = softmax(logits)

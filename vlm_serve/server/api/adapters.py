@@ -12,12 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from vlm_serve.engine.features.adapters.options import LoRA
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError, ModelNotFoundError
-from vlm_serve.models.adapters.folder import FILES
 from vlm_serve.server.api.shared.fields import ExactModel
 from vlm_serve.server.api.shared.request_body import read_json
 from vlm_serve.server.http.auth import refuse_tenants
 from vlm_serve.server.http.browsers import refuse_foreign_scripts
-from vlm_serve.system.opened_files import files_below
 
 if TYPE_CHECKING:
     from vlm_serve.server.service import Service
@@ -56,13 +54,8 @@ async def load_lora_adapter(service: Service, request: Request) -> Response:
     root, path = _below(allowed, body.lora_path)
     names = service.state.model_names
     wanted = LoRA(body.lora_name, path)
-
-    def load() -> None:
-        with files_below(root, path, FILES) as files:
-            service.engine.adapters.load(wanted, taken=names, files=files)
-
     try:
-        await asyncio.to_thread(load)
+        await asyncio.to_thread(service.engine.adapters.load, wanted, taken=names, below=root)
     except (CheckpointError, ConfigError, ModelNotFoundError) as error:
         raise InvalidRequestError(error.message, param="lora_path") from error
     return _answer(f"the adapter {body.lora_name!r} is loaded")
