@@ -73,6 +73,10 @@ class TooSlowError(Exception):
     """Rendering passed its deadline. Not a TemplateError, so no template can swallow it."""
 
 
+class TooMuchError(jinja2.TemplateError):
+    """Rendering makes too much."""
+
+
 class _Rendering(threading.local):
     """A thread's rendering: when it must end, and what it may still make."""
 
@@ -108,7 +112,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _spend(self, size: int) -> None:
         left = self._rendering.left - max(0, size)
         if left < 0:
-            raise jinja2.TemplateError(
+            raise TooMuchError(
                 f"it makes more than {MAX_CHARACTERS >> 20} Mi characters on its way"
             )
         self._rendering.left = left
@@ -133,7 +137,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 most += max((int(run[:12]) for run in re.findall(r"\d+", value)), default=0)
             size += _PLACES[name](value, rest) * most
         if size > _AT_ONCE:
-            raise jinja2.TemplateError(f"{name} would write over {_AT_ONCE >> 20} Mi characters")
+            raise TooMuchError(f"{name} would write over {_AT_ONCE >> 20} Mi characters")
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
@@ -168,7 +172,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if len(bits) == 2 and operator != "%":
             power = operator == "**" and right > 0
             if (bits[0] * right if power else sum(bits)) > _MAX_BITS:
-                raise jinja2.TemplateError(f"{operator} would make too large a number")
+                raise TooMuchError(f"{operator} would make too large a number")
         return self._made(super().call_binop(context, operator, left, right))
 
     def concat(self, pieces: Iterable[str]) -> str:

@@ -31,13 +31,14 @@ import jinja2.utils
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
-from vlm_serve.preprocess.text.sandbox import Sandbox
+from vlm_serve.preprocess.text.sandbox import Sandbox, TooMuchError
 from vlm_serve.preprocess.text.sandbox import TooSlowError as _TooSlow
 from vlm_serve.preprocess.text.tokenizer import read_json
 
 MAX_OUTPUT_CHARACTERS = 1 << 24
 MAX_SECONDS = 10.0
 _MAX_MESSAGE = 1000
+_LIMIT = "template_limit"
 _PROBE = "probe"
 _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
@@ -254,19 +255,21 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         variables.setdefault("documents", None)
+        code: str | None = None
         try:
             return self._collect(variables)
         except _TooSlow:
-            problem = f"takes longer than {self._max_seconds:g} seconds"
+            problem, code = f"takes longer than {self._max_seconds:g} seconds", _LIMIT
         except jinja2.TemplateError as error:
+            code = _LIMIT if isinstance(error, TooMuchError) else None
             problem = f"refuses these messages: {error.message}"
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             problem = f"cannot render these messages ({type(error).__name__})"
         except MemoryError:
-            problem = "takes too much memory"
+            problem, code = "takes too much memory", _LIMIT
         except RecursionError:
             problem = "cannot render messages nested so deeply"
-        raise InvalidRequestError(f"the chat template {problem}", param="messages")
+        raise InvalidRequestError(f"the chat template {problem}", param="messages", code=code)
 
     def _collect(self, variables: dict[str, Any]) -> str:
         self._environment.set_deadline(time.monotonic() + self._max_seconds)
@@ -510,10 +513,15 @@ def _find_no_content(shown: Shown, question: Message, forms: ContentForms) -> No
 
 
 def _rendered(render: Callable[..., str], messages: list[Message], **options: Any) -> str:
-    """Return the rendered text, "" if the template refuses the messages."""
+    """Return the rendered text, "" if the template refuses the messages.
+
+    Raises CheckpointError for one that exceeds a limit: it would with any messages.
+    """
     try:
         return render(messages, **options)
-    except InvalidRequestError:
+    except InvalidRequestError as error:
+        if error.code == _LIMIT:
+            raise CheckpointError(error.message) from None
         return ""
 
 

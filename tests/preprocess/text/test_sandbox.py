@@ -94,6 +94,12 @@ HOSTILE = {
     "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
     "a long refusal": BIG + "{{ raise_exception(x) }}",
 }
+ENDLESS = (
+    "~ doubled",
+    "loops in loops",
+    "power",
+    "text times",
+)
 NOT_COMPILED = {
     "nested": "{% if 1 %}" * 5000 + "x" + "{% endif %}" * 5000,
     "nested loops": "{% for a in [1] %}" * 40 + "x" + "{% endfor %}" * 40,
@@ -120,6 +126,14 @@ def test_no_operation_takes_the_machine(name: str) -> None:
     assert len(caught.value.message) < 1100 and "\n" not in caught.value.message
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 400 << 10, f"{grown >> 10} MiB in {time.monotonic() - began:.1f} s"
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_beyond_the_limits_is_probed_once(name: str) -> None:
+    """It would be so for every probe, and for every message."""
+    template = ChatTemplate(HOSTILE[name], max_seconds=0.2)
+    with pytest.raises(CheckpointError, match="^the chat template (takes longer|refuses)"):
+        _ = template.traits
 
 
 @pytest.mark.parametrize("name", NOT_COMPILED)
