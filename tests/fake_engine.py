@@ -235,6 +235,7 @@ class FakeEngine:
             "embedding_bytes": 0,
             "known_text": {"part_hits": 3, "prompt_misses": 1},
             "num_preemptions": 2,
+            "num_unsound": 0,
             "num_steps": 5,
             "adapters": {
                 "tuned": {

@@ -49,6 +49,7 @@ class Side:
             retry=Retry(NoBackoff(), 1),
             socket_timeout=None,
             socket_connect_timeout=None,
+            protocol=2,
             **(connection or {}),
         )
         self.origin = origin

@@ -132,6 +132,19 @@ class EngineError(VlmServeError):
     """The model's step failed twice, the second time with this request alone: HTTP 500."""
 
 
+class NotANumberError(EngineError):
+    """The model has computed NaN or infinity where numbers are sampled or returned: HTTP 500."""
+
+    @classmethod
+    def of(cls, what: str) -> NotANumberError:
+        """Return the error about the model, or an adapter by its name."""
+        return cls(
+            f"{what} has computed what is no finite number: its weights are damaged, or too large "
+            "for its type",
+            code="not_a_number",
+        )
+
+
 class EngineClosedError(VlmServeError):
     """The engine was closed or died and accepts no more requests: HTTP 503."""
 

@@ -11,9 +11,11 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import RedisError
+from redis._parsers import _AsyncRESP2Parser
+from redis.exceptions import InvalidResponse, RedisError
 
 from vlm_serve.cache.tiers.entry import EntryId, Kind, Sealed
 from vlm_serve.cache.tiers.shared_format import (
@@ -52,11 +54,32 @@ WRITE_BYTES = 1 << 20
 """Approximate bytes of one pipeline's chunks."""
 
 
+_LINE = 512
+_SMALL_REPLY = 64 << 10
+"""Most bytes of a reply without a range, and of what a new connection is told."""
+_LEFT: ContextVar[list[int]] = ContextVar("left")
+"""Bytes that the replies of this task's pipeline may still have."""
+
+
+class BoundedParser(_AsyncRESP2Parser):
+    """Reads replies that are no longer than what was asked for. Lists nobody has asked for."""
+
+    async def _readline(self) -> bytes:
+        line: bytes = await super()._readline()
+        left = _LEFT.get([_SMALL_REPLY])
+        length = int(line[1:]) if line[:1] == b"$" else 0
+        left[0] -= len(line) + length
+        if line[:1] not in (b"+", b"-", b":", b"$") or length < -1 or left[0] < 0:
+            raise InvalidResponse("it replies with more than it was asked for")
+        return line
+
+
 class SharedStore:
     """See `Store`. `put` overwrites; `claim` selects what to write.
 
     Args:
-        client: of the server; its timeout is the caller's. All its commands may be retried.
+        client: of the server, by protocol 2; its timeout is the caller's. All its commands may be
+            retried.
         keyring: of the deployment.
         size_of: expected lengths, compared before anything is read.
         time_limit: seconds that a request may spend on it in total.
@@ -80,6 +103,7 @@ class SharedStore:
     ) -> None:
         self.time_limit = time_limit
         self.place = place
+        client.connection_pool.connection_kwargs["parser_class"] = BoundedParser
         self._client = client
         self._keys = keyring
         self._size_of = size_of
@@ -374,8 +398,12 @@ class SharedStore:
 async def run(client: Redis, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Return the replies of one pipeline, error replies included. Raises OSError."""
     pipeline = client.pipeline(transaction=False)
+    most = _SMALL_REPLY
     for command in commands:
         pipeline.execute_command(*command)
+        ranged = command[0] == "GETRANGE"
+        most += _LINE + (command[3] + 1 - command[2] if ranged else _SMALL_REPLY)
+    _LEFT.set([2 * most])  # The client tries once more.
     try:
         replies: list[Any] = await pipeline.execute(raise_on_error=False)
     except RedisError as error:

@@ -6,6 +6,7 @@ A decode that takes too long or too much memory, or crashes a decoder, can be en
 
 SOCKET is the number of an inherited socket (`decode_wire`). This process is the fork server. It
 receives the sockets of workers over SOCKET and forks a worker for each; no other thread runs here.
+It also knows how each has ended, by itself or killed, because it is the parent.
 A worker sends its owner one end of a pipe and never reads the other end. As soon as the owner
 closes its end, the kernel kills the worker, whatever it is computing and even if it is stopped.
 """
@@ -21,6 +22,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,12 +43,18 @@ from vlm_serve.preprocess.media.images import (
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.preprocess.media.videos import EncodedVideo
 
+_KEPT_STATUSES = 64
+_STATUS_SECONDS = 1.0
+"""A worker whose socket is closed has nothing left to do but to end."""
+
 
 def main() -> None:
-    """Fork a worker for every received socket, until the owner is gone."""
+    """Fork a worker for every received socket, or tell there how one ended; until the owner is
+    gone."""
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # a terminal's; the owner handles
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers leave no zombies
+    ended: dict[int, int] = {}
+    signal.signal(signal.SIGCHLD, lambda *_: _note_ended(ended))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     PIL.Image.init()
     gc.collect()
@@ -57,10 +65,29 @@ def main() -> None:
             request, descriptor = receive(sock)
         except GoneError:
             return
-        with socket.socket(fileno=descriptor) as theirs, contextlib.suppress(OSError):
-            if os.fork() == 0:
+        with socket.socket(fileno=descriptor) as theirs, contextlib.suppress(OSError, GoneError):
+            if "pid" in request:
+                send(theirs, {"status": _status(ended, request["pid"])})
+            elif os.fork() == 0:
                 sock.close()
                 _work(theirs, request["niceness"])
+
+
+def _note_ended(ended: dict[int, int]) -> None:
+    """Take the statuses of ended workers, which leave no zombies; keep the latest ones."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    while len(ended) > _KEPT_STATUSES:
+        del ended[next(iter(ended))]
+
+
+def _status(ended: dict[int, int], pid: int) -> int | None:
+    """Return the status of a worker that is about to end; None: it is not known."""
+    deadline = time.monotonic() + _STATUS_SECONDS
+    while pid not in ended and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return ended.pop(pid, None)
 
 
 def _work(sock: socket.socket, niceness: int) -> NoReturn:

@@ -17,18 +17,19 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from vlm_serve.errors import EngineClosedError, MediaError, VlmServeError
+from vlm_serve.errors import EngineClosedError, MediaError, OverloadedError, VlmServeError
 from vlm_serve.preprocess.media.decode_wire import GoneError, receive, send, share, take_array
 from vlm_serve.preprocess.media.images import Pixels, is_page
 from vlm_serve.preprocess.media.limits import MediaLimits
 from vlm_serve.system import child, children
+from vlm_serve.system.children import CRASHES
 from vlm_serve.system.stopping import Stop
 
 LIGHT_FILE_BYTES = 2 << 20
@@ -48,7 +49,7 @@ _MOST_STARTS = 3
 MOST_AHEAD = 8
 """Decoded frames of a video that wait for their resize: enough for a decoder's uneven pace."""
 _AHEAD_BYTES = 64 << 20
-
+_DAMAGED = "the medium is damaged or takes too much memory to decode"
 
 # Waiting decodes are served by arrival time plus a penalty: one second for this many bytes of file.
 _BYTES_PER_SECOND = 1 << 20
@@ -65,6 +66,36 @@ _ENVIRONMENT = {
     # Allocations of picture size are mapped, so freeing them returns the memory to the system.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
 }
+T = TypeVar("T")
+
+
+class DecoderEndedError(OverloadedError):
+    """A decoding process was ended, which may be no fault of its medium; see `twice`.
+
+    Args:
+        crashed: it ended by a fault of its own code, such as SIGSEGV.
+    """
+
+    def __init__(self, *, crashed: bool) -> None:
+        super().__init__("the media decoder was ended, twice: try again later")
+        self.crashed = crashed
+
+
+def twice(decode: Callable[[], T]) -> T:
+    """Return what is decoded; if the process is ended meanwhile, decode once more.
+
+    Raises MediaError if both processes crash; DecoderEndedError if the second one is ended too.
+    """
+    try:
+        return decode()
+    except DecoderEndedError as error:
+        crashed = error.crashed
+    try:
+        return decode()
+    except DecoderEndedError as error:
+        if crashed and error.crashed:
+            raise MediaError(_DAMAGED) from None
+        raise
 
 
 def default_slots() -> tuple[int, int]:
@@ -115,7 +146,8 @@ class Decoders:
 
         The block counts as part of the decoding: the slot stays occupied until it ends.
 
-        Raises MediaError, StoppedError; VlmServeError if no process can be started.
+        Raises MediaError, StoppedError; OverloadedError if no process can be started, or the
+        server lacks memory; DecoderEndedError for `twice`.
         """
         if len(data) > limits.max_image_bytes:
             raise MediaError(f"the image is over {limits.max_image_bytes} bytes")
@@ -129,11 +161,15 @@ class Decoders:
                     return
 
     def pages(self, limits: MediaLimits, data: bytes) -> int:
-        """Return the number of pages of a PDF document. Raises as `image` does."""
-        with self._process(True, len(data), Stop()) as process:
-            _ask(process, "document", data, limits)
-            message, _ = _receive(process, "document", limits.max_image_decode_seconds)
-            return int(message["pages"])
+        """Return the number of pages of a PDF document. Raises as `twice` and `image` do."""
+
+        def count() -> int:
+            with self._process(True, len(data), Stop()) as process:
+                _ask(process, "document", data, limits)
+                message, _ = _receive(process, "document", limits.max_image_decode_seconds)
+                return int(message["pages"])
+
+        return twice(count)
 
     @contextlib.contextmanager
     def video(
@@ -174,8 +210,10 @@ class Decoders:
                 stop.check()
                 if self._closed:
                     raise EngineClosedError("the engine is closed") from None
-                raise MediaError(
-                    "the medium is damaged or takes too much memory to decode"
+                raise process.failure() from None
+            except (MemoryError, OSError):
+                raise OverloadedError(
+                    "memory or open files ran out while a medium was decoded: try again later"
                 ) from None
             finally:
                 self._put_back(process) if sound else self._drop(process)
@@ -203,7 +241,7 @@ class Decoders:
                 return process
             if self._closed:
                 raise EngineClosedError("the engine is closed")
-        raise VlmServeError("the media decoder did not start")
+        raise _not_started()
 
     def _put_back(self, process: DecodeProcess) -> None:
         with self._lock:
@@ -260,6 +298,10 @@ class DecodedVideo:
 
     def _deadline(self) -> float:
         return time.monotonic() + self._limits.max_decode_seconds + _GRACE_SECONDS
+
+
+def _not_started() -> OverloadedError:
+    return OverloadedError("the media decoder did not start: try again later")
 
 
 def _decoded(
@@ -383,18 +425,43 @@ class ForkServer:
         self._answered = False
 
     def fork(self, niceness: int) -> Fork:
-        """Start a process. Raises VlmServeError if the fork server cannot be started."""
-        ours, theirs = socket.socketpair()
+        """Start a process. Raises OverloadedError if the fork server cannot be started."""
+        with contextlib.ExitStack() as unless_started:
+            try:
+                ours, theirs = socket.socketpair()
+                unless_started.callback(ours.close)
+                with theirs, self._lock:
+                    if self._process is not None:
+                        try:
+                            self._ask_for(theirs, niceness)
+                        except GoneError:
+                            self._end()
+                    if self._process is None:
+                        self._start()
+                        self._ask_for(theirs, niceness)
+                    unless_started.pop_all()
+                    return Fork(ours, self._process, self._answered)
+            except (OSError, GoneError):
+                raise _not_started() from None
+
+    def _ask_for(self, theirs: socket.socket, niceness: int) -> None:
+        assert self._sock is not None
+        send(self._sock, {"niceness": niceness}, theirs.fileno())
+
+    def status(self, fork: Fork, pid: int) -> int | None:
+        """Return the status with which a process has ended, as `os.waitpid` does; None if it is
+        not known, because the fork server has ended too."""
         try:
-            with theirs, self._lock:
-                if self._process is None or self._process.poll() is not None:
-                    self._start()
-                assert self._sock is not None
-                send(self._sock, {"niceness": niceness}, theirs.fileno())
-                return Fork(ours, self._process, self._answered)
+            ours, theirs = socket.socketpair()
+            with ours:
+                with theirs, self._lock:
+                    if fork.server is not self._process or self._sock is None:
+                        return None
+                    send(self._sock, {"pid": pid}, theirs.fileno())
+                status: int | None = receive(ours, time.monotonic() + _FORK_SECONDS)[0]["status"]
+                return status
         except (OSError, GoneError):
-            ours.close()
-            raise VlmServeError("the media decoder did not start") from None
+            return None
 
     def answered(self, fork: Fork) -> None:
         """Note that a process has started, so that later ones are expected soon."""
@@ -458,7 +525,7 @@ class DecodeProcess:
         awaiting: a reply is outstanding, so the process cannot take another task.
         pid: its process id once it is ready, 0 before.
 
-    Raises VlmServeError if it does not start.
+    Raises OverloadedError if it does not start.
     """
 
     def __init__(self, fork_server: ForkServer, niceness: int) -> None:
@@ -475,18 +542,18 @@ class DecodeProcess:
     def wait_until_ready(self) -> bool:
         """Wait until the process accepts tasks.
 
-        Returns False if it does not start although others did: its fork server is stopped, hangs
-        or has died, and is replaced.
+        Returns False if it does not start although others did, or its fork server has died: that
+        is stopped or hangs, and is replaced.
 
-        Raises VlmServeError if it does not start.
+        Raises OverloadedError if it does not start.
         """
         try:
             message, lifeline = receive(self._sock, self._deadline)
-        except (GoneError, TimeoutError):
+        except (GoneError, TimeoutError) as error:
             self._fork_server.replace(self._fork)
-            if self._fork.proven:
+            if self._fork.proven or isinstance(error, GoneError):
                 return False
-            raise VlmServeError("the media decoder did not start") from None
+            raise _not_started() from None
         self._fork_server.answered(self._fork)
         with self._lock:
             self._lifeline, self.pid = lifeline, int(message["pid"])
@@ -495,6 +562,15 @@ class DecodeProcess:
     @property
     def alive(self) -> bool:
         return not self._ended(0)
+
+    def failure(self) -> VlmServeError:
+        """Return the error of a process that nobody here has ended, but that did not reply."""
+        if self.alive:  # What it sent makes no sense.
+            return MediaError(_DAMAGED)
+        status = self._fork_server.status(self._fork, self.pid)
+        if status is not None and os.WIFEXITED(status):
+            return MediaError(_DAMAGED)
+        return DecoderEndedError(crashed=status is not None and os.WTERMSIG(status) in CRASHES)
 
     def kill(self) -> None:
         """End the process, from any thread; a thread waiting for it gets GoneError."""

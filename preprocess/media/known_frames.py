@@ -156,6 +156,7 @@ class KnownVideo:
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
+        self._video = None
         return self._stack.__exit__(*error)
 
     def _open(self) -> FileVideo:

@@ -21,7 +21,7 @@ import torch
 from vlm_serve.errors import InvalidRequestError, MediaError, MediaFetchError
 from vlm_serve.preprocess.identity.keys import embedding_key
 from vlm_serve.preprocess.identity.prompt import UnconfirmedError
-from vlm_serve.preprocess.media.decoders import Decoders
+from vlm_serve.preprocess.media.decoders import Decoders, twice
 from vlm_serve.preprocess.media.fetch import FetchBudget, Hold, Holding, fetch, naming, read_file
 from vlm_serve.preprocess.media.frames import (
     ArrayVideo,
@@ -300,7 +300,7 @@ class MediaLoader:
             index = self._raw_index.frames
             known = KnownVideo(opened, index, key, fps, held=held, recall=recall, wanted=wanted)
         with naming(upload.part.param):
-            done = self._run(upload, source, known, stop)
+            done = twice(lambda: self._run(upload, source, known, stop))
         self._count("decoded" if done.kept is None or done.kept else "frames")
         return done
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,27 +26,25 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
 import jinja2.utils
 
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
-from vlm_serve.preprocess.text.known_turns import LOOP, TurnCompiler, Turns, rewrite
+from vlm_serve.preprocess.text.known_turns import TurnCompiler, Turns, rewrite
+from vlm_serve.preprocess.text.sandbox import Sandbox, TooMuchError
+from vlm_serve.preprocess.text.sandbox import TooSlowError as _TooSlow
 from vlm_serve.preprocess.text.tokenizer import read_json
 
 MAX_OUTPUT_CHARACTERS = 1 << 24
 MAX_SECONDS = 10.0
+_MAX_MESSAGE = 1000
+_LIMIT = "template_limit"
 _PROBE = "probe"
 _OF_MAPPINGS = frozenset(dir(dict))
 _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
-
-
-class _TooSlow(Exception):
-    """Rendering passed its deadline. Not a TemplateError, so no template can swallow it."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -61,8 +58,8 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Checks the deadline whenever a template reads an attribute or an item or calls something."""
+class _Environment(Sandbox):
+    """The sandbox with what transformers offers to templates."""
 
     code_generator_class = TurnCompiler
 
@@ -72,30 +69,10 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_GenerationTag, jinja2.ext.loopcontrols],
         )
-        self._local = threading.local()
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["namespace"] = _SafeNamespace
-
-    def set_deadline(self, deadline: float) -> None:
-        self._local.deadline = deadline
-
-    def check_deadline(self) -> None:
-        if time.monotonic() > getattr(self._local, "deadline", float("inf")):
-            raise _TooSlow
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        self.check_deadline()
-        kind = type(obj)
-        # The most frequent ones by far, without the sandbox's questions; the answers are the same.
-        if kind is dict and attribute in obj and attribute not in _OF_MAPPINGS:
-            return obj[attribute]
-        if kind is jinja2.runtime.LoopContext and attribute in LOOP:
-            return getattr(obj, attribute)
-        if kind is _SafeNamespace and not attribute.startswith("_"):
-            return getattr(obj, attribute, None) or super().getattr(obj, attribute)
-        return super().getattr(obj, attribute)
 
     def read(self, obj: Any, attribute: str) -> Any:
         """Return what a template sees of an attribute that is read ahead."""
@@ -105,14 +82,6 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if kind is _SafeNamespace and not attribute.startswith("_"):
             return getattr(obj, attribute)
         return self.getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        self.check_deadline()
-        return super().getitem(obj, argument)
-
-    def call(self, /, *args: Any, **kwargs: Any) -> Any:
-        self.check_deadline()
-        return super().call(*args, **kwargs)
 
 
 class _SafeNamespace(jinja2.utils.Namespace):
@@ -151,11 +120,11 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise jinja2.TemplateError(str(message)[:_MAX_MESSAGE])
 
 
 def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
+    return datetime.now().strftime(format[:_MAX_MESSAGE])
 
 
 def named_chat_template(directory: Path | str) -> tuple[str, str]:
@@ -309,17 +278,21 @@ class ChatTemplate:
         if turns is not None and self._turning is not None:
             template = self._turning
             variables |= turns.variables
+        code: str | None = None
         try:
             return self._collect(template, variables)
         except _TooSlow:
-            problem = f"takes longer than {self._max_seconds:g} seconds"
+            problem, code = f"takes longer than {self._max_seconds:g} seconds", _LIMIT
         except jinja2.TemplateError as error:
+            code = _LIMIT if isinstance(error, TooMuchError) else None
             problem = f"refuses these messages: {error.message}"
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             problem = f"cannot render these messages ({type(error).__name__})"
+        except MemoryError:
+            problem, code = "takes too much memory", _LIMIT
         except RecursionError:
             problem = "cannot render messages nested so deeply"
-        raise InvalidRequestError(f"the chat template {problem}", param="messages")
+        raise InvalidRequestError(f"the chat template {problem}", param="messages", code=code)
 
     def _collect(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         self._environment.set_deadline(time.monotonic() + self._max_seconds)
@@ -563,10 +536,15 @@ def _find_no_content(shown: Shown, question: Message, forms: ContentForms) -> No
 
 
 def _rendered(render: Callable[..., str], messages: list[Message], **options: Any) -> str:
-    """Return the rendered text, "" if the template refuses the messages."""
+    """Return the rendered text, "" if the template refuses the messages.
+
+    Raises CheckpointError for one that exceeds a limit: it would with any messages.
+    """
     try:
         return render(messages, **options)
-    except InvalidRequestError:
+    except InvalidRequestError as error:
+        if error.code == _LIMIT:
+            raise CheckpointError(error.message) from None
         return ""
 
 

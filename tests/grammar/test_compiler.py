@@ -152,8 +152,11 @@ def test_a_machine_without_room_for_a_process_is_no_fault_of_the_grammar(
         patch.setattr(subprocess, "Popen", full)
         with pytest.raises(OverloadedError, match="did not start"):
             compiler.compile(StructuredOutputs(regex="ab"))
-        with pytest.raises(VlmServeError, match="did not start"):
+        with pytest.raises(OverloadedError, match="did not start"):
             compiler.warm()
+        patch.setattr(compiling, "Pipe", full)
+        with pytest.raises(OverloadedError, match="did not start"):
+            compiler.compile(StructuredOutputs(regex="ab"))
     compiler.compile(StructuredOutputs(regex="ab"))
 
 
@@ -203,6 +206,38 @@ def test_a_grammar_whose_own_process_was_killed_is_no_fault_of_its_text(
             killer.join()
     assert compiler._process._process is before
     compiler.compile(StructuredOutputs(regex="abc"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_grammar_is_blamed_for_two_crashes(
+    compiler: GrammarCompiler, number: int, times: int
+) -> None:
+    """One may come from outside, or be the machine's fault."""
+    compiler.warm()
+    assert compiler._process is not None and compiler._process._process is not None
+    server = compiler._process._process.pid
+    done = threading.Event()
+
+    def kill() -> None:
+        killed: set[int] = set()
+        while len(killed) < times and not done.wait(0.001):
+            for pid in {*processes_below(server)} - killed:
+                killed.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        if times == 1:
+            compiler.compile(StructuredOutputs(json={"type": "integer", "multipleOf": 99_991}))
+        else:
+            with pytest.raises(InvalidRequestError, match="needs more than"):
+                compiler.compile(SLOW)
+    finally:
+        done.set()
+        killer.join()
 
 
 def test_nothing_starts_after_the_end(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vlm_serve.errors import OverloadedError
+from vlm_serve.errors import EngineClosedError, OverloadedError, VlmServeError
 from vlm_serve.server.grammar_queue import MAX_QUEUED_GRAMMARS, GrammarQueue
 from vlm_serve.structured_outputs import StructuredOutputs
 
@@ -56,6 +56,24 @@ def run(pool: ThreadPoolExecutor, work: Work) -> Grammars:
 
 def asked(queue: GrammarQueue, text: str, share: bytes) -> asyncio.Task[Any]:
     return asyncio.ensure_future(queue.compile(StructuredOutputs(regex=text), b"", b"", share))
+
+
+@pytest.mark.parametrize("fault", [OverloadedError("it did not start"), EngineClosedError("end")])
+def test_a_start_that_the_end_meets_is_one_line_of_the_log(
+    pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture, fault: VlmServeError
+) -> None:
+    """A replica that is told to end while it begins: its compiler may be killed before it."""
+
+    async def work(queue: GrammarQueue, grammars: Any) -> None:
+        def ended() -> None:
+            raise fault
+
+        grammars.warm = ended
+        queue.warm_up()
+
+    run(pool, work)
+    pool.shutdown(wait=True)
+    assert [record.exc_info for record in caplog.records] == [None] * (fault.message != "end")
 
 
 def test_keys_take_turns_and_each_has_its_own_limit(pool: ThreadPoolExecutor) -> None:

@@ -69,6 +69,26 @@ def test_the_oldest_make_room_for_the_newest() -> None:
     asyncio.run(run())
 
 
+def test_nothing_is_dropped_that_frees_nothing() -> None:
+    """Of a conversation that fills the store, all turns are there, or those that fit."""
+
+    async def run() -> None:
+        store, last = ResponseStore(1000, 60), None
+        for number in range(11):
+            last = turn_of(last, 95)
+            store.put(OWNER, f"a{number}", last)
+        there = [store.find(OWNER, f"a{n}") is not None for n in range(11)]
+        assert there == [True] * 11 and store.num_bytes(OWNER.key) == 1045
+        for number in range(3):
+            store.put(OWNER, f"b{number}", turn_of(None, 95))
+        assert store.num_bytes(OWNER.key) <= 1000
+        there = [store.find(OWNER, f"a{n}") is not None for n in range(11)]
+        assert there == [True] * 7 + [False] * 4, "the others hold the memory of these"
+        assert all(store.find(OWNER, f"b{number}") for number in range(3))
+
+    asyncio.run(run())
+
+
 def test_others_have_nothing_of_it() -> None:
     async def run() -> None:
         store = ResponseStore(1000, 60)
@@ -103,13 +123,21 @@ def test_any_order_of_things_keeps_count(seed: int) -> None:
             else:
                 pool = [store.find(OWNER, name) for name in known] + orphans
                 parent = dice.choice([None, *pool])
+                if parent is not None and parent.total_bytes > 2000:
+                    continue  # as `new_turn` refuses it
                 turn = turn_of(parent, dice.randrange(1, 400))
                 orphans = [turn, *orphans[:2]]
                 names.append(str(number))
                 store.put(OWNER, names[-1], turn)
             held = [store.find(OWNER, name) for name in names]
             assert store.num_bytes(OWNER.key) == recount(held)
-            assert recount(held) <= 2000 or sum(turn is not None for turn in held) == 1
+            # What the newest one continues is held for it, and dropping it would free nothing.
+            newest = store.find(OWNER, names[-1]) if names else None
+            line = {id(newest)}
+            while newest is not None:
+                newest = newest.parent
+                line.add(id(newest))
+            assert recount(held) <= 2000 or all(id(turn) in line for turn in held if turn)
 
     asyncio.run(run())
 

@@ -14,6 +14,8 @@ from vlm_serve.errors import EngineClosedError
 from vlm_serve.server.http.streaming import cancelled
 
 RETRY_SECONDS = 0.2
+_WAITS = (0.5, 1.0, 2.0, 4.0)
+"""Seconds before a request is sent once more that the server could not answer by its own fault."""
 _STOPPED = ("engine_stopped", "shutting_down", "aborted")
 
 T = TypeVar("T")
@@ -60,18 +62,23 @@ async def post_patiently(
     headers: Sequence[tuple[bytes, bytes]] = (),
     state: Mapping[str, Any] | None = None,
 ) -> HttpReply:
-    """Send a request to a route, again and again while the server's queue is full.
+    """Send a request to a route, again and again while the server's queue is full, and a few times
+    if the server has another fault of its own that may pass (503).
 
     Args:
         state: see `post`.
 
     Raises EngineClosedError if the engine has stopped or the server is shutting down.
     """
+    waits = iter(_WAITS)
     while True:
         reply = await post(app, path, body, headers, state)
         code = error_code(reply)
         if code in _STOPPED:
             raise EngineClosedError("the engine has stopped; run again to continue", code=code)
-        if code != "queue_full":
+        wait = RETRY_SECONDS if code == "queue_full" else None
+        if wait is None and reply.status == 503:
+            wait = next(waits, None)
+        if wait is None:
             return reply
-        await asyncio.sleep(RETRY_SECONDS)
+        await asyncio.sleep(wait)

@@ -38,7 +38,7 @@ from vlm_serve.engine.steps.memory import (
 from vlm_serve.engine.steps.ranks.start import slot_bytes
 from vlm_serve.engine.steps.step_paths import find_backend, graphs_wanted
 from vlm_serve.models import ModelSpec, read_spec
-from vlm_serve.models.weight_sizes import WeightBytes, prompt_price, weight_bytes
+from vlm_serve.models.weight_sizes import WeightBytes, check_stored, prompt_price, weight_bytes
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.options.declared import format_size
 
@@ -94,6 +94,7 @@ def make(model: str, config: EngineConfig) -> ServingPlan:
         )
     )
     spec = read_spec(path, changes_of(config))
+    check_stored(spec, path)
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(ranks, mtp=mtp)
     device = _device(config.device)

@@ -43,7 +43,7 @@ from vlm_serve.engine.requests.validation import (
 )
 from vlm_serve.engine.start.build import build
 from vlm_serve.engine.start.parts import EngineParts
-from vlm_serve.errors import EngineClosedError
+from vlm_serve.errors import EngineClosedError, NotANumberError
 from vlm_serve.grammar.compiler import GrammarCompiler
 from vlm_serve.grammar.state import Grammar
 from vlm_serve.options.config import EngineConfig
@@ -229,6 +229,9 @@ class Engine:
             if delta.finish_reason is not None and next(left) == 0:
                 self._adapter_counts.add(served.name, delta.usage)
                 self.adapters.end_use(served)
+            if isinstance(delta.error, NotANumberError):
+                error = NotANumberError.of(f"the adapter {served.name!r}")
+                delta = dataclasses.replace(delta, error=error)
             on_delta(delta)
 
         return receive
@@ -394,6 +397,7 @@ class Engine:
             "num_waiting": self.num_waiting,
             "num_joined": 0 if joining is None else len(joining.joins),
             "num_preemptions": self._scheduler.num_preemptions,
+            "num_unsound": self._scheduler.num_unsound,
             "num_steps": self.num_steps,
             "drafts": None if drafting is None else drafting.counts.as_dict(),
             "adapters": self._adapter_counts.as_dict(),

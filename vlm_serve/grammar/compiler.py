@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from vlm_serve.errors import EngineClosedError, InvalidRequestError, OverloadedError, VlmServeError
+from vlm_serve.errors import EngineClosedError, InvalidRequestError, OverloadedError
 from vlm_serve.grammar.library import Library
 from vlm_serve.grammar.state import Compiled, Grammar
 from vlm_serve.grammar.worker import MAX_MESSAGE_BYTES, send
@@ -88,7 +88,7 @@ class GrammarCompiler:
     def warm(self) -> None:
         """Start the compiling process and wait until it is ready. This takes seconds.
 
-        Raises VlmServeError if it does not start, EngineClosedError after `close`.
+        Raises OverloadedError if it does not start, EngineClosedError after `close`.
         """
         self._process.start()
         self._library()
@@ -200,11 +200,11 @@ class CompileProcess:
     def start(self) -> None:
         """Start the process unless it runs, and wait until it can compile.
 
-        Raises VlmServeError if it cannot be started; EngineClosedError after `close`.
+        Raises OverloadedError if it cannot be started, twice; EngineClosedError after `close`.
         """
         with self._lock:
-            if not self._make_ready():
-                raise VlmServeError("the grammar compiler did not start")
+            if not (self._make_ready() or self._make_ready()):
+                raise OverloadedError("the grammar compiler did not start")
 
     def close(self) -> None:
         """Kill the process; a running task fails."""
@@ -233,20 +233,19 @@ class CompileProcess:
         if self._process is not None or self._closed:
             return
         self._ready = False
-        ours, theirs = Pipe()
         try:
-            self._process = children.start(
-                "vlm_serve.grammar.worker",
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=child.environment(OMP_NUM_THREADS="1"),
-                start_new_session=True,  # the server handles Ctrl+C
-            )
+            ours, theirs = Pipe()
+            with theirs:
+                self._process = children.start(
+                    "vlm_serve.grammar.worker",
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=child.environment(OMP_NUM_THREADS="1"),
+                    start_new_session=True,  # the server handles Ctrl+C
+                )
         except OSError:  # The machine lacks memory, files or a number for one more.
             return
-        finally:
-            theirs.close()
         self._connection = ours
         if self._closed:  # by another thread that did not see the process yet
             self._end()

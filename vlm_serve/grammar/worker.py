@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -30,6 +31,7 @@ from vlm_serve.grammar.references import refuse
 from vlm_serve.grammar.rewriting import children, rewrite
 from vlm_serve.grammar.tags import Tags, regex
 from vlm_serve.system.child import end_with
+from vlm_serve.system.children import CRASHES
 from vlm_serve.system.host_memory import release_freed_memory
 
 MEMORY_BYTES = 1 << 29
@@ -39,9 +41,6 @@ MAX_MESSAGE_BYTES = 8 << 20
 """Limit of a grammar in llguidance's form."""
 NICENESS = 10
 """Niceness of compiling: every open answer needs the model, few need a new grammar."""
-OWN_SIGNALS = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
-"""How compiling ends by itself, without memory above all. Others, such as SIGKILL on a host without
-memory, come from outside."""
 _LOCATING = 200
 """Subschemas compiled to find the one that fails."""
 Built = tuple[str, int]
@@ -66,17 +65,39 @@ def main() -> None:
     with suppress(EOFError):
         while True:
             task = json.loads(connection.recv_bytes())
-            answer = _forked(partial(_answer, library, task), task["seconds"])
+            answer = _answered(partial(_answer, library, task), task["seconds"])
             connection.send_bytes(answer)
             # Messages of megabytes would leave tens of free megabytes at the end of the heap.
             del task, answer
             release_freed_memory()
 
 
-def _forked(work: Callable[[], bytes], seconds: float) -> bytes:
-    """Run the work in a forked process and return its result, within a time limit.
+def _answered(work: Callable[[], bytes], seconds: float) -> bytes:
+    """Run the work in a forked process, in another one if that crashes; return its result.
 
-    Without a result: the limit that it reached, or `ended` if the process was killed from outside.
+    Without a result: the limit that both reached, or `ended` if a process was killed from outside.
+    """
+    begun = time.monotonic()
+    answer = _forked(work, seconds, seconds)
+    if isinstance(answer, int) and answer in CRASHES:
+        answer = _forked(work, seconds, max(0.0, seconds - (time.monotonic() - begun)))
+    if not isinstance(answer, int):
+        return answer
+    if answer == signal.SIGXCPU:
+        return _limited(f"took longer than {seconds:g} s")
+    if answer == signal.SIGSEGV:
+        return _limited("needs more than the stack: it nests too deeply")
+    return _limited(_TOO_LARGE) if answer in CRASHES or not answer else b'{"ended": true}'
+
+
+def _forked(work: Callable[[], bytes], seconds: float, left: float) -> bytes | int:
+    """Run the work in a forked process and return its result.
+
+    Without a result: the refusal for its time limit, or the signal that has ended it, 0 for none.
+
+    Args:
+        seconds: the time limit.
+        left: what is left of it.
     """
     ours, theirs = Pipe(duplex=False)
     server = os.getpid()
@@ -86,28 +107,22 @@ def _forked(work: Callable[[], bytes], seconds: float) -> bytes:
             end_with(server)
             ours.close()  # Else a child whose parent is gone would wait for itself to read.
             os.nice(NICENESS)
-            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds) + 1,) * 2)
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(left) + 1, math.ceil(left) + 2))
             theirs.send_bytes(work())
         finally:
             os._exit(0)
     theirs.close()
-    limit = f"took longer than {seconds:g} s"
     try:
-        if ours.poll(seconds):
+        if ours.poll(left):
             return ours.recv_bytes()
+        return _limited(f"took longer than {seconds:g} s")
     except (OSError, EOFError):
-        limit = ""
+        pass
     finally:
         ours.close()
         os.kill(process, signal.SIGKILL)  # Changes nothing about a process that has ended.
         status = os.waitpid(process, 0)[1]
-    if limit:
-        return _limited(limit)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) not in OWN_SIGNALS:
-        return b'{"ended": true}'
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV:
-        return _limited("needs more than the stack: it nests too deeply")
-    return _limited(_TOO_LARGE)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
 def _limited(limit: str) -> bytes:

@@ -25,6 +25,15 @@ _DTYPES = {
     "float16": torch.float16,
 }
 
+_LARGEST = (1 << 31) - 1
+_MOST = {
+    "num_hidden_layers": 4096,
+    "depth": 4096,
+    "mtp_num_hidden_layers": 4096,
+    "num_experts": 16384,
+}
+"""Of what lists are made of, many times more than any published model has."""
+
 _SECTIONS = {"text_config": "TextConfig", "vision_config": "VisionConfig"}
 """Suffixes of the names of transformers' section classes, which share a prefix with the whole's."""
 
@@ -200,11 +209,12 @@ class Config:
         return known[name](self) if callable(known[name]) else known[name]
 
     def size(self, name: str) -> int:
-        """Return a positive whole number; see `given`."""
-        value = self.given(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        """Return a positive whole number; see `given`. Lengths of lists are bounded."""
+        value, most = self.given(name), _MOST.get(name, _LARGEST)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            bound = f" up to {most}" if isinstance(value, int) and value > most else ""
             raise CheckpointError(
-                f"{name} in config.json must be a positive integer, not {value!r}"
+                f"{name} in config.json must be a positive integer{bound}, not {value!r:.40}"
             )
         return value
 
@@ -299,7 +309,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"the checkpoint has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problem = foreign(path) or "cannot be read as JSON"
         raise CheckpointError(f"{path.name} {problem}") from error
     if not isinstance(value, dict):

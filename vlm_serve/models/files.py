@@ -255,7 +255,7 @@ def other_weights(path: Path) -> str:
 def _indexed(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index.name} cannot be read") from error
     for name in names:
         if name != Path(name).name:
@@ -368,7 +368,7 @@ def _config_digest(path: Path, config: Any) -> bytes:
     try:
         if config is None:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError("config.json cannot be read as JSON") from error
     if isinstance(config, dict):
         config = {name: value for name, value in config.items() if name not in _IDLE_FIELDS}
@@ -391,7 +391,7 @@ def _recall() -> dict[str, _Entry]:
             for key, (size, mtime, digest) in content.items()
             if len(digest) == 64
         }
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         # Unreadable, damaged or another user's: treat it as empty; the next write replaces it.
         return {}
 

@@ -195,7 +195,7 @@ def _without_lost_tower(spec: ModelSpec, path: Path) -> ModelSpec:
     """
     if spec.vision is None:
         return spec
-    names = _names(path)
+    names = tensor_names(path)
     # One of a tower's layers is enough: a tower without its first tensor is damaged, not left out.
     parts = (spec.vision.anchor, f".{spec.vision.layers}")
     if not names or any(part in f".{name}" for name in names for part in parts):
@@ -205,9 +205,10 @@ def _without_lost_tower(spec: ModelSpec, path: Path) -> ModelSpec:
     return replace(spec, vision=None, config=config)
 
 
-def _names(path: Path) -> Collection[str]:
-    """Return the names of all tensors."""
-    with suppress(CheckpointError, OSError, SafetensorError, ValueError, KeyError, TypeError):
+def tensor_names(path: Path) -> Collection[str]:
+    """Return the names of all tensors; none if files are missing or broken."""
+    faults = (CheckpointError, OSError, SafetensorError, ValueError, KeyError, TypeError)
+    with suppress(*faults, RecursionError):
         files = weight_files(path)
         if (path / INDEX_FILE).is_file():
             weight_map = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]

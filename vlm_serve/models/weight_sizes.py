@@ -4,12 +4,15 @@ requests."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from pathlib import Path
 
 import torch
 
+from vlm_serve.errors import CheckpointError
 from vlm_serve.kernels.linear import Linear, Part, Shard
 from vlm_serve.kernels.linear.base import shape
 from vlm_serve.kernels.linear.packed import PANEL
@@ -17,16 +20,20 @@ from vlm_serve.kernels.linear.torch_dense import TorchDense
 from vlm_serve.kernels.ranks import ALONE, Ranks
 from vlm_serve.models.adapters.changes import Modules
 from vlm_serve.models.decoder import Decoder, load_layer
+from vlm_serve.models.files import weight_files
 from vlm_serve.models.model import Model
 from vlm_serve.models.mtp import Predictor
 from vlm_serve.models.quantization.base import Format, OnLoad, loading_format
 from vlm_serve.models.quantization.fields import plain_name
 from vlm_serve.models.quantization.scheme import QuantScheme
+from vlm_serve.models.registry import tensor_names
 from vlm_serve.models.spec import ModelSpec
 from vlm_serve.models.weights import Weights
 from vlm_serve.options.declared import format_size
 
 _META = torch.device("meta")
+_MOST_A_BYTE = 8
+"""Numbers that a byte of weights can stand for: those of one bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +186,35 @@ class UnreadWeights(Weights):
         if self.device == _META:
             return torch.empty(*shape, dtype=dtype, device=_META)
         return torch.zeros((), dtype=dtype).expand(*shape)
+
+
+def check_stored(spec: ModelSpec, path: Path) -> None:
+    """Compare the sizes of config.json with the files of weights before anything is as large.
+
+    Args:
+        path: of the checkpoint; without its files nothing is compared.
+
+    Raises:
+        CheckpointError: the files hold too few tensors, or too few bytes for such a model.
+    """
+    names = tensor_names(path)
+    if not names:
+        return
+    stored = sum(file.stat().st_size for file in weight_files(path))
+    layers, described = len(spec.layers), UnreadWeights(torch.uint8)
+    if layers <= len(names):
+        with suppress(RuntimeError, TypeError, OverflowError):  # Sides that 64 bits do not hold.
+            Decoder(spec, described, "model.", None if spec.tied_embeddings else "lm_head.weight")
+            if spec.vision is not None:
+                spec.vision.load(described, "model.visual.", torch.uint8)
+            numbers = described.projections + described.table + described.others
+            if numbers <= _MOST_A_BYTE * stored:
+                return
+    raise CheckpointError(
+        f"config.json describes a larger model, of {layers} layers, than the {len(names)} tensors "
+        f"in {format_size(stored)} of weights can be: one of its sizes is wrong, or files are "
+        "missing"
+    )
 
 
 def unread_model(spec: ModelSpec, dtype: torch.dtype, compute_dtype: torch.dtype) -> Model:

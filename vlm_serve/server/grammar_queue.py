@@ -49,6 +49,8 @@ class GrammarQueue:
             self._engine.grammars.warm()
         except EngineClosedError:
             return
+        except OverloadedError as error:  # It was killed, as all are that an end meets early.
+            _log.warning("%s; the next grammar tries again", error)
         except Exception:
             _log.exception("the grammar compiler did not start; the next grammar tries again")
 

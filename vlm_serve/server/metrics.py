@@ -225,6 +225,8 @@ class EngineStats(Collector):
             return
         stats, cache, usage = self._stats, self._stats["cache"], self._stats["usage"]
         yield self._counter("num_preemptions", "Preempted sequences", stats["num_preemptions"])
+        text = "Requests that ended because what the model computed was no finite number"
+        yield self._counter("num_requests_not_a_number", text, stats["num_unsound"])
         yield self._counter("num_steps", "Steps of the engine", stats["num_steps"])
         yield self._step_times(stats["step_times"])
         if stats["drafts"] is not None:

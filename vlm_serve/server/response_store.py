@@ -130,15 +130,21 @@ class ResponseStore:
     def put(self, owner: Owner, response_id: str, turn: Turn) -> None:
         """Store a response.
 
-        The key's oldest responses are dropped for it. It is kept itself, since its client has been
-        told so, even if its answer exceeds the limit.
+        The key's oldest responses whose memory no later turn holds are dropped for it. It is kept
+        itself, since its client has been told so, even if its answer exceeds the limit.
         """
         expiry = asyncio.get_running_loop().call_later(self._ttl, self.delete, owner, response_id)
         account = self._accounts.setdefault(owner.key, _Account())
         account.responses[response_id] = _Stored(owner.salt, turn, expiry)
         account.hold(turn)
-        while account.num_bytes > self.max_bytes and len(account.responses) > 1:
-            self._drop(account, next(iter(account.responses)))
+        ids = {stored.turn: key for key, stored in account.responses.items()}
+        for oldest in list(ids) if account.num_bytes > self.max_bytes else ():
+            freed: Turn | None = oldest
+            while freed in ids and freed is not turn and freed.holders == 1:
+                if account.num_bytes <= self.max_bytes:
+                    return
+                self._drop(account, ids.pop(freed))
+                freed = next((each for each in _line(freed.parent) if each in ids), None)
 
     def delete(self, owner: Owner, response_id: str) -> bool:
         """Delete a response, except for turns that later ones continue.

@@ -25,6 +25,11 @@ from typing import Any
 from vlm_serve.system import child
 
 _PR_SET_CHILD_SUBREAPER = 36
+CRASHES = frozenset(
+    (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS)
+)
+"""How a process ends by itself, without memory above all. Others, such as SIGKILL on a host without
+memory, come from outside."""
 
 
 class _Starter:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vlm_serve.engine.requests.plan import SampledToken, SampleTask, SequenceInfo
-from vlm_serve.engine.steps.sampler import SequenceSampler, sample, uniform
+from vlm_serve.engine.steps.sampler import UNSOUND, SequenceSampler, sample, uniform
 from vlm_serve.sampling_params import SamplingParams
 
 NEUTRAL = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
@@ -55,10 +55,36 @@ def test_greedy_takes_the_most_likely() -> None:
     assert [one.token_id for one in sampled] == [0, 1]
 
 
+@pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("width", [4, 1 << 17])
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, NEUTRAL, replace(NEUTRAL, top_p=0.9), replace(GREEDY, logprobs=2)],
+)
+def test_a_row_that_holds_no_numbers_has_no_token(
+    params: SamplingParams, width: int, fault: float
+) -> None:
+    """And others have theirs. Infinitely small logits alone are those that nobody may choose."""
+    logits = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
+    expected = _sample(logits, params, [0, 1, 2, 3])
+    logits[1] = fault
+    logits[2, 3] = fault
+    sampled = _sample(logits, params, [0, 1, 2, 3], allowed=None)
+    faulty = [one.token_id == UNSOUND for one in sampled]
+    assert faulty == [False, True, fault != -math.inf, False]
+    assert [sampled[row] for row in (0, 3)] == [expected[row] for row in (0, 3)]
+
+
+def test_a_mask_hides_no_fault() -> None:
+    logits = torch.tensor([[0.0, 1.0, math.nan, 0.0], [0.0, 1.0, 0.0, 0.0]])
+    sampled = _sample(logits, GREEDY, [0, 1], allowed=(0, 1))
+    assert [one.token_id for one in sampled] == [UNSOUND, 1]
+
+
 def test_greedy_need_not_look_where_somebody_has() -> None:
     task = SampleTask(0, 0)
     info = SequenceInfo(0, (), torch.zeros(3, 0), 0, GREEDY, 0)
-    unread = torch.full((1, 4), float("nan"))
+    unread = torch.zeros(1, 4)
     ((one,),) = sample(unread, [task], {0: SequenceSampler(info)}, [0], [2]).values()
     assert one.token_id == 2
     masked = replace(task, mask=bytes([0b0011]))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from families import SPECS
 from make_checkpoint import make_checkpoint
 from peft_folders import random_adapter
+from safetensors.torch import load_file, save_file
 from serving import RunningServer, chat_body, running
 
 from vlm_serve.deploy.request_keys import keys_of
@@ -107,6 +109,65 @@ def test_lists_name_the_model_behind_an_adapter(server: RunningServer) -> None:
     assert server.client.get("/v1/models/tuned").json()["root"] == "tuned"
     missing = server.client.get("/v1/models/other")
     assert missing.status_code == 404 and "test-model, tuned" in missing.text
+
+
+def test_files_of_an_adapter_lie_below_the_allowed_folder(
+    server: RunningServer, place: Path
+) -> None:
+    """A link may lead elsewhere below it, and the folder may change while it is loaded."""
+    inside = place / "allowed" / "linked"
+    inside.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (inside / name).symlink_to(f"../1/{name}")
+    load = {"lora_name": "linked", "lora_path": "linked"}
+    answer = server.post("/v1/load_lora_adapter", load)
+    assert answer.status_code == 200, answer.text
+    assert ask(server, "linked", cache_salt="linked")[0]
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "linked"}).status_code == 200
+    for name in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json"):
+        (inside / name).unlink(missing_ok=True)
+        (inside / name).symlink_to(f"../../elsewhere/{name}")
+        answer = server.post("/v1/load_lora_adapter", load)
+        assert answer.status_code == 400 and f"{name} leads out" in answer.text
+        (inside / name).unlink()
+        if name != "tokenizer.json":
+            (inside / name).symlink_to(f"../1/{name}")
+
+
+def test_an_absurd_adapter_ends_its_answers_alone(server: RunningServer, place: Path) -> None:
+    """Its numbers are finite and what the model makes of them is not; the error names it."""
+    wild = place / "allowed" / "wild"
+    wild.mkdir()
+    tensors = load_file(place / "allowed" / "1" / "adapter_model.safetensors")
+    save_file(
+        {name: each * 1e17 for name, each in tensors.items()}, wild / "adapter_model.safetensors"
+    )
+    (wild / "adapter_config.json").write_text(
+        (place / "allowed" / "1" / "adapter_config.json").read_text()
+    )
+    load = {"lora_name": "wild", "lora_path": "wild"}
+    assert server.post("/v1/load_lora_adapter", load).status_code == 200
+    expected, before = ask(server, None, cache_salt="w1"), server.engine.stats()["num_unsound"]
+    body = chat_body("Tell me about the river and its boats.", model="wild", **GREEDY)
+    with ThreadPoolExecutor(4) as pool:
+        plain = [pool.submit(ask, server, None, cache_salt=f"w{n}") for n in range(2, 4)]
+        ended = [
+            pool.submit(server.post, "/v1/chat/completions", body | more)
+            for more in ({}, {"temperature": 1.0}, {"logprobs": True}, {"n": 2, "temperature": 1})
+        ]
+    for each in ended:
+        answer = each.result()
+        assert answer.status_code == 500, answer.text
+        error = answer.json()["error"]
+        assert error["message"].startswith("the adapter 'wild' has computed what is no finite")
+        assert error["code"] == "not_a_number"
+    assert [each.result() for each in plain] == [expected] * 2
+    streamed = server.post("/v1/chat/completions", body | {"stream": True})
+    assert "the adapter 'wild' has computed" in streamed.text
+    assert server.engine.stats()["num_unsound"] == before + 5
+    counted = f'vlm_serve:num_requests_not_a_number_total{{model_name="test-model"}} {before + 5}.0'
+    assert counted in server.client.get("/metrics").text
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "wild"}).status_code == 200
 
 
 def test_adapters_come_and_go(server: RunningServer, place: Path) -> None:

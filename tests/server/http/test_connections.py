@@ -24,6 +24,11 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: [::1]\r\n\r\n"
 SMALL = ["--device", "cpu", "--cache-memory", "32MiB", "--max-model-len", "2048", "--threads", "1"]
 
 
+SECOND = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: [::1]\r\n\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(SECOND)
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+
+
 @contextmanager
 def serving(tokenizer: Tokenizer, **options: float) -> Iterator[RunningServer]:
     with running(FakeEngine(tokenizer), ServerConfig(port=0, **options)) as server:  # type: ignore[arg-type]
@@ -242,3 +247,39 @@ def test_few_descriptors_leave_room_for_few_connections(checkpoint: Path, tmp_pa
         server = stack.enter_context(server_process(*arguments, log=file))
         soft, _ = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
         assert soft >= min(1024, before[1]), "the server raises the limit as far as it needs"
+
+
+@pytest.mark.parametrize("lengths", [LENGTH + CHUNKED, CHUNKED + LENGTH])
+@pytest.mark.parametrize(
+    ("line", "host", "status"),
+    [
+        (b"GET /health", b"[::1]", 200),
+        (b"POST /tokenize", b"[::1]", 415),
+        (b"POST /v1/chat/completions", b"[::1]", 401),
+        (b"POST /health", b"evil.test", 403),
+        (b"GET /nowhere", b"[::1]", 404),
+    ],
+)
+@pytest.mark.parametrize("before", [b"", HEALTH])
+def test_nothing_behind_a_body_of_two_lengths_is_a_request(
+    tokenizer: Tokenizer, line: bytes, host: bytes, status: int, lengths: bytes, before: bytes
+) -> None:
+    """A proxy may go by the other length and take it for the rest of the body."""
+    config = ServerConfig(port=0, api_key=("key",) if status == 401 else ())
+    with running(FakeEngine(tokenizer), config) as server:
+        head = line + b" HTTP/1.1\r\nHost: " + host + b"\r\n" + lengths + b"\r\n"
+        said = until_closed(raw(server, before + head + SECOND))
+    answers = [int(each[:3]) for each in said.split(b"HTTP/1.1 ")[1:]]
+    assert answers == [200] * bool(before) + [status]
+    assert said.lower().count(b"connection: close") == 1
+
+
+def test_one_length_keeps_the_connection(tokenizer: Tokenizer) -> None:
+    chunked = b"GET /health HTTP/1.1\r\nHost: [::1]\r\n" + CHUNKED + b"\r\n0\r\n\r\n"
+    with serving(tokenizer) as server:
+        connection = raw(server, chunked + HEALTH)
+        said = b""
+        while said.count(b"HTTP/1.1 200") < 2:
+            said += connection.recv(65536)
+        connection.close()
+    assert b"connection: close" not in said.lower()

@@ -9,6 +9,7 @@ docs/architecture.md#scheduling
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,10 +19,12 @@ from vlm_serve.cache.embeddings import EmbeddingCache
 from vlm_serve.engine.core.media_tiers import EmbeddingTiers
 from vlm_serve.engine.requests.plan import Encode, Recalled
 from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
-from vlm_serve.errors import MediaError, VlmServeError
+from vlm_serve.errors import VlmServeError
 from vlm_serve.preprocess.identity.keys import embedding_key
 from vlm_serve.preprocess.identity.prompt import MediaItem, MediaSpan, Prompt, UnconfirmedError
 from vlm_serve.system.stopping import Stop
+
+_log = logging.getLogger(__name__)
 
 SpanRows = tuple[int, int, int, int]
 _THREADS = 4
@@ -357,7 +360,8 @@ class MediaLoading:
         except VlmServeError as error:
             failure = error
         except Exception:
-            failure = MediaError("a medium could not be decoded again")
+            _log.exception("a medium could not be decoded again")
+            failure = VlmServeError("a medium could not be decoded again", code="internal_error")
         self._post(lambda: self._done(item, group, failure, prompt))
 
     def _done(

@@ -17,7 +17,13 @@ from vlm_serve.engine.requests.outputs import Delta, FinishReason
 from vlm_serve.engine.requests.plan import SampledToken, Slice, StepOutput, StepPlan
 from vlm_serve.engine.requests.reports import complete_report
 from vlm_serve.engine.requests.sequence import Sequence, SequenceGroup
-from vlm_serve.errors import EngineError, InvalidRequestError, OverloadedError, VlmServeError
+from vlm_serve.errors import (
+    EngineError,
+    InvalidRequestError,
+    NotANumberError,
+    OverloadedError,
+    VlmServeError,
+)
 
 Event = tuple[SequenceGroup, Delta]
 
@@ -39,6 +45,7 @@ class Scheduler:
         queues: the sequences and what they hold.
         admitter: matches sequences and gives them leases.
         pace: limits the prompt tokens of steps.
+        num_unsound: requests that ended because their logits were no numbers.
     """
 
     def __init__(self, cache: PrefixCache, media: MediaPlanner, config: SchedulerConfig) -> None:
@@ -57,6 +64,7 @@ class Scheduler:
         self._records = StepRecords(TokenRecords)
         self._planner = Planner(self.queues, self.admitter, config)
         self.pace = self._planner.pace
+        self.num_unsound = 0
         self.running, self.waiting = self.queues.running, self.queues.waiting
 
     @property
@@ -112,7 +120,7 @@ class Scheduler:
         for notice in self.hooks.on_output[:]:
             notice(rows, output, self._records)
         self._commit_last_tokens(rows)
-        events, committed = list[Event](), list[CommittedRow]()
+        events, committed = self._end_unsound(rows, output), list[CommittedRow]()
         for sequence, item in rows:
             if sequence.answer.finish_reason is not None:
                 continue
@@ -186,6 +194,21 @@ class Scheduler:
         if sequence.answer.finish_reason is not None:
             self._finish(sequence)
         return taken
+
+    def _end_unsound(self, rows: list[StepRow], output: StepOutput) -> list[Event]:
+        """End the requests with results that are no numbers. Nothing that the step has computed of
+        them is committed, so neither KV nor state of it is found by others."""
+        events: list[Event] = []
+        for sequence, item in rows if output.unsound else ():
+            told = {item.sequence, *(task.sequence for task in item.samples)}
+            if output.unsound.isdisjoint(told) or sequence.answer.finish_reason is not None:
+                continue
+            self.num_unsound += 1
+            for choice in sequence.group.sequences:
+                if choice in self.running:
+                    self.queues.restart(choice)
+            events += self.end(sequence.group, NotANumberError.of("the model"))
+        return events
 
     def _finish(self, sequence: Sequence) -> None:
         """Remove a sequence whose answer has ended, unless a feature keeps what it holds."""

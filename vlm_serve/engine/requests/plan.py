@@ -212,6 +212,8 @@ class StepOutput:
             the tokens `reported_start + 1 ... reported_end`.
         drafts: drafts for the slices that requested some.
         awaited: False if a GPU may still be computing: nothing was read back from it.
+        unsound: sequences whose logits, or what is asked of them, are no finite numbers; what else
+            is here of them means nothing.
     """
 
     sampled: dict[int, tuple[SampledToken, ...]]
@@ -219,3 +221,4 @@ class StepOutput:
     prompt_logprobs: dict[int, LogprobRows] = field(default_factory=dict)
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     awaited: bool = True
+    unsound: frozenset[int] = frozenset()

@@ -65,7 +65,7 @@ from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
 from vlm_serve.models.cache_layout import CacheLayout, CacheTensors
 from vlm_serve.models.config import Changes, read_json
 from vlm_serve.models.files import check_no_revision, check_no_tower
-from vlm_serve.models.weight_sizes import weight_bytes
+from vlm_serve.models.weight_sizes import check_stored, weight_bytes
 from vlm_serve.options.config import DEFAULT_BLOCK_SIZE, DEMO_BLOCK_SIZE, EngineConfig
 from vlm_serve.preprocess.identity.keys import RootFields
 from vlm_serve.preprocess.media.limits import MediaLimits
@@ -105,6 +105,7 @@ def build(
     path = find_checkpoint(model, revision=config.revision, tower=config.mmproj)
     changes, size = changes_of(config), config.tensor_parallel_size
     spec = with_generation(read_spec(path, changes), config)
+    check_stored(spec, path)
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(size, mtp=mtp)
     device = _device(config.device)

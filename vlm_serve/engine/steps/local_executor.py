@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ from vlm_serve.engine.steps.batching import KnownSequence, make_batch
 from vlm_serve.engine.steps.draft_graphs import DraftGraphs
 from vlm_serve.engine.steps.mtp_runner import MtpRunner
 from vlm_serve.engine.steps.prompt_rows import logprob_rows
-from vlm_serve.engine.steps.sampler import sample
+from vlm_serve.engine.steps.sampler import UNSOUND, sample
 from vlm_serve.engine.steps.step_graphs import StepGraphs
 from vlm_serve.engine.steps.tier_transfer import TensorTransfer
 from vlm_serve.engine.steps.tower_graphs import TowerGraphs
@@ -282,9 +282,12 @@ class LocalExecutor:
         """Sample from the logits of the tasks and compute the requested reports."""
         tasks = [task for item in packed for task in item.samples]
         if self._model.pooled is not None:
-            return StepOutput(_vectors(output.logits, tasks, rows))
+            vectors = _vectors(output.logits, tasks, rows)
+            return StepOutput(vectors, unsound=_unsound(vectors))
         samplers = {task.sequence: self._known[task.sequence].sampler for task in tasks}
         sampled = sample(output.logits, tasks, samplers, rows, output.best)
+        unsound = _unsound(sampled)
+        sampled |= dict.fromkeys(unsound, (SampledToken(0, {}),))
         reports, row = {}, 0
         for item in packed:
             count = max(0, item.reported_end - item.reported_start)
@@ -293,6 +296,8 @@ class LocalExecutor:
                 following = info.token_ids[item.reported_start + 1 : item.reported_end + 1]
                 logits, rivals = output.logits[row : row + count], info.params.prompt_logprobs
                 reports[item.sequence] = logprob_rows(logits, following, rivals or 0)
+                if not np.isfinite(reports[item.sequence]["logprob"]).all():
+                    unsound |= {item.sequence}
             row += count + (len({task.position for task in item.samples}) or item.kind == "decode")
         experts, drafts = _experts_by_sequence(output.experts, packed), {}
         if self._mtp is not None and plan.skip_mtp:
@@ -302,7 +307,7 @@ class LocalExecutor:
             drafts = self._mtp.run(packed, self._known, self._embeddings, output.hidden, sampled)
             self.model_seconds += time.perf_counter() - begin
         awaited = self._on_host or bool(tasks or reports or experts)
-        return StepOutput(sampled, experts, reports, drafts, awaited)
+        return StepOutput(sampled, experts, reports, drafts, awaited, unsound)
 
 
 def _vectors(
@@ -314,6 +319,15 @@ def _vectors(
         task.sequence: (SampledToken(0, {}, vector=host[row].copy()),)
         for task, row in zip(tasks, rows, strict=True)
     }
+
+
+def _unsound(sampled: Mapping[int, Sequence[SampledToken]]) -> frozenset[int]:
+    """Return the sequences of which a token cannot be sampled, or a vector holds no numbers."""
+    return frozenset(
+        number
+        for number, (*_, last) in sampled.items()
+        if last.token_id == UNSOUND or not (last.vector is None or np.isfinite(last.vector).all())
+    )
 
 
 def _owners(encodes: Sequence[Encode], ranks: int) -> list[int]:

@@ -11,11 +11,13 @@ their ids, and sums are those of whole numbers, which have no order.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vlm_serve.engine.requests.plan import SampledToken, SampleTask, SequenceInfo
@@ -24,6 +26,8 @@ from vlm_serve.sampling_params import SamplingParams
 
 _FEW_LOGITS = 1 << 17
 """Up to this many logits, one thread searches faster than several, which torch would wake."""
+UNSOUND = -1
+"""Stands for the token of a row whose logits are no finite numbers: none can be sampled."""
 LEAST_MASS = 1e-300
 """Stands for a `top_p` of 0: less than the mass of any likeliest token."""
 _UNITS = 2.0**40
@@ -47,11 +51,12 @@ def sample(
         best: index of each row's first maximum, if known.
 
     Returns:
-        Tokens of each sequence.
+        Tokens of each sequence; `UNSOUND` is the last one where a row holds NaN or infinity.
     """
     sampled: dict[int, tuple[SampledToken, ...]] = {}
     ended: set[int] = set()
     ready = _together(logits, tasks, samplers, rows) if at_once(logits) else {}
+    best = None if best is None else _sound_ones(logits, np.asarray(best))
     for place, (task, row) in enumerate(zip(tasks, rows, strict=True)):
         if task.sequence in ended:
             continue
@@ -61,7 +66,9 @@ def sample(
             one = SampledToken(best[row], {})
         else:
             one = ready.get(place) or sampler.choose(logits[row], task)
-        if task.forced is not None and task.forced != one.token_id:
+        if one.token_id == UNSOUND:
+            ended.add(task.sequence)
+        elif task.forced is not None and task.forced != one.token_id:
             one = sampler.forced(logits[row], task.forced, one.token_id)
         sampled[task.sequence] = (*sampled.get(task.sequence, ()), one)
         if task.draft is not None and one.token_id == task.draft:
@@ -101,11 +108,20 @@ def _together(
 
 
 def _best(logits: torch.Tensor) -> list[int]:
-    """Return the index of each row's maximum; the first one in a tie."""
+    """Return the index of each row's maximum, the first one in a tie; `UNSOUND` if that is NaN, as
+    one NaN makes it, or infinite."""
     if logits.device.type == "cpu" and logits.numel() <= _FEW_LOGITS:
-        few: list[int] = logits.numpy().argmax(-1).tolist()
-        return few
-    return torch.argmax(logits, dim=-1).tolist()
+        return _sound_ones(logits, logits.numpy().argmax(-1))
+    found = torch.argmax(logits, dim=-1)
+    sound = logits.gather(1, found[:, None])[:, 0].isfinite()
+    return torch.where(sound, found, UNSOUND).tolist()
+
+
+def _sound_ones(logits: torch.Tensor, best: npt.NDArray[np.int64]) -> list[int]:
+    """Return the index of each row's maximum on the host, `UNSOUND` where it is no number."""
+    sound = np.isfinite(logits.numpy()[np.arange(len(best)), best])
+    found: list[int] = np.where(sound, best, UNSOUND).tolist()
+    return found
 
 
 class SequenceSampler:
@@ -155,6 +171,8 @@ class SequenceSampler:
     def choose(self, raw: torch.Tensor, task: SampleTask) -> SampledToken:
         """Sample one token from the model's logits, float32 `[vocab]`; the logits stay
         unchanged."""
+        if not at_once(raw) and not np.isfinite(_largest(raw)):
+            return SampledToken(UNSOUND, {})
         logits = self._changed(raw) if self._changes and not task.unbiased else raw
         if task.mask is not None:
             bits = np.frombuffer(task.mask, dtype=np.uint8)
@@ -162,6 +180,8 @@ class SequenceSampler:
             logits = logits.where(torch.from_numpy(allowed).to(raw.device), float("-inf"))
         greedy = self._params.temperature == 0
         token = _best(logits[None])[0] if greedy else self._draw(logits, task.position)
+        if token == UNSOUND:
+            return SampledToken(UNSOUND, {})
         return SampledToken(token, _top_logprobs(raw, token, self._params.logprobs))
 
     def row(self, raw: torch.Tensor, task: SampleTask) -> SamplingRow:
@@ -221,15 +241,24 @@ class SequenceSampler:
         probs = torch.softmax(kept.double(), dim=-1)
         if params.top_p is not None and params.top_p < 1.0:
             # A token stays while the mass before it is below top_p, so the first one always stays.
-            mass = max(params.top_p, LEAST_MASS)
-            probs = torch.where(running_sum(probs) - probs < mass, probs, 0.0)
+            least = max(params.top_p, LEAST_MASS)
+            probs = torch.where(running_sum(probs) - probs < least, probs, 0.0)
         if params.min_p > 0.0:
             probs = torch.where(probs >= params.min_p * probs[0], probs, 0.0)
         cumulative = running_sum(probs)
-        threshold = uniform(self._seed, position) * float(cumulative[-1])
+        mass, top = torch.stack((cumulative[-1], kept[0].double())).tolist()
+        if not math.isfinite(top):  # NaN counts as the largest.
+            return UNSOUND
+        threshold = uniform(self._seed, position) * mass
         place = int(torch.searchsorted(cumulative, threshold, right=True))
         last_possible = int(torch.count_nonzero(probs)) - 1
         return int(ids[min(place, last_possible)])
+
+
+def _largest(raw: torch.Tensor) -> float:
+    """Return the maximum of a row on the host; NaN if there is one."""
+    with np.errstate(invalid="ignore"):
+        return float(raw.numpy().max())
 
 
 def uniform(seed: int, position: int) -> float:
@@ -271,8 +300,11 @@ class SamplingRow:
 
 
 def choose_rows(rows: Sequence[SamplingRow]) -> list[tuple[int, dict[int, float]]]:
-    """Return the token of each row and its requested log-probabilities."""
-    logits = _masked(torch.stack([row.changed for row in rows]), [row.mask for row in rows])
+    """Return the token of each row and its requested log-probabilities; `UNSOUND` for a row with
+    NaN or infinity."""
+    changed = torch.stack([row.changed for row in rows])
+    sound = changed.amax(-1).isfinite()  # The maximum of a row with NaN is NaN.
+    logits = _masked(changed, [row.mask for row in rows])
     tokens = torch.argmax(logits, dim=-1)
     drawn = [place for place, row in enumerate(rows) if row.params.temperature != 0]
     if drawn:
@@ -283,11 +315,12 @@ def choose_rows(rows: Sequence[SamplingRow]) -> list[tuple[int, dict[int, float]
         tokens[_index(drawn, logits.device)] = drawn_tokens
     asked = [place for place, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
-        return [(token, {}) for token in tokens.tolist()]
+        return [(token, {}) for token in torch.where(sound, tokens, UNSOUND).tolist()]
     logprobs = log_softmax(torch.stack([rows[place].raw for place in asked]))
     counts = [rows[place].params.logprobs or 0 for place in asked]
     reports = _reports(logprobs, tokens[_index(asked, logits.device)], counts)
     found_reports = dict(zip(asked, reports, strict=True))
+    tokens = torch.where(sound, tokens, UNSOUND)
     return [(token, found_reports.get(place, {})) for place, token in enumerate(tokens.tolist())]
 
 
@@ -336,6 +369,7 @@ def draw_rows(
     cumulative = whole_sums(probs)
     places = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
     places = torch.minimum(places, torch.count_nonzero(probs, dim=1)[:, None] - 1)
+    places = places.clamp(min=0)  # With NaN no token is left, and a GPU would stop for good.
     value = values.gather(1, places)
     before = (values == value) & (torch.arange(most, device=logits.device) < places)
     equal = scaled == value

@@ -19,7 +19,7 @@ import torch
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.adapters.changes import unprefixed
-from vlm_serve.models.adapters.folder import WEIGHTS_FILE, AdapterFile
+from vlm_serve.models.adapters.folder import WEIGHTS_FILE, AdapterFile, shown
 from vlm_serve.models.files import SafetensorsFile, TensorFile, open_files
 from vlm_serve.preprocess.text.family import QWEN2, QWEN3_5, Family, family_of
 from vlm_serve.preprocess.text.template import named_chat_template
@@ -33,7 +33,6 @@ _MATCHED_BY = ("single_word", "lstrip", "rstrip", "normalized")
 """Flags of an added token that decide where a text has it; `special` does not."""
 _DEFAULTS = {"add_prefix_space": True, "use_regex": True, "invert": False}
 """Of the steps of a pre-tokenizer that have these fields."""
-_SHOWN = 40
 _Step = dict[str, Any]
 _Flags = tuple[bool, ...]
 
@@ -235,13 +234,13 @@ def _other_added(tokens: TokenRules, model: TokenRules) -> str | None:
         wanted.pop(tokens.padding or "", None)
     for text, (index, flags) in wanted.items():
         if text not in known:
-            return f"the added token {_shown(text)} (id {index})"
+            return f"the added token {shown(text)} (id {index})"
         if known[text][0] != index:
-            return f"the added token {_shown(text)} with id {index}, not {known[text][0]}"
+            return f"the added token {shown(text)} with id {index}, not {known[text][0]}"
         if known[text][1] != flags:
-            return f"the added token {_shown(text)} with other {', '.join(_MATCHED_BY)}"
+            return f"the added token {shown(text)} with other {', '.join(_MATCHED_BY)}"
     lacking = next((text for text in model.added if text not in wanted), None)
-    return None if lacking is None else f"no added token {_shown(lacking)}"
+    return None if lacking is None else f"no added token {shown(lacking)}"
 
 
 def _other_vocabulary(tokens: TokenRules, model: TokenRules) -> str | None:
@@ -254,7 +253,7 @@ def _other_vocabulary(tokens: TokenRules, model: TokenRules) -> str | None:
     if ours == theirs:
         return None
     text = next((token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token)), "")
-    return f"token {_shown(text)} with id {ours.get(text)}, not {theirs.get(text)}"
+    return f"token {shown(text)} with id {ours.get(text)}, not {theirs.get(text)}"
 
 
 def _other_merges(ours: list[tuple[str, ...]], theirs: list[tuple[str, ...]]) -> str | None:
@@ -268,7 +267,7 @@ def _other_merges(ours: list[tuple[str, ...]], theirs: list[tuple[str, ...]]) ->
 def _other_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     for name in {**ours, **theirs}:
         if ours.get(name) != theirs.get(name):
-            return f"{_shown(name)} {_shown(ours.get(name))}, not {_shown(theirs.get(name))}"
+            return f"{shown(name)} {shown(ours.get(name))}, not {shown(theirs.get(name))}"
     return None
 
 
@@ -307,11 +306,6 @@ def _splits(family: Family) -> list[_Step]:
 def _family_in(checkpoint: Path) -> Family:
     """Return the family that a checkpoint's config.json names. Raises CheckpointError."""
     return family_of(str(read_json(checkpoint / "config.json").get("model_type", "")))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def check_base(checkpoint: Path, file: AdapterFile, *, tied: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,16 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _Value = TypeVar("_Value", int, float)
 CONFIG_FILE = "adapter_config.json"
+FILES = (
+    *(CONFIG_FILE, WEIGHTS_FILE, "adapter_model.bin"),
+    *("tokenizer.json", "tokenizer_config.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+"""All files of a folder that are looked at, here and in `compatibility`."""
 MAX_RANK = 256
+_MAX_NAME = 4096
+_SHOWN = 60
+_LARGEST = torch.finfo(torch.float32).max
 _PATTERN_SECONDS = 5.0
 """Processor time for patterns. A request to load an adapter must not outlast a server's end."""
 _HARMLESS = frozenset(
@@ -254,12 +264,27 @@ def read_adapter(name: str | Path, dtype: torch.dtype | None = None) -> AdapterF
 
 def _json(path: Path) -> Mapping[str, object]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name} is no table")
     return content
+
+
+def _unique(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of JSON. Of a name that comes twice, nobody knows which value was meant."""
+    table = dict(fields)
+    if len(table) != len(fields):
+        twice = Counter(name for name, _ in fields).most_common(1)[0][0]
+        raise CheckpointError(f"{CONFIG_FILE} has {shown(twice)} twice")
+    return table
+
+
+def shown(value: Any) -> str:
+    """Return a value of a file for a message."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _is_base(name: str) -> bool:
@@ -273,11 +298,19 @@ def _factors(
     """Return A and B of every module."""
     factors: dict[str, dict[str, torch.Tensor]] = {}
     for name in sorted(names):
+        if len(name) > _MAX_NAME:
+            raise CheckpointError(f"{shown(name)} is too long for the name of a tensor")
         match = _NAME.fullmatch(name)
         if match is None:
             kind = next((label for part, label in _KINDS.items() if part in name), None)
             raise CheckpointError(f"{name} is {kind or 'no tensor of LoRA'}: not supported")
-        factors.setdefault(match[1], {})[match[2]] = _checked(name, file.tensor(name), dtype)
+        pair = factors.setdefault(match[1], {})
+        if match[2] in pair:
+            raise CheckpointError(
+                f"{WEIGHTS_FILE} has lora_{match[2]}.weight of {match[1]} twice: with the prefix "
+                "base_model.model, or .default, and without"
+            )
+        pair[match[2]] = _checked(name, file.tensor(name), dtype)
     if not factors:
         raise CheckpointError(f"{WEIGHTS_FILE} holds no tensors")
     for module, pair in factors.items():
@@ -306,7 +339,18 @@ def _pair(module: str, pair: Mapping[str, torch.Tensor], fields: AdapterFields) 
             f"{module} has rank {down.shape[0]} in lora_A and {up.shape[1]} in lora_B, but "
             f"{CONFIG_FILE} says {stated}"
         )
-    return LowRank(down, up, fields.scale_of(module, stated))
+    scale = fields.scale_of(module, stated)
+    _check_scaled(module, down, up, scale)
+    return LowRank(down, up, scale)
+
+
+def _check_scaled(module: str, down: torch.Tensor, up: torch.Tensor, scale: float) -> None:
+    """Raise CheckpointError if a product of a module's factors and its scale is beyond float32."""
+    size = abs(scale)
+    for factor in (down, up):
+        size *= max(abs(float(bound)) for bound in torch.aminmax(factor))
+    if not size <= _LARGEST:
+        raise CheckpointError(f"{module} with its scale {scale:g} is too large for float32")
 
 
 def _read_fields(raw: Mapping[str, Any]) -> AdapterFields:
@@ -318,21 +362,23 @@ def _read_fields(raw: Mapping[str, Any]) -> AdapterFields:
     """
     kind = raw.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f"{CONFIG_FILE}: peft_type is {kind!r}: only LORA is supported")
+        raise CheckpointError(f"{CONFIG_FILE}: peft_type is {shown(kind)}: only LORA is supported")
     for name, label in _REFUSED.items():
         if raw.get(name):
             raise CheckpointError(f"{CONFIG_FILE}: {label}: not supported")
     if raw.get("bias", "none") != "none":
-        raise CheckpointError(f"{CONFIG_FILE}: tuned biases (bias {raw['bias']!r}): not supported")
+        raise CheckpointError(
+            f"{CONFIG_FILE}: tuned biases (bias {shown(raw['bias'])}): not supported"
+        )
     start = raw.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise CheckpointError(
-            f"{CONFIG_FILE}: init_lora_weights {start!r} changes the base model's weights: save "
-            "the adapter with path_initial_model_for_weight_conversion"
+            f"{CONFIG_FILE}: init_lora_weights {shown(start)} changes the base model's weights: "
+            "save the adapter with path_initial_model_for_weight_conversion"
         )
     for name, value in raw.items():
         if name not in _HARMLESS and name not in _REFUSED and value:
-            raise CheckpointError(f"{CONFIG_FILE}: {name} is set, and is not supported")
+            raise CheckpointError(f"{CONFIG_FILE}: {name[:_SHOWN]} is set, and is not supported")
     with patterns_of_one_file(_PATTERN_SECONDS):
         ranks = _by_pattern(raw, "rank_pattern", _rank)
         alphas = _by_pattern(raw, "alpha_pattern", _number)
@@ -369,13 +415,17 @@ def _names(raw: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 def _rank(name: str, value: Any) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise CheckpointError(f"{CONFIG_FILE}: {name} {value!r} is no rank from 1 to {MAX_RANK}")
+        raise CheckpointError(
+            f"{CONFIG_FILE}: {name} {shown(value)} is no rank from 1 to {MAX_RANK}"
+        )
     return value
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"{CONFIG_FILE}: {name} {value!r} is no number")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CheckpointError(f"{CONFIG_FILE}: {name} {shown(value)} is no number")
+    if not abs(value) <= _LARGEST:  # Neither is NaN, which is compared with nothing.
+        raise CheckpointError(f"{CONFIG_FILE}: {name} {shown(value)} is no number of float32")
     return float(value)
 
 
@@ -418,7 +468,9 @@ def fused(
                 f"{name} has {len(pair['A'])} rows in lora_A and {pair['B'].shape[1]} columns in "
                 f"lora_B, but {CONFIG_FILE} says rank {rank} for every expert"
             )
-        changes[name] = FusedExperts(pair["A"], pair["B"], rank, fields.scale_of(name, rank))
+        scale = fields.scale_of(name, rank)
+        _check_scaled(name, pair["A"], pair["B"], scale)
+        changes[name] = FusedExperts(pair["A"], pair["B"], rank, scale)
     return changes
 
 

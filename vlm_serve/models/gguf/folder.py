@@ -74,7 +74,7 @@ def gguf_files(folder: Path) -> ModelFiles | None:
         parts, tower = tuple(map(Path, content["parts"])), content["tower"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{POINTER} cannot be read") from error
     files = ModelFiles(parts, Path(tower) if tower else None)
     for file in files.every:

@@ -82,6 +82,31 @@ def architecture_of(metadata: Metadata) -> tuple[str, Architecture]:
     return name, ARCHITECTURES[name]
 
 
+def check_layers(count: int, tensors: Tensors, prefix: str, metadata: Metadata) -> None:
+    """Check a number of layers by the names of tensors: a prefix, a number and a dot.
+
+    Raises:
+        CheckpointError: there are tensors of fewer layers. Lists would be as long as a file says.
+    """
+    ends = (name.removeprefix(prefix) for name in tensors if name.startswith(prefix))
+    found = len({number for number in (end.partition(".")[0] for end in ends) if number.isdigit()})
+    if count > found:
+        raise CheckpointError(
+            f"{metadata.name} says that it has {count} layers, but has tensors {prefix}N of {found}"
+        )
+
+
+def check_sizes(config: dict[str, Any], tensors: Tensors, file: str) -> None:
+    """Raise CheckpointError if a size is larger than every side of every tensor."""
+    largest = max((max(entry.shape, default=1) for entry in tensors.values()), default=1)
+    for name, value in config.items():
+        if isinstance(value, int) and value > largest and name != "max_position_embeddings":
+            raise CheckpointError(
+                f"{file} says that {name} is {value}, but no side of a tensor in it is longer than "
+                f"{largest}"
+            )
+
+
 def layers_of(metadata: Metadata, name: str) -> tuple[int, int]:
     """Return the numbers of layers and of layers behind them, which predict further tokens."""
     section = metadata.section(f"{name}.")
@@ -106,6 +131,7 @@ def text_config(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
         raise CheckpointError(
             f"{metadata.name} holds the draft layer alone: name a file of the model that has it too"
         )
+    check_layers(max(layers, more), tensors, "blk.", metadata)
     heads, hidden = section.size("attention.head_count"), section.size("embedding_length")
     head_dim = section.size("attention.key_length", hidden // heads)
     section.expect("attention.value_length", head_dim)
@@ -141,6 +167,7 @@ def text_config(metadata: Metadata, tensors: Tensors) -> dict[str, Any]:
         config["separate_projections"] = True
     if kind.state:
         config["mtp_num_hidden_layers"] = more
+    check_sizes(config, tensors, metadata.name)
     return config
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.gguf.reader import Metadata
 from vlm_serve.models.gguf.tensors import TensorRecipe
-from vlm_serve.models.gguf.text_config import Tensors
+from vlm_serve.models.gguf.text_config import Tensors, check_layers, check_sizes
 
 PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 """The kernels of both frames of a temporal patch."""
@@ -75,15 +75,21 @@ def vision_config(metadata: Metadata, tensors: Tensors, kind: str) -> dict[str, 
     kernel = tensors[PATCHES[0]].shape
     if len(kernel) != 4:
         raise CheckpointError(f"{PATCHES[0]} in {metadata.name} has the shape {list(kernel)}")
-    depth = tower.size("block_count")
-    return {
+    depth, side = tower.size("block_count"), tower.size("patch_size")
+    check_layers(depth, tensors, "v.blk.", metadata)
+    if kernel[2:] != (side, side):
+        raise CheckpointError(
+            f"clip.vision.patch_size in {metadata.name} is {side}, but {PATCHES[0]} has the shape "
+            f"{list(kernel)}"
+        )
+    config = {
         "model_type": f"{kind}_vision",
         "depth": depth,
         "hidden_size": tower.size("embedding_length"),
         "intermediate_size": tower.size("feed_forward_length"),
         "num_heads": tower.size("attention.head_count"),
         "in_channels": kernel[1],
-        "patch_size": tower.size("patch_size"),
+        "patch_size": side,
         "spatial_merge_size": tower.size("spatial_merge_size", _MERGE_SIZE),
         "temporal_patch_size": len(PATCHES),
         "out_hidden_size": tower.size("projection_dim"),
@@ -91,6 +97,8 @@ def vision_config(metadata: Metadata, tensors: Tensors, kind: str) -> dict[str, 
         "hidden_act": "gelu_pytorch_tanh",
         "deepstack_visual_indexes": deepstack(metadata, depth),
     }
+    check_sizes(config, tensors, metadata.name)
+    return config
 
 
 def deepstack(metadata: Metadata, depth: int) -> list[int]:

@@ -51,11 +51,11 @@ async def load_lora_adapter(service: Service, request: Request) -> Response:
     """
     allowed = _allowed(service, request)
     body = await read_json(service, request, LoadAdapter)
-    path = _below(allowed, body.lora_path)
+    root, path = _below(allowed, body.lora_path)
     names = service.state.model_names
     wanted = LoRA(body.lora_name, path)
     try:
-        await asyncio.to_thread(service.engine.adapters.load, wanted, taken=names)
+        await asyncio.to_thread(service.engine.adapters.load, wanted, taken=names, below=root)
     except (CheckpointError, ConfigError, ModelNotFoundError) as error:
         raise InvalidRequestError(error.message, param="lora_path") from error
     return _answer(f"the adapter {body.lora_name!r} is loaded")
@@ -87,8 +87,8 @@ def _allowed(service: Service, request: Request) -> Path:
     return Path(folder)
 
 
-def _below(allowed: Path, name: str) -> Path:
-    """Return the folder of that name, with links resolved."""
+def _below(allowed: Path, name: str) -> tuple[Path, Path]:
+    """Return the allowed folder and the one of that name, with links resolved."""
     problem = InvalidRequestError(
         "lora_path must name a folder below the server's allowed_lora_path", param="lora_path"
     )
@@ -99,7 +99,7 @@ def _below(allowed: Path, name: str) -> Path:
         raise problem from None
     if root not in path.parents or not path.is_dir():
         raise problem
-    return path
+    return root, path
 
 
 def _answer(message: str) -> Response:

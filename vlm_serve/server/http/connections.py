@@ -38,6 +38,7 @@ READ_BYTES = 64 << 10
 """Bytes read at once at most. A request sends no more before its route asks for the body."""
 
 _TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+_CLOSE = [(b"connection", b"close")]
 
 
 class Connections:
@@ -277,6 +278,16 @@ class Connection(H11Protocol):
             self._head_since = None
         elif self._head_since is None:
             self._head_since = self._all.clock
+
+    def handle_events(self) -> None:
+        """Parse what has come. Behind a request with two lengths the connection ends (RFC 9112,
+        6.1): what a proxy takes for the rest of its body must not be read as another request."""
+        super().handle_events()
+        if self.cycle is not None and {b"content-length", b"transfer-encoding"} <= {
+            name for name, _ in self.cycle.scope["headers"]
+        }:
+            self.cycle.keep_alive = False
+            self.cycle.default_headers = [*self.server_state.default_headers, *_CLOSE]
 
     def send_400_response(self, msg: str) -> None:
         """Refuse invalid bytes, also while a request is being answered.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import torch
 from vlm_serve.engine.features.adapters.options import LoRA
 from vlm_serve.errors import CheckpointError, InvalidRequestError, ModelNotFoundError
 from vlm_serve.models.adapters import Adapter, AdapterFile, Modules, place, read_adapter
+from vlm_serve.models.adapters.folder import FILES
 from vlm_serve.options.declared import format_size
 from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity
+from vlm_serve.system.opened_files import files_below
 
 MAX_ADAPTERS = 1000
 """Most names of adapters at a time."""
@@ -76,12 +79,15 @@ class AdapterStore:
         self._changed = threading.Condition()
         self._by_name: dict[str, ServedAdapter] = {}
 
-    def load(self, wanted: LoRA, *, taken: tuple[str, ...] = ()) -> ServedAdapter:
+    def load(
+        self, wanted: LoRA, *, taken: tuple[str, ...] = (), below: Path | None = None
+    ) -> ServedAdapter:
         """Read an adapter and offer it under its name. Requests go on meanwhile.
 
         Args:
             wanted: its name and its folder.
             taken: names that mean something else.
+            below: a folder out of which no link of its folder may lead; None: links are followed.
 
         Raises:
             InvalidRequestError: the name is taken, or there are too many.
@@ -89,7 +95,9 @@ class AdapterStore:
                 above the limit.
         """
         self._check_free(wanted.name, taken)
-        adapter = self._read(wanted.path)
+        opened = None if below is None else files_below(below, Path(wanted.path), FILES)
+        with opened or nullcontext(wanted.path) as path:
+            adapter = self._read(path)
         with self._changed:
             self._check_free(wanted.name, taken)
             known = self.with_digest(adapter.digest)

@@ -64,6 +64,7 @@ class SharedAddress:
             retry=Retry(NoBackoff(), 1),
             socket_timeout=None,
             socket_connect_timeout=None,
+            protocol=2,
         )
         return SharedStore(
             client,
