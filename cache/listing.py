@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 HASH_CHARACTERS = 16
 """Digits of a content hash that are shown: enough to recognise a medium among thousands."""
+NODE_BYTES, BYTES_PER_ID = 1200, 4
+"""Memory of a node's records, here and in mirrors of the tree, and of each of its tokens' ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class CacheUsage:
         cached_blocks: blocks that eviction can free; the rest belongs to running requests.
         nodes: trie nodes, tails included.
         rows: state rows by state ("free", "live", "reserved", "ready", "private").
+        touched_blocks, touched_rows: blocks and rows that have been in use at least once.
         expert_bytes, logprob_bytes: size of the routed expert rows, and of the kept prompt
             log-probabilities.
     """
@@ -35,6 +38,8 @@ class CacheUsage:
     cached_blocks: int
     nodes: int
     rows: dict[str, int]
+    touched_blocks: int
+    touched_rows: int
     expert_bytes: int
     logprob_bytes: int
 
@@ -124,6 +129,8 @@ def usage(ledger: Ledger) -> CacheUsage:
         cached_blocks=ledger.blocks.num_reclaimable,
         nodes=ledger.trie.num_nodes,
         rows={state.value: states[state] for state in RowState},
+        touched_blocks=ledger.blocks.num_touched,
+        touched_rows=ledger.rows.num_touched,
         expert_bytes=ledger.expert_bytes,
         logprob_bytes=ledger.logprobs.num_bytes,
     )

@@ -6,12 +6,21 @@ import contextlib
 import dataclasses
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from vlm_serve.cache.listing import ListedNode, NodeInfo, TreePage, describe
+from vlm_serve.cache.listing import (
+    BYTES_PER_ID,
+    NODE_BYTES,
+    CacheUsage,
+    ListedNode,
+    NodeInfo,
+    TreePage,
+    describe,
+)
+from vlm_serve.cache.tiers.store import ENTRY_BYTES
 from vlm_serve.engine.core.loop import EngineLoop
 from vlm_serve.engine.features.adapters.store import AdapterCounts, ServedAdapter
 from vlm_serve.engine.features.affinity_map import AffinityMap
@@ -350,12 +359,20 @@ class Engine:
         self.preprocessor.raw_index.clear()
         return self._tiers.flush()
 
-    def _held_bytes(self) -> dict[str, int]:
-        usage, memory = self._cache.usage, self.memory
-        rows = sum(usage.rows.values()) - usage.rows["free"]
+    def _held_bytes(self, usage: CacheUsage, tiers: Mapping[str, Any]) -> dict[str, int]:
+        memory, drafting = self.memory, self._features.get(Drafting)
+        blocks, rows = usage.blocks - usage.free_blocks, sum(usage.rows.values())
+        rows -= usage.rows["free"]
+        idle = (usage.touched_blocks - blocks) * memory.block_bytes
+        entries = tiers.get("host_entries", 0) + tiers.get("disk_entries", 0)
         return {
-            "kv": (usage.blocks - usage.free_blocks) * memory.block_bytes,
+            "kv": blocks * memory.block_bytes,
             "state": rows * memory.snapshot_bytes,
+            "idle_pools": idle + (usage.touched_rows - rows) * memory.snapshot_bytes,
+            "tree": usage.nodes * (NODE_BYTES + memory.block_size * BYTES_PER_ID),
+            "host_tier": tiers.get("host_bytes", 0),
+            "tier_index": entries * ENTRY_BYTES,
+            "drafts": 0 if drafting is None else drafting.num_bytes,
             "experts": usage.expert_bytes,
             "prompt_logprobs": usage.logprob_bytes,
             "embeddings": self._media.held_bytes,
@@ -368,6 +385,7 @@ class Engine:
     def _stats(self) -> dict[str, Any]:
         joining, drafting = self._features.get(Joining), self._features.get(Drafting)
         replays = self._features.get(Replays)
+        usage, tiers = self._cache.usage, self._tiers.stats()
         return {
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
@@ -386,9 +404,9 @@ class Engine:
             "embedding_bytes": self._media.cache.used,
             "cache": self._cache.stats.as_dict(),
             "audit": dataclasses.asdict(self._auditor.counts),
-            "usage": dataclasses.asdict(self._cache.usage),
-            "held_bytes": self._held_bytes(),
-            "tiers": self._tiers.stats(),
+            "usage": dataclasses.asdict(usage),
+            "held_bytes": self._held_bytes(usage, tiers),
+            "tiers": tiers,
         }
 
 

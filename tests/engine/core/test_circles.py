@@ -26,7 +26,7 @@ def left() -> int:
 def test_ended_requests_are_no_circle(tmp_path: Path) -> None:
     """Else each keeps its prompt, its media's pixels and its client's queue until then."""
     path = make_checkpoint(tmp_path, SPECS["dense, equal heads, one kv head"])
-    options = EngineConfig(cache_memory="16MiB", block_size=16, max_model_len=512, threads=1)  # type: ignore[arg-type]
+    options = EngineConfig(cache_memory="16MiB", block_size=16, max_model_len=512, threads=1)
     engine = Engine.from_checkpoint(str(path), options)
     gc.collect()
     before = left()
