@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -91,10 +91,14 @@ class World:
     Args:
         folder: for everything.
         adapter: folder of an adapter of PEFT's for the demo model; None: there is none.
+        options: further ones of the server; they win.
     """
 
-    def __init__(self, folder: Path, setup: Setup, adapter: Path | None) -> None:
+    def __init__(
+        self, folder: Path, setup: Setup, adapter: Path | None, options: Sequence[str] = ()
+    ) -> None:
         self.setup = setup
+        self._options = options
         self.log, self.clock = folder / "log", folder / "clock"
         self.tmp, self.disk, self.cache = (folder / each for each in ("t", "disk", "cache"))
         for each in (self.tmp, self.disk, self.cache):
@@ -139,6 +143,7 @@ class World:
             yield from ("--lora-modules", f"tuned={self.adapter}")
         if setup.responses:
             yield from ("--response-store", "256KiB")
+        yield from self._options
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
