@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from chaos_deeds import DEEDS, Deed, wait_a_moment
+from chaos_deeds import DEEDS, Deed, a_moment
 from chaos_load import HANG_SECONDS, PREFIX, SCHEMA
 from chaos_world import Setup, World
 from memory_ledger import Ledger, read_ledger, table
@@ -144,12 +144,13 @@ class Load:
         path, body = request
         try:
             reply = client.post(path, json=body | ({"stream": True} if stream else {}))
-            what = "" if reply.status_code == 200 else f"{reply.status_code} {reply.text[:100]}"
+            what = "" if reply.status_code == 200 else str(reply.status_code)
         except httpx.TransportError as error:
             what = type(error).__name__
         with self._lock:
             self.answered += not what
-            self.errors[what] += bool(what)
+            if what:
+                self.errors[what] += 1
 
     def _leave(self, client: httpx.Client, path: str, body: dict[str, Any]) -> None:
         """Begin to read a stream, and go."""
@@ -193,6 +194,7 @@ def run(
         None: this system does not say how much memory a process has.
     """
     chance, deeds = random.Random(seed), Counter[str]()
+    possible = [deed for deed in DEEDS if deed.possible(SETUP) and not deed.fatal]
     named = ",".join(f"tuned{number}={path}" for number, path in enumerate(adapters))
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         options = (*OPTIONS, "--lora-modules", named)
@@ -207,7 +209,7 @@ def run(
             shown = time.monotonic()
             try:
                 while not enough(load):
-                    _do(chance.choice(_harmless(world)), world, chance, deeds, say)
+                    _do(chance.choice(possible), world, chance, deeds, say)
                     now = read_ledger(world.url)
                     if now is not None and time.monotonic() - shown > 60:
                         shown = time.monotonic()
@@ -217,10 +219,6 @@ def run(
             after = _quiet(world)
             assert after is not None
             return Outcome(idle, after, load, deeds)
-
-
-def _harmless(world: World) -> list[Deed]:
-    return [deed for deed in DEEDS if deed.possible(world) and not deed.fatal]
 
 
 def _do(
@@ -233,8 +231,8 @@ def _do(
     say(f"  {deed.name}")
     deeds[deed.name] += 1
     with deed.act(world, chance):
-        wait_a_moment(chance)
-    wait_a_moment(chance)
+        time.sleep(a_moment(chance))
+    time.sleep(a_moment(chance))
 
 
 def _show(idle: Ledger, now: Ledger, say: Callable[[str], None]) -> None:
