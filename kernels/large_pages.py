@@ -12,10 +12,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections import deque
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
 _PAGE = 2 << 20
@@ -23,89 +20,27 @@ _ARENA = 256 << 20
 _ALIGNMENT = 64
 
 
-class _Place(NamedTuple):
-    """Free bytes of an arena, all zero."""
-
-    arena: weakref.ref[mmap.mmap]
-    begin: int
-    end: int
-
-
 class _Arenas:
-    """Places tensors in mapped arenas, the first place that is large enough.
+    """Bump allocator of tensors over mapped arenas.
 
-    The place of a tensor that is gone is taken again: adapters come and go beside the weights. An
-    arena is unmapped with its last tensor. Pages never written to take no memory.
+    An arena is unmapped with its last tensor. Pages never written to take no memory.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: list[_Place] = []
-        self._left: deque[_Place] = deque()
+        self._arena: weakref.ref[mmap.mmap] | None = None
+        self._used = 0
 
     def take(self, size: int) -> torch.Tensor:
         """Allocate uint8 `[size]`, zeroed."""
-        length = -(-size // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
-            self._reclaim()
-            arena, begin = self._find(length)
-        memory = np.frombuffer(arena, np.uint8, size, begin)
-        place = _Place(weakref.ref(arena), begin, begin + length)
-        weakref.finalize(memory, self._give_back, place).atexit = False
-        return torch.from_numpy(memory)
-
-    def _find(self, length: int) -> tuple[mmap.mmap, int]:
-        """Take that many bytes of a free place, or of a new arena."""
-        for index, place in enumerate(self._free):
-            arena = place.arena()
-            if arena is not None and length <= place.end - place.begin:
-                self._free[index] = place._replace(begin=place.begin + length)
-                return arena, place.begin
-        arena, begin = _mapped(length)
-        self._free.append(_Place(weakref.ref(arena), begin + length, len(arena)))
-        return arena, begin
-
-    def _give_back(self, place: _Place) -> None:
-        """Note the place of a tensor that is gone. The garbage collector may call it anywhere, in
-        `take` too, so it never waits."""
-        self._left.append(place)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._reclaim()
-            finally:
-                self._lock.release()
-
-    def _reclaim(self) -> None:
-        """Empty the places of tensors that are gone, and join free neighbours."""
-        if not self._left:
-            return
-        while self._left:
-            place = self._left.popleft()
-            arena = place.arena()
-            if arena is not None:
-                _clear(arena, place.begin, place.end)
-                self._free.append(place)
-        joined: list[_Place] = []
-        for place in sorted(self._free, key=lambda each: (id(each.arena), each.begin)):
-            last = joined[-1] if joined else None
-            if last is not None and last.arena is place.arena and last.end == place.begin:
-                joined[-1] = last._replace(end=place.end)
-            elif place.arena() is not None:
-                joined.append(place)
-        self._free = joined
-
-
-def _clear(arena: mmap.mmap, begin: int, end: int) -> None:
-    """Make bytes zero; whole large pages go back to the kernel."""
-    memory = np.frombuffer(arena, np.uint8)
-    shift = -memory.ctypes.data % _PAGE
-    first = -(-(begin - shift) // _PAGE) * _PAGE + shift
-    last = (end - shift) // _PAGE * _PAGE + shift
-    if first < last and hasattr(mmap, "MADV_DONTNEED"):
-        memory[begin:first], memory[last:end] = 0, 0
-        arena.madvise(mmap.MADV_DONTNEED, first, last - first)
-    else:
-        memory[begin:end] = 0
+            arena = self._arena() if self._arena is not None else None
+            begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+            if arena is None or begin + size > len(arena):
+                arena, begin = _mapped(size)
+                self._arena = weakref.ref(arena)
+            self._used = begin + size
+        return torch.frombuffer(arena, dtype=torch.uint8, count=size, offset=begin)
 
 
 def _mapped(size: int) -> tuple[mmap.mmap, int]:
