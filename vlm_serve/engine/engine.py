@@ -11,15 +11,7 @@ from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from vlm_serve.cache.listing import (
-    BYTES_PER_ID,
-    NODE_BYTES,
-    CacheUsage,
-    ListedNode,
-    NodeInfo,
-    TreePage,
-    describe,
-)
+from vlm_serve.cache.listing import CacheUsage, ListedNode, NodeInfo, TreePage, describe
 from vlm_serve.cache.tiers.store import ENTRY_BYTES
 from vlm_serve.engine.core.loop import EngineLoop
 from vlm_serve.engine.features.adapters.store import AdapterCounts, ServedAdapter
@@ -369,7 +361,7 @@ class Engine:
             "kv": blocks * memory.block_bytes,
             "state": rows * memory.snapshot_bytes,
             "idle_pools": idle + (usage.touched_rows - rows) * memory.snapshot_bytes,
-            "tree": usage.nodes * (NODE_BYTES + memory.block_size * BYTES_PER_ID),
+            "tree": usage.tree_bytes,
             "host_tier": tiers.get("host_bytes", 0),
             "tier_index": entries * ENTRY_BYTES,
             "drafts": 0 if drafting is None else drafting.num_bytes,

@@ -150,9 +150,7 @@ def free_bytes() -> int | None:
 
 def _num_pages(begin: int, end: int) -> int:
     """Return how many pages between two addresses are in memory; 0: they are no longer mapped."""
-    seen = (ctypes.c_ubyte * ((end - begin) // mmap.PAGESIZE))()
-    mincore = _libc().mincore
+    seen = bytearray((end - begin) // mmap.PAGESIZE)
+    mincore, first = _libc().mincore, ctypes.c_ubyte.from_buffer(seen)
     mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    if mincore(begin, end - begin, seen) != 0:
-        return 0
-    return bytes(seen).count(1)
+    return seen.count(1) if mincore(begin, end - begin, ctypes.byref(first)) == 0 else 0
