@@ -32,6 +32,8 @@
 #                which are kept in build/kernels
 # make release-check   builds them, has twine check them, installs this machine's into an empty environment of each Python
 #                      from 3.11 to 3.14 that is here, and asks the demo about a picture, with no compiler on the path
+# make chaos     starts servers, breaks what is around them and asks meanwhile, for ten minutes (docs/chaos.md);
+#                ARGS="--seed 7 --minutes 2" chooses what is broken, and how long
 # make native-digest    prints the digest of the compiled kernels' arithmetic, for kernels/native_self_test.py
 #
 # make image-steps   goes through the Dockerfile without a container, in a root folder made by Debian's debootstrap, and
@@ -71,7 +73,7 @@ UNREACHED = || { echo "vlm-serve: that did not work: most likely no index of pac
 MODEL ?= demo
 CPP = $(shell find kernels/native vlm_serve/models/native tests/native -name '*.cpp' -o -name '*.h')
 
-.PHONY: serve shell deploy test test-slow test-all landing check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa native-digest wheels release-check image-steps docs plots screenshots lint format clean
+.PHONY: serve shell deploy test test-slow test-all landing check-kernels test-sanitized test-resolution test-install test-graphs test-lmms test-clients test-isa chaos native-digest wheels release-check image-steps docs plots screenshots lint format clean
 
 serve: $(VENV)/installed
 	@echo "The command is $(BIN)/vlm-serve; make shell opens a shell that finds it."
@@ -140,6 +142,9 @@ test-clients: $(VENV)/installed-dev
 
 test-isa: $(VENV)/installed-dev
 	$(BIN)/python tests/native/isa.py $(ARGS)
+
+chaos: $(VENV)/installed-dev
+	@$(BIN)/python benchmarks/chaos.py $(ARGS)
 
 native-digest: $(VENV)/installed
 	$(BIN)/python -m vlm_serve.kernels.native_self_test

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 HASH_CHARACTERS = 16
 """Digits of a content hash that are shown: enough to recognise a medium among thousands."""
+NODE_BYTES, BYTES_PER_ID = 1200, 4
+"""Memory of a node's records, here and in mirrors of the tree, and of each of its tokens' ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,9 @@ class CacheUsage:
     Attributes:
         blocks, free_blocks: physical KV blocks, and the empty ones among them.
         cached_blocks: blocks that eviction can free; the rest belongs to running requests.
-        nodes: trie nodes, tails included.
+        nodes, tree_bytes: trie nodes, tails included, and the memory of their records.
         rows: state rows by state ("free", "live", "reserved", "ready", "private").
+        touched_blocks, touched_rows: blocks and rows that have been in use at least once.
         expert_bytes, logprob_bytes: size of the routed expert rows, and of the kept prompt
             log-probabilities.
     """
@@ -34,7 +37,10 @@ class CacheUsage:
     free_blocks: int
     cached_blocks: int
     nodes: int
+    tree_bytes: int
     rows: dict[str, int]
+    touched_blocks: int
+    touched_rows: int
     expert_bytes: int
     logprob_bytes: int
 
@@ -117,13 +123,16 @@ class TreePage:
 
 
 def usage(ledger: Ledger) -> CacheUsage:
-    states = Counter(ledger.rows.states)
+    states, nodes = Counter(ledger.rows.states), ledger.trie.num_nodes
     return CacheUsage(
         blocks=ledger.config.num_blocks,
         free_blocks=ledger.blocks.num_free,
         cached_blocks=ledger.blocks.num_reclaimable,
-        nodes=ledger.trie.num_nodes,
+        nodes=nodes,
+        tree_bytes=nodes * (NODE_BYTES + ledger.config.block_size * BYTES_PER_ID),
         rows={state.value: states[state] for state in RowState},
+        touched_blocks=ledger.blocks.num_touched,
+        touched_rows=ledger.rows.num_touched,
         expert_bytes=ledger.expert_bytes,
         logprob_bytes=ledger.logprobs.num_bytes,
     )

@@ -22,12 +22,14 @@ class BlockPool:
         blocks: every block by id.
         num_reclaimable: blocks that no running request needs, so that evicting nodes and suspended
             requests can free them.
+        num_touched: blocks that have been taken at least once: their pages stay with the process.
     """
 
     def __init__(self, num_blocks: int, on_free: Callable[[int], None] | None = None) -> None:
         self._holds = holds = Holds(num_blocks)
         self.blocks = [Block(block_id, holds) for block_id in range(num_blocks)]
         self.num_reclaimable = 0
+        self.num_touched = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._on_free = on_free
 
@@ -45,6 +47,7 @@ class BlockPool:
     def take(self) -> Block:
         """Return a free block, held once by a running request."""
         block = self.blocks[self._free.pop()]
+        self.num_touched = max(self.num_touched, block.id + 1)
         self._holds.hard[block.id] = 1
         return block
 
@@ -132,7 +135,11 @@ class RowState(Enum):
 
 
 class RowPool:
-    """Free list and the state of every row."""
+    """Free list and the state of every row.
+
+    Attributes:
+        num_touched: rows that have been taken at least once: their pages stay with the process.
+    """
 
     def __init__(
         self, num_rows: int, num_live_rows: int, on_free: Callable[[int], None] | None = None
@@ -140,6 +147,7 @@ class RowPool:
         self.states = [RowState.FREE] * num_rows
         self.num_live_rows = num_live_rows
         self.num_live = 0
+        self.num_touched = 0
         self._free = list(range(num_rows - 1, -1, -1))
         self._on_free = on_free
 
@@ -159,6 +167,7 @@ class RowPool:
     def take(self, state: RowState) -> int:
         """Return a free row, now in `state`."""
         row = self._free.pop()
+        self.num_touched = max(self.num_touched, row + 1)
         self.change(row, RowState.FREE, state)
         return row
 

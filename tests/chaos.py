@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from chaos_deeds import DEEDS, RANK_KILLED, Deed, together, wait_a_moment
-from chaos_load import HANG_SECONDS, Clients, Judge, Question, questions
-from chaos_world import Setup, World, random_setup
+from chaos_deeds import DEEDS, RANK_KILLED
+from chaos_load import AGAIN, HANG_SECONDS, IN_TIME, RIGHT, Broken, Clients, Judge, Question
+from chaos_load import questions as all_questions
+from chaos_plan import Act, Plan, plan_of
+from chaos_world import Setup, World
 from process_tree import processes_below
 
-TWO_AT_A_TIME = 0.4
-"""How likely a deed goes on while the next one begins."""
+TIDY, MEMORY, ENDS = "tidy", "memory", "ends"
+PROMISES = {
+    RIGHT: "an answer is that of the calm time, or an error; no ordinary question is refused (4xx)",
+    IN_TIME: f"no answer and no end takes longer than {HANG_SECONDS:.0f} s",
+    AGAIN: "once all is mended, everything is answered again, and /health is well",
+    TIDY: "threads, files, processes and temporary folders are as before",
+    MEMORY: "memory that has grown has a name, or is free: all but a twentieth",
+    ENDS: "a server ends in order when told to, and leaves no process behind however it ends",
+}
+"""What a server keeps through all that is done to it."""
+LOG_CHARACTERS = 3000
 
 
 @dataclass
@@ -26,8 +36,9 @@ class Report:
     """What came of it.
 
     Attributes:
-        wrong: wrong answers, hangs, and whatever is not as before, each with its round.
-        deeds, skipped: how often each was done, and those for which something is missing.
+        right, errors: answers, and errors by what they were.
+        deeds, skipped: how often each was done, and those that were not.
+        broken: what broke a promise, each with its round.
     """
 
     right: int = 0
@@ -35,124 +46,157 @@ class Report:
     errors: Counter[str] = field(default_factory=Counter)
     deeds: Counter[str] = field(default_factory=Counter)
     skipped: set[str] = field(default_factory=set)
-    wrong: list[str] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
 
 
-def run(
-    seed: int,
-    seconds: float,
-    *,
-    replicas: bool = False,
-    adapter: Path | None = None,
-    setup: Setup | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> Report:
-    """Run rounds until the time is up; the last one comes to its end.
+@dataclass
+class Run:
+    """One run of chaos, which ends after a time, a number of deeds or a number of rounds; what has
+    begun comes to its end.
 
     Args:
-        seed: configurations and deeds follow from it, the moments of requests do not.
+        seed: configurations, deeds and pauses follow from it alone; when requests arrive, and
+            which process or file a deed finds, depends on the machine too.
+        seconds, most_deeds, most_rounds: None: no limit.
+        first: number of the first round.
         replicas: `deploy` is among the configurations; its start takes long.
         adapter: folder of an adapter for the demo model.
         setup: of every round; None: each draws one.
         say: receives lines about what happens.
     """
-    report, until = Report(), time.monotonic() + seconds
-    while time.monotonic() < until:
-        chance = random.Random(f"{seed} {report.rounds}")
-        chosen = setup or random_setup(chance, replicas=replicas)
-        say(f"round {report.rounds}: {chosen}")
-        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-            world = World(Path(folder), chosen, adapter)
-            try:
-                for what in _round(world, chance, until, report, say):
-                    report.wrong.append(f"round {report.rounds} ({chosen}): {what}")
-                    say(f"WRONG: {what}")
-                    shown = world.log.read_text(errors="replace")[-3000:]
-                    say(shown)
-            finally:
-                world.close()
-        report.rounds += 1
-    done = set(report.deeds)
-    report.skipped = {deed.name for deed in DEEDS} - done
-    return report
 
+    seed: int
+    seconds: float | None = None
+    most_deeds: int | None = None
+    most_rounds: int | None = None
+    first: int = 0
+    replicas: bool = False
+    adapter: Path | None = None
+    setup: Setup | None = None
+    say: Callable[[str], None] = lambda _: None
+    report: Report = field(default_factory=Report)
+    _began: float = field(default_factory=time.monotonic)
 
-def _round(
-    world: World,
-    chance: random.Random,
-    until: float,
-    report: Report,
-    say: Callable[[str], None],
-) -> Iterator[str]:
-    """One server from its start to its end; yield faults."""
-    adapter = "tuned" if world.adapter is not None else None
-    asked = questions(adapter, responses=world.setup.responses)
-    judge = Judge()
-    with world.serving():
-        yield from _calm(world, asked, judge)
-        before = world.state()
-        clients = Clients(world.url, asked, judge, chance.randrange(10**9), world.setup.clients)
-        deeds: list[Deed] = []
-        for deeds in _drawn(world, chance):
-            below = processes_below(world.pid)
-            with contextlib.ExitStack() as going:
-                for deed in deeds:
-                    say(f"  {deed.name}")
-                    report.deeds[deed.name] += 1
-                    going.enter_context(deed.act(world, chance))
-                    wait_a_moment(chance)
-            wait_a_moment(chance)
-            if deeds[-1].fatal or time.monotonic() > until:
-                break
-        yield from clients.stop()
-        if not deeds[-1].fatal:
+    def run(self) -> Report:
+        report = self.report
+        while not report.rounds or not self._over:
+            number = self.first + report.rounds
+            plan = plan_of(
+                self.seed,
+                number,
+                replicas=self.replicas,
+                adapter=self.adapter is not None,
+                setup=self.setup,
+            )
+            self._say(f"round {number}: {plan}")
+            with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+                world = World(Path(folder), plan.setup, self.adapter)
+                world.note = lambda text: self._say(f"    {text}")
+                try:
+                    for broken in self._round(world, plan):
+                        where = f"round {number} ({plan}): {broken.what}"
+                        report.broken.append(broken._replace(what=where))
+                        self._say(f"BROKEN {broken.promise}: {broken.what}")
+                        self._say(world.log.read_text(errors="replace")[-LOG_CHARACTERS:])
+                finally:
+                    world.close()
+            report.rounds += 1
+        report.skipped = {deed.name for deed in DEEDS} - set(report.deeds)
+        return report
+
+    @property
+    def _over(self) -> bool:
+        report, past = self.report, time.monotonic() - self._began
+        return (
+            (self.seconds is not None and past > self.seconds)
+            or (self.most_deeds is not None and report.deeds.total() >= self.most_deeds)
+            or (self.most_rounds is not None and report.rounds >= self.most_rounds)
+        )
+
+    def _say(self, text: str) -> None:
+        self.say(f"{time.monotonic() - self._began:8.1f} s  {text}")
+
+    def _round(self, world: World, plan: Plan) -> Iterator[Broken]:
+        """One server from its start to its end; yield what breaks a promise."""
+        adapter = "tuned" if world.adapter is not None else None
+        asked = all_questions(adapter, responses=plan.setup.responses)
+        judge, act, below = Judge(), plan.acts[0], dict[int, str]()
+        with world.serving():
             yield from _calm(world, asked, judge)
-            yield from world.state().grown(before)
-            yield from world.ends()
-        elif deeds[-1].name == RANK_KILLED:
-            yield from world.gives_up()
-            yield from world.left_behind(below)
-        else:
-            assert world.server is not None
-            world.server.process.kill()
-            world.server.process.wait()
-            yield from world.left_behind(below)
-    report.right += judge.right
-    report.errors += judge.errors
-    yield from judge.wrong
+            before = world.state()
+            clients = Clients(world.url, asked, judge, plan.clients, plan.setup.clients)
+            for act in plan.acts:
+                below = processes_below(world.pid)
+                self._do(act, world)
+                if self._over:
+                    break
+            yield from clients.stop()
+            if not act.fatal:
+                yield from _calm(world, asked, judge)
+                yield from as_broken(TIDY, world.state().grown(before))
+                yield from as_broken(MEMORY, world.grown_memory(before))
+                yield from as_broken(ENDS, world.ends())
+            elif act.deeds[-1].name == RANK_KILLED:
+                yield from as_broken(ENDS, world.gives_up())
+                yield from as_broken(ENDS, world.left_behind(below))
+            else:
+                assert world.server is not None
+                world.server.process.kill()
+                world.server.process.wait()
+                yield from as_broken(ENDS, world.left_behind(below))
+        self.report.right += judge.right
+        self.report.errors += judge.errors
+        yield from judge.broken
+
+    def _do(self, act: Act, world: World) -> None:
+        """Do its deeds, and undo them."""
+        with contextlib.ExitStack() as going:
+            for deed, pause in zip(act.deeds, act.pauses, strict=False):
+                self._say(f"  {deed.name}")
+                self.report.deeds[deed.name] += 1
+                going.enter_context(deed.act(world, act.chance(deed)))
+                time.sleep(pause)
+        time.sleep(act.pauses[-1])
 
 
-def _drawn(world: World, chance: random.Random) -> Iterator[list[Deed]]:
-    """Yield possible deeds, sometimes two that go on at a time; a fatal one last in half of the
-    rounds, mostly where a rank can be killed."""
-    possible = [deed for deed in DEEDS if deed.possible(world)]
-    harmless = [deed for deed in possible if not deed.fatal]
-    waiting = chance.sample(harmless, len(harmless))
-    while waiting:
-        deeds = [waiting.pop(0)]
-        if waiting and chance.random() < TWO_AT_A_TIME and together(deeds[0], waiting[0]):
-            deeds.append(waiting.pop(0))
-        yield deeds
-    fatal = {deed.name: deed for deed in possible if deed.fatal}
-    if RANK_KILLED in fatal and chance.random() < 0.7:
-        yield [fatal[RANK_KILLED]]
-    elif chance.random() < 0.5:
-        yield [chance.choice(list(fatal.values()))]
+def as_broken(promise: str, faults: Iterable[str]) -> Iterator[Broken]:
+    return (Broken(promise, what) for what in faults)
 
 
-def _calm(world: World, asked: list[Question], judge: Judge) -> Iterator[str]:
+def _calm(world: World, asked: list[Question], judge: Judge) -> Iterator[Broken]:
     """Ask everything, again until it is answered; yield questions without an answer."""
     deadline = time.monotonic() + HANG_SECONDS
     with httpx.Client(base_url=world.url, timeout=HANG_SECONDS, trust_env=False) as client:
         for question in asked:
-            wrong = len(judge.wrong)
+            broken = len(judge.broken)
             while not judge.ask(client, question, stream=False):
-                if len(judge.wrong) > wrong:
+                if len(judge.broken) > broken:
                     break
                 if time.monotonic() > deadline:
-                    yield f"{question.name} is never answered: {dict(judge.errors)}"
+                    yield Broken(AGAIN, f"{question.name} is never answered: {dict(judge.errors)}")
                     return
                 time.sleep(0.2)
         with contextlib.suppress(httpx.TransportError):
             if client.get("/health").status_code != 200:
-                yield f"/health: {client.get('/health').text[:300]}"
+                yield Broken(AGAIN, f"/health: {client.get('/health').text[:300]}")
+
+
+def result(report: Report) -> Iterator[str]:
+    """Yield what was injected, what came of it, and each promise with whether it was kept."""
+    yield f"{report.rounds} rounds, {report.right} right answers, errors: {dict(report.errors)}"
+    yield f"injected: {report.deeds.total()} deeds"
+    for name, count in sorted(report.deeds.items()):
+        yield f"{count:>5} times: {name}"
+    for name in sorted(report.skipped):
+        yield f"not done: {name}"
+    for promise, text in PROMISES.items():
+        faults = [each.what for each in report.broken if each.promise == promise]
+        yield f"{'BROKEN' if faults else 'kept':<6} {promise}: {text}"
+        yield from (f"       {what}" for what in faults)
+    if not shown(report):
+        yield "NOTHING SHOWN: there was no deed, or no right answer"
+
+
+def shown(report: Report) -> bool:
+    """Whether there was anything that could have broken a promise."""
+    return bool(report.deeds) and report.right > 0

@@ -1,4 +1,9 @@
-"""What chaos does to a server: each deed for a moment, and then it is undone."""
+"""What chaos does to a server: each deed for a moment, and then it is undone.
+
+A deed is a context manager: it breaks something, says what with `World.note`, and mends it on its
+way out. It draws from a generator of its own, so that what it finds at the time, such as the number
+of files, changes no other deed. docs/chaos.md tells how to add one.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,13 @@ import random
 import resource
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from chaos_world import World
+from chaos_world import Setup, World
 from redis.exceptions import RedisError
 from redis_server import StoreServer
 
@@ -27,13 +31,13 @@ class Deed:
     """A deed.
 
     Attributes:
-        possible: whether this world has its object.
+        possible: whether a server of this configuration has its object.
         fatal: the server may stop serving for good.
     """
 
     name: str
     act: Act
-    possible: Callable[[World], bool] = lambda _: True
+    possible: Callable[[Setup], bool] = lambda _: True
     fatal: bool = False
 
 
@@ -46,8 +50,10 @@ def _send(pids: list[int], number: int) -> None:
 def _killed(kind: str) -> Act:
     @contextmanager
     def act(world: World, chance: random.Random) -> Iterator[None]:
-        found = world.pids(kind)
-        _send(chance.sample(found, min(len(found), 1)), signal.SIGKILL)
+        found = sorted(world.pids(kind))
+        chosen = [chance.choice(found)] if found else []
+        world.note(f"{chosen or 'none runs'}")
+        _send(chosen, signal.SIGKILL)
         yield
 
     return act
@@ -56,7 +62,8 @@ def _killed(kind: str) -> Act:
 def _stopped(kind: str) -> Act:
     @contextmanager
     def act(world: World, chance: random.Random) -> Iterator[None]:
-        found = world.pids(kind)
+        found = sorted(world.pids(kind))
+        world.note(f"{found or 'none runs'}")
         _send(found, signal.SIGSTOP)
         try:
             yield
@@ -83,9 +90,10 @@ def _disk_full(world: World, chance: random.Random) -> Iterator[None]:
         resource.prlimit(world.pid, resource.RLIMIT_FSIZE, before)
 
 
-def _damage(path: Path, chance: random.Random) -> None:
+def _damage(world: World, path: Path, chance: random.Random) -> None:
     """Cut a file, fill it with something else, or put another thing in its place."""
     way = chance.choice(("cut", "empty", "flip", "text", "remove", "folder", "link"))
+    world.note(f"{path.name}: {way}")
     size = path.stat().st_size
     if way == "cut":
         os.truncate(path, chance.randrange(size + 1))
@@ -115,10 +123,11 @@ def _restore(path: Path) -> None:
 
 @contextmanager
 def _disk_tier(world: World, chance: random.Random) -> Iterator[None]:
-    names = [each for each in world.disk.iterdir() if each.is_file() and not each.is_symlink()]
+    listed = sorted(world.disk.iterdir())
+    names = [each for each in listed if each.is_file() and not each.is_symlink()]
     for path in names[:1] if chance.random() < 0.5 else names:
         with contextlib.suppress(FileNotFoundError):
-            _damage(path, chance)
+            _damage(world, path, chance)
     try:
         yield
     finally:
@@ -133,7 +142,7 @@ def _adapter(world: World, chance: random.Random) -> Iterator[None]:
     kept = world.adapter.with_name("adapter-kept")
     shutil.copytree(world.adapter, kept)
     try:
-        _damage(chance.choice(sorted(world.adapter.iterdir())), chance)
+        _damage(world, chance.choice(sorted(world.adapter.iterdir())), chance)
         yield
     finally:
         shutil.rmtree(world.adapter)
@@ -144,7 +153,7 @@ def _adapter(world: World, chance: random.Random) -> Iterator[None]:
 def _temporary(world: World, chance: random.Random) -> Iterator[None]:
     """Others' junk comes, and contents of the server's own folders go."""
     (world.tmp / f"junk-{chance.randrange(10**6)}").write_bytes(b"x" * 1000)
-    for path in [each for each in world.tmp.rglob("*") if each.is_file()]:
+    for path in [each for each in sorted(world.tmp.rglob("*")) if each.is_file()]:
         if chance.random() < 0.5:
             path.unlink(missing_ok=True)
     yield
@@ -183,7 +192,7 @@ def _store(broken: Callable[[StoreServer], None], mended: Callable[[StoreServer]
 def _damaged_store(world: World, chance: random.Random) -> Iterator[None]:
     assert world.store is not None
     with contextlib.suppress(RedisError):
-        for name in world.store.names():
+        for name in sorted(world.store.names()):
             if chance.random() < 0.5:
                 held = world.store.client.get(name)
                 if isinstance(held, bytes):
@@ -206,7 +215,9 @@ def _full_of_responses(world: World, chance: random.Random) -> Iterator[None]:
 @contextmanager
 def _clock(world: World, chance: random.Random) -> Iterator[None]:
     """The wall clock alone; only expiries and dates may depend on it."""
-    world.clock.write_text(str(chance.choice((-86_400, -60, 60, 3_600, 86_400, 40 * 86_400))))
+    seconds = chance.choice((-86_400, -60, 60, 3_600, 86_400, 40 * 86_400))
+    world.note(f"by {seconds} s")
+    world.clock.write_text(str(seconds))
     try:
         yield
     finally:
@@ -223,12 +234,12 @@ def together(first: Deed, second: Deed) -> bool:
     return not {first.name, second.name} <= STORE and not (first.fatal or second.fatal)
 
 
-def _has(tier: str) -> Callable[[World], bool]:
-    return lambda world: tier in world.setup.tiers
+def _has(tier: str) -> Callable[[Setup], bool]:
+    return lambda setup: tier in setup.tiers
 
 
-def _alone(world: World) -> bool:
-    return not world.setup.replicas
+def _alone(setup: Setup) -> bool:
+    return not setup.replicas
 
 
 DEEDS = (
@@ -237,24 +248,25 @@ DEEDS = (
     Deed("a decoder is killed", _killed("decoders"), _alone),
     Deed("the decoders are stopped", _stopped("decoders"), _alone),
     Deed("the server is stopped", _stopped("server")),
-    Deed("a rank is stopped", _stopped("rank"), lambda world: world.setup.ranks > 1),
+    Deed("a rank is stopped", _stopped("rank"), lambda setup: setup.ranks > 1),
     Deed("a signal without a meaning", _signalled),
     Deed("the disk is full", _disk_full, _alone),
     Deed("files of the disk tier are damaged", _disk_tier, _has("disk")),
-    Deed("files of the adapter are damaged", _adapter, lambda world: world.adapter is not None),
+    Deed("files of the adapter are damaged", _adapter, lambda setup: setup.adapter),
     Deed("temporary files come and go", _temporary, _alone),
     Deed("kernel libraries are replaced", _libraries),
     Deed("the store is frozen", _store(StoreServer.freeze, StoreServer.thaw), _has("store")),
     Deed("the store is killed", _store(StoreServer.stop, StoreServer.start), _has("store")),
     Deed("entries of the store are damaged", _damaged_store, _has("store")),
-    Deed("stored responses are pushed out", _full_of_responses, lambda w: w.setup.responses),
+    Deed("stored responses are pushed out", _full_of_responses, lambda setup: setup.responses),
     Deed("the clock jumps", _clock),
-    Deed("a replica is killed", _killed("replica"), lambda world: world.setup.replicas > 1),
-    Deed("the replicas are stopped", _stopped("replica"), lambda world: world.setup.replicas > 1),
-    Deed(RANK_KILLED, _killed("rank"), lambda world: world.setup.ranks > 1, fatal=True),
+    Deed("a replica is killed", _killed("replica"), lambda setup: setup.replicas > 1),
+    Deed("the replicas are stopped", _stopped("replica"), lambda setup: setup.replicas > 1),
+    Deed(RANK_KILLED, _killed("rank"), lambda setup: setup.ranks > 1, fatal=True),
     Deed("the server is killed", _killed("server"), fatal=True),
 )
 
 
-def wait_a_moment(chance: random.Random) -> None:
-    time.sleep(chance.uniform(0.1, 1.5))
+def a_moment(chance: random.Random) -> float:
+    """Draw seconds between two deeds."""
+    return chance.uniform(0.1, 1.5)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from PIL import Image
@@ -28,7 +28,17 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+RIGHT, IN_TIME, AGAIN = "right", "in time", "again"
+"""Promises that questions show kept or broken; see `chaos.PROMISES`."""
+
 _numbers = itertools.count()
+
+
+class Broken(NamedTuple):
+    """A promise, and what broke it."""
+
+    promise: str
+    what: str
 
 
 @dataclass(frozen=True)
@@ -134,13 +144,13 @@ class Judge:
 
     Attributes:
         right, errors: how many there were, errors by what they were.
-        wrong: answers that differ, and whatever took too long.
+        broken: answers that differ, refusals, and whatever took too long.
     """
 
     known: dict[str, Any] = field(default_factory=dict)
     right: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, client: httpx.Client, question: Question, *, stream: bool) -> bool:
@@ -168,7 +178,8 @@ class Judge:
             return self._failed(question, "an answer", f"after {HANG_SECONDS:.0f} s")
         with self.lock:
             if said != self.known.setdefault(question.name, said):
-                self.wrong.append(f"{question.name}: {said} and not {self.known[question.name]}")
+                what = f"{question.name}: {said} and not {self.known[question.name]}"
+                self.broken.append(Broken(RIGHT, what))
                 return False
             self.right += 1
         return True
@@ -192,11 +203,13 @@ class Judge:
         return None
 
     def _failed(self, question: Question, what: str, fault: str = "") -> bool:
-        """Count an error; one with a fault is wrong."""
+        """Count an error; one with a fault breaks a promise."""
         with self.lock:
             self.errors[what] += 1
             if fault:
-                self.wrong.append(f"{question.name}: {what} {fault}")
+                late = fault.startswith("after ")
+                broken = Broken(IN_TIME if late else RIGHT, f"{question.name}: {what} {fault}")
+                self.broken.append(broken)
         return False
 
 
@@ -232,10 +245,11 @@ class Clients:
         except httpx.TransportError:
             pass
 
-    def stop(self) -> list[str]:
-        """Return faults: clients without an end."""
+    def stop(self) -> list[Broken]:
+        """Return clients without an end."""
         self._stopped.set()
         deadline = time.monotonic() + 2 * HANG_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return ["a client never came back" for thread in self._threads if thread.is_alive()]
+        stuck = [thread for thread in self._threads if thread.is_alive()]
+        return [Broken(IN_TIME, "a client never came back") for _ in stuck]

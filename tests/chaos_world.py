@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
+from memory_ledger import SHARE, Ledger, read_ledger, table
 from process_tree import processes_below, runs
 from redis_server import EXECUTABLES, StoreServer
 from server_process import ServerProcess, server_process
@@ -35,6 +36,8 @@ KINDS = {
 }
 SECONDS = 240.0
 MEMORY_SLACK = 256 << 20
+"""For a server that does not say what its memory is."""
+TRIM_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,14 @@ class Setup:
         return ", ".join([*parts, f"{self.clients} clients"])
 
 
-def random_setup(chance: random.Random, *, replicas: bool) -> Setup:
+def random_setup(chance: random.Random, *, replicas: bool, adapter: bool = True) -> Setup:
+    """Draw a configuration. What is not wanted or not installed is left out of it.
+
+    Args:
+        replicas, adapter: `deploy` is wanted; there is an adapter to serve.
+    """
     ranks = chance.choice((1, 1, 2))
-    several = replicas and find_spec("ray") is not None and chance.random() < 0.3
+    several = chance.random() < 0.3 and replicas and find_spec("ray") is not None
     tiers = [each for each in ("host", "disk", "store") if chance.random() < 0.7]
     if several:
         tiers = [each for each in tiers if each != "disk"]  # A folder belongs to one process.
@@ -79,8 +87,8 @@ def random_setup(chance: random.Random, *, replicas: bool) -> Setup:
         replicas=2 if several else 0,
         tiers=tuple(tiers),
         speculative=chance.choice(("off", "suffix", "auto")),
-        adapter=ranks == 1 and not several and chance.random() < 0.5,
-        responses=not several and chance.random() < 0.6,
+        adapter=chance.random() < 0.5 and ranks == 1 and not several and adapter,
+        responses=chance.random() < 0.6 and not several,
         clients=chance.choice((4, 8, 12)),
     )
 
@@ -91,10 +99,16 @@ class World:
     Args:
         folder: for everything.
         adapter: folder of an adapter of PEFT's for the demo model; None: there is none.
+        options: further ones of the server; they win.
     """
 
-    def __init__(self, folder: Path, setup: Setup, adapter: Path | None) -> None:
+    def __init__(
+        self, folder: Path, setup: Setup, adapter: Path | None, options: Sequence[str] = ()
+    ) -> None:
         self.setup = setup
+        self._options = options
+        self.note: Callable[[str], None] = lambda text: None
+        """Receives what a deed has found and done."""
         self.log, self.clock = folder / "log", folder / "clock"
         self.tmp, self.disk, self.cache = (folder / each for each in ("t", "disk", "cache"))
         for each in (self.tmp, self.disk, self.cache):
@@ -139,6 +153,7 @@ class World:
             yield from ("--lora-modules", f"tuned={self.adapter}")
         if setup.responses:
             yield from ("--response-store", "256KiB")
+        yield from self._options
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -199,7 +214,17 @@ class World:
             memory=int(fields["VmRSS"].split()[0]) << 10,
             processes=len(below),
             folders=tuple(sorted(each.name for each in self.tmp.iterdir())),
+            ledger=None if self.setup.replicas else read_ledger(self.url),
         )
+
+    def grown_memory(self, before: State) -> Iterator[str]:
+        """Yield growth of memory that has no name, once the server had time to return it."""
+        deadline = time.monotonic() + TRIM_SECONDS
+        while faults := list(self.state().unexplained(before)):
+            if time.monotonic() > deadline:
+                yield from faults
+                return
+            time.sleep(1)
 
     def ends(self, statuses: Container[int] = (0,)) -> Iterator[str]:
         """End the server in order; yield faults of its end, such as another exit status."""
@@ -234,6 +259,7 @@ class State:
     memory: int
     processes: int
     folders: tuple[str, ...]
+    ledger: Ledger | None = None
 
     def grown(self, before: State) -> Iterator[str]:
         """Yield growth. Pools of threads and decoders may grow to their bounds."""
@@ -241,7 +267,12 @@ class State:
             now, then = getattr(self, name), getattr(before, name)
             if now > then + slack:
                 yield f"{name}: {now}, before {then}"
-        if self.memory > before.memory + MEMORY_SLACK:
-            yield f"memory: {self.memory >> 20} MiB, before {before.memory >> 20} MiB"
         if extra := len(self.folders) - len(before.folders) - 2:
             yield from ([f"temporary folders: {self.folders}"] if extra > 0 else [])
+
+    def unexplained(self, before: State) -> Iterator[str]:
+        if self.ledger is not None and before.ledger is not None:
+            if self.ledger.unexplained(before.ledger) * SHARE > self.ledger.resident:
+                yield "\n".join(["memory without a name", *table(before.ledger, self.ledger)])
+        elif self.memory > before.memory + MEMORY_SLACK:
+            yield f"memory: {self.memory >> 20} MiB, before {before.memory >> 20} MiB"

@@ -196,3 +196,12 @@ def test_makefile_and_dockerfile_name_one_index_of_builds_for_cpus() -> None:
     found = re.search(r"^CPU_INDEX \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert found is not None
     assert found[1] == arguments({})["TORCH_INDEX"]
+
+
+@make
+def test_chaos_gets_its_seed(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path)
+    process = checkout.start("ARGS=--seed 7 --minutes 2", target="chaos")
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert checkout.log()[-1] == "benchmarks/chaos.py --seed 7 --minutes 2"

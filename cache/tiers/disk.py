@@ -506,7 +506,12 @@ class DiskStore(DiskFile):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        return {"bytes": self.num_bytes, "errors": self.errors, "evictions": self.evictions}
+        return {
+            "bytes": self.num_bytes,
+            "entries": len(self),
+            "errors": self.errors,
+            "evictions": self.evictions,
+        }
 
     @property
     def place(self) -> str:

@@ -39,7 +39,7 @@ class HostStore:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        return {"bytes": self.num_bytes}
+        return {"bytes": self.num_bytes, "entries": len(self)}
 
     async def open(self) -> tuple[EntryId, ...]:
         return ()

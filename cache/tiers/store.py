@@ -11,6 +11,8 @@ _T = TypeVar("_T")
 
 TIME_LIMIT = 30.0
 """Time limit for one call of a private store, in seconds. Only a broken one takes longer."""
+ENTRY_BYTES = 400
+"""Memory of what is known of a private store's entry, beside its own bytes."""
 READ_LIMIT = 5.0
 """Time limit for a look-up and the read that follows, in seconds, whatever the store's own: a
 request waits for it, and could compute instead."""

@@ -62,14 +62,21 @@ class PackedDense(PackedLinear):
         dtype: torch.dtype,
         bias: torch.Tensor | None = None,
         device: torch.device | None = None,
+        *,
+        lasting: bool = True,
     ) -> PackedDense:
         """Pack `[n, K]` pieces of `dtype`, stacked by rows.
+
+        Args:
+            lasting: it stays as long as the model. Else it lies in the heap: arenas of large pages
+                take no place twice while one of their tensors lives.
 
         Raises:
             BuildError: there is no compiled code.
         """
         padded = -(-depth // 2) * 2 if dtype == torch.bfloat16 else depth
-        packed = zeros(-(-columns // PANEL) * PANEL * padded, dtype=dtype)
+        allocate = zeros if lasting else torch.zeros
+        packed = allocate(-(-columns // PANEL) * PANEL * padded, dtype=dtype)
         first = 0
         for piece in pieces:
             piece = piece if piece.stride(-1) == 1 else piece.contiguous()
@@ -116,7 +123,8 @@ class PackedChanges:
     def _record(self, change: LowRankChange) -> Any:
         """Lay out a change, and return its record."""
         whole = change.down
-        down = PackedDense.of([whole], len(whole), whole.shape[1], whole.dtype)
+        rank, depth = whole.shape
+        down = PackedDense.of([whole], rank, depth, whole.dtype, lasting=False)
         scales, panels = change.scales.contiguous(), [_panels(up) for up in change.ups]
         parts = [
             _Part(

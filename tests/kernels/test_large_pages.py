@@ -12,7 +12,8 @@ import torch
 
 from vlm_serve.kernels import large_pages
 from vlm_serve.kernels.large_pages import zeros
-from vlm_serve.kernels.linear.dense import PackedDense
+from vlm_serve.kernels.linear.dense import PackedChanges, PackedDense
+from vlm_serve.kernels.linear.low_rank_factors import LowRankChange, Up
 from vlm_serve.kernels.linear.packed_codes import PackedCodes
 from vlm_serve.kernels.linear.quantising import quantise
 
@@ -89,3 +90,17 @@ def test_weights_lie_in_them(compiler: None) -> None:
     codes = PackedCodes.of([quantise(plain, 4, 32)], 96, 128)
     for weight in (dense, codes):
         assert all(advised(tensor) for tensor in weight._tensors)
+
+
+def test_adapters_come_and_go_elsewhere(compiler: None) -> None:
+    """An arena goes on, and lasts as long as the weights in it: each change of slots would take
+    fresh pages."""
+    rank, depth = 4, 256
+    change = LowRankChange(
+        torch.randn(rank, depth), torch.ones(rank), (Up(0, 0, torch.randn(64, rank)),)
+    )
+    zeros(64, dtype=torch.uint8)
+    before = large_pages._arenas._used
+    for _ in range(3):
+        assert PackedChanges({0: change}, 1).nbytes >= 4 * rank * depth
+    assert large_pages._arenas._used == before

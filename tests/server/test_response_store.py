@@ -10,6 +10,7 @@ import pytest
 
 from vlm_serve.server.http.auth import Owner
 from vlm_serve.server.response_store import (
+    RECORD_BYTES,
     ResponseStore,
     Turn,
     memory_of,
@@ -40,6 +41,7 @@ def test_a_past_that_turns_share_is_counted_once() -> None:
         for name, turn in (("1", first), ("2", left), ("3", right)):
             store.put(OWNER, name, turn)
         assert store.num_bytes(OWNER.key) == 800
+        assert store.held_bytes == 800 + len(store._accounts[OWNER.key].responses) * RECORD_BYTES
         assert right.total_bytes == 700
         assert right.past() == [{"in": "a"}, {"out": "a"}, {"in": "c"}]
         assert store.delete(OWNER, "1")

@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from vlm_serve.server import upkeep
-from vlm_serve.server.upkeep import TRIM_BYTES, Trimmer
+from vlm_serve.server.upkeep import COLLECT_BYTES, TRIM_BYTES, Trimmer
 
 
 class Circle:
@@ -37,6 +37,25 @@ def test_much_is_given_back_while_requests_go_on() -> None:
         trimmer.freed(1)
         await until(trimmer, 1)
         assert not trimmer.num_collections
+
+    asyncio.run(work())
+
+
+def test_cycles_of_much_are_collected_while_requests_go_on() -> None:
+    async def work() -> None:
+        trimmer, gone = Trimmer(), weakref.ref(Circle())
+        trimmer.freed(COLLECT_BYTES - 1)
+        await until(trimmer, 1)
+        assert not trimmer.num_collections and gone() is not None
+        trimmer.freed(1)
+        async with asyncio.timeout(30):
+            while not trimmer.num_collections:
+                trimmer.freed(0)  # it never becomes quiet
+                await asyncio.sleep(0.001)
+        assert gone() is None
+        trimmer.freed(TRIM_BYTES)
+        await until(trimmer, trimmer.num_trims + 1)
+        assert trimmer.num_collections == 1, "it counts from the last one"
 
     asyncio.run(work())
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from vlm_serve.system import host_memory
 
 PROGRAM = """
 import resource, sys, threading
@@ -108,3 +111,44 @@ def test_what_was_given_back_may_be_taken_again_in_large_pages() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert before == after, "giving memory back took the advice away"
+
+
+FREE = """
+import torch
+from vlm_serve.system.host_memory import (
+    _mallinfo, allocated_bytes, free_bytes, release_freed_memory, resident_bytes,
+    retain_freed_memory,
+)
+
+assert retain_freed_memory()
+before, resident = free_bytes(), resident_bytes()
+between = []
+for _ in range(20):
+    large = torch.ones(1_000_000)
+    between.append((large, torch.ones(1000)))
+between = [small for _, small in between]
+del large
+print(free_bytes() - before, resident_bytes() - resident)
+print(_mallinfo().fordblks, allocated_bytes())
+assert release_freed_memory()
+print(free_bytes() - before, resident_bytes() - resident)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc says what it has free")
+def test_free_memory_counts_while_it_has_pages() -> None:
+    command = [sys.executable, "-c", FREE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (kept, resident), (listed, allocated), (left, after) = (
+        tuple(map(int, line.split())) for line in done.stdout.splitlines()
+    )
+    assert kept > 70_000_000 and abs(resident - kept) < 20_000_000
+    assert left < 10_000_000 and after < 20_000_000
+    assert listed > 1 << 31 and allocated > 0, "the C library counts its reserve too"
+
+
+def test_what_cannot_be_asked_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_libc", lambda: object())
+    assert host_memory.free_bytes() is None and host_memory.allocated_bytes() == 0
+    monkeypatch.setattr(host_memory, "Path", lambda name: Path("/nowhere") / name.lstrip("/"))
+    assert host_memory.resident_bytes() is None

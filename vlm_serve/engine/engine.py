@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from vlm_serve.cache.listing import ListedNode, NodeInfo, TreePage, describe
+from vlm_serve.cache.listing import CacheUsage, ListedNode, NodeInfo, TreePage, describe
+from vlm_serve.cache.tiers.store import ENTRY_BYTES
 from vlm_serve.engine.core.loop import EngineLoop
 from vlm_serve.engine.features.adapters.store import OTHERS, ServedAdapter
 from vlm_serve.engine.features.affinity_map import AffinityMap
@@ -373,12 +374,20 @@ class Engine:
         self.preprocessor.known_text.clear()
         return self._tiers.flush()
 
-    def _held_bytes(self) -> dict[str, int]:
-        usage, memory = self._cache.usage, self.memory
-        rows = sum(usage.rows.values()) - usage.rows["free"]
+    def _held_bytes(self, usage: CacheUsage, tiers: Mapping[str, Any]) -> dict[str, int]:
+        memory, drafting = self.memory, self._features.get(Drafting)
+        blocks, rows = usage.blocks - usage.free_blocks, sum(usage.rows.values())
+        rows -= usage.rows["free"]
+        idle = (usage.touched_blocks - blocks) * memory.block_bytes
+        entries = tiers.get("host_entries", 0) + tiers.get("disk_entries", 0)
         return {
-            "kv": (usage.blocks - usage.free_blocks) * memory.block_bytes,
+            "kv": blocks * memory.block_bytes,
             "state": rows * memory.snapshot_bytes,
+            "idle_pools": idle + (usage.touched_rows - rows) * memory.snapshot_bytes,
+            "tree": usage.tree_bytes,
+            "host_tier": tiers.get("host_bytes", 0),
+            "tier_index": entries * ENTRY_BYTES,
+            "drafts": 0 if drafting is None else drafting.num_bytes,
             "experts": usage.expert_bytes,
             "prompt_logprobs": usage.logprob_bytes,
             "embeddings": self._media.held_bytes,
@@ -392,6 +401,7 @@ class Engine:
     def _stats(self) -> dict[str, Any]:
         joining, drafting = self._features.get(Joining), self._features.get(Drafting)
         replays, shares = self._features.get(Replays), self._features.get(Shares)
+        usage, tiers = self._cache.usage, self._tiers.stats()
         return {
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
@@ -414,9 +424,9 @@ class Engine:
             "embedding_bytes": self._media.cache.used,
             "cache": self._cache.stats.as_dict(),
             "audit": dataclasses.asdict(self._auditor.counts),
-            "usage": dataclasses.asdict(self._cache.usage),
-            "held_bytes": self._held_bytes(),
-            "tiers": self._tiers.stats(),
+            "usage": dataclasses.asdict(usage),
+            "held_bytes": self._held_bytes(usage, tiers),
+            "tiers": tiers,
         }
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vlm_serve.engine.described import engine_rows
 from vlm_serve.engine.engine import Engine
+from vlm_serve.engine.start.build import device_of
 from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
@@ -37,6 +38,7 @@ from vlm_serve.server.http.serving import (
 )
 from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.service import Mount, Service
+from vlm_serve.system.host_memory import retain_freed_memory
 
 if TYPE_CHECKING:
     from vlm_serve.server.tracing import RequestTracer
@@ -62,6 +64,8 @@ def serve(
     Raises:
         ConfigError, CheckpointError: the server cannot start; nothing listens.
     """
+    if device_of(engine_config.device).type == "cpu":
+        retain_freed_memory()  # before the first other thread, which would begin a second heap
     begin_process(config)
     read_tenant_keys(config.tenant_keys)  # fail before the model is loaded
     tls = tls_context(config) is not None

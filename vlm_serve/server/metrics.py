@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from vlm_serve.engine.requests.outputs import CacheReport, Usage
 from vlm_serve.server.http.request_memory import RequestMemory
+from vlm_serve.system.host_memory import free_bytes
 
 if TYPE_CHECKING:
     from vlm_serve.engine.engine import Engine
@@ -143,6 +144,9 @@ class Metrics:
         self._gauge("num_requests_running", "Sequences that run", lambda: engine.num_running)
         self._gauge("num_requests_waiting", "Sequences that wait", lambda: engine.num_waiting)
         self._gauge("request_memory_bytes", "What requests hold", lambda: memory.held)
+        if free_bytes() is not None:
+            text = "Memory of the process that its C library has free for later"
+            self._gauge("allocator_free_bytes", text, lambda: free_bytes() or 0)
         self.engine_stats = EngineStats(model_name)
         self._registry.register(self.engine_stats)
 
@@ -215,6 +219,12 @@ class EngineStats(Collector):
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._stats: Mapping[str, Any] = {}
+
+    @property
+    def held_bytes(self) -> Mapping[str, int]:
+        """Memory by what keeps it; empty before the first `update`."""
+        held: Mapping[str, int] = self._stats.get("held_bytes", {})
+        return held
 
     def update(self, stats: Mapping[str, Any]) -> None:
         """Store a result of `Engine.stats`."""

@@ -15,6 +15,8 @@ from vlm_serve.server.failover.attempt import Attempt, new_token
 from vlm_serve.server.http.auth import Owner
 
 Item = dict[str, Any]
+RECORD_BYTES = 1200
+"""Memory of a stored response beside its turn: ids, holders and the timer of its end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +105,12 @@ class ResponseStore:
         """Return the bytes held for a key."""
         account = self._accounts.get(key)
         return 0 if account is None else account.num_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the responses of all keys, with their records."""
+        accounts = self._accounts.values()
+        return sum(each.num_bytes + len(each.responses) * RECORD_BYTES for each in accounts)
 
     def find(self, owner: Owner, response_id: str) -> Turn | None:
         """Return the turn of a response; None: the owner has none of that id."""

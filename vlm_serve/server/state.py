@@ -137,7 +137,10 @@ class ServerState:
             self._reading = reading
         await asyncio.wait({reading}, timeout=timeout)
         if reading.done() and reading.exception() is None:
-            self.metrics.engine_stats.update(reading.result())
+            stats = reading.result()
+            own = 0 if self.responses is None else self.responses.held_bytes
+            held = {**stats["held_bytes"], "responses": own}
+            self.metrics.engine_stats.update({**stats, "held_bytes": held})
 
 
 WINDOW_SECONDS = 60.0

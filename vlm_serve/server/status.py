@@ -25,6 +25,7 @@ from vlm_serve.server.http.auth import refuse_tenants
 from vlm_serve.server.http.browsers import refuse_foreign_scripts
 from vlm_serve.server.http.errors import is_anthropic
 from vlm_serve.server.service import Service
+from vlm_serve.system.host_memory import free_bytes, resident_bytes
 from vlm_serve.system.version import __version__
 
 STATS_TIMEOUT_SECONDS = 1.0
@@ -185,6 +186,7 @@ async def server_info(service: Service, request: Request) -> Response:
     """GET /server_info and /get_server_info: version, sizes and the options that hold no secret."""
     refuse_tenants(request.scope)
     engine, name = service.engine.config, service.state.model_names[0]
+    await service.state.refresh_engine_stats(STATS_TIMEOUT_SECONDS)
     return JSONResponse(
         {
             "version": __version__,
@@ -197,6 +199,11 @@ async def server_info(service: Service, request: Request) -> Response:
             "max_running_requests": engine.max_num_seqs,
             "max_queued_requests": service.config.max_queued_requests,
             "batch_invariant": asdict(service.engine.arithmetic.promise),
+            "memory": {
+                "resident_bytes": resident_bytes(),
+                "allocator_free_bytes": free_bytes(),
+                "held_bytes": service.state.metrics.engine_stats.held_bytes,
+            },
             "engine": shown_options(engine),
             "server": shown_options(service.config),
         }

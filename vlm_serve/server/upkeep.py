@@ -28,6 +28,9 @@ IDLE_CHECK_DELAY_SECONDS = 0.2
 
 TRIM_BYTES = 16 << 20
 """Bytes that must have been freed since the last trim while requests come and go."""
+COLLECT_BYTES = 256 << 20
+"""Bytes that requests give back between two collections of cycles, however busy the server is.
+Python's own rule counts objects, not what hangs on them."""
 PAUSE_SECONDS = 2.0
 QUIET_SECONDS = 10.0
 """After this long without a request that ended, cycles are collected and the rest is returned."""
@@ -100,8 +103,8 @@ class IdleCheck:
 class Trimmer:
     """Trims the heap on another thread.
 
-    While requests end, it does so at most every PAUSE_SECONDS and if TRIM_BYTES were freed. When
-    the server has become quiet it also collects cycles.
+    While requests end, it does so at most every PAUSE_SECONDS and if TRIM_BYTES were freed. It also
+    collects cycles after COLLECT_BYTES, and when the server has become quiet.
 
     Attributes:
         num_trims: number of trims.
@@ -112,12 +115,14 @@ class Trimmer:
         self.num_trims = 0
         self.num_collections = 0
         self._freed = 0
+        self._uncollected = 0
         self._quiet_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def freed(self, size: int) -> None:
         """Count bytes that a request has given back; call it on the event loop."""
         self._freed += size
+        self._uncollected += size
         self._quiet_at = asyncio.get_running_loop().time() + QUIET_SECONDS
         if self._task is None:
             self._task = asyncio.ensure_future(self._run())
@@ -134,11 +139,12 @@ class Trimmer:
             while loop.time() < self._quiet_at:
                 # A request that has just ended may still hold some of its memory.
                 await asyncio.sleep(PAUSE_SECONDS)
-                if loop.time() >= self._quiet_at:
+                quiet = loop.time() >= self._quiet_at
+                if quiet or self._uncollected >= COLLECT_BYTES:
+                    self._uncollected = 0
                     await asyncio.to_thread(gc.collect)
                     self.num_collections += 1
-                    await self._trim()
-                elif self._freed >= TRIM_BYTES:
+                if quiet or self._freed >= TRIM_BYTES:
                     await self._trim()
         finally:
             self._task = None

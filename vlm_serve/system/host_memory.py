@@ -9,6 +9,9 @@ benchmarks/notes/steps-cpu.md).
 from __future__ import annotations
 
 import ctypes
+import mmap
+from functools import cache
+from pathlib import Path
 
 # Parameter numbers of mallopt(3) and the advice of madvise(2).
 _TRIM_THRESHOLD = -1
@@ -20,6 +23,12 @@ _HUGE_PAGE = 2 << 20
 
 _reserve = 0
 """Bytes by which the heap grows at once; 0: `retain_freed_memory` was not called."""
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """Return the C library, always the same: each object has classes of its own."""
+    return ctypes.CDLL(None)
 
 
 def retain_freed_memory(reserve: int = 4 << 30) -> bool:
@@ -39,7 +48,7 @@ def retain_freed_memory(reserve: int = 4 << 30) -> bool:
         True if freed memory is retained; False where the C library is not glibc.
     """
     try:
-        libc = ctypes.CDLL(None)
+        libc = _libc()
         mallopt = libc.mallopt
     except (OSError, AttributeError):
         return False
@@ -77,13 +86,12 @@ def release_freed_memory(*, regrow: bool = False) -> bool:
     Returns:
         True if pages could be returned; False where the C library is not glibc.
     """
-    libc = ctypes.CDLL(None)
-    trim = getattr(libc, "malloc_trim", None)
+    trim = getattr(_libc(), "malloc_trim", None)
     if trim is None:
         return False
     trim(0)
     if regrow and _reserve:
-        _advise(libc)
+        _advise(_libc())
     return True
 
 
@@ -97,11 +105,52 @@ class _Info(ctypes.Structure):
     ]  # fmt: skip
 
 
+def _mallinfo() -> _Info | None:
+    """Return what glibc says of all its heaps; None: another C library, or an old one."""
+    ask = getattr(_libc(), "mallinfo2", None)
+    if ask is None:
+        return None
+    ask.restype = _Info
+    info: _Info = ask()
+    return info
+
+
 def allocated_bytes() -> int:
     """Return the bytes that this process has of its C library; 0: it cannot be asked."""
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if ask is None:
-        return 0
-    ask.restype = _Info
-    info = ask()
-    return int(info.uordblks + info.hblkhd)
+    info = _mallinfo()
+    return 0 if info is None else int(info.uordblks + info.hblkhd)
+
+
+def resident_bytes() -> int | None:
+    """Return the process's memory that has pages; None: the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return None
+
+
+def free_bytes() -> int | None:
+    """Return how much of the C library's free memory still has pages; None: it cannot be asked.
+
+    mallinfo2 counts free memory whose pages are with the kernel again, or never were there: a
+    trimmed heap, and the reserve. So the pages of the heap are counted. Memory that is allocated
+    and untouched has none either, which makes the result too small by as much.
+    """
+    info = _mallinfo()
+    if info is None:
+        return None
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    heaps = [line.split()[0].split("-") for line in lines if line.endswith("[heap]")]
+    pages = sum(_num_pages(int(begin, 16), int(end, 16)) for begin, end in heaps)
+    return max(0, min(int(info.fordblks), pages * mmap.PAGESIZE - int(info.uordblks)))
+
+
+def _num_pages(begin: int, end: int) -> int:
+    """Return how many pages between two addresses are in memory; 0: they are no longer mapped."""
+    seen = bytearray((end - begin) // mmap.PAGESIZE)
+    mincore, first = _libc().mincore, ctypes.c_ubyte.from_buffer(seen)
+    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return seen.count(1) if mincore(begin, end - begin, ctypes.byref(first)) == 0 else 0

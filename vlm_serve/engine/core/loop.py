@@ -288,6 +288,7 @@ class EngineLoop:
             if group.finished and self._groups.pop(request.request_id, None) is not None:
                 for notice in self._hooks.on_finished:
                     notice(group)
+                group.part()
             try:
                 request.on_delta(delta)
             except Exception:

@@ -66,6 +66,14 @@ class SequenceGroup:
             self.drafted_tokens - self.accepted_tokens,
         )
 
+    def part(self) -> None:
+        """Let go of the choices of a request that has ended.
+
+        Group and choices refer to each other: its prompt, its media and its client's queue would
+        stay until the garbage collector finds the circle.
+        """
+        self.sequences = []
+
     @property
     def finished(self) -> bool:
         return all(sequence.answer.finish_reason is not None for sequence in self.sequences)

@@ -108,7 +108,7 @@ def build(
     check_stored(spec, path)
     mtp = with_mtp(config, spec)
     layout = spec.cache_layout(size, mtp=mtp)
-    device = _device(config.device)
+    device = device_of(config.device)
     if device.type != "cpu":
         keep_private()
     with_graphs = graphs_wanted(config.cuda_graphs, device, size)
@@ -308,7 +308,8 @@ def find_checkpoint(
     return resolve_checkpoint(model, configs_only=configs_only, revision=revision, tower=tower)
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """Return the device that the option `device` names. Raise ConfigError if it is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():

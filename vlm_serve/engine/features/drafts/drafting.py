@@ -18,6 +18,7 @@ from vlm_serve.engine.features.drafts.lengths import (
     depths,
     share,
 )
+from vlm_serve.engine.features.drafts.suffix import SuffixDrafter
 from vlm_serve.engine.requests.plan import Slice, StepOutput, StepPlan
 from vlm_serve.engine.requests.sequence import Sequence
 
@@ -152,6 +153,11 @@ class Drafting:
         self._acceptance = AcceptanceTracker()
         self._sources: dict[int, DraftSource] = {}
         self._ended: list[Sequence] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of earlier answers."""
+        return sum(one.num_bytes for one in self.drafters if isinstance(one, SuffixDrafter))
 
     def plan_drafts(self, budget: int) -> None:
         """Turn planned decode tokens into slices with drafts. Request drafts of the MTP layer for
