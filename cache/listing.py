@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 HASH_CHARACTERS = 16
 """Digits of a content hash that are shown: enough to recognise a medium among thousands."""
-NODE_BYTES, BYTES_PER_ID = 1200, 4
+NODE_BYTES, BYTES_PER_ID = 1300, 4
 """Memory of a node's records, here and in mirrors of the tree, and of each of its tokens' ids."""
 
 
