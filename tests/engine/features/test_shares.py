@@ -94,7 +94,7 @@ def test_shares_cost_no_tokens() -> None:
     assert max(waits) >= STEPS - 11, "without shares nobody else has a turn: the test is worth it"
 
 
-@pytest.mark.parametrize("seats", [2, SEATS])
+@pytest.mark.parametrize("seats", quick([SEATS, 2], 1))
 def test_tokens_come_near_to_the_weights(seats: int) -> None:
     world = FairWorld(seats)
     tenants = [Tenant("a", 1), Tenant("b", 3), Tenant("c", 4)]
@@ -288,7 +288,7 @@ def test_a_leader_has_the_turn_of_its_followers() -> None:
     assert leader.since <= asked.since
 
 
-@pytest.mark.parametrize("blocks", [80, 130, 200])
+@pytest.mark.parametrize("blocks", quick([200, 130, 80], 1))
 def test_little_memory_keeps_nobody_waiting_for_ever(blocks: int) -> None:
     """Two that do not fit beside each other must not take each other's blocks again and again."""
     steps = []
