@@ -20,7 +20,6 @@ from vlm_serve.preprocess.identity.keys import AdapterIdentity, Roots
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
 from vlm_serve.preprocess.text.known_pieces import Encoded
-from vlm_serve.preprocess.text.known_turns import Turns
 from vlm_serve.preprocess.text.template import ChatTemplate
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
@@ -31,9 +30,6 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 class ChatRequest:
     """Messages, tools and template variables of a request.
 
-    Args:
-        turns: the tenant's known turns.
-
     Raises InvalidRequestError if the template does not accept these messages, or if the last one
     has nothing to continue.
 
@@ -43,11 +39,8 @@ class ChatRequest:
         kwargs: further variables of the template.
     """
 
-    def __init__(
-        self, conversation: Conversation, template: ChatTemplate, turns: Turns | None = None
-    ) -> None:
+    def __init__(self, conversation: Conversation, template: ChatTemplate) -> None:
         self._continuation = None
-        self._turns = turns
         if conversation.continue_final_message:
             marked = template.traits.thinking.marked
             self._continuation = Continuation(conversation.messages[-1], marked=marked)
@@ -114,7 +107,6 @@ class ChatRequest:
             tools=typed.hide(self.tools),
             add_generation_prompt=add_generation_prompt,
             kwargs=typed.hide(self.kwargs),
-            turns=self._turns,
         )
         try:
             text.encode()
