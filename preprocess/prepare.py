@@ -46,6 +46,7 @@ from vlm_serve.preprocess.reading.reader import read_conversation
 from vlm_serve.preprocess.reading.turns import fit_systems
 from vlm_serve.preprocess.text.family import Family
 from vlm_serve.preprocess.text.known_pieces import KnownPieces
+from vlm_serve.preprocess.text.known_turns import KnownTurns
 from vlm_serve.preprocess.text.rendering import (
     ChatRequest,
     PromptPiece,
@@ -73,7 +74,7 @@ _FETCHED_AT_ONCE = 16
 DEFAULT_RAW_INDEX_BYTES = 16 << 20
 DEFAULT_KNOWN_TEXT_BYTES = 64 << 20
 # Of that memory, in eighths.
-_PROMPTS, _PIECES = 6, 2
+_PROMPTS, _PIECES, _TURNS = 5, 2, 1
 # Of a character; no token has fewer than one byte.
 _MOST_BYTES = 4
 
@@ -346,7 +347,8 @@ class Preprocessor:
         if conversation.media:
             conversation = self._with_pages(conversation)
         conversation = fit_systems(conversation, anywhere=self._template.traits.late_systems)
-        request = ChatRequest(conversation, self._template)
+        turns = self.known_text.turns.of(cache_salt)
+        request = ChatRequest(conversation, self._template, turns)
         media = self._with_defaults(conversation) if conversation.names_media else []
         self._template.check_kwargs(request.kwargs)
         check = partial(self._check_length, request, whole=wanted is None)
@@ -489,17 +491,19 @@ class KnownText:
     Attributes:
         pieces: tokens of texts.
         prompts: prompts that others continue.
+        turns: what the template wrote for a message.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int) -> None:
         share = max_bytes // 8
         self.prompts = KnownPrompts(share * _PROMPTS)
         self.pieces = KnownPieces(tokenizer, share * _PIECES)
+        self.turns = KnownTurns(share * _TURNS)
 
     @property
     def num_bytes(self) -> int:
         """Memory of all that is kept."""
-        return self.prompts.num_bytes + self.pieces.num_bytes
+        return self.prompts.num_bytes + self.pieces.num_bytes + self.turns.num_bytes
 
     @property
     def counts(self) -> dict[str, int]:
@@ -516,6 +520,7 @@ class KnownText:
         """Forget all of it."""
         self.pieces.clear()
         self.prompts.clear()
+        self.turns.clear()
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int:

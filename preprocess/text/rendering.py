@@ -20,6 +20,7 @@ from vlm_serve.preprocess.identity.keys import AdapterIdentity, Roots
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
 from vlm_serve.preprocess.text.known_pieces import Encoded
+from vlm_serve.preprocess.text.known_turns import Turns
 from vlm_serve.preprocess.text.template import ChatTemplate
 from vlm_serve.preprocess.text.tokenizer import Tokenizer
 
@@ -30,6 +31,9 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 class ChatRequest:
     """Messages, tools and template variables of a request.
 
+    Args:
+        turns: the tenant's known turns.
+
     Raises InvalidRequestError if the template does not accept these messages, or if the last one
     has nothing to continue.
 
@@ -39,8 +43,11 @@ class ChatRequest:
         kwargs: further variables of the template.
     """
 
-    def __init__(self, conversation: Conversation, template: ChatTemplate) -> None:
+    def __init__(
+        self, conversation: Conversation, template: ChatTemplate, turns: Turns | None = None
+    ) -> None:
         self._continuation = None
+        self._turns = turns
         if conversation.continue_final_message:
             marked = template.traits.thinking.marked
             self._continuation = Continuation(conversation.messages[-1], marked=marked)
@@ -107,6 +114,7 @@ class ChatRequest:
             tools=typed.hide(self.tools),
             add_generation_prompt=add_generation_prompt,
             kwargs=typed.hide(self.kwargs),
+            turns=self._turns,
         )
         try:
             text.encode()

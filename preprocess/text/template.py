@@ -34,13 +34,13 @@ import jinja2.utils
 from vlm_serve.errors import CheckpointError, ConfigError, InvalidRequestError
 from vlm_serve.preprocess.reading.conversation import Conversation, MediaPart, text_part
 from vlm_serve.preprocess.text.family import THINK_END, THINK_START
+from vlm_serve.preprocess.text.known_turns import LOOP, TurnCompiler, Turns, rewrite
 from vlm_serve.preprocess.text.tokenizer import read_json
 
 MAX_OUTPUT_CHARACTERS = 1 << 24
 MAX_SECONDS = 10.0
 _PROBE = "probe"
 _OF_MAPPINGS = frozenset(dir(dict))
-_OF_LOOPS = frozenset({"index", "index0", "first", "last", "length", "previtem", "nextitem"})
 _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
@@ -63,6 +63,8 @@ class _GenerationTag(jinja2.ext.Extension):
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Checks the deadline whenever a template reads an attribute or an item or calls something."""
+
+    code_generator_class = TurnCompiler
 
     def __init__(self) -> None:
         super().__init__(
@@ -89,11 +91,20 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         # The most frequent ones by far, without the sandbox's questions; the answers are the same.
         if kind is dict and attribute in obj and attribute not in _OF_MAPPINGS:
             return obj[attribute]
-        if kind is jinja2.runtime.LoopContext and attribute in _OF_LOOPS:
+        if kind is jinja2.runtime.LoopContext and attribute in LOOP:
             return getattr(obj, attribute)
         if kind is _SafeNamespace and not attribute.startswith("_"):
             return getattr(obj, attribute, None) or super().getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+    def read(self, obj: Any, attribute: str) -> Any:
+        """Return what a template sees of an attribute that is read ahead."""
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_MAPPINGS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if kind is _SafeNamespace and not attribute.startswith("_"):
+            return getattr(obj, attribute)
+        return self.getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         self.check_deadline()
@@ -236,6 +247,8 @@ class ChatTemplate:
             self._tree = self._environment.parse(source)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from None
+        turning = self._environment.parse(source)
+        self._turning = self._environment.from_string(turning) if rewrite(turning) else None
         # The search folds constants in its tree.
         tree = self._environment.parse(source)
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
@@ -272,8 +285,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
+        turns: Turns | None = None,
     ) -> str:
         """Render the prompt text.
+
+        Args:
+            turns: the tenant's known turns; None: none is known.
 
         Raises InvalidRequestError if the template refuses the messages or a limit is exceeded.
         """
@@ -288,8 +305,12 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         variables.setdefault("documents", None)
+        template = self._template
+        if turns is not None and self._turning is not None:
+            template = self._turning
+            variables |= turns.variables
         try:
-            return self._collect(variables)
+            return self._collect(template, variables)
         except _TooSlow:
             problem = f"takes longer than {self._max_seconds:g} seconds"
         except jinja2.TemplateError as error:
@@ -300,10 +321,10 @@ class ChatTemplate:
             problem = "cannot render messages nested so deeply"
         raise InvalidRequestError(f"the chat template {problem}", param="messages")
 
-    def _collect(self, variables: dict[str, Any]) -> str:
+    def _collect(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         self._environment.set_deadline(time.monotonic() + self._max_seconds)
         pieces, length = [], 0
-        for piece in self._template.generate(variables):
+        for piece in template.generate(variables):
             self._environment.check_deadline()
             pieces.append(piece)
             length += len(piece)
