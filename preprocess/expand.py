@@ -7,9 +7,9 @@ slices but the last.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from vlm_serve.errors import CheckpointError, InvalidRequestError
 from vlm_serve.preprocess.identity.keys import hasher_of
 from vlm_serve.preprocess.identity.prompt import MediaSpan
-from vlm_serve.preprocess.known_prompts import KnownPrompt, Names, Place
+from vlm_serve.preprocess.known_prompts import Expansion, KnownPrompt, Names, Place
 from vlm_serve.preprocess.media.loading import LoadedMedia
 from vlm_serve.preprocess.media.media_processors import Processor
 from vlm_serve.preprocess.media.processing import MediaRecord, Slices
@@ -49,36 +49,6 @@ class VisionTokens:
         if token_id == self.image_pad:
             return "image"
         return "video" if token_id == self.video_pad else None
-
-
-@dataclass(slots=True)
-class Expansion:
-    """Token ids under construction.
-
-    Attributes:
-        token_ids, spans, media_ends, message_ends: as in `Prompt`.
-        piece_starts: number of tokens before each piece.
-        records: of every medium so far.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    spans: list[MediaSpan] = field(default_factory=list)
-    media_ends: list[int] = field(default_factory=list)
-    message_ends: list[int] = field(default_factory=list)
-    piece_starts: list[int] = field(default_factory=list)
-    records: list[MediaRecord] = field(default_factory=list)
-
-    def until(self, place: Place) -> Expansion:
-        """Return a copy of the part before a place."""
-        length = self.piece_starts[place.pieces - 1] + 1
-        return Expansion(
-            self.token_ids[:length],
-            self.spans[: bisect_right(self.spans, length, key=lambda span: span.end)],
-            self.media_ends[: place.media],
-            self.message_ends[: bisect_right(self.message_ends, length)],
-            self.piece_starts[: place.pieces],
-            self.records[: place.media],
-        )
 
 
 class Expander:

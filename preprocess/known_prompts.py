@@ -7,21 +7,22 @@ its root key, and of all pieces and media before it.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
 from vlm_serve.preprocess.identity.keys import PromptKeys
+from vlm_serve.preprocess.identity.prompt import MediaSpan
 from vlm_serve.preprocess.media.raw_index import pack_record
 
 if TYPE_CHECKING:
     import torch
 
-    from vlm_serve.preprocess.expand import Expansion
     from vlm_serve.preprocess.media.processing import MediaRecord
 
 _DOMAIN = b"vlm-serve known prompt 1"
@@ -41,6 +42,36 @@ class Place(NamedTuple):
     pieces: int
     media: int
     digest: bytes
+
+
+@dataclass(slots=True)
+class Expansion:
+    """Token ids under construction.
+
+    Attributes:
+        token_ids, spans, media_ends, message_ends: as in `Prompt`.
+        piece_starts: number of tokens before each piece.
+        records: of every medium so far.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    spans: list[MediaSpan] = field(default_factory=list)
+    media_ends: list[int] = field(default_factory=list)
+    message_ends: list[int] = field(default_factory=list)
+    piece_starts: list[int] = field(default_factory=list)
+    records: list[MediaRecord] = field(default_factory=list)
+
+    def until(self, place: Place) -> Expansion:
+        """Return a copy of the part before a place."""
+        length = self.piece_starts[place.pieces - 1] + 1
+        return Expansion(
+            self.token_ids[:length],
+            self.spans[: bisect_right(self.spans, length, key=lambda span: span.end)],
+            self.media_ends[: place.media],
+            self.message_ends[: bisect_right(self.message_ends, length)],
+            self.piece_starts[: place.pieces],
+            self.records[: place.media],
+        )
 
 
 @dataclass(frozen=True, slots=True)

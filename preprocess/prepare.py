@@ -17,7 +17,6 @@ from typing import Any
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.preprocess.expand import (
     Expander,
-    Expansion,
     VisionTokens,
     common_length,
     find_expander,
@@ -33,7 +32,7 @@ from vlm_serve.preprocess.identity.keys import (
     Roots,
 )
 from vlm_serve.preprocess.identity.prompt import Prompt
-from vlm_serve.preprocess.known_prompts import KnownPrompt, KnownPrompts
+from vlm_serve.preprocess.known_prompts import Expansion, KnownPrompt, KnownPrompts
 from vlm_serve.preprocess.media.decoders import Decoders
 from vlm_serve.preprocess.media.documents import Documents
 from vlm_serve.preprocess.media.fetch import Holding
