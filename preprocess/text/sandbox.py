@@ -26,7 +26,7 @@ MAX_SOURCE = 1 << 18
 """Characters of a template, many times more than any published one has."""
 MAX_CHARACTERS = 1 << 28
 """What one rendering may make: some copies of the largest prompt."""
-_AT_ONCE = 1 << 26
+_AT_ONCE = 1 << 25
 """Characters that one operation may make."""
 _MAX_BITS = 1 << 14
 """Bits of a whole number."""
@@ -57,7 +57,7 @@ _QUIET = frozenset(
         *("abs", "attr", "count", "d", "default", "dictsort", "filesizeformat", "first", "float"),
         *("groupby", "int", "items", "last", "length", "list", "map", "max", "min", "random"),
         *("reject", "rejectattr", "reverse", "select", "selectattr", "sort", "sum", "unique"),
-        *("_each", "_slice"),
+        *("for", "[:]"),
     }
 )
 """Filters that write no text of a container."""
@@ -98,7 +98,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         super().__init__(**options, finalize=shown)
         self._rendering = _Rendering()
         del self.globals["lipsum"]
-        self.filters.update(_each=self._each, _slice=_slice, _text=_text)
+        self.filters |= {"for": self._each, "[:]": _slice, "~": _text}
 
     def set_deadline(self, deadline: float) -> None:
         """Begin a rendering on this thread."""
@@ -235,19 +235,19 @@ class _Counted(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = _filter(node.iter, "_each")
+        node.iter = _filter(node.iter, "for")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(nodes.Tuple(node.nodes, "load", lineno=node.lineno), "_text")
+        return _filter(nodes.Tuple(node.nodes, "load", lineno=node.lineno), "~")
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
             return node
         ends = (node.arg.start, node.arg.stop, node.arg.step)
-        return _filter(node.node, "_slice", *(end or nodes.Const(None) for end in ends))
+        return _filter(node.node, "[:]", *(end or nodes.Const(None) for end in ends))
 
 
 def _filter(node: nodes.Node, name: str, *arguments: nodes.Expr) -> nodes.Filter:

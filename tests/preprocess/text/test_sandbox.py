@@ -114,7 +114,7 @@ NOT_COMPILED = {
 def little(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tenth of the usual limits: what is refused by them alone is refused sooner."""
     monkeypatch.setattr(sandbox, "MAX_CHARACTERS", 1 << 26)
-    monkeypatch.setattr(sandbox, "_AT_ONCE", 1 << 25)
+    monkeypatch.setattr(sandbox, "_AT_ONCE", 1 << 24)
     yield
 
 
