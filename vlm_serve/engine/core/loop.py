@@ -288,11 +288,13 @@ class EngineLoop:
             if group.finished and self._groups.pop(request.request_id, None) is not None:
                 for notice in self._hooks.on_finished:
                     notice(group)
-                group.part()
             try:
                 request.on_delta(delta)
             except Exception:
                 _log.exception("a callback of request %s raised", request.request_id)
+        for group, _ in events:  # not before: others of them may be of the same group
+            if group.finished:
+                group.part()
 
     def _forget_removed(self) -> None:
         """Tell the executor which sequences it needs no longer."""
