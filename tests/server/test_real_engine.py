@@ -376,7 +376,7 @@ def test_metrics_of_the_real_engine(server: RunningServer) -> None:
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(lines['vlm_serve:kv_cache_usage_perc{model_name="test-model"}']) == 0
     assert float(lines['vlm_serve:kv_cache_fill_perc{model_name="test-model"}']) > 0
-    for kind in ("kv", "state", "embeddings", "media_index"):
+    for kind in ("kv", "state", "embeddings", "media_index", "known_text"):
         assert float(lines[f'vlm_serve:held_bytes{{kind="{kind}",model_name="test-model"}}']) > 0
 
 
