@@ -208,6 +208,7 @@ def test_a_grammar_whose_own_process_was_killed_is_no_fault_of_its_text(
     compiler.compile(StructuredOutputs(regex="abc"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_grammar_is_blamed_for_two_crashes(

@@ -92,7 +92,7 @@ SOUND = [
 
 
 @pytest.mark.parametrize("numbers", SOUND)
-@pytest.mark.parametrize("side", [40, 2600])
+@pytest.mark.parametrize("side", [40, pytest.param(2600, marks=pytest.mark.sweep)])
 def test_who_is_ended_once_is_asked_again(
     made: Decoders, kill: Kill, numbers: tuple[int, ...], side: int
 ) -> None:
