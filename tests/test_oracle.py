@@ -33,7 +33,7 @@ def test_torchvision_imports_beside_any_build_of_torch() -> None:
 
 
 BESIDE_FLA = """
-import inspect, sys
+import importlib, inspect, sys
 from types import ModuleType
 
 def rule(query, key, value, g, beta):
@@ -47,8 +47,7 @@ for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
 import oracle
 
 oracle.prepare_models()
-from transformers.models.qwen3_next import modeling_qwen3_next as code
-
+code = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
 used = inspect.getclosurevars(code.torch_chunk_gated_delta_rule).nonlocals.values()
 print(*sorted({each.__module__ for each in used if callable(each)}))
 """

@@ -31,7 +31,7 @@ def work():
     print(os.getpid(), flush=True)
     {work}
 
-worker._forked(work, 600.0)
+worker._forked(work, 600.0, 600.0)
 """
 
 SUBREAPER = """
