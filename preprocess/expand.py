@@ -488,9 +488,10 @@ def _canvas_positions(
     """
     length = len(token_ids)
     positions = torch.empty((3, length), dtype=torch.int64)
-    at, position = _known_positions(positions.numpy(), known)
+    first, position = _known_positions(positions.numpy(), known)
+    at = first
     for picture in _pictures(spans, layouts):
-        if picture.start < at:
+        if picture.start < first:
             continue
         if picture.start > at:
             text = picture.start - at

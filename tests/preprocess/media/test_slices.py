@@ -104,6 +104,28 @@ def assert_equal(prompt: Prompt, expected: dict[str, Any], path: Path) -> None:
     assert (prompt.positions.dtype, prompt.rope_delta) == (torch.int64, delta)
 
 
+def test_a_turn_that_continues_a_known_prompt_is_prepared_as_from_nothing(
+    path: Path, sliced: Preprocessor, photographs: Path, videos: Path
+) -> None:
+    """Pictures next to each other among the known turns and among the new ones."""
+    with Image.open(photographs / "coffee.png") as image:
+        known = conversations(image.convert("RGB"), videos)
+    together = known["images together"][0]
+    turns = [together, {"role": "assistant", "content": "Seven."}, together]
+    fresh = build(path)
+    try:
+        whole = fresh.prepare(turns)
+    finally:
+        fresh.close()
+    for length in (1, 3):
+        continued = sliced.prepare(turns[:length])
+    assert continued.token_ids == whole.token_ids and continued.spans == whole.spans
+    assert torch.equal(continued.positions, whole.positions)
+    assert continued.rope_delta == whole.rope_delta
+    assert continued.keys.block_keys == whole.keys.block_keys
+    assert continued.keys.tails == whole.keys.tails
+
+
 def test_equal_to_transformers(
     path: Path, sliced: Preprocessor, photographs: Path, videos: Path
 ) -> None:
