@@ -296,7 +296,9 @@ async def settled(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait({running})
+        while not running.done():  # it may be cancelled more than once
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({running})
         if not running.cancelled():
             running.exception()  # retrieved, so that asyncio does not report it
         raise
