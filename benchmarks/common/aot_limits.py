@@ -77,6 +77,13 @@ ALLOWANCES = (
         spilled=2100,
     ),
     Allowance(
+        r"gated_delta fp32: verify_kernel",
+        ("sm_100",),
+        "float32 is the parity mode. With arguments in named tuples ptxas of Triton 3.7 keeps 96 "
+        "registers, for five programs, where 86 were enough, and spills.",
+        spilled=40,
+    ),
+    Allowance(
         r"gated_delta: scan_kernel",
         ("sm_100",),
         "With Triton 3.6 two warps do what four would (`triton_faults`), and spill one value.",
