@@ -75,8 +75,8 @@ class _Unknown(Exception):
 
 
 class TurnCompiler(jinja2.compiler.CodeGenerator):
-    """Compiles rewritten templates. What is read ahead passes by the sandbox's questions, and may
-    fail, so it becomes a function; nobody sees its values but a `Turns`."""
+    """Compiles rewritten templates. What is read ahead may fail, so it becomes a function; nobody
+    sees its values but a `Turns`."""
 
     _ahead = False
 
@@ -91,16 +91,12 @@ class TurnCompiler(jinja2.compiler.CodeGenerator):
         self._ahead = False
 
     def visit_Getattr(self, node: nodes.Getattr, frame: jinja2.compiler.Frame) -> None:
-        """Write an attribute that is read ahead directly."""
-        if not self._ahead:
+        """Write an attribute of the loop that is read ahead directly."""
+        if not (self._ahead and _is_of_loop(node)):
             super().visit_Getattr(node, frame)
-        elif _is_of_loop(node):
-            self.visit(node.node, frame)
-            self.write(f".{node.attr}")
-        else:
-            self.write("environment.read(")
-            self.visit(node.node, frame)
-            self.write(f", {node.attr!r})")
+            return
+        self.visit(node.node, frame)
+        self.write(f".{node.attr}")
 
     def visit_Call(
         self, node: nodes.Call, frame: jinja2.compiler.Frame, forward_caller: bool = False

@@ -140,8 +140,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise TooMuchError(f"{name} would write over {_AT_ONCE >> 20} Mi characters")
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            return obj[attribute]
+        if type(obj) is dict and not hasattr(dict, attribute):
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if attribute in _SAFE.get(type(obj), ()):
             return getattr(obj, attribute)
         if isinstance(obj, jinja2.utils.Namespace) and attribute[:1] != "_":

@@ -41,7 +41,6 @@ MAX_SECONDS = 10.0
 _MAX_MESSAGE = 1000
 _LIMIT = "template_limit"
 _PROBE = "probe"
-_OF_MAPPINGS = frozenset(dir(dict))
 _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
@@ -73,15 +72,6 @@ class _Environment(Sandbox):
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
         self.globals["namespace"] = _SafeNamespace
-
-    def read(self, obj: Any, attribute: str) -> Any:
-        """Return what a template sees of an attribute that is read ahead."""
-        kind = type(obj)
-        if kind is dict and attribute not in _OF_MAPPINGS:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if kind is _SafeNamespace and not attribute.startswith("_"):
-            return getattr(obj, attribute)
-        return self.getattr(obj, attribute)
 
 
 class _SafeNamespace(jinja2.utils.Namespace):
