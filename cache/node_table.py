@@ -67,7 +67,7 @@ class NodeTable:
         """Return the slots of published nodes."""
         return np.fromiter(map(_slot_of, path), np.intp, len(path))
 
-    def use(self, slots: Slots, now: int, age: float, hits: int = 1) -> None:
+    def use(self, slots: Slots, now: int, age: float, hits: int) -> None:
         """Count a use of distinct nodes.
 
         Args:

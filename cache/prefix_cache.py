@@ -236,6 +236,8 @@ class PrefixCache:
 
     def snapshot_positions(self, keys: PromptKeys, limit: int) -> tuple[int, ...]:
         """Return the cut points up to `limit` that have a state."""
+        if not self.config.has_state:
+            return ()
         trie, nodes, size = self.ledger.trie, self.ledger.nodes, keys.block_size
         path = trie.path(keys, limit // size)
         ends = (np.flatnonzero(nodes.has_snapshot[nodes.slots(path)]) + 1) * size
@@ -678,9 +680,8 @@ class PrefixCache:
 
     def _count_use(self, lease: Lease, now: int) -> None:
         """Count a hit as a use, after its first step has succeeded."""
-        self.ledger.use_path(lease.path, now)
-        if lease.tail is not None:
-            self.ledger.use_path((lease.tail,), now)
+        path = lease.path if lease.tail is None else [*lease.path, lease.tail]
+        self.ledger.use_path(path, now)
         if lease.snapshot is not None:
             lease.snapshot.hits += 1
             self.ledger.touch_snapshot(lease.snapshot, now)
