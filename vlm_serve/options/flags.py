@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
-        if unknown and hasattr(options, "take_late"):
+        if hasattr(options, "take_late"):
             unknown = options.take_late(options, unknown)
         if unknown:
             self.error("; ".join(_problems(unknown, self._flags_of(options))))
