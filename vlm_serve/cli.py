@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"vlm-serve: {memory_sentence(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        if options.run in (run_batch, run_video_qa):
+            print("vlm-serve: stopped; the same command goes on from here", file=sys.stderr)
         return 130
     return status
 

@@ -199,8 +199,7 @@ def test_the_documents_transcript_is_what_a_terminal_shows() -> None:
     document = (ROOT / "docs" / "chat.md").read_text(encoding="utf-8")
     transcript = re.findall(r"```\n\$ vlm-serve chat demo\n(.*?)```", document, re.S)[0]
     terminal = Terminal("demo", *SMALL)
-    said = terminal.until("\n> ").partition("demo. ")
-    said = "".join(said[1:])
+    said = "demo. " + terminal.until("\n> ").partition("demo. ")[2]
     for line in re.findall(r"^> (.+)$", transcript, re.M):
         terminal.type(line + "\n")
         said += terminal.until("\n> ")

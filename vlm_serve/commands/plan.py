@@ -199,7 +199,10 @@ def render(plan: ServingPlan) -> str:
         *_tiers(plan.config),
         ("tokens", str(memory.tokens)),
         ("context", f"{plan.max_model_len} tokens"),
-        ("granularity", f"{memory.block_size} tokens, and exact media and turn boundaries"),
+        (
+            "granularity",
+            f"{memory.block_size} tokens (--block-size), and exact media and turn boundaries",
+        ),
     ]
     lines = [
         "bucket              count        bytes each          MiB",
@@ -208,7 +211,11 @@ def render(plan: ServingPlan) -> str:
         *(f"{name:<20} {text}" for name, text in facts),
     ]
     if plan.rows:
-        lines += ["", "interval (blocks)     tokens  snapshots"]
+        lines += [
+            "",
+            "What fits if a snapshot is kept every so many blocks (--prefix-cache-state-interval):",
+            "interval (blocks)     tokens  snapshots",
+        ]
     lines += [
         f"{row['interval']:>17}{row['tokens']:>11}{row['snapshots']:>11}" for row in plan.rows
     ]
