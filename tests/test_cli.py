@@ -407,3 +407,26 @@ def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
         ["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stderr == "" and done.stdout.strip() in ("0", "141")
+
+
+@pytest.mark.parametrize("command", ["plan", "serve"])
+def test_an_error_of_a_folder_names_the_folder(
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "model"]) == 1
+    assert f"vlm-serve: {tmp_path / 'model'}: the checkpoint has no " in capsys.readouterr().err
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert main([command, "./model"]) == 1
+    assert f"vlm-serve: {tmp_path / 'model'}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["./nodir", "../nodir/x", "~/nodir", ".hidden/model"])
+def test_a_path_is_never_a_hub_id(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", name]) == 1
+    said = capsys.readouterr().err
+    assert "is neither a directory nor" in said and "fetching" not in said

@@ -20,7 +20,7 @@ from vlm_serve.commands.conversation import Conversation
 from vlm_serve.errors import ConfigError, VlmServeError
 from vlm_serve.options.config import EngineConfig
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", re.ASCII)
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", re.ASCII)
 _PATHS = ("./", "../", "/", "~", "ollama:")
 
 

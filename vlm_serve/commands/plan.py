@@ -21,6 +21,7 @@ from vlm_serve.engine.start.build import (
     changes_of,
     find_checkpoint,
     longest_context,
+    naming_folder,
     with_block_size,
 )
 from vlm_serve.engine.start.draft_start import with_drafts, with_mtp
@@ -77,7 +78,8 @@ def run(model: str, config: EngineConfig, *, as_json: bool) -> None:
         CheckpointError: there is no readable config.
         ConfigError: it cannot fit; names the option.
     """
-    plan = make(model, config)
+    with naming_folder(model):
+        plan = make(model, config)
     print(json.dumps(_as_json(plan)) if as_json else render(plan))
 
 
