@@ -24,8 +24,10 @@ from vlm_serve import Output, Pipeline, SamplingParams
 CAMERA = Path(__file__).parent / "media" / "change.mp4"
 QUESTION = "What happens?"
 # Two frames form one temporal patch; questions wait for whole patches.
-SAMPLE_FPS = 2.0
-SECONDS_BETWEEN_QUESTIONS = 1.0
+SAMPLE_FPS = 1.0
+SECONDS_BETWEEN_QUESTIONS = 2.0
+# The demo model has learned from frames of this size. Others need no such limit.
+FRAME_PIXELS = 64 * 64
 
 Recording = npt.NDArray[np.uint8]
 
@@ -52,6 +54,7 @@ def watch(pipe: Pipeline, path: Path, question: str = QUESTION) -> Iterator[tupl
             "fps": rate,
             "sampling": "fps_grid",
             "sample_fps": SAMPLE_FPS,
+            "max_frame_pixels": FRAME_PIXELS,
         }
         content = [video, {"type": "text", "text": question}]
         yield len(frames) / rate, pipe.chat([{"role": "user", "content": content}], greedy)

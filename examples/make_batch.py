@@ -17,8 +17,14 @@ QUESTIONS = {
 }
 
 
-def line(custom_id: str, body: dict[str, Any], url: str = "/v1/chat/completions") -> str:
-    request = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+def line(custom_id: str, body: dict[str, Any]) -> str:
+    """Return a line of the file. All have one route, as `/v1/batches` wants it."""
+    request = {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": body,
+    }
     return json.dumps(request) + "\n"
 
 
@@ -44,8 +50,8 @@ def main() -> None:
             for picture, questions in QUESTIONS.items():
                 name = f"{Path(picture).stem}-{number + 1}"
                 file.write(line(name, chat(picture, questions[number])))
-        text = {"prompt": "A red", "max_tokens": 4, "temperature": 0}
-        file.write(line("text", text, "/v1/completions"))
+        text = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+        file.write(line("text", text))
 
 
 if __name__ == "__main__":

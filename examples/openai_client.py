@@ -13,7 +13,10 @@ import mimetypes
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ModuleNotFoundError:
+    raise SystemExit("this example needs OpenAI's library: pip install openai") from None
 
 PICTURE = next((Path(__file__).parent / "media").glob("*.png"), None)
 WEATHER = {

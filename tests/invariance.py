@@ -20,6 +20,7 @@ from exactness import _picture, _words
 from guesses import draft_freely
 from parity import executor_of
 from parity_cases import random_ids, user
+from prepared_prompts import answer_prepared
 from together import together
 
 from vlm_serve.engine.core.executor import StepError
@@ -27,7 +28,6 @@ from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.requests.plan import StepOutput, StepPlan
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
-from vlm_serve.pipeline.requests import returned
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 
@@ -151,7 +151,7 @@ def alone(pipe: Pipeline, asks: Iterable[Ask]) -> list[Answer]:
 def _run(pipe: Pipeline, asks: Sequence[Ask]) -> list[Output]:
     prompts = [ask.prompt(pipe.engine) for ask in asks]
     with together(pipe.engine, len(asks)):
-        return [*map(returned, pipe._run(iter(prompts), [ask.params for ask in asks]))]
+        return answer_prepared(pipe, prompts, [ask.params for ask in asks])
 
 
 def in_company(

@@ -12,6 +12,7 @@ import media_reference
 import oracle
 import PIL.Image
 import torch
+from prepared_prompts import answer_prepared
 from together import together
 
 from vlm_serve.engine.engine import Engine
@@ -19,7 +20,6 @@ from vlm_serve.engine.requests.plan import StepOutput, StepPlan
 from vlm_serve.engine.steps.local_executor import LocalExecutor
 from vlm_serve.models.batch import ForwardBatch, ForwardOutput
 from vlm_serve.pipeline.pipeline import Output, Pipeline
-from vlm_serve.pipeline.requests import returned
 from vlm_serve.sampling_params import SamplingParams
 
 NEAR_TIE = 1e-4
@@ -208,7 +208,8 @@ def check(
     """Runs prompts through the engine, all at once, and compares each with transformers."""
     prepared = pipe.engine.preprocessor
     with tapped(pipe.engine) as tap, together(pipe.engine, len(prompts)):
-        answers = pipe._run(
+        outputs = answer_prepared(
+            pipe,
             (
                 prepared.prepare_tokens(prompt)  # type: ignore[arg-type]
                 if isinstance(prompt[0], int)
@@ -217,7 +218,6 @@ def check(
             ),
             [greedy(num_tokens)] * len(prompts),
         )
-        outputs = [*map(returned, answers)]
         pipe.engine.check()
         logits = tap.take()
     comparisons = []

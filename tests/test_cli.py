@@ -190,7 +190,11 @@ def test_a_bad_flag_is_a_usage_error(
         (["chat", "demo", "Where", "is", "it"], "'is', 'it'; put a text of several words into"),
         (["plan", "--prot", "3"], "there is no --prot; did you mean --port? (--help"),
         (["chat", "hi", "--imgae", "x"], "there is no --imgae; did you mean --image?"),
-        (["sevre"], "invalid choice: 'sevre'"),
+        (["sevre"], "there is no command 'sevre'; did you mean serve?"),
+        (["version"], "did you mean --version?"),
+        (["nothing"], "there is no command 'nothing': serve, deploy, plan, "),
+        (["serve", "--help", "cach"], "there is no group 'cach'; did you mean cache?"),
+        (["serve", "--gpu-memory-utilization", "0.9"], "here it is --cache-memory SIZE"),
         ([], "required: COMMAND"),
     ],
 )
@@ -376,3 +380,53 @@ def test_a_missing_checkpoint_ends_with_status_one(
 ) -> None:
     assert main(["serve", str(tmp_path / "none"), "--port", "0", "--cache-memory", "1MiB"]) == 1
     assert capsys.readouterr().err.startswith("vlm-serve: ")
+
+
+def test_the_help_begins_with_what_one_types(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "chat", "run-batch"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help"])
+        assert ended.value.code == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"usage: vlm-serve {command} ") and "--" not in lines[0]
+        assert "examples:" in lines[:4]
+
+
+def test_the_help_of_one_group_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help", "adapters"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("adapters:") and "--max-loras" in shown and "--port" not in shown
+
+
+@pytest.mark.processes
+def test_a_reader_that_has_enough_ends_a_command_quietly() -> None:
+    command = f"{sys.executable} -m vlm_serve models | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stderr == "" and done.stdout.strip() in ("0", "141")
+
+
+@pytest.mark.parametrize("command", ["plan", "serve"])
+def test_an_error_of_a_folder_names_the_folder(
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "model"]) == 1
+    assert f"vlm-serve: {tmp_path / 'model'}: the checkpoint has no " in capsys.readouterr().err
+    (tmp_path / "model" / "config.json").write_text("{")
+    assert main([command, "./model"]) == 1
+    assert f"vlm-serve: {tmp_path / 'model'}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["./nodir", "../nodir/x", "~/nodir", ".hidden/model"])
+def test_a_path_is_never_a_hub_id(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", name]) == 1
+    said = capsys.readouterr().err
+    assert "is neither a directory nor" in said and "fetching" not in said

@@ -60,6 +60,10 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_HOME[name]), name)
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 forget_current_folder()
 _problem = find_problem(PACKAGE_FOLDER)
 if _problem is not None:

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the process's exit status.
 
     0: success, 1: failure, 2: invalid options, 3: some requests of a batch or an evaluation failed,
-    4: answers of an evaluation differ.
+    4: answers of an evaluation differ, 130: Ctrl-C, 141: nobody reads the output any more.
     """
     parser = build_parser()
     complete_if_asked(parser)
@@ -38,8 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.run in (run_serve, run_deploy, run_batch, run_video_qa, run_eval, run_chat):
             check_process_limits()
-            say_what_takes_long(logs=options.run in (run_serve, run_deploy))
+            if getattr(options, "base_url", None) is None:
+                say_what_takes_long(logs=options.run in (run_serve, run_deploy))
         status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read the output has enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except ConfigError as error:
         print(f"vlm-serve: {error.message}", file=sys.stderr)
         return 2
@@ -50,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"vlm-serve: {memory_sentence(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        if options.run in (run_batch, run_video_qa):
+            print("vlm-serve: stopped; the same command goes on from here", file=sys.stderr)
         return 130
     return status
 
@@ -98,17 +106,31 @@ def build_parser() -> argparse.ArgumentParser:
     add_batch_commands(commands)
     add_eval_commands(commands, run_eval, _add_model)
 
-    chat = commands.add_parser("chat", help="answer one question and exit")
+    chat = commands.add_parser("chat", help="talk to a model, or answer one question and exit")
     chat.set_defaults(run=run_chat, take_late=_take_late_question)
     _add_model(chat)
-    chat.add_argument("question", help="what to ask")
+    chat.add_argument(
+        "question",
+        nargs="?",
+        help="what to ask; -: standard input (default: the lines of a conversation)",
+    )
     chat.add_argument(
         "--image", action="append", default=[], metavar="FILE|URL", help="may be given repeatedly"
     )
     chat.add_argument(
         "--video", action="append", default=[], metavar="FILE|URL", help="may be given repeatedly"
     )
-    chat.add_argument("--max-tokens", type=int, default=256, help="longest answer (default: 256)")
+    chat.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="talk to a running server that speaks OpenAI's API; MODEL is then a name there",
+    )
+    chat.add_argument(
+        "--api-key", metavar="KEY", help="of that server (default: the variable OPENAI_API_KEY)"
+    )
+    chat.add_argument(
+        "--max-tokens", type=int, help="longest answer (default: as long as the context allows)"
+    )
     chat.add_argument(
         "--temperature", type=float, default=None, help="0 is greedy (default: the checkpoint's)"
     )
@@ -128,16 +150,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _take_late_question(options: argparse.Namespace, unknown: list[str]) -> list[str]:
-    """Read `chat MODEL --image FILE QUESTION`, where argparse takes MODEL for the question.
+    """Tell the model of a `chat` from its question.
+
+    argparse does not see a word behind the flags: in `chat MODEL --image FILE QUESTION` it finds no
+    question. It takes the only word for the model, which it is if it has the form of one and no
+    flag names another.
 
     Returns:
         What is still unknown.
     """
+    from vlm_serve.commands.chat import is_model
+
     words = [word for word in unknown if not word.startswith("-")]
-    if options.model is not None or len(words) != 1:
+    if options.question is None and len(words) == 1 and words[0] == unknown[-1]:
+        options.question, unknown = words[0], unknown[:-1]
         return unknown
-    options.model, options.question = options.question, words[0]
-    return [word for word in unknown if word is not words[0]]
+    given = options.model is not None and options.question is None and options.base_url is None
+    if given and (options.model_flag or not is_model(options.model)):
+        options.model, options.question = None, options.model
+    return unknown
 
 
 def add_batch_commands(commands: Any) -> None:
@@ -345,23 +376,26 @@ def run_completion(options: argparse.Namespace) -> int:
 
 
 def run_chat(options: argparse.Namespace) -> int:
+    from vlm_serve.commands.chat import Asked, chat, chat_with_server
+
+    asked = Asked(
+        options.question,
+        options.image,
+        options.video,
+        options.max_tokens,
+        options.temperature,
+        options.report,
+        options.show_reasoning,
+    )
+    if options.base_url:
+        api_key = options.api_key or os.environ.get("OPENAI_API_KEY")
+        return chat_with_server(
+            options.base_url, api_key, asked, options.model or options.model_flag
+        )
     file, engine_config = _file_and_engine(options)
     splitting = collect(SPLITTING, vars(options), os.environ, file)
-    from vlm_serve.commands.chat import chat
-
-    return chat(
-        _model(options, file),
-        engine_config,
-        question=options.question,
-        images=options.image,
-        videos=options.video,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        report=options.report,
-        lora=options.lora,
-        show_reasoning=options.show_reasoning,
-        **splitting,
-    )
+    model = _model(options, file)
+    return chat(model, engine_config, asked, lora=options.lora, **splitting)
 
 
 if __name__ == "__main__":

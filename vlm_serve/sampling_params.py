@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from vlm_serve.errors import FieldError, InvalidRequestError
+from vlm_serve.options.declared import explains_keywords
 from vlm_serve.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 1000
@@ -85,6 +86,7 @@ def sampling_options(params: Any) -> tuple[SamplingOption, ...]:
     return tuple(options)
 
 
+@explains_keywords
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling options of one request. None takes the checkpoint's generation config, else neutral.
@@ -249,8 +251,11 @@ class SamplingParams:
         declared: Any = type(self)
         for option in sampling_options(declared):
             value = getattr(self, option.name)
+            given = value
             if option.kind.startswith("tuple"):
                 value = _entries(value, option.default)
+            value = _plain(value)
+            if value is not given:
                 object.__setattr__(self, option.name, value)
             if value is not None:
                 _check(option, value)
@@ -296,7 +301,12 @@ def _entries(value: Any, default: Any) -> Any:
     """Return a list's entries as a tuple; a text is the only entry of its list."""
     if value is None:
         return default
-    return (value,) if isinstance(value, str) else tuple(value)
+    return (value,) if isinstance(value, str) else tuple(map(_plain, value))
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy's or torch's as Python's; anything else stays as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _check(option: SamplingOption, value: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vlm_serve.errors import FieldError, InvalidRequestError
+from vlm_serve.options.declared import explains_keywords
 
 MAX_SOURCE_LENGTH = 1 << 16
 MAX_CHOICES = 1024
@@ -16,6 +17,7 @@ MAX_DEPTH = 64
 Schema = Mapping[str, Any] | bool
 
 
+@explains_keywords
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """The form of an answer: exactly one field but `strict` is set.

@@ -247,7 +247,9 @@ def _read_response(
 
 def _read_file_url(url: str, max_bytes: int, root: Path | None) -> bytes:
     if root is None:
-        raise InvalidRequestError("file:// URLs are not enabled on this server")
+        raise InvalidRequestError(
+            "file:// URLs are not enabled on this server (--allowed-local-media-path)"
+        )
     try:
         parts = urllib.parse.urlsplit(url)
         path = Path(urllib.parse.unquote(parts.path, errors="strict"))

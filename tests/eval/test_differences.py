@@ -38,9 +38,9 @@ class Faulty(Pipeline):
         return self._changed(output) if self.asked == 2 else output
 
     def generate(
-        self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> Output:
-        output = super().generate(token_ids, params, **options)
+        output = super().generate(prompt, params, **options)
         self.asked += 1
         return self._changed(output) if self.asked == 2 else output
 

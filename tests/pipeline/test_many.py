@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def about(picture: Any) -> list[dict[str, Any]]:
 BAD: dict[str, tuple[Any, SamplingParams, type[Exception], str]] = {
     "no file": (about("nope.png"), GREEDY, MediaFetchError, "nope.png"),
     "no picture": (about(b"text"), GREEDY, InvalidRequestError, "not an image"),
-    "no list": ("Hello", GREEDY, InvalidRequestError, "messages must be a list"),
+    "no list": (5, GREEDY, InvalidRequestError, "messages must be a list"),
     "nothing": (None, GREEDY, InvalidRequestError, "messages must not be empty"),
     "no role": ([{"content": "x"}], GREEDY, InvalidRequestError, r"messages\[0\].role"),
     "too long": (
@@ -224,6 +224,76 @@ def test_any_iterable_is_a_list(pipe: Pipeline) -> None:
     assert [each.text for each in pipe(iter(["Hello"]), GREEDY)] == [ANSWER]
     assert len(pipe.generate_many(np.array([[5, 6], [7, 8]]), short(1))) == 2
     assert pipe.chat_many(iter(())) == pipe.chat_many([]) == pipe.chat_many([], []) == []
+
+
+class Asked:
+    """Reads conversations one by one and notes how many were read ahead of those that ended.
+
+    Attributes:
+        given, ended: how many so far.
+        ahead: the most that were given and had not ended.
+    """
+
+    def __init__(self, conversations: Iterable[Any]) -> None:
+        self._conversations = conversations
+        self.given = self.ended = self.ahead = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for conversation in self._conversations:
+            self.given += 1
+            self.ahead = max(self.ahead, self.given - self.ended)
+            yield conversation
+
+
+def test_answers_come_as_they_end() -> None:
+    bad = about("nope.png")
+    config = EngineConfig(cache_memory="64MiB", threads=1, max_num_seqs=2)
+    with Pipeline("demo", config) as made:
+        asked = Asked([bad if index % 10 == 3 else HELLO for index in range(40)])
+        results = {}
+        for index, result in made.chat_many(asked, short(2), as_completed=True):
+            assert index not in results
+            asked.ended += 1
+            results[index] = result
+        assert asked.ahead <= 2 * 2, "no more are read than can be open"
+        assert sorted(results) == [*range(40)]
+        failed = [i for i, result in results.items() if isinstance(result, MediaFetchError)]
+        assert sorted(failed) == [3, 13, 23, 33]
+        texts = {result.text for result in results.values() if not isinstance(result, Exception)}
+        assert texts == {"Hello!"}
+        long = [short(2), SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
+        order = [i for i, _ in made.chat_many([HELLO] * 2, long[::-1], as_completed=True)]
+        assert order == [1, 0], "the short one ends first"
+
+
+def test_leaving_the_loop_aborts_what_is_open(pipe: Pipeline) -> None:
+    endless = SamplingParams(max_tokens=400, ignore_eos=True)
+    ended = pipe.chat_many([HELLO, about("nope.png"), HELLO], endless, as_completed=True)
+    index, error = next(ended)
+    assert index == 1 and isinstance(error, MediaFetchError)
+    ended.close()  # type: ignore[attr-defined]
+    assert pipe.chat(HELLO, GREEDY).text == ANSWER
+    assert pipe.engine.num_running == pipe.engine.num_waiting == 0
+
+
+def test_an_iterator_that_fails_aborts_what_is_open(pipe: Pipeline) -> None:
+    def broken() -> Iterator[Any]:
+        yield HELLO
+        raise OSError("the list of pictures cannot be read")
+
+    with pytest.raises(OSError, match="list of pictures"):
+        pipe.chat_many(broken(), SamplingParams(max_tokens=400, ignore_eos=True))
+    assert pipe.chat(HELLO, GREEDY).text == ANSWER
+    assert pipe.engine.num_running == pipe.engine.num_waiting == 0
+
+
+def test_a_bar_moves(pipe: Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [HELLO, about("nope.png"), HELLO]
+    pipe.chat_many(given, short(1), errors="return", progress=True)
+    shown = capsys.readouterr().err
+    assert "0/3" in shown and "3/3" in shown and "failed=1" in shown
+    pipe.generate_many(iter([[5]]), short(1), progress=True)
+    assert "1prompt" in capsys.readouterr().err, "the length of a generator is unknown"
 
 
 def test_an_interrupt_ends_all(pipe: Pipeline) -> None:

@@ -30,7 +30,8 @@ class Progress:
         self._total, self._before, self._done = total, done, done
         self._failed = failed
         self._prompt = self._cached = 0
-        self._start = self._shown = time.monotonic()
+        self._shown = time.monotonic()
+        self._first: float | None = None  # when the first job of this run ended
 
     def add(self, *, failed: bool, prompt_tokens: int, cached_tokens: int) -> None:
         """Count one finished job."""
@@ -39,6 +40,7 @@ class Progress:
         self._prompt += prompt_tokens
         self._cached += cached_tokens
         now = time.monotonic()
+        self._first = self._first or now
         if now - self._shown >= (TERMINAL_SECONDS if self._terminal else LOG_SECONDS):
             self._shown = now
             self._show(now, "\r" if self._terminal else "")
@@ -51,14 +53,17 @@ class Progress:
 
     def _show(self, now: float, start: str) -> None:
         filled = BAR_WIDTH * self._done // max(self._total, 1)
-        rate = (self._done - self._before) / max(now - self._start, 1e-6)
-        left = (self._total - self._done) / rate if rate else None
-        text = (
-            f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {self._done}/{self._total}, "
-            f"{self._failed} failed, {rate:.2f}/s, {percent(self._cached, self._prompt)} cached"
-        )
-        if left:
-            text += f", {left:.0f} s left"
+        text = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {self._done}/{self._total}, "
+        text += f"{self._failed} failed"
+        # The first job waited for the start of the model, so the rate begins behind it.
+        ended = self._done - self._before - 1
+        if ended > 0 and self._first is not None:
+            rate = ended / max(now - self._first, 1e-6)
+            text += f", {rate:.2f}/s"
+            if self._done < self._total:
+                text += f", {(self._total - self._done) / rate:.0f} s left"
+        if self._prompt:
+            text += f", {percent(self._cached, self._prompt)} cached"
         self._out.write(f"{start}{text:<100}" if self._terminal else f"{text}\n")
         self._out.flush()
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_serve.errors import ConfigError
-
-VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".3gp")
+from vlm_serve.pipeline.media import VIDEO_SUFFIXES
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,126 +1,129 @@
-"""`vlm-serve chat`: answers one question about media, streamed to standard output."""
+"""`vlm-serve chat`: answers one question about media, or holds a conversation.
+
+It talks to a model in this process, or to a running server.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlm_serve.engine.requests.outputs import Delta
-from vlm_serve.errors import ConfigError, MediaError, MediaFetchError
-from vlm_serve.kernels.native_library import built
+from vlm_serve.commands.chat_media import named, part_of
+from vlm_serve.commands.chat_models import ChatModel, LocalModel, ServedModel
+from vlm_serve.commands.chat_printer import Printer
+from vlm_serve.commands.conversation import Conversation
+from vlm_serve.errors import ConfigError, VlmServeError
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.pipeline.pipeline import Pipeline
-from vlm_serve.sampling_params import SamplingParams
+
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", re.ASCII)
+_PATHS = ("./", "../", "/", "~", "ollama:")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked, and how.
+
+    Attributes:
+        question: None: the lines of a conversation, or all of standard input if it is no terminal.
+        images, videos: files and URLs.
+        max_tokens: longest answer; None: as the context allows.
+        report: print what the cache did.
+        show_reasoning: print thoughts; None: if both outputs are terminals.
+    """
+
+    question: str | None = None
+    images: Sequence[str] = ()
+    videos: Sequence[str] = ()
+    max_tokens: int | None = None
+    temperature: float | None = None
+    report: bool = False
+    show_reasoning: bool | None = None
+
+
+def is_model(word: str) -> bool:
+    """Return True if the only word of a command line names a model, not a question: it is built in,
+    exists, or has the form of a hub id or a path."""
+    if word in ("demo", "demo-moe") or word.startswith(_PATHS) or word.endswith(".gguf"):
+        return True
+    return _HUB_ID.fullmatch(word) is not None or (" " not in word and Path(word).exists())
 
 
 def chat(
     model: str,
     config: EngineConfig,
+    asked: Asked,
     *,
-    question: str,
-    images: Sequence[str],
-    videos: Sequence[str],
-    max_tokens: int,
-    temperature: float | None,
-    report: bool,
     lora: str | None = None,
     reasoning_parser: str = "auto",
-    show_reasoning: bool | None = None,
 ) -> int:
-    """Print the answer; return the exit status. Raises VlmServeError for bad input.
+    """Answer with a model in this process; return the exit status. Raises VlmServeError."""
+    read = asked_of(asked)
+    # Late, since they import torch, which a server's client does not need.
+    from vlm_serve.kernels.native_library import built
+    from vlm_serve.pipeline.pipeline import Pipeline
 
-    The thought goes to standard error, so that standard output has the answer alone. None for
-    `show_reasoning` shows it if both are terminals.
-
-    Compiled kernels are used only if they exist: a single answer is not worth compiling them.
-    """
     if config.compiled_kernels is None and config.native_kernels == "auto" and not built():
+        # A short conversation is not worth compiling them.
         config = dataclasses.replace(config, compiled_kernels=False)
-    content: list[dict[str, Any]] = [_part("image", source) for source in images]
-    content += [_part("video", source) for source in videos]
-    content.append({"type": "text", "text": question})
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    printer = _Printer(shown=_both_terminals() if show_reasoning is None else show_reasoning)
-    last = None
-    with Pipeline(model, config, lora=lora, reasoning_parser=reasoning_parser) as pipe:
-        try:
-            for delta in pipe.stream([{"role": "user", "content": content}], params):
-                printer.print(delta)
-                last = delta
-        except (MediaError, MediaFetchError) as error:
-            raise _named(error, [*images, *videos]) from None
-    printer.end(last)
-    if report and last is not None and last.cache_report is not None:
+    with Pipeline(model, config, reasoning_parser=reasoning_parser) as pipe:
+        pipe.engine.adapters.identity_of(lora)
+        local = LocalModel(pipe, model, _params(asked))
+        local.name = lora or model
+        return _talk(local, asked, *read)
+
+
+def chat_with_server(
+    base_url: str, api_key: str | None, asked: Asked, model: str | None = None
+) -> int:
+    """Answer with a running server; return the exit status. Raises VlmServeError."""
+    served = ServedModel(base_url, api_key, None, _params(asked))
+    if model is not None and model not in served.names and asked.question is None:
+        asked, model = dataclasses.replace(asked, question=model), None
+    if model is not None:
+        served = ServedModel(base_url, api_key, model, _params(asked))
+    return _talk(served, asked, *asked_of(asked))
+
+
+def _params(asked: Asked) -> Mapping[str, Any]:
+    return {"max_tokens": asked.max_tokens, "temperature": asked.temperature}
+
+
+def asked_of(asked: Asked) -> tuple[str | None, list[dict[str, Any]]]:
+    """Return the question, None for a conversation, and the parts of its media.
+
+    Raises ConfigError for a question without text and an unreadable file.
+    """
+    parts = [part_of("image", source) for source in asked.images]
+    parts += [part_of("video", source) for source in asked.videos]
+    question = asked.question
+    if question == "-" or (question is None and not sys.stdin.isatty()):
+        question = sys.stdin.read().strip()
+    if question is not None and not question.strip():
+        raise ConfigError("the question is empty", param="question")
+    return question, parts
+
+
+def _talk(model: ChatModel, asked: Asked, question: str | None, parts: list[dict[str, Any]]) -> int:
+    both = sys.stdout.isatty() and sys.stderr.isatty()
+    shown = both if asked.show_reasoning is None else asked.show_reasoning
+    if question is None:
+        Conversation(model, parts, shown=shown).run()
+        return 0
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+    printer = Printer(shown=shown)
+    try:
+        for delta in model.stream(messages):
+            printer.print(delta)
+    except VlmServeError as error:
+        raise named(error, messages) from None
+    printer.end()
+    last = printer.last
+    if asked.report and last is not None and last.cache_report is not None:
         for name, value in dataclasses.asdict(last.cache_report).items():
             print(f"{name}: {value}", file=sys.stderr)
     return 0
-
-
-class _Printer:
-    """Prints an answer while it is generated.
-
-    Args:
-        shown: the thought is printed too, dim on a terminal.
-    """
-
-    def __init__(self, *, shown: bool) -> None:
-        dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-        self._begin, self._end = ("\x1b[2m", "\x1b[22m") if dim else ("", "")
-        self._shown = shown
-        self._thought = self._answered = False
-
-    def print(self, delta: Delta) -> None:
-        """Print an increment."""
-        if delta.reasoning:
-            self._thought = True
-            self._note(f"{self._begin}{delta.reasoning}{self._end}")
-        if delta.text:
-            if self._thought and not self._answered:
-                self._note("\n\n")
-            self._answered = True
-            print(delta.text, end="", flush=True)
-
-    def _note(self, text: str) -> None:
-        if self._shown:
-            print(text, end="", file=sys.stderr, flush=True)
-
-    def end(self, last: Delta | None) -> None:
-        """End the line, and say so if the tokens were used up before the answer began."""
-        if self._thought and not self._answered:
-            self._note("\n")
-        print()
-        if last is None or last.finish_reason != "length" or self._answered:
-            return
-        used = f"{last.usage.completion_tokens} tokens"
-        ended = f"the thought took all {used}" if self._thought else f"{used} gave no text"
-        note = f"vlm-serve: there is no answer: {ended}; allow more with --max-tokens"
-        print(note, file=sys.stderr)
-
-
-def _both_terminals() -> bool:
-    return sys.stdout.isatty() and sys.stderr.isatty()
-
-
-def _named(error: MediaError | MediaFetchError, sources: Sequence[str]) -> MediaError:
-    """Return an error about a medium, behind the name of its argument."""
-    place = re.match(r"messages\[0\]\.content\[(\d+)\]", error.param or "")
-    source = sources[int(place[1])] if place else "media"
-    return MediaError(f"{source[:100]}: {error.message}", param=error.param, code=error.code)
-
-
-def _part(kind: str, source: str) -> dict[str, Any]:
-    """Build a message part: the command may read any local file; a URL is fetched as usual.
-
-    Raises ConfigError for an unreadable file.
-    """
-    if "://" not in source and not source.startswith("data:"):
-        try:
-            Path(source).open("rb").close()
-        except OSError as error:
-            raise ConfigError(f"--{kind} {source}: {error.strerror}", param=kind) from None
-    return {"type": kind, kind: source if "://" in source else Path(source)}

@@ -1,4 +1,4 @@
-"""Examples below the help of every command."""
+"""Examples at the head of the help of every command."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ EXAMPLES: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ("vlm-serve eval lmms checkpoint/ --tasks mmmu_val --limit 50", "with lmms-eval"),
     ),
     ("chat",): (
+        ("vlm-serve chat demo", "a conversation, with pictures by their paths"),
+        ("vlm-serve chat --base-url http://127.0.0.1:8000", "with a running server"),
         ('vlm-serve chat --image photo.jpg "What is this?"', "one answer, then it ends"),
         ('vlm-serve chat --model checkpoint/ "Name three rivers."', "text alone"),
         ('vlm-serve chat --show-reasoning "Why?"', "and its thought, beside it"),
@@ -49,11 +51,11 @@ EXAMPLES: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
 
 
 def add_examples(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> None:
-    """Put the examples below the help of a parser and of all commands below it."""
+    """Put the examples at the head of the help of a parser and of all commands below it."""
     examples = EXAMPLES.get(path, ())
     if examples:
         lines = (f"  {command}\n      {effect}" for command, effect in examples)
-        parser.epilog = "\n".join(("examples:", *lines)).replace("%", "%%")
+        parser.description = "\n".join(("examples:", *lines)).replace("%", "%%")
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -21,6 +21,7 @@ from vlm_serve.engine.start.build import (
     changes_of,
     find_checkpoint,
     longest_context,
+    naming_folder,
     with_block_size,
 )
 from vlm_serve.engine.start.draft_start import with_drafts, with_mtp
@@ -77,7 +78,8 @@ def run(model: str, config: EngineConfig, *, as_json: bool) -> None:
         CheckpointError: there is no readable config.
         ConfigError: it cannot fit; names the option.
     """
-    plan = make(model, config)
+    with naming_folder(model):
+        plan = make(model, config)
     print(json.dumps(_as_json(plan)) if as_json else render(plan))
 
 
@@ -199,7 +201,10 @@ def render(plan: ServingPlan) -> str:
         *_tiers(plan.config),
         ("tokens", str(memory.tokens)),
         ("context", f"{plan.max_model_len} tokens"),
-        ("granularity", f"{memory.block_size} tokens, and exact media and turn boundaries"),
+        (
+            "granularity",
+            f"{memory.block_size} tokens (--block-size), and exact media and turn boundaries",
+        ),
     ]
     lines = [
         "bucket              count        bytes each          MiB",
@@ -208,7 +213,11 @@ def render(plan: ServingPlan) -> str:
         *(f"{name:<20} {text}" for name, text in facts),
     ]
     if plan.rows:
-        lines += ["", "interval (blocks)     tokens  snapshots"]
+        lines += [
+            "",
+            "What fits if a snapshot is kept every so many blocks (--prefix-cache-state-interval):",
+            "interval (blocks)     tokens  snapshots",
+        ]
     lines += [
         f"{row['interval']:>17}{row['tokens']:>11}{row['snapshots']:>11}" for row in plan.rows
     ]

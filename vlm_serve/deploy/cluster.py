@@ -24,6 +24,7 @@ from vlm_serve.errors import ConfigError, EngineError
 from vlm_serve.system import child
 from vlm_serve.system.child import search_path
 from vlm_serve.system.children import adopt_orphans, end_descendants
+from vlm_serve.system.extras import install_command
 from vlm_serve.system.private_files import TemporaryFolder, check_path, is_own
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Cluster:
             from ray import serve
         except ImportError:
             raise ConfigError(
-                "deploy needs the extra `ray`: pip install 'vlm-serve[ray]'", param="replicas"
+                f"deploy needs the extra `ray`: {install_command('ray')}", param="replicas"
             ) from None
         end_on_signals(self.leave_at_once)
         try:

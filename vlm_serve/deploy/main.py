@@ -40,6 +40,7 @@ from vlm_serve.server.http.serving import (
     uvicorn_config,
 )
 from vlm_serve.server.http.tenants import read_tenant_keys
+from vlm_serve.system.extras import install_command
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def deploy(
     read_tenant_keys(config.tenant_keys)  # fails early, as a taken port does
     if find_spec("ray") is None:
         raise ConfigError(
-            "deploy needs the extra `ray`: pip install 'vlm-serve[ray]'", param="replicas"
+            f"deploy needs the extra `ray`: {install_command('ray')}", param="replicas"
         )
     tls_context(config)
     bound = listen(config)

@@ -42,7 +42,7 @@ from vlm_serve.engine.requests.validation import (
     check_ttl,
     with_token_limit,
 )
-from vlm_serve.engine.start.build import build
+from vlm_serve.engine.start.build import build, naming_folder
 from vlm_serve.engine.start.parts import EngineParts
 from vlm_serve.errors import EngineClosedError, NotANumberError
 from vlm_serve.grammar.compiler import GrammarCompiler
@@ -126,7 +126,8 @@ class Engine:
             CheckpointError: the checkpoint is incomplete or of an unsupported kind.
             ConfigError: options that do not fit the checkpoint or the memory.
         """
-        return cls(build(model, config or EngineConfig()))
+        with naming_folder(model):
+            return cls(build(model, config or EngineConfig()))
 
     # -- called from any thread --------------------------------------------------------------------
 

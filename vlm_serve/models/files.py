@@ -35,7 +35,7 @@ from vlm_serve.system.private_files import cache_path, make_private, open_privat
 _log = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
-_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?", re.ASCII)
+_HUB_ID = re.compile(r"(\w[\w.-]*/[\w.-]+)(?::([\w.-]+))?", re.ASCII)
 SIDECAR = "hf_quant_config.json"
 """ModelOpt's older exports have this file instead of a quantization_config."""
 _CONFIG_FILES = ("config.json", "generation_config.json", SIDECAR)

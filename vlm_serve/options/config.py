@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_serve.options.declared import normalise_all, refuse, section
+from vlm_serve.options.declared import explains_keywords, normalise_all, refuse, section
 
 DEMO_BLOCK_SIZE = 16
 DEFAULT_BLOCK_SIZE = 64
@@ -28,6 +28,7 @@ _adapters = section("adapters")
 _EXPERTS = ("none", "gate_up_proj", "down_proj", "all")
 
 
+@explains_keywords
 @dataclass(frozen=True)
 class EngineConfig:
     """Options of one engine, validated together when it is built.

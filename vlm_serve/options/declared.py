@@ -10,13 +10,16 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from vlm_serve.errors import ConfigError
 
+_T = TypeVar("_T")
 ENV_PREFIX = "VLM_SERVE_"
 OTHER_VARIABLES = ("VLM_SERVE_MODEL", "VLM_SERVE_NATIVE_ARCH", "VLM_SERVE_NATIVE_SANITIZE")
 """Variables that set no option of a config."""
@@ -131,6 +134,8 @@ class Option:
         """
         if value is None and self.default is None:
             return None
+        if getattr(value, "shape", None) == ():
+            value = value.item()  # A number of numpy's or torch's.
         value = self._typed(value)
         if self.choices and value not in self.choices:
             raise self._bad(value, "one of " + ", ".join(str(choice) for choice in self.choices))
@@ -168,6 +173,29 @@ class Option:
 
     def _bad(self, value: Any, wanted: str) -> ConfigError:
         return ConfigError(f"{self.name} must be {wanted}, got {value!r}", param=self.name)
+
+
+_EXPLAINED: dict[str, Collection[str]] = {}
+"""Keywords of the classes with `explains_keywords`, by their names."""
+
+
+def explains_keywords(made: type[_T]) -> type[_T]:
+    """Have a class's TypeError for an unknown keyword name the closest one, or the class that has
+    it."""
+    create: Any = made.__init__
+    known = [*signature(create).parameters][1:]
+    _EXPLAINED[made.__name__] = known
+
+    @wraps(create)
+    def explained(self: _T, *values: Any, **keywords: Any) -> None:
+        for name in keywords.keys() - known:
+            owners = [owner for owner, names in _EXPLAINED.items() if name in names]
+            where = f": it belongs to {owners[0]}({name}=...)" if owners else ""
+            raise TypeError(f"{made.__name__} has no {name}{where or did_you_mean(name, known)}")
+        create(self, *values, **keywords)
+
+    cast(Any, made).__init__ = explained
+    return made
 
 
 def section(name: str) -> Callable[..., Any]:

@@ -18,11 +18,57 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, allow_abbrev: bool = False, **settings: Any) -> None:
-        super().__init__(allow_abbrev=allow_abbrev, **settings)
+        super().__init__(allow_abbrev=allow_abbrev, add_help=False, **settings)
+        self.add_argument(
+            "-h",
+            "--help",
+            action=_Help,
+            nargs="?",
+            metavar="GROUP",
+            help="show all options, or those of one group",
+        )
+
+    def format_usage(self) -> str:
+        return f"usage: {self._short_usage()}\n"
+
+    def format_help(self) -> str:
+        usage, self.usage = self.usage, self._short_usage()
+        try:
+            return super().format_help()
+        finally:
+            self.usage = usage
+
+    def _short_usage(self) -> str:
+        """Return the usage in one line: a server has a hundred flags."""
+        places = [
+            self._get_formatter()._format_args(action, action.dest.upper())
+            for action in self._actions
+            if not action.option_strings
+        ]
+        return " ".join([self.prog, *places, "[OPTIONS]"]).replace("%", "%%")
+
+    def group_help(self, name: str) -> str:
+        """Return the help of one group of options. Ends the process for an unknown one."""
+        groups = {str(group.title): group for group in self._action_groups if group._group_actions}
+        if name not in groups:
+            wrong = f"there is no group {name!r}{did_you_mean(name, groups)}"
+            self.error(f"{wrong}; the groups are {', '.join(groups)}")
+        formatter = self._get_formatter()
+        formatter.start_section(name)
+        formatter.add_arguments(groups[name]._group_actions)
+        formatter.end_section()
+        return formatter.format_help()
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            known = [*action.choices, "--version", "--help"]
+            close = did_you_mean(str(value), known)
+            self.error(f"there is no command {value!r}{close or ': ' + ', '.join(action.choices)}")
+        super()._check_value(action, value)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
-        if unknown and hasattr(options, "take_late"):
+        if hasattr(options, "take_late"):
             unknown = options.take_late(options, unknown)
         if unknown:
             self.error("; ".join(_problems(unknown, self._flags_of(options))))
@@ -43,10 +89,25 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (--help shows all)\n")
 
 
+class _Help(argparse.Action):
+    """Prints the help of a command, or of one group of its options, and ends the process."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.format_help() if values is None else parser.group_help(values), end="")
+        parser.exit()
+
+
 def _problems(unknown: Sequence[str], flags: set[str]) -> list[str]:
     """Name the arguments without a place; a word behind an unknown flag is its value."""
     named = [name for name in unknown if name.startswith("-")]
-    problems = [f"there is no {name}{did_you_mean(name, flags)}" for name in named]
+    problems = [f"there is no {name}{_instead(name, flags)}" for name in named]
     before = ["", *unknown]
     words = [
         repr(word)
@@ -57,6 +118,28 @@ def _problems(unknown: Sequence[str], flags: set[str]) -> list[str]:
         hint = "; put a text of several words into quotes" if len(words) > 1 else ""
         problems.append(f"there is no place for {', '.join(words)}{hint}")
     return problems
+
+
+_FOREIGN = {
+    "--gpu-memory-utilization": "--cache-memory SIZE",
+    "--kv-cache-memory-bytes": "--cache-memory SIZE",
+    "--swap-space": "--host-cache-memory SIZE",
+    "--data-parallel-size": "`vlm-serve deploy --replicas N`",
+    "--enforce-eager": "--no-cuda-graphs",
+    "--runner": "--task",
+    "--ctx-size": "--max-model-len",
+    "--n-gpu-layers": "--device",
+    "--mem-fraction-static": "--cache-memory SIZE",
+}
+"""Flags of other servers that have another name here."""
+
+
+def _instead(name: str, flags: set[str]) -> str:
+    """Return the flag to write in place of an unknown one, as the end of a sentence."""
+    foreign = _FOREIGN.get(name.partition("=")[0])
+    if foreign is not None:
+        return f"; here it is {foreign} (docs/coming-from-vllm.md)"
+    return did_you_mean(name, flags)
 
 
 def positive(text: str) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.features.adapters.options import LoRA
@@ -15,25 +16,32 @@ from vlm_serve.engine.requests.outputs import CacheReport, Delta
 from vlm_serve.engine.requests.pooling import ONE_TOKEN, Vector, check_task, embedding_of, score_of
 from vlm_serve.errors import ConfigError, EngineClosedError, InvalidRequestError
 from vlm_serve.options.config import EngineConfig
-from vlm_serve.pipeline.output import Choice as Choice
-from vlm_serve.pipeline.output import Output as Output
-from vlm_serve.pipeline.requests import (
-    FormOf,
+from vlm_serve.options.declared import explains_keywords
+from vlm_serve.pipeline.inputs import (
     Messages,
     OnError,
     Params,
-    Requests,
     Results,
     ShortForm,
     attempted,
     check_names,
+    conversation_of,
+    count_of,
     items_of,
+    listed,
     messages_of,
+    only,
     params_for,
     returned,
+    schemas_of,
     settled,
+    shown,
 )
-from vlm_serve.preprocess.identity.keys import NO_ADAPTER
+from vlm_serve.pipeline.output import Choice as Choice
+from vlm_serve.pipeline.output import Output as Output
+from vlm_serve.pipeline.output import TextForm
+from vlm_serve.pipeline.requests import FormOf, Job, Requests, whole
+from vlm_serve.preprocess.identity.keys import NO_ADAPTER, AdapterIdentity
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.preprocess.text.pooled_prompts import (
     Content,
@@ -41,6 +49,7 @@ from vlm_serve.preprocess.text.pooled_prompts import (
     embedding_messages,
     rerank_messages,
 )
+from vlm_serve.preprocess.text.tokenizer import Tokenizer
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.pieces import reasoning_form
 from vlm_serve.server.config import ServerConfig
@@ -48,11 +57,15 @@ from vlm_serve.server.config import ServerConfig
 _T = TypeVar("_T")
 Chats = Iterable[Messages]
 ShortForms = list[ShortForm] | Iterator[ShortForm]
-TokenLists = Iterable[Sequence[int]]
+Text = str | Sequence[int]
+"""A text without chat template, or its token ids."""
+Ended = Iterator[tuple[int, Output | Exception]]
+"""Results in the order in which they end, with the index of their prompt."""
 
 
+@explains_keywords
 class Pipeline:
-    """An engine in this process. Threads may share it.
+    """An engine in this process. Threads may share it; a forked child may not.
 
     Args:
         model: a directory, a GGUF file, a hub id, or "demo" / "demo-moe".
@@ -77,6 +90,7 @@ class Pipeline:
         if not isinstance(given, EngineConfig | None):
             raise ConfigError(f"config must be an EngineConfig, not {type(given).__name__}")
         self._start(Engine.from_checkpoint(str(model), config), reasoning_parser)
+        self._name = str(model)
         try:
             self._adapter = self.engine.adapters.identity_of(lora)
         except BaseException:
@@ -93,12 +107,14 @@ class Pipeline:
 
     def _start(self, engine: Engine, reasoning_parser: str) -> None:
         self.engine = engine
-        traits = engine.preprocessor.template_traits
-        self._requests = Requests(engine, reasoning_form(reasoning_parser, traits))
-        self._run = self._requests.run
-        self._adapter = NO_ADAPTER
+        self._name = "a running engine"
+        self._traits = engine.preprocessor.template_traits
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="vlm-serve-prepare")
+        reasoning = reasoning_form(reasoning_parser, self._traits)
+        self._requests = Requests(engine, reasoning, self._pool)
+        self._adapter = NO_ADAPTER
         self._closed = False
+        self._process = os.getpid()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -106,28 +122,49 @@ class Pipeline:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        closed = ", closed" * self._closed
+        return f"Pipeline({self._name!r}, max_model_len={self.engine.max_model_len}{closed})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Pipeline cannot be pickled: make one in each process")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, with `encode` of a text and `decode` of token ids."""
+        return self.engine.preprocessor.tokenizer
+
     def close(self) -> None:
-        """Stop the engine. Running requests end with an error."""
+        """Stop the engine. Running requests end with an error. A forked child stops nothing."""
         self._closed = True
+        if self._process != os.getpid():
+            return
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
 
     def _options(
-        self, prepare: Callable[..., Prompt], options: Mapping[str, Any], count: int = 1
-    ) -> list[dict[str, Any] | Exception]:
-        """Return the options of `prepare` for each prompt, with adapters in place of `lora`.
+        self, prepare: Callable[..., Prompt], options: Mapping[str, Any], count: int | None = 1
+    ) -> list[dict[str, Any] | Exception] | dict[str, Any]:
+        """Return the options of `prepare` for all prompts, with the adapter in place of `lora`, or
+        for each of them.
 
         An unknown adapter in a list is an error of its prompt alone.
 
-        Raises EngineClosedError behind `close`; ModelNotFoundError for an unknown adapter.
+        Raises EngineClosedError behind `close` and in a forked child; ModelNotFoundError for an
+        unknown adapter.
         """
+        if self._process != os.getpid():
+            raise EngineClosedError(
+                "the pipeline belongs to the process that made it, whose threads a fork does not "
+                "have: make one in this process"
+            )
         if self._closed:
             raise EngineClosedError("the pipeline is closed: make another one")
         check_names(options, (*signature(prepare).parameters, "lora"))
         kept = dict(options)
         lora = kept.pop("lora", None)
         if not isinstance(lora, list):
-            return [self._with_adapter(kept, lora)] * count
+            return self._with_adapter(kept, lora)
         if len(lora) != count:
             raise InvalidRequestError(f"{len(lora)} adapters for {count} prompts", param="lora")
         return [attempted(self._with_adapter, kept, adapter) for adapter in lora]
@@ -142,8 +179,8 @@ class Pipeline:
         """Answer one conversation.
 
         Args:
-            messages: OpenAI messages; media parts may hold Python objects, as
-                in `__call__`.
+            messages: OpenAI messages, whose media parts may hold Python objects, as in `__call__`;
+                or the short form that it takes.
             params: sampling options.
             options: those of `prepare`; `lora`: a `LoRA` or a loaded one's name, or a list of them.
 
@@ -151,26 +188,54 @@ class Pipeline:
             InvalidRequestError or a subclass: bad input.
             EngineError, EngineClosedError: the model's step failed, or the engine has ended.
         """
-        return returned(*self._chats([messages], params, options))
+        return only(self._chats([messages], params, options))
 
+    @overload
     def chat_many(
         self,
-        conversations: Chats,
+        conversations: Iterable[Messages],
         params: Params = None,
         *,
         errors: OnError = "raise",
+        as_completed: Literal[False] = False,
+        progress: bool = False,
         **options: Any,
-    ) -> Results[Output]:
+    ) -> Results[Output]: ...
+    @overload
+    def chat_many(
+        self,
+        conversations: Iterable[Messages],
+        params: Params = None,
+        *,
+        as_completed: Literal[True],
+        progress: bool = False,
+        **options: Any,
+    ) -> Ended: ...
+    def chat_many(
+        self,
+        conversations: Iterable[Messages],
+        params: Params = None,
+        *,
+        errors: OnError = "raise",
+        as_completed: bool = False,
+        progress: bool = False,
+        **options: Any,
+    ) -> Results[Output] | Ended:
         """Answer many conversations with continuous batching; results keep their order.
 
         Args:
-            conversations: as for `chat`; a generator is read to its end first.
+            conversations: as for `chat`. They are read while others are answered, a bounded number
+                ahead.
             params: for all, or one for each.
             errors: "raise" raises FailedItemsError for conversations that fail, once all others
                 are answered; "return" returns their exceptions in place of answers.
+            as_completed: yield (index, answer or its exception) as each ends, instead of a list.
+                Nothing is kept of those that were yielded. Leaving the loop aborts the others.
+            progress: show a bar on standard error.
             options: as for `chat`.
         """
-        return settled(lambda: self._chats(conversations, params, options), errors)
+        ended = self._chats(conversations, params, options, progress=progress)
+        return ended if as_completed else settled(lambda: listed(ended), errors)
 
     def probe(self, messages: Messages, **options: Any) -> CacheReport:
         """Report what `chat` would find in the cache for a conversation, without running it.
@@ -178,8 +243,10 @@ class Pipeline:
         Args:
             messages, options: as for `chat`.
         """
-        prepare = self.engine.preprocessor.prepare
-        return self.engine.probe(prepare(messages, **returned(*self._options(prepare, options))))
+        prepare, pooled = self.engine.preprocessor.prepare, self.engine.config.task != "generate"
+        how = partial(self._jobs, prepare, [messages], None, options, convert=conversation_of)
+        (job,) = how(pooled=pooled)
+        return self.engine.probe(returned(job).prepare())
 
     def embed(
         self,
@@ -227,44 +294,51 @@ class Pipeline:
             return value_of(output.vector)
 
         prepare = self.engine.preprocessor.prepare
-        results = self._answers(
-            prepare, contents_of(contents), ONE_TOKEN, options, convert=messages_of, pooled=True
-        )
+        given, params = contents_of(contents), ONE_TOKEN
+        ended = self._answers(prepare, given, params, options, convert=messages_of, pooled=True)
+        results = listed(ended)
         return [result if isinstance(result, Exception) else value(result) for result in results]
 
     def generate(
-        self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+        self, prompt: Text, params: SamplingParams | None = None, **options: Any
     ) -> Output:
-        """Continue raw token ids, without chat template and media. A thought stays in the text."""
-        prepare = self.engine.preprocessor.prepare_tokens
-        return returned(*self._answers(prepare, [token_ids], params, options))
+        """Continue a text or raw token ids, without chat template and media. A thought stays in the
+        text."""
+        return only(self._answers(self._continuation, [prompt], params, options))
 
     def generate_many(
         self,
-        prompts: TokenLists,
+        prompts: Iterable[Text],
         params: Params = None,
         *,
         errors: OnError = "raise",
+        progress: bool = False,
         **options: Any,
     ) -> Results[Output]:
-        """Run `generate` for many prompts at once; results keep their order. `errors` is as for
-        `chat_many`."""
-
-        def answers() -> list[Output | Exception]:
-            prepare = self.engine.preprocessor.prepare_tokens
-            return self._answers(prepare, items_of(prompts, "prompts"), params, options)
-
-        return settled(answers, errors)
+        """Run `generate` for many prompts at once; arguments are as for `chat_many`."""
+        given = items_of(prompts, "prompts")
+        ended = self._answers(self._continuation, given, params, options, progress=progress)
+        return settled(lambda: listed(ended), errors)
 
     def stream(
         self, messages: Messages, params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Delta]:
         """Yield increments as they arrive: of the answer in `text`, of its thought in `reasoning`.
-        Leaving the loop early aborts the request."""
-        prepare = self.engine.preprocessor.prepare
-        prompt = prepare(messages, **returned(*self._options(prepare, options)))
-        (params,) = params_for(1, params)
-        yield from self._requests.stream(prompt, params, self._form_of(options))
+        Tool calls stay in the text. Leaving the loop early aborts the request."""
+        yield from self._requests.stream(self._chat_job(messages, params, options))
+
+    async def achat(
+        self, messages: Messages, params: SamplingParams | None = None, **options: Any
+    ) -> Output:
+        """Do as `chat` does, without blocking the event loop. Cancelling aborts the request."""
+        return await self._requests.answer_async(self._chat_job(messages, params, options))
+
+    async def astream(
+        self, messages: Messages, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Delta]:
+        """Do as `stream` does, without blocking the event loop."""
+        async for delta in self._requests.stream_async(self._chat_job(messages, params, options)):
+            yield delta
 
     @overload
     def __call__(self, inputs: ShortForm, params: SamplingParams | None = None) -> Output: ...
@@ -285,21 +359,69 @@ class Pipeline:
         `errors` is as for `chat_many`.
         """
         if isinstance(inputs, Iterable) and not isinstance(inputs, str | tuple | bytes | Mapping):
-            return settled(lambda: self._chats(inputs, params, {}, convert=messages_of), errors)
-        one = [messages_of(inputs)]
-        return settled(lambda: [returned(*self._chats(one, params, {}))], errors)[0]
+            ended = self._chats(inputs, params, {}, convert=messages_of)
+            return settled(lambda: listed(ended), errors)
+        return only(self._chats([messages_of(inputs)], params, {}))
 
     def _chats(
         self, conversations: Iterable[Any], params: Params, options: Mapping[str, Any], **how: Any
-    ) -> list[Output | Exception]:
-        return self._answers(
-            self.engine.preprocessor.prepare,
-            items_of(conversations, "conversations"),
-            params,
-            options,
-            form_of=self._form_of(options),
-            **how,
+    ) -> Ended:
+        given = items_of(conversations, "conversations")
+        how = {"convert": conversation_of, "form_of": self._form_of(options), **how}
+        return self._answers(self.engine.preprocessor.prepare, given, params, options, **how)
+
+    def _chat_job(
+        self, messages: Messages, params: SamplingParams | None, options: Mapping[str, Any]
+    ) -> Job:
+        prepare, form_of = self.engine.preprocessor.prepare, self._form_of(options)
+        (job,) = self._jobs(
+            prepare, [messages], params, options, convert=conversation_of, form_of=form_of
         )
+        return returned(job)
+
+    def _continuation(
+        self, prompt: Text, *, cache_salt: str = "", adapter: AdapterIdentity = NO_ADAPTER
+    ) -> Prompt:
+        """Return the prompt of a text or of token ids."""
+        preprocessor = self.engine.preprocessor
+        if isinstance(prompt, str):
+            prompt = preprocessor.encode(prompt, cache_salt=cache_salt)
+        return preprocessor.prepare_tokens(prompt, cache_salt=cache_salt, adapter=adapter)
+
+    def _jobs(
+        self,
+        prepare: Callable[..., Prompt],
+        inputs: Iterable[Any],
+        params: Params,
+        options: Mapping[str, Any],
+        *,
+        convert: Callable[[Any], Any] = lambda given: given,
+        form_of: FormOf = whole,
+        pooled: bool = False,
+    ) -> Iterable[Job | Exception]:
+        """Return the job of each input, or its exception.
+
+        Args:
+            prepare: makes the prompt of a converted input.
+            convert: makes what `prepare` takes of an input.
+
+        Raises an error of the call as a whole, such as a list of params of another length.
+        """
+        each = isinstance(options.get("lora"), list)
+        each |= not isinstance(params, SamplingParams | None)
+        if each and count_of(inputs) is None:
+            inputs = list(inputs)
+        count = count_of(inputs)
+        all_params, all_options = params_for(count, params), self._options(prepare, options, count)
+        check_task(self.engine.config, pooled=pooled)
+
+        def job(index: int, given: Any) -> Job:
+            mine = all_options[index] if isinstance(all_options, list) else all_options
+            sampling = all_params[index] if isinstance(all_params, list) else all_params
+            ready = partial(_prepared, prepare, convert, given, returned(mine))
+            return Job(ready, sampling, form_of, pooled)
+
+        return (attempted(job, index, given) for index, given in enumerate(inputs))
 
     def _answers(
         self,
@@ -308,36 +430,29 @@ class Pipeline:
         params: Params,
         options: Mapping[str, Any],
         *,
-        convert: Callable[[Any], Any] = lambda given: given,
+        progress: bool = False,
         **how: Any,
-    ) -> list[Output | Exception]:
-        """Return the answer to each input, or its exception.
-
-        Args:
-            prepare: makes the prompt of a converted input.
-            convert: makes what `prepare` takes of an input.
-            how: those of `_run`.
-
-        Raises an error of the call as a whole, such as a list of params of another length.
-        """
-
-        def prompt_of(given: Any, mine: dict[str, Any] | Exception) -> Prompt:
-            return prepare(convert(given), **returned(mine))
-
-        items = list(inputs)
-        all_params = params_for(len(items), params)
-        prompt_options = self._options(prepare, options, len(items))
-        check_task(self.engine.config, pooled=how.get("pooled", False))
-        futures = [
-            self._pool.submit(prompt_of, *pair) for pair in zip(items, prompt_options, strict=True)
-        ]
-        try:
-            return self._run((attempted(future.result) for future in futures), all_params, **how)
-        finally:
-            for future in futures:
-                future.cancel()
+    ) -> Ended:
+        """Answer inputs; arguments are those of `_jobs`."""
+        ended = self._requests.answers(self._jobs(prepare, inputs, params, options, **how))
+        return shown(ended, count_of(inputs)) if progress else ended
 
     def _form_of(self, options: Mapping[str, Any]) -> FormOf:
         """Return how answers to conversations with these options are split."""
         continued = bool(options.get("continue_final_message"))
-        return partial(self._requests.form_of, continued=continued)
+
+        def form_of(prompt: Prompt) -> TextForm:
+            schemas = schemas_of(options.get("tools") or ())
+            form = TextForm(None, continued, schemas or None, self._traits.tool_form)
+            return self._requests.form_of(prompt, form)
+
+        return form_of
+
+
+def _prepared(
+    prepare: Callable[..., Prompt],
+    convert: Callable[[Any], Any],
+    given: Any,
+    options: Mapping[str, Any],
+) -> Prompt:
+    return prepare(convert(given), **options)

@@ -1,29 +1,50 @@
-"""Requests of a pipeline: prompts that the engine answers, and their answers collected.
-
-Calls with many prompts go on when some of them fail. The short form of a question is a text with
-its media, in place of messages.
-"""
+"""Requests of a pipeline: prompts that the engine answers, and their answers collected."""
 
 from __future__ import annotations
 
+import asyncio
 import queue
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from vlm_serve.engine.engine import Engine
 from vlm_serve.engine.requests.outputs import Delta
-from vlm_serve.errors import FailedItemsError, InvalidRequestError
-from vlm_serve.options.declared import did_you_mean
+from vlm_serve.errors import VlmServeError
+from vlm_serve.pipeline.inputs import returned
 from vlm_serve.pipeline.output import Collector, Output, TextForm, split_delta
 from vlm_serve.preprocess.identity.prompt import Prompt
 from vlm_serve.sampling_params import SamplingParams
 from vlm_serve.server.answers.pieces import ReasoningParser, before_grammar, thought_behind
 
+_T = TypeVar("_T")
 FormOf = Callable[[Prompt], TextForm]
 """Returns how the answer to a prompt is split."""
+
+
+def whole(prompt: Prompt) -> TextForm:
+    """Return the form of an answer that is not split."""
+    return TextForm()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt to answer.
+
+    Attributes:
+        prepare: makes the prompt, on a thread of the pool.
+        form_of: returns how its answer is split.
+        pooled: a vector is wanted, not an answer.
+    """
+
+    prepare: Callable[[], Prompt]
+    params: SamplingParams
+    form_of: FormOf = whole
+    pooled: bool = False
 
 
 class Requests:
@@ -32,88 +53,148 @@ class Requests:
     Args:
         engine: answers them.
         reasoning: how the reasoning of answers to conversations is split off.
+        pool: threads that prepare prompts.
+
+    Attributes:
+        most: jobs of one call that are open at a time. The engine's batch is full with half of
+            them, and what is prepared ahead takes memory.
     """
 
-    def __init__(self, engine: Engine, reasoning: ReasoningParser) -> None:
+    def __init__(self, engine: Engine, reasoning: ReasoningParser, pool: ThreadPoolExecutor):
         self._engine = engine
         self._reasoning = reasoning
+        self._pool = pool
+        self.most = 2 * engine.config.max_num_seqs
 
-    def form_of(self, prompt: Prompt, *, continued: bool = False) -> TextForm:
+    def form_of(self, prompt: Prompt, form: TextForm) -> TextForm:
         """Return how the answer to a conversation's prompt is split.
 
         Args:
-            continued: it continues the last message.
+            form: how, but for its thought.
         """
-        thought = thought_behind(prompt.text, self._reasoning, continued=continued)
-        return TextForm(thought, continued)
+        thought = thought_behind(
+            prompt.text,
+            self._reasoning,
+            continued=form.continued,
+            calls=form.tools is not None,
+        )
+        return TextForm(thought, form.continued, form.tools, form.tool_form)
 
-    def run(
-        self,
-        prompts: Iterable[Prompt | Exception],
-        params: Sequence[SamplingParams],
-        *,
-        pooled: bool = False,
-        form_of: FormOf = lambda _: TextForm(),
-    ) -> list[Output | Exception]:
-        """Return the answer to each prompt, or its exception, which may stand in its place.
+    def answers(self, jobs: Iterable[Job | Exception]) -> Iterator[tuple[int, Output | Exception]]:
+        """Yield the index of each job with its answer or exception, as they end.
 
-        Anything but an Exception, such as Ctrl-C, aborts all requests.
+        Jobs are read and submitted in their order, `most` at a time. Whoever leaves the loop early,
+        or interrupts it, aborts what is open.
         """
-        ids: list[str] = []
-
-        def start(prompt: Prompt | Exception, params: SamplingParams) -> Collector:
-            prompt, form = self._cut(returned(prompt), params, form_of)
-            collector = Collector(prompt, params, form)
-            ids.append(self._submit(prompt, params, collector.push, form, pooled=pooled))
-            return collector
-
+        events: queue.SimpleQueue[int] = queue.SimpleQueue()
+        waiting: deque[tuple[int, Job, Future[Prompt]]] = deque()
+        running: dict[int, tuple[str, Collector]] = {}
+        numbered = enumerate(jobs)
+        left = True
         try:
-            pairs = zip(prompts, params, strict=True)
-            waiting = [attempted(start, prompt, sampling) for prompt, sampling in pairs]
-            return [
-                answer.result() if isinstance(answer, Collector) else answer for answer in waiting
-            ]
-        except BaseException:
-            for request_id in ids:
+            while left or waiting or running:
+                while left and len(waiting) + len(running) < self.most:
+                    index, job = next(numbered, (-1, None))
+                    if job is None:
+                        left = False
+                    elif isinstance(job, Exception):
+                        yield index, job
+                    else:
+                        future = self._pool.submit(job.prepare)
+                        waiting.append((index, job, future))
+                        future.add_done_callback(lambda _: events.put(-1))
+                if not waiting and not running:
+                    continue
+                ended = events.get()
+                if ended >= 0:
+                    yield ended, running.pop(ended)[1].result()
+                while waiting and waiting[0][2].done():
+                    index, job, future = waiting.popleft()
+                    try:
+                        ids = partial(events.put, index)
+                        running[index] = self._start(future.result(), job, ids)
+                    except Exception as error:
+                        yield index, error
+        finally:
+            for *_, future in waiting:
+                future.cancel()
+            for request_id, _ in running.values():
                 self._engine.abort(request_id)
+
+    def _start(
+        self, prompt: Prompt, job: Job, ended: Callable[[], object]
+    ) -> tuple[str, Collector]:
+        """Submit a prepared job; return its id, and what collects its answer."""
+        prompt, form = self._cut(prompt, job)
+        collector = Collector(prompt, job.params, form, ended)
+        return self._submit(prompt, job, collector.push, form), collector
+
+    def stream(self, job: Job) -> Iterator[Delta]:
+        """Yield the deltas of an answer, split. Leaving the loop early aborts the request."""
+        deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        request_id, splitter = self._begin(job, deltas.put)
+        try:
+            while splitter.unfinished:
+                yield splitter.split(deltas.get())
+        finally:
+            if splitter.unfinished:
+                self._engine.abort(request_id)
+
+    async def answer_async(self, job: Job) -> Output:
+        """Return the answer to a job without blocking the event loop. Cancelling aborts it."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        end = partial(loop.call_soon_threadsafe, ended.set)
+        beginning = self._pool.submit(lambda: self._start(job.prepare(), job, end))
+        async with self._submitted(beginning) as (_, collector):
+            await ended.wait()
+        return returned(collector.result())
+
+    async def stream_async(self, job: Job) -> AsyncIterator[Delta]:
+        """Do as `stream` does, without blocking the event loop."""
+        loop = asyncio.get_running_loop()
+        deltas: asyncio.Queue[Delta] = asyncio.Queue()
+
+        def receive(delta: Delta) -> None:
+            loop.call_soon_threadsafe(deltas.put_nowait, delta)
+
+        beginning = self._pool.submit(self._begin, job, receive)
+        async with self._submitted(beginning) as (_, splitter):
+            while splitter.unfinished:
+                yield splitter.split(await deltas.get())
+
+    @asynccontextmanager
+    async def _submitted(self, beginning: Future[tuple[str, _T]]) -> AsyncIterator[tuple[str, _T]]:
+        """Wait for a request to be submitted, and abort it if the block is left by an exception.
+
+        Args:
+            beginning: prepares and submits it; its result begins with the request's id.
+        """
+        try:
+            submitted = await asyncio.wrap_future(beginning)
+            yield submitted
+        except BaseException:
+            # A thread that has begun to submit cannot be stopped, and does so a little later.
+            beginning.add_done_callback(self._abandon)
             raise
 
-    def stream(self, prompt: Prompt, params: SamplingParams, form_of: FormOf) -> Iterator[Delta]:
-        """Yield the deltas of an answer, split. Leaving the loop early aborts the request."""
-        prompt, form = self._cut(prompt, params, form_of)
-        parsers = [form.parser() for _ in range(params.n)]
-        deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        request_id = self._submit(prompt, params, deltas.put, form)
-        unfinished = params.n
-        try:
-            while unfinished:
-                delta = deltas.get()
-                if delta.finish_reason is not None:
-                    unfinished -= 1
-                if delta.error is not None:
-                    raise delta.error
-                yield split_delta(delta, parsers[delta.index])
-        finally:
-            if unfinished:
-                self._engine.abort(request_id)
+    def _abandon(self, beginning: Future[tuple[str, Any]]) -> None:
+        if not beginning.cancelled() and beginning.exception() is None:
+            self._engine.abort(beginning.result()[0])
 
-    def _cut(
-        self, prompt: Prompt, params: SamplingParams, form_of: FormOf
-    ) -> tuple[Prompt, TextForm]:
+    def _begin(self, job: Job, on_delta: Callable[[Delta], None]) -> tuple[str, _Splitter]:
+        """Prepare and submit a job whose deltas are wanted; return its id, and what splits them."""
+        prompt, form = self._cut(job.prepare(), job)
+        return self._submit(prompt, job, on_delta, form), _Splitter(form, job.params.n)
+
+    def _cut(self, prompt: Prompt, job: Job) -> tuple[Prompt, TextForm]:
         """Return the tokens to keep of a prompt, and how its answer is split."""
-        kept = prompt.last_tokens(params.kept_prompt_tokens(self._engine.max_model_len))
-        return kept, form_of(kept)
+        kept = prompt.last_tokens(job.params.kept_prompt_tokens(self._engine.max_model_len))
+        return kept, job.form_of(kept)
 
     def _submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        on_delta: Callable[[Delta], None],
-        form: TextForm,
-        *,
-        pooled: bool = False,
+        self, prompt: Prompt, job: Job, on_delta: Callable[[Delta], None], form: TextForm
     ) -> str:
-        engine, grammar = self._engine, None
+        engine, params, grammar = self._engine, job.params, None
         if params.structured_outputs is not None:
             text = partial(engine.text_of, prompt)
             after = before_grammar(form.thought, self._reasoning, text)
@@ -124,135 +205,27 @@ class Requests:
             on_delta,
             grammar=grammar,
             thought=form.thought,
-            pooled=pooled,
+            pooled=job.pooled,
             next_turn=form.next_turn(prompt),
         )
 
 
-_T = TypeVar("_T")
-OnError = Literal["raise", "return"]
-Params = SamplingParams | Iterable[SamplingParams] | None
-Results = list[_T | Any]
-"""Results of many prompts. With errors="return" exceptions are among them; the type says Any for
-those, so that a caller whose errors raise has nothing to check."""
-_SAMPLING = frozenset(option.name for option in fields(SamplingParams))
+class _Splitter:
+    """Splits the deltas of one request.
 
-
-def items_of(given: Iterable[_T], name: str) -> list[_T]:
-    """Return the items of a list or of any other iterable.
-
-    Raises InvalidRequestError for a text or a mapping, which a caller gives by mistake.
+    Attributes:
+        unfinished: choices that have not ended.
     """
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-        raise InvalidRequestError(f"{name} must be a list", param=name)
-    return list(given)
 
+    def __init__(self, form: TextForm, choices: int) -> None:
+        self.unfinished = choices
+        plain = replace(form, tools=None)
+        self._parsers = [plain.parser() for _ in range(choices)]
 
-def params_for(count: int, params: Params) -> list[SamplingParams]:
-    """Return the sampling options of each prompt.
-
-    Raises InvalidRequestError for anything else, and for a list of another length.
-    """
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    given: Any = params
-    listed: list[Any] = [given]
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        listed = list(given)
-    if not all(isinstance(entry, SamplingParams) for entry in listed):
-        raise InvalidRequestError("params must be a SamplingParams, or a list with one per prompt")
-    if len(listed) != count:
-        raise InvalidRequestError(f"{len(listed)} SamplingParams for {count} prompts")
-    return listed
-
-
-def check_names(options: Iterable[str], known: Collection[str]) -> None:
-    """Raise InvalidRequestError for an option that is not known."""
-    for name in options:
-        if name in _SAMPLING:
-            raise InvalidRequestError(
-                f"{name} belongs to params: SamplingParams({name}=...)", param=name
-            )
-        if name not in known:
-            raise InvalidRequestError(
-                f"there is no option {name!r}{did_you_mean(name, known)}", param=name
-            )
-
-
-def attempted(function: Callable[..., _T], *arguments: Any) -> _T | Exception:
-    """Return a function's result, or its exception."""
-    try:
-        return function(*arguments)
-    except Exception as error:
-        return error
-
-
-def returned(result: _T | Exception) -> _T:
-    """Return a result; raise it if it is an exception."""
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def settled(run: Callable[[], Sequence[_T | Exception]], errors: OnError) -> Results[_T]:
-    """Run all prompts and return their results, with the exceptions among them.
-
-    Raises FailedItemsError if there are exceptions and they are to be raised; InvalidRequestError
-    before the run if `errors` is anything but "raise" and "return".
-    """
-    if errors not in ("raise", "return"):
-        raise InvalidRequestError(
-            f'errors must be "raise" or "return", not {errors!r}', param="errors"
-        )
-    results = run()
-    failed = {i: result for i, result in enumerate(results) if isinstance(result, Exception)}
-    if not failed or errors == "return":
-        return list(results)
-    outputs = [None if i in failed else result for i, result in enumerate(results)]
-    raise FailedItemsError(outputs, failed) from next(iter(failed.values()))
-
-
-Messages = Sequence[Mapping[str, Any]]
-ShortForm = str | tuple[str, Any]
-
-
-def messages_of(inputs: ShortForm) -> Messages:
-    """Return the conversation of a text, (text, media) or (text, [media, ...]).
-
-    Raises InvalidRequestError for anything else.
-    """
-    pair: Any = (inputs, []) if isinstance(inputs, str) else inputs
-    if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-        raise InvalidRequestError("the short form is text, (text, media) or (text, [media, ...])")
-    text, media = pair
-    items = list(media) if isinstance(media, list | tuple) else [media]
-    parts = [_media_part(item) for item in items]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
-
-
-_VIDEO_SUFFIXES = (
-    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mpg", ".mpeg", ".3gp"),
-    *(".flv", ".wmv"),
-)
-
-
-def _media_part(item: Any) -> dict[str, Any]:
-    """Return the part for a medium; arrays of four axes, and video names or bytes, are videos."""
-    if getattr(item, "ndim", 0) == 4 or _looks_like_video(item):
-        return {"type": "video", "video": item}
-    return {"type": "image", "image": item}
-
-
-def _looks_like_video(item: Any) -> bool:
-    if isinstance(item, bytes):
-        # ISO media ("ftyp", but not its still-image brands), Matroska / WebM, RIFF AVI.
-        is_iso = item[4:8] == b"ftyp" and item[8:12] not in (b"avif", b"heic", b"heix", b"mif1")
-        return is_iso or item[:4] == b"\x1aE\xdf\xa3" or item[8:12] == b"AVI "
-    if isinstance(item, str | Path):
-        name = str(item)
-        if name.startswith("data:"):
-            return name.startswith("data:video/")
-        return name.lower().split("?", 1)[0].endswith(_VIDEO_SUFFIXES)
-    return False
+    def split(self, delta: Delta) -> Delta:
+        """Return the next delta, split. Raises its error."""
+        self.unfinished -= delta.finish_reason is not None
+        error: VlmServeError | None = delta.error
+        if error is not None:
+            raise error
+        return split_delta(delta, self._parsers[delta.index])

@@ -38,6 +38,7 @@ from vlm_serve.server.http.serving import (
 )
 from vlm_serve.server.http.tenants import read_tenant_keys
 from vlm_serve.server.service import Mount, Service
+from vlm_serve.system.extras import install_command
 from vlm_serve.system.host_memory import retain_freed_memory
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _tracer(endpoint: str, model: str) -> RequestTracer:
         from vlm_serve.server.tracing import RequestTracer
     except ImportError:
         raise ConfigError(
-            "otlp_traces_endpoint needs the extra `otel`: pip install 'vlm-serve[otel]'",
+            f"otlp_traces_endpoint needs the extra `otel`: {install_command('otel')}",
             param="otlp_traces_endpoint",
         ) from None
     return RequestTracer.to_endpoint(endpoint, model)

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 from starlette.types import ASGIApp
 
+from vlm_serve.server.http import api_page
 from vlm_serve.server.http.errors import error_for, public_error
 from vlm_serve.server.http.request_id import request_id_of
 from vlm_serve.server.http.streaming import ClientGoneError
@@ -125,10 +126,16 @@ class DescribedApp(FastAPI):
         self._document = b""
         self.router.route_class = ExactRoute
         self.add_api_route("/openapi.json", self._get_document, include_in_schema=False)
+        self.add_api_route("/docs", self._get_page, include_in_schema=False)
 
     async def _get_document(self) -> Response:
         document = self._document or await asyncio.to_thread(self._make_document)
         return Response(document, media_type="application/json")
+
+    async def _get_page(self) -> Response:
+        document = self._document or await asyncio.to_thread(self._make_document)
+        page = api_page.render(json.loads(document))
+        return Response(page, media_type="text/html", headers=api_page.HEADERS)
 
     def _make_document(self) -> bytes:
         with self._making:

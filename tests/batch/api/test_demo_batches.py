@@ -47,9 +47,8 @@ def rows(server: RunningServer, file: str) -> dict[str, Any]:
 
 def test_the_shipped_example_is_answered_as_by_run_batch(server: RunningServer) -> None:
     server.engine.flush()
-    every = [json.loads(line) for line in EXAMPLE.read_text().splitlines()]
-    lines = [line for line in every if line["url"] == CHAT]
-    batch = start(server, "\n".join(map(json.dumps, lines)).encode())
+    lines = [json.loads(line) for line in EXAMPLE.read_text().splitlines()]
+    batch = start(server, EXAMPLE.read_bytes())
     wait_for(lambda: state(server, batch)["status"] in ("completed", "failed"))
     found = state(server, batch)
     assert found["status"] == "completed", found["errors"]

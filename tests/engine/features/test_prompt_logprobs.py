@@ -11,6 +11,7 @@ import torch
 from checkpoint_spec import CheckpointSpec
 from make_checkpoint import make_checkpoint
 from parity_cases import photograph, random_ids, user
+from prepared_prompts import answer_prepared
 from together import together
 
 from vlm_serve.engine.features.prompt_logprobs import PromptLog
@@ -19,7 +20,6 @@ from vlm_serve.engine.steps.prompt_rows import logprob_rows
 from vlm_serve.errors import InvalidRequestError
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Output, Pipeline
-from vlm_serve.pipeline.requests import returned
 from vlm_serve.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
@@ -155,7 +155,7 @@ def run(
     prepare = pipe.engine.preprocessor.prepare_tokens
     made = [prepare(ids, cache_salt=salt) for ids, salt in zip(prompts, salts, strict=True)]
     with together(pipe.engine, len(made)):
-        return [*map(returned, pipe._run(iter(made), params))]
+        return answer_prepared(pipe, made, params)
 
 
 def cold(pipe: Pipeline, prompt: list[int], params: SamplingParams) -> Output:

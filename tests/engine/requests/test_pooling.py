@@ -17,6 +17,7 @@ import torch
 from families import SPECS
 from make_checkpoint import make_checkpoint
 from parity_cases import data_folder, random_ids, text
+from prepared_prompts import answer_prepared
 from queued_device import QueuedDevice, with_queue
 from sweeps import quick
 
@@ -27,7 +28,6 @@ from vlm_serve.errors import ConfigError, InvalidRequestError
 from vlm_serve.kernels.triton_support import interpreted
 from vlm_serve.options.config import EngineConfig
 from vlm_serve.pipeline.pipeline import Pipeline
-from vlm_serve.pipeline.requests import returned
 from vlm_serve.preprocess.text.pooled_prompts import embedding_messages, rerank_messages
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
@@ -75,7 +75,7 @@ def test_embeddings_equal_those_of_transformers(checkpoint: Path, embedder: Pipe
                 np.testing.assert_allclose(vector, expected.numpy(), atol=1e-4, rtol=0)
     embedder.engine.check()
     prompt = embedder.engine.preprocessor.prepare(embedding_messages(given[0], INSTRUCTION))
-    (again,) = map(returned, embedder._run(iter([prompt]), [pooling.ONE_TOKEN], pooled=True))
+    (again,) = answer_prepared(embedder, [prompt], [pooling.ONE_TOKEN], pooled=True)
     assert again.usage.cached_tokens >= len(prompt) - 16
 
 
@@ -187,7 +187,7 @@ def test_vectors_come_from_captured_steps(
 
     def vector(pipe: Pipeline) -> np.ndarray[Any, Any]:
         prompt = pipe.engine.preprocessor.prepare_tokens(ids)
-        (made,) = map(returned, pipe._run(iter([prompt]), [pooling.ONE_TOKEN], pooled=True))
+        (made,) = answer_prepared(pipe, [prompt], [pooling.ONE_TOKEN], pooled=True)
         pipe.engine.check()
         assert made.vector is not None
         return made.vector

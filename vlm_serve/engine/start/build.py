@@ -7,6 +7,8 @@ checkpoint's, neutral ones, or those of another folder.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -58,7 +60,7 @@ from vlm_serve.engine.steps.step_paths import (
     find_backend,
     graphs_wanted,
 )
-from vlm_serve.errors import ConfigError
+from vlm_serve.errors import CheckpointError, ConfigError
 from vlm_serve.kernels.backends import choose
 from vlm_serve.kernels.triton_support import keep_private
 from vlm_serve.models import Model, ModelSpec, read_spec, resolve_checkpoint
@@ -282,6 +284,18 @@ def _decided(config: EngineConfig, source: ModelSource, *, graphs: bool) -> Engi
         compiled_kernels=source.compiled,
         quantized_activations="int8" if source.arithmetic.dynamic else "none",
     )
+
+
+@contextmanager
+def naming_folder(model: str) -> Iterator[None]:
+    """Begin CheckpointErrors of the block with the folder of a local model: a relative path or a
+    link is the usual reason."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not Path(model).exists():
+            raise
+        raise CheckpointError(f"{Path(model).resolve()}: {error.message}") from error
 
 
 def with_block_size(config: EngineConfig, model: str) -> EngineConfig:

@@ -385,10 +385,10 @@ class ParsedTurn:
         """Return how many tokens the next prompt begins with, see `engine.request.NextTurn`."""
         parser = self.parser()
         pieces = parser.feed(text) + parser.finish(cut=reason != "stop")
-        return self.shared_tokens(_message(pieces), token_ids)
+        return self.shared_tokens(message_of(pieces), token_ids)
 
 
-def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+def message_of(pieces: Sequence[Piece]) -> dict[str, Any]:
     """Return the answer as clients of /v1/chat/completions send it back."""
     texts: dict[str, str] = {"reasoning": "", "content": ""}
     calls: list[dict[str, Any]] = []

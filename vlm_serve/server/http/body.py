@@ -154,10 +154,15 @@ def _check_depth(brackets: bytes) -> None:
             return
         brackets = brackets.replace(b"[]", b"")
     if brackets:
-        raise InvalidRequestError(
-            f"the body is nested deeper than {MAX_JSON_DEPTH} levels, or its brackets do not match",
-            code="invalid_json",
+        opened, closed = brackets.count(b"["), brackets.count(b"]")
+        problem = (
+            f"nested deeper than {MAX_JSON_DEPTH} levels, or its brackets do not match"
+            if opened == closed
+            else f"not valid JSON: it opens {opened - closed} brackets that it does not close"
+            if opened > closed
+            else "not valid JSON: it closes brackets that it has not opened"
         )
+        raise InvalidRequestError(f"the body is {problem}", code="invalid_json")
 
 
 def validate(value: Any, model: type[M]) -> M:

@@ -21,6 +21,7 @@ from vlm_serve.cache.tiers.shared_format import Keyring
 from vlm_serve.cache.tiers.sharing import WritableStore
 from vlm_serve.errors import ConfigError
 from vlm_serve.options.config import EngineConfig
+from vlm_serve.system.extras import install_command
 
 MIN_KEY_BYTES = 32
 DEFAULT_PORT = 6379
@@ -144,7 +145,7 @@ def find_store(config: EngineConfig) -> SharedAddress | None:
         for name in ("redis", "redis.asyncio"):
             import_module(name)
     except ImportError:
-        raise _invalid("needs the package redis: pip install 'vlm-serve[store]'") from None
+        raise _invalid(f"needs the package redis: {install_command('store')}") from None
     _check_certificates(address.connection)
     return address
 
