@@ -100,6 +100,7 @@ FAMILIES = {
     ),
     "minicpmv4_6": Served("MiniCPM-V 4.6", _MINICPMV, "MiniCPMV4_6Config"),
     "minicpmv4_7": Served("MiniCPM-V 4.7", _MINICPMV, "MiniCPMV4_7Config"),
+    "minicpm_ocr": Served("MiniCPM-OCR 1.0", _MINICPMV, "MiniCPMOcrConfig"),
 }
 """By `model_type` of config.json."""
 
