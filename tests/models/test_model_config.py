@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoint_config import full_config, text_config
 from checkpoint_spec import CheckpointSpec
+from safetensors.torch import save_file
 
 from vlm_serve.errors import CheckpointError
 from vlm_serve.models.parts.attention import Attention
@@ -190,3 +191,16 @@ def test_broken_files_are_named_without_their_path(
     with pytest.raises(CheckpointError, match=complaint) as caught:
         read_spec(tmp_path)
     assert str(tmp_path) not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_tensors_decide_an_automatic_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    for section in (None, "text_config"):
+        config = dense()
+        config["dtype"] = config["text_config"]["dtype"] = "auto"
+        if section:
+            del config["dtype"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        tensors = {"model.language_model.embed_tokens.weight": torch.zeros(4, 4, dtype=dtype)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert read_spec(tmp_path).dtype is dtype

@@ -15,9 +15,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from vlm_serve.errors import CheckpointError
-from vlm_serve.models.config import Changes, Config, read_json
-from vlm_serve.models.files import INDEX_FILE, SIDECAR, other_weights, weight_files
+from vlm_serve.models.config import DTYPES, Changes, Config, read_json
+from vlm_serve.models.files import INDEX_FILE, SIDECAR, open_files, other_weights, weight_files
 from vlm_serve.models.quantization.scheme import METHODS, QuantScheme
+from vlm_serve.models.relatives import missing_of
 from vlm_serve.models.spec import ModelSpec
 
 _SECTION = "vision_config"
@@ -104,24 +105,13 @@ FAMILIES = {
 }
 """By `model_type` of config.json."""
 
-NEAR = {
-    "qwen2": "Qwen2 and Qwen2.5 have biases and no norms of queries and keys; take Qwen3",
-    "qwen2_moe": "Qwen1.5-MoE and Qwen2-MoE have no norms of queries and keys; take Qwen3",
-    "qwen2_vl": "Qwen2-VL has another tower; take Qwen3-VL",
-    "qwen2_5_vl": "Qwen2.5-VL has a tower with windows; take Qwen3-VL",
-    "qwen3_omni_moe": "Qwen3-Omni has audio; take Qwen3-VL",
-    "qwen4_exp": "Qwen3.8-Flash-Next has sparse attention and tables of n-grams; take Qwen3.8",
-    "minicpmv": "MiniCPM-V before 4.6 has another language model and resampler; take 4.6",
-    "minicpmo": "MiniCPM-o has audio; take MiniCPM-V 4.6",
-    "llama": "Llama has no norms of queries and keys, and another rope",
-    "mistral3": "Mistral has no norms of queries and keys",
-    "gemma3": "Gemma has sliding windows and norms behind its layers",
-    "gemma4": "Gemma has sliding windows and norms behind its layers",
-    "glm4v": "GLM-V has partial rotations with norms behind its layers",
-    "gpt_oss": "gpt-oss has sliding windows and attention sinks",
-    "kimi_linear": "Kimi Linear has another recurrence and compressed keys",
+PARTS = {
+    "qwen3_vl_text": Served("Qwen3-VL", _QWEN3_VL, "Qwen3VLTextConfig", media=(), state=False),
+    "qwen3_vl_moe_text": Served(
+        "Qwen3-VL MoE", _QWEN3_VL, "Qwen3VLMoeTextConfig", media=(), state=False, experts=True
+    ),
 }
-"""What is missing for models near to the supported ones, by type."""
+"""Language models that trainers save without the tower that all published ones have."""
 
 
 def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
@@ -141,6 +131,7 @@ def read_spec(path: Path | str, changes: Changes = _NO_CHANGES) -> ModelSpec:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"the checkpoint has no config.json{other_weights(path)}")
     spec = _without_lost_tower(spec_of(_with_sidecar(path / "config.json"), changes), path)
+    spec = _with_stored_dtype(spec, path)
     file = path / "generation_config.json"
     return replace(spec, generation=read_json(file) if file.is_file() else {})
 
@@ -155,12 +146,12 @@ def _with_sidecar(path: Path) -> Mapping[str, Any]:
 
 def spec_of(raw: Mapping[str, Any], changes: Changes = _NO_CHANGES) -> ModelSpec:
     """Return the model described by the content of a config.json; raises as `read_spec`."""
-    raw = changes.apply(raw)
+    raw = _named_as_text(changes.apply(raw))
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise CheckpointError(_unknown(kind))
+    if not isinstance(kind, str) or kind not in FAMILIES | PARTS:
+        raise CheckpointError(_unknown(raw))
     scheme = QuantScheme.of(raw)
-    served = FAMILIES[kind]
+    served = (FAMILIES | PARTS)[kind]
     module = importlib.import_module(served.module)
     config = Config(raw, served.source, getattr(module, "DEFAULTS", {}), class_of=_class_of)
     spec: ModelSpec = module.spec(config)
@@ -173,12 +164,19 @@ def spec_of(raw: Mapping[str, Any], changes: Changes = _NO_CHANGES) -> ModelSpec
     return replace(spec, quantization=scheme, defaulted=config.defaulted, config=raw)
 
 
-def _unknown(kind: object) -> str:
+def _named_as_text(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json whose type is that of a language model if all that it describes is one:
+    it has the fields of `text_config` itself."""
+    kind = f"{raw.get('model_type')}_text"
+    flat = "hidden_size" in raw and not (raw.get("text_config") or raw.get(_SECTION))
+    return {**raw, "model_type": kind} if flat and kind in FAMILIES | PARTS else raw
+
+
+def _unknown(raw: Mapping[str, Any]) -> str:
     """Return the message about a type that is not supported."""
-    near = NEAR.get(str(kind).removesuffix("_text"))
-    why = "" if near is None else f": {near}"
     known = "; ".join(f"{family.models} ({name})" for name, family in FAMILIES.items())
-    return f"model_type {kind!r} is not supported{why}; supported are {known}"
+    why = missing_of(raw)
+    return f"model_type {raw.get('model_type')!r} is not supported{why}; supported are {known}"
 
 
 def _class_of(source: str) -> Any:
@@ -204,6 +202,18 @@ def _without_lost_tower(spec: ModelSpec, path: Path) -> ModelSpec:
     _tell(path)
     config = {name: value for name, value in spec.config.items() if name != _SECTION}
     return replace(spec, vision=None, config=config)
+
+
+def _with_stored_dtype(spec: ModelSpec, path: Path) -> ModelSpec:
+    """Return the model with the type of its table of embeddings if config.json says `auto`."""
+    sections = (spec.config, spec.config.get("text_config") or {})
+    if "auto" not in [part.get(name) for part in sections for name in ("dtype", "torch_dtype")]:
+        return spec
+    for file in open_files(path):
+        name = next((each for each in file.names() if each.endswith("embed_tokens.weight")), None)
+        if name is not None and file.tensor(name).dtype in DTYPES.values():
+            return replace(spec, dtype=file.tensor(name).dtype)
+    return spec
 
 
 def tensor_names(path: Path) -> Collection[str]:
