@@ -21,6 +21,7 @@ from vlm_serve.models.adapters.changes import Modules
 from vlm_serve.models.config import mismatch
 from vlm_serve.models.files import TensorFile, open_files
 from vlm_serve.models.quantization.base import Format, Names, loading_format, pieces
+from vlm_serve.models.quantization.fields import PLAIN
 from vlm_serve.models.quantization.float8 import widened
 from vlm_serve.models.quantization.scheme import QuantScheme
 from vlm_serve.system.host_memory import release_freed_memory
@@ -29,6 +30,7 @@ _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.", ""
 _VISION_PREFIXES = ("model.visual.", "visual.", "model.", "")
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 _log = logging.getLogger(__name__)
+_APART = "their groups are of columns apart, in the order of their activations"
 _TELL_SECONDS = 2.0
 _RELEASE_BYTES = 64 << 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,6 +84,7 @@ class Weights:
         self.compute_dtype = compute_dtype or dtype
         self.device = device
         self.compiled = compiled
+        self._scattered = False
         self._files: dict[str, TensorFile] = {}
         self._checked: set[str] = set()
         self._read = self._total = self._released = 0
@@ -134,6 +137,8 @@ class Weights:
         inner = names.sibling("base_layer.weight")
         if inner in self._files:
             return f"{inner} is part of an adapter: merge it into its model and save that"
+        if names.sibling("B") in self._files:
+            return f"{names.sibling('B')} is packed for Marlin's kernels: {PLAIN}"
         packed = names.sibling("qweight"), names.of_weight("packed")
         packed_name = next((name for name in packed if name in self._files), None)
         if packed_name is None or self._scheme is not None:
@@ -150,6 +155,11 @@ class Weights:
         if format_ is None:
             return self._made_codes(part, shard)
         opened = format_.open(self, part)
+        if opened.scattered:  # `mapped` has its numbers.
+            if not self._scattered:
+                _log.warning("%s and others are kept as numbers, not codes: %s", part.name, _APART)
+            self._scattered = True
+            return None
         if part.name not in self.quantised:
             self.quantised.add(part.name)
             self._tell(format_.nbytes(*part.sizes))
@@ -169,8 +179,17 @@ class Weights:
         return quantised(part.pieces(self, shard), kind.bits, kind.group, columns)
 
     def mapped(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """Return a tensor as stored in its file: read-only memory, paged in when touched."""
+        """Return a tensor as stored in its file: read-only memory, paged in when touched. Of a
+        weight whose codes are `scattered` its numbers, in their own memory."""
+        format_ = None if name in self else self._format(name)
+        if format_ is not None:
+            part = Part(name, tuple(shape))
+            opened = format_.open(self, part)
+            values = (each.values().to(self.dtype) for each in pieces(opened, part, None))
+            return torch.cat(list(values))
         tensor = self.stored(name)
+        if Names(name).sibling("biases") in self and tensor.dtype == torch.uint32:
+            raise CheckpointError(f"{name} is MLX's, whose weights are not read: {PLAIN}")
         if tuple(tensor.shape) != tuple(shape):
             raise CheckpointError(mismatch(name, tensor.shape, shape))
         if tensor.dtype not in _FLOATS:

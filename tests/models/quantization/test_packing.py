@@ -239,7 +239,7 @@ def test_the_second_version_of_gptq_stores_zero_points_as_they_are() -> None:
             Gptq(4, GROUP, offset, True).open(MemoryCheckpoint(tensors), part)
 
 
-def test_columns_ordered_by_activation_are_refused() -> None:
+def test_an_order_of_columns_that_the_config_denies_is_refused() -> None:
     format_, tensors, _ = gptq(4)
     tensors["w.g_idx"] = tensors["w.g_idx"].flip(0)
     with pytest.raises(CheckpointError, match=r"w.g_idx orders columns by activation \(desc_act\)"):
@@ -248,3 +248,65 @@ def test_columns_ordered_by_activation_are_refused() -> None:
     tensors["w.weight_g_idx"] = torch.arange(DEPTH).flip(0) // GROUP
     with pytest.raises(CheckpointError, match="w.weight_g_idx orders columns by activation"):
         packed_.open(MemoryCheckpoint(tensors), Part("w.weight", (ROWS, DEPTH)))
+
+
+def ordered(kind: str, bits: int) -> tuple[Format, Tensors, torch.Tensor]:
+    """Codes whose columns are ordered by activation, and what they stand for."""
+    draws = torch.Generator().manual_seed(1)
+    order = torch.randperm(DEPTH, generator=draws) // GROUP
+    drawn = draw(bits, symmetric=False)
+    zeros, scales = drawn.zeros[:, order].float(), drawn.scales[:, order]
+    weight = (drawn.codes.float() - zeros) * scales
+    if kind == "gptq":
+        tensors = by_gptq(drawn, bits, GROUP) | {"w.g_idx": order.int()}
+        return Gptq(bits, GROUP, 1, False, by_activation=True), tensors, weight
+    tensors = by_compressed_tensors(drawn, bits, "group", symmetric=False)
+    tensors["w.weight_g_idx"] = order.int()
+    return Packed(bits, GROUP, False, by_activation=True), tensors, weight
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["gptq", "compressed-tensors"])
+def test_columns_ordered_by_activation(kind: str, bits: int) -> None:
+    format_, tensors, weight = ordered(kind, bits)
+    opened = format_.open(MemoryCheckpoint(tensors), Part("w.weight", (ROWS, DEPTH)))
+    assert opened.scattered and format_.ordered
+    assert torch.equal(opened.piece(range(ROWS), range(DEPTH), 1).values(), weight)
+    part = opened.piece(range(5, 21), range(32, 80), 1)
+    assert torch.equal(part.values(), weight[5:21, 32:80])
+
+
+def test_an_order_by_activation_is_checked() -> None:
+    for kind, name in (("gptq", "w.g_idx"), ("compressed-tensors", "w.weight_g_idx")):
+        format_, tensors, _ = ordered(kind, 4)
+        part = Part("w.weight", (ROWS, DEPTH))
+        for changed, complaint in (
+            ({name: tensors[name] + 1}, "names groups that there are not: 4"),
+            ({name: tensors[name][1:]}, f"{name} has shape"),
+        ):
+            with pytest.raises(CheckpointError, match=complaint):
+                format_.open(MemoryCheckpoint(tensors | changed), part)
+        del tensors[name]
+        with pytest.raises(CheckpointError, match=f"no {name}, which .* asks for"):
+            format_.open(MemoryCheckpoint(tensors), part)
+
+
+def test_float8_in_groups_along_a_row() -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randn(ROWS, DEPTH, generator=generator).to(torch.float8_e4m3fn)
+    factors = torch.rand(ROWS, DEPTH // 128, generator=generator).bfloat16()
+    tensors = {"w.weight": codes, "w.weight_scale": factors}
+    weight = codes.float() * factors.float().repeat_interleave(128, 1)
+    part = Part("w.weight", (ROWS, DEPTH))
+    assert torch.equal(read(Float8((1, 128)), tensors, part, None), weight)
+    got = [read(Float8((1, 128)), tensors, part, Shard(rank, 4, 1)) for rank in range(4)]
+    assert torch.equal(torch.cat(got, dim=1), weight)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_what_is_repacked_for_marlin_is_refused(kind: str) -> None:
+    """Its words of 16 x 16 tiles have another shape than those of either writer."""
+    format_, tensors, _ = gptq(4) if kind == "gptq" else awq()
+    tensors["w.qweight"] = tensors["w.qweight"].reshape(DEPTH // 16, ROWS * 2)
+    with pytest.raises(CheckpointError, match="w.qweight has shape"):
+        format_.open(MemoryCheckpoint(tensors), Part("w.weight", (ROWS, DEPTH)))
